@@ -1,0 +1,124 @@
+"""The audit: every byte of every tensor claimed exactly once, every element of every array made exactly once."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from model_mappings.cells import Part
+from model_mappings.plan import Array, Problem, TensorSpec, is_float
+
+Claim = tuple[range, ...]  # the indices of each axis of a tensor that something takes
+
+
+def is_disjoint(a: Claim, b: Claim) -> bool:
+    """Whether two claims on a tensor share no element."""
+    return any(_apart(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _apart(a: range, b: range) -> bool:
+    if a[-1] < b[0] or b[-1] < a[0]:
+        return True
+    if a.step == b.step == 1:
+        return False
+    return set(a).isdisjoint(b)
+
+
+def find_drops(drops: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> tuple[dict[str, str], dict[str, list[Claim]]]:
+    """Applies a family's drops: `({tensor or window: reason}, {tensor: claims of the dropped windows})`."""
+    dropped: dict[str, str] = {}
+    windows: dict[str, list[Claim]] = defaultdict(list)
+    for entry, reason in drops.items():
+        match = re.fullmatch(r"(.+)\[(\d+):\]", entry)
+        if match is None:
+            dropped.update(dict.fromkeys(fnmatch.filter(tensors, entry), reason))
+        elif match[1] in tensors and match[1] not in dropped:
+            shape = tensors[match[1]].shape
+            if shape and int(match[2]) < shape[0]:
+                dropped[entry] = reason
+                windows[match[1]].append((range(int(match[2]), shape[0]), *(range(n) for n in shape[1:])))
+    return dropped, windows
+
+
+def audit(arrays: Iterable[Array], tensors: Mapping[str, TensorSpec], drops: Mapping[str, str], family: str) -> tuple[dict[str, str], list[Problem]]:
+    """Checks a table against a checkpoint: `(what is dropped, the problems)`."""
+    dropped, windows = find_drops(drops, tensors)
+    problems: list[Problem] = []
+    claims: dict[str, list[Claim]] = defaultdict(list)
+    shape_checked: set[tuple[str, int]] = set()
+    for array in arrays:
+        problems += _check_tiling(array)
+        for cell in array.cells():
+            name = cell.tensor
+            if name is None:
+                continue
+            claims[name].append(cell.part.source_box())
+            if (name, id(cell.part.rule)) in shape_checked:
+                continue
+            shape_checked.add((name, id(cell.part.rule)))
+            problems += _check_cell(name, cell.part, array, tensors.get(name), dropped.get(name), family)
+    bad = {problem.subject for problem in problems}
+    for name, boxes in claims.items():
+        if name in tensors and name not in bad:
+            problems += _check_claims(name, boxes + windows[name], tensors[name])
+    for name, spec in tensors.items():
+        if name not in claims and name not in dropped:
+            problems.append(
+                Problem("unused", name, f"{spec.dtype.name} {spec.shape} in {spec.file}: the {family} table has no place for it, and doesn't drop it")
+            )
+    return dropped, problems
+
+
+def _check_cell(name: str, part: Part, array: Array, spec: TensorSpec | None, drop: str | None, family: str) -> list[Problem]:
+    """Name, dtype, shape and window of one tensor against one line of the table."""
+    if spec is None:
+        return [Problem("missing", name, f"the {family} table makes {array.key} of it, but no file holds it")]
+    if drop is not None:
+        return [Problem("overlap", name, f"both dropped ({drop}) and used for {array.key}; a fault of the {family} table")]
+    if not is_float(spec.dtype):
+        return [Problem("dtype", name, f"{spec.dtype.name} in {spec.file}, but {array.key} is made of floating-point weights")]
+    taken = tuple(len(range(*window.indices(size))) for window, size in zip(part.window, spec.shape, strict=False))
+    if len(spec.shape) != len(part.window_shape) or taken != part.window_shape:
+        axes = part.rule.axes.left[len(part.rule.name_axes) :]
+        text = " ".join(f"({' '.join(axis)})" if len(axis) != 1 else axis[0] for axis in axes)
+        where = " in a part of it" if part.rule.window else ""
+        return [Problem("shape", name, f'{spec.shape} in {spec.file}, the {family} table says "{text}" = {part.window_shape}{where}')]
+    return []
+
+
+def _check_claims(name: str, claims: Sequence[Claim], spec: TensorSpec) -> list[Problem]:
+    """The claims on one tensor must tile it."""
+    if len(claims) > 1 and not all(is_disjoint(a, b) for a, b in itertools.combinations(claims, 2)):
+        return [Problem("overlap", name, f"{len(claims)} lines of the table share elements of it")]
+    claimed = sum(math.prod(len(indices) for indices in claim) for claim in claims)
+    if claimed < math.prod(spec.shape):
+        return [Problem("unclaimed part", name, f"{claimed:,} of {math.prod(spec.shape):,} elements of {spec.shape} in {spec.file} are used")]
+    return []
+
+
+def _check_tiling(array: Array) -> list[Problem]:
+    """The parts of one array must tile it, but for what `fill` pads."""
+    made = [part for part in array.parts if part.rule.source is not None]
+    boxes = [_segment_box(part) for part in made]
+    if not all(is_disjoint(a, b) for a, b in itertools.combinations(boxes, 2)):
+        return [Problem("overlap", array.key, "two lines of the table make the same elements", is_array=True)]
+    covered = sum(math.prod(part.window_shape) * part.layers.size * math.prod(part.name_shape) for part in made)
+    if covered < math.prod(array.shape) and array.fill is None:
+        return [Problem("gap", array.key, f"{covered:,} of {math.prod(array.shape):,} elements have a source", is_array=True)]
+    return []
+
+
+def _segment_box(part: Part) -> Claim:
+    """The indices of each factor of the array that a part makes."""
+    sizes = np.concatenate([np.asarray(sizes, int) for sizes in part.source_factors] or [np.zeros(0, int)])
+    return tuple(
+        range(factor.start, factor.start + int(sizes[factor.which])) if factor.kind == "free" else range(factor.size)
+        for axis in part.target_axes
+        for factor in axis
+    )

@@ -1,0 +1,65 @@
+"""What a table may ask: the model's `config.json`, and the layout that the user wants."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+class ConfigError(ValueError):
+    """`config.json` lacks a field that the family's table needs, or it holds something else."""
+
+
+class Config(dict):
+    """`config.json` as a dict that explains itself when a field is missing or isn't what it should be."""
+
+    def __missing__(self, key: str) -> object:
+        raise ConfigError(f"config.json has no {key!r}")
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer; `default` stands in for a field that is absent or null.
+
+        Raises:
+          ConfigError: absent without a default, or not a positive integer.
+        """
+        value = self.get(key)
+        if value is None:
+            value = self[key] if default is None and key not in self else default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"config.json: {key!r} should be a positive integer, but is {value!r}")
+        return value
+
+    def count(self, key: str) -> int:
+        """A non-negative integer; 0 where the field is absent or null."""
+        return self.size(key, 1) if self.get(key) else 0
+
+    def flag(self, key: str) -> bool:
+        """True or false; false where the field is absent or null.
+
+        Raises:
+          ConfigError: neither.
+        """
+        value = self.get(key) or False
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {key!r} should be true or false, but is {value!r}")
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the arrays should be laid out: everything besides `config.json` that a table depends on.
+
+    Attributes:
+      scan: layers of one kind stacked in one array (MaxText's `scan_layers`), or an array for each layer.
+      scan_axis: where the stacked axis goes (MaxText's `param_scan_axis`); the last place where an array has fewer axes.
+      vocab: rows of MaxText's embedding; None leaves the number to the family.
+      mtp: convert the multi-token-prediction layers too.
+      model: the MaxText model, where `config.json` can't settle it.
+      names: the checkpoint's tensors; a table may ask whether one is there, where releases spell a model in two ways.
+    """
+
+    scan: bool = True
+    scan_axis: int = 1
+    vocab: int | None = None
+    mtp: bool = False
+    model: str | None = None
+    names: frozenset[str] = frozenset()

@@ -1,0 +1,96 @@
+"""DeepSeek V2, V3, R1, V3.1, V3.2 and Kimi K2: latent attention, a dense prefix, shared experts, an indexer (V3.2).
+
+Latent and rotary parts stay side by side in MaxText as in Hugging Face, and the rotary part is interleaved on both sides:
+no permutation. The multi-token-prediction module is the layer behind the last; its copies of embedding and head, and its
+own last norm, have no array in MaxText (AI-Hypercomputer/maxtext, src/maxtext/layers/multi_token_prediction.py, e591f30).
+"""
+
+from model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, layers, top
+from model_mappings.family import Family
+from model_mappings.rules import rule, stack
+
+MOE = "DeepSeekMoeBlock_0"
+ROUTER = f"{MOE}/MoeBlock_0"
+
+
+def dims(c, layout):
+    nope, rope, v_dim, kv_lora = (c.size(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+    moe_mlp = c.size("moe_intermediate_size")
+    return common_dims(c) | dict(
+        q_dim=nope + rope, kv_dim=nope + v_dim, v_dim=v_dim, q_lora=c.count("q_lora_rank"), kv_lora=kv_lora, kv_lora_rope=kv_lora + rope,
+        expert=c.size("n_routed_experts"), moe_mlp=moe_mlp, shared_mlp=moe_mlp * c.size("n_shared_experts"),
+        index_heads=c.count("index_n_heads"), index_dim=c.count("index_head_dim"), pair=2 * c.size("hidden_size"),
+    )  # fmt: skip
+
+
+def latent_attention(c):
+    q_lora, indexer = c.count("q_lora_rank"), c.count("index_n_heads")
+    return [
+        rule("self_attention/query/kernel", "self_attn.q_proj.weight", "(heads q_dim) embed -> embed heads q_dim", "embed q_heads kv", when=not q_lora),
+        rule("self_attention/wq_a/kernel", "self_attn.q_a_proj.weight", "q_lora embed -> embed q_lora", "embed q_lora_up_proj", when=q_lora),
+        rule("self_attention/q_norm/scale", "self_attn.q_a_layernorm.weight", "q_lora", "norm", when=q_lora),
+        rule("self_attention/wq_b/kernel", "self_attn.q_b_proj.weight", "(heads q_dim) q_lora -> q_lora heads q_dim", "q_lora q_heads kv", when=q_lora),
+        rule("self_attention/wkv_a/kernel", "self_attn.kv_a_proj_with_mqa.weight", "kv_lora_rope embed -> embed kv_lora_rope", "embed kv_lora_up_proj"),
+        rule("self_attention/kv_norm/scale", "self_attn.kv_a_layernorm.weight", "kv_lora", "norm"),
+        rule("self_attention/wkv_b/kernel", "self_attn.kv_b_proj.weight", "(heads kv_dim) kv_lora -> kv_lora heads kv_dim", "kv_lora kv_heads kv_head_dim"),
+        rule("self_attention/out/kernel", "self_attn.o_proj.weight", "embed (heads v_dim) -> heads v_dim embed", "heads kv embed"),
+        rule("self_attention/indexer/wq_b/kernel", "self_attn.indexer.wq_b.weight", "(index_heads index_dim) q_lora -> q_lora index_heads index_dim", "q_lora q_heads kv", when=indexer),
+        rule("self_attention/indexer/wk/kernel", "self_attn.indexer.wk.weight", "index_dim embed -> embed index_dim", "embed kv", when=indexer),
+        rule("self_attention/indexer/k_norm/scale", "self_attn.indexer.k_norm.weight", "index_dim", "", when=indexer),
+        rule("self_attention/indexer/k_norm/bias", "self_attn.indexer.k_norm.bias", "index_dim", "", when=indexer),
+        rule("self_attention/indexer/weights_proj/kernel", "self_attn.indexer.weights_proj.weight", "index_heads embed -> embed index_heads", "embed q_heads", when=indexer),
+    ]
+
+
+def stacks(c, layout):
+    dense, n = c.count("first_k_dense_replace"), c.size("num_hidden_layers")
+    fused = f"model.layers.{dense}.mlp.experts.gate_up_proj" in layout.names
+    routed = [
+        *NORMS,
+        *latent_attention(c),
+        *gated_mlp(f"{MOE}/shared_experts", "mlp.shared_experts", "shared_mlp"),
+        rule(f"{ROUTER}/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed_moe -"),
+        rule(f"{ROUTER}/gate/bias", "mlp.gate.e_score_correction_bias", "expert", "-", when=c["model_type"] != "deepseek_v2"),
+        *experts(ROUTER, "mlp.experts", c.size("moe_intermediate_size"), fused),
+    ]
+    mtp = [
+        rule("mtp_1_embedding_norm/scale", "enorm.weight", "embed", "norm"),
+        rule("mtp_1_hidden_state_norm/scale", "hnorm.weight", "embed", "norm"),
+        rule("mtp_1_projection/kernel", "eh_proj.weight", "embed pair -> pair embed", "embed -"),
+    ]
+    out = [
+        top(c, layout),
+        *layers(layout, "decoder/dense_layers", range(dense), [*NORMS, *latent_attention(c), *gated_mlp()], name="dense_layers"),
+        *layers(layout, "decoder/moe_layers", range(dense, n), routed, name="moe_layers"),
+    ]
+    if layout.mtp:
+        out += [
+            stack("mtp_block/mtp_layer_1", LAYER, n, mtp),
+            stack("mtp_block/mtp_layer_1/mtp_1_transformer_layer", LAYER, n, routed),
+        ]
+    return out
+
+
+def drops(c, layout):
+    mtp = f"model.layers.{c.size('num_hidden_layers')}."
+    if not layout.mtp:
+        return common_drops(c, layout) | {f"{mtp}*": "multi-token prediction, convert it with --mtp"}
+    return common_drops(c, layout) | {
+        f"{mtp}embed_tokens.weight": "a copy of the embedding, MaxText shares it",
+        f"{mtp}shared_head.*": "MaxText's MTP block shares the model's head and last norm",
+    }
+
+
+FAMILY = Family(
+    name="deepseek",
+    models={
+        "deepseek2-*": ("deepseek_v2",),
+        "deepseek3-*": ("deepseek_v3",),
+        "deepseek3.2-*": ("deepseek_v32",),
+        "kimi-k2-*": ("kimi_k2", "deepseek_v3"),
+    },
+    dims=dims,
+    stacks=stacks,
+    drops=drops,
+    releases="DeepSeek V2, V2-Lite, V3, R1, V3.1, V3.2, Kimi K2",
+)

@@ -1,0 +1,52 @@
+"""Llama 2, 3, 3.1, 3.2, 3.3 and Mistral: dense, grouped-query attention.
+
+MaxText folds 1/√dim into the query. The models whose rotary embedding is Llama 3.1's pair the rotary halves, the others
+keep them apart (AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py, e591f30: `LLaMARotaryEmbedding` where the
+model's name or `rope_type` begins with llama3.1, else `RotaryEmbedding`). MaxText has no Llama 3.2 of its own; it is run
+with `rope_type: llama3.1`.
+"""
+
+from model_mappings.blocks import NORMS, attention, common_dims, common_drops, gated_mlp, layers, top
+from model_mappings.family import Family
+from model_mappings.ops import Scale
+
+PAIRED = ("llama3.1-", "llama3.2-")
+
+
+def rope_type(c):
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    return rope.get("rope_type") or rope.get("type")
+
+
+def is_paired(layout):
+    return (layout.model or "").startswith(PAIRED)
+
+
+def dims(c, layout):
+    d = common_dims(c)
+    return d | dict(two=2, half=d["dim"] // 2)  # a head's rotary halves
+
+
+def stacks(c, layout):
+    scale = Scale(dims(c, layout)["dim"] ** -0.5)
+    table = [*NORMS, *attention(scale, paired_rope=is_paired(layout)), *gated_mlp()]
+    return [top(c, layout), *layers(layout, "decoder/layers", range(c.size("num_hidden_layers")), table)]
+
+
+FAMILY = Family(
+    name="llama",
+    models={
+        "llama2-*": ("llama",),
+        "llama3-*": ("llama",),
+        "llama3.1-*": ("llama",),
+        "llama3.2-*": ("llama",),
+        "llama3.3-*": ("llama",),
+        "mistral-*": ("mistral", "llama"),
+    },
+    dims=dims,
+    stacks=stacks,
+    drops=common_drops,
+    releases="Llama 2, 3, 3.1, 3.2, 3.3, Mistral",
+    undecided=lambda c: ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.2-1b", "llama3.2-3b", "llama3.3-70b") if rope_type(c) == "llama3" else (),
+    note=lambda c, layout: "rotary halves " + ("paired (Llama 3.1's RoPE)" if is_paired(layout) else "kept apart (as in Llama 2, 3, 3.3 and Mistral)"),
+)

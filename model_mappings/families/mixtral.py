@@ -1,0 +1,37 @@
+"""Mixtral: Llama's attention without paired rotary halves, experts named w1 (gate), w3 (up), w2 (down).
+
+transformers v5 says `mlp` in memory where the hub's files say `block_sparse_moe`.
+"""
+
+from model_mappings.blocks import NORMS, attention, common_dims, common_drops, experts, layers, top
+from model_mappings.family import Family
+from model_mappings.ops import Scale
+from model_mappings.rules import rule
+
+
+def dims(c, layout):
+    d = common_dims(c)
+    return d | dict(expert=c.size("num_local_experts"), moe_mlp=d["mlp"])
+
+
+def stacks(c, layout):
+    d = dims(c, layout)
+    fused = "model.layers.0.mlp.experts.gate_up_proj" in layout.names
+    moe = "mlp" if fused else "block_sparse_moe"
+    table = [
+        *NORMS,
+        *attention(Scale(d["dim"] ** -0.5)),
+        rule("MoeBlock_0/gate/kernel", f"{moe}.gate.weight", "expert embed -> embed expert", "embed -"),
+        *experts("MoeBlock_0", f"{moe}.experts", d["moe_mlp"], fused, ("w1", "w3", "w2")),
+    ]
+    return [top(c, layout), *layers(layout, "decoder/layers", range(c.size("num_hidden_layers")), table)]
+
+
+FAMILY = Family(
+    name="mixtral",
+    models={"mixtral-*": ("mixtral",)},
+    dims=dims,
+    stacks=stacks,
+    drops=common_drops,
+    releases="Mixtral 8x7B, 8x22B",
+)

@@ -1,0 +1,53 @@
+"""Qwen 2.5 (biases), Qwen 3 (query and key norms), Qwen 3 MoE."""
+
+from model_mappings.blocks import NORMS, attention, common_dims, common_drops, experts, gated_mlp, layers, top
+from model_mappings.config import ConfigError
+from model_mappings.family import Family
+from model_mappings.rules import rule
+
+
+def is_moe(c):
+    return c["model_type"] == "qwen3_moe"
+
+
+def dims(c, layout):
+    moe = is_moe(c) and dict(expert=c.size("num_experts", c.count("num_local_experts") or None), moe_mlp=c.size("moe_intermediate_size"))
+    return common_dims(c) | (moe or {})
+
+
+def stacks(c, layout):
+    if is_moe(c) and (c.get("mlp_only_layers") or c.size("decoder_sparse_step", 1) != 1):
+        raise ConfigError("config.json mixes dense and MoE layers (mlp_only_layers, decoder_sparse_step); MaxText's Qwen 3 MoE has no dense layers")
+    biased, n = c["model_type"] == "qwen2", c.size("num_hidden_layers")
+    table = [
+        *NORMS,
+        *attention(),
+        rule("self_attention/query/bias", "self_attn.q_proj.bias", "(heads dim) -> heads dim", "q_heads kv", when=biased),
+        rule("self_attention/key/bias", "self_attn.k_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim", when=biased),
+        rule("self_attention/value/bias", "self_attn.v_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim", when=biased),
+        rule("self_attention/query_norm/scale", "self_attn.q_norm.weight", "dim", "norm", when=not biased),
+        rule("self_attention/key_norm/scale", "self_attn.k_norm.weight", "dim", "norm", when=not biased),
+    ]
+    if is_moe(c):
+        fused = "model.layers.0.mlp.experts.gate_up_proj" in layout.names
+        table += [
+            rule("moe_block/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed -"),
+            *experts("moe_block", "mlp.experts", c.size("moe_intermediate_size"), fused),
+        ]
+    else:
+        table += gated_mlp()
+    return [top(c, layout), *layers(layout, "decoder/layers", range(n), table)]
+
+
+FAMILY = Family(
+    name="qwen",
+    models={
+        "qwen2.5-*": ("qwen2",),
+        "qwen3-[0-9]*": ("qwen3", "qwen3_moe"),
+        "qwen3-coder-*": ("qwen3_moe",),
+    },
+    dims=dims,
+    stacks=stacks,
+    drops=common_drops,
+    releases="Qwen 2.5, Qwen 3, Qwen 3 MoE, Qwen 3 Coder",
+)

@@ -1,0 +1,62 @@
+"""Value operations: what MaxText folds into a weight. Two are enough for every family.
+
+They run in float32 and are followed by exactly one cast to the stored dtype (`docs/numerics.md`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Multiplies by a constant that is itself rounded to `constant_dtype` first, as MaxText does."""
+
+    by: float
+    constant_dtype: str = "float32"
+
+    @property
+    def constant(self) -> np.float32:
+        dtype = np.dtype(getattr(ml_dtypes, self.constant_dtype, self.constant_dtype))
+        return np.float32(np.asarray(self.by).astype(dtype))
+
+    @property
+    def is_exact(self) -> bool:
+        """A power of two moves the exponent only: exact in every float dtype, but for under- and overflow."""
+        return math.frexp(float(self.constant))[0] == 0.5
+
+    def forward(self, values: np.ndarray) -> np.ndarray:
+        """float32 in, float32 out."""
+        return values * self.constant
+
+    def backward(self, values: np.ndarray) -> np.ndarray:
+        return values / self.constant
+
+    def __str__(self) -> str:
+        return f"scaled by {self.constant:.6g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shift:
+    """Adds a constant (Gemma's norms: Hugging Face stores w, MaxText 1 + w)."""
+
+    by: float
+
+    is_exact = False
+
+    def forward(self, values: np.ndarray) -> np.ndarray:
+        """float32 in, float32 out."""
+        return values + np.float32(self.by)
+
+    def backward(self, values: np.ndarray) -> np.ndarray:
+        return values - np.float32(self.by)
+
+    def __str__(self) -> str:
+        return f"shifted by {self.by:+g}"
+
+
+Op = Scale | Shift

@@ -1,0 +1,153 @@
+"""The plan: what each array is made of, and every problem, from `config.json` and the tensors' shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from model_mappings.cells import Box, Cell, Part
+from model_mappings.config import Config, Layout
+from model_mappings.family import Family
+
+PREFIX = "params/params"  # where MaxText's TrainState keeps the model's parameters
+TABLES_VERSION = 1  # raise it with every change of a table that changes an array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as the tables see it: after renaming and dequantisation.
+
+    Attributes:
+      shape, dtype: of the values; a quantised tensor has the dtype that its values are computed in (float32).
+      file: where it lies, for messages.
+      encoding: how its values are stored, where that isn't plain; for the plan's report.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    file: str
+    encoding: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """A reason not to convert.
+
+    Attributes:
+      kind: one of missing, unused, shape, dtype, unscaled, orphan scale, unclaimed part, overlap, gap, …
+      subject: the name of a tensor, an array or a file.
+      message: what was expected, what was found, and what to do.
+      is_array: whether the subject is an array.
+    """
+
+    kind: str
+    subject: str
+    message: str
+    is_array: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.subject}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array of the checkpoint.
+
+    Attributes:
+      key: Orbax's dotted key.
+      shape: of the array.
+      dtype: stored dtype.
+      names: MaxText's logical name of each axis, None where it has none.
+      parts: what it is made of.
+      fill: the value of elements that no cell supplies; None where the cells tile the array.
+      lossy: why the stored values aren't the tensor's to the bit; None where they are.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    names: tuple[str | None, ...]
+    parts: tuple[Part, ...]
+    fill: float | None
+    lossy: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def cells(self, box: Box | None = None) -> Iterable[Cell]:
+        """The cells, or those that may have a share in `box`."""
+        return (cell for part in self.parts for cell in part.cells(box))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a conversion makes, and whether it may.
+
+    Attributes:
+      family: the family's name.
+      arrays: in the order of the table.
+      dropped: tensors (or windows) left out on purpose, with the reason.
+      problems: everything that stands against it; empty for a plan that can be carried out.
+      note: what was inferred.
+    """
+
+    family: str
+    arrays: tuple[Array, ...]
+    dropped: Mapping[str, str]
+    problems: tuple[Problem, ...]
+    note: str = ""
+
+
+def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Part]]:
+    """The parts of each array of a family's table, by the array's path.
+
+    Raises:
+      ConfigError: `config.json` lacks what the table needs.
+      ValueError: two rules disagree about an array (a fault of the table).
+    """
+    dims = dict(family.dims(config, layout))
+    parts: dict[str, list[Part]] = {}
+    for stack in family.stacks(config, layout):
+        for rule in stack.rules:
+            part = Part(stack, rule, dims, layout.scan_axis)
+            same = parts.setdefault(part.path, [])
+            if same and (same[0].shape, same[0].names) != (part.shape, part.names):
+                raise ValueError(f"{part.path}: two rules disagree: {same[0].shape} {same[0].names}, {part.shape} {part.names}")
+            same.append(part)
+    return parts
+
+
+def key_of(path: str) -> str:
+    """Orbax's key of an array of the table: `decoder/decoder_norm/scale` -> `params.params.decoder.decoder_norm.scale`."""
+    return f"{PREFIX}/{path}".replace("/", ".")
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Whether a dtype holds real numbers, ml_dtypes' included (whose kind is V)."""
+    return dtype.name.startswith(("float", "bfloat"))
+
+
+def make_arrays(parts: Mapping[str, list[Part]], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype) -> tuple[Array, ...]:
+    """The arrays of a table, with the dtypes that the checkpoint's tensors give them."""
+    return tuple(_array(key_of(path), same, tensors, save_dtype) for path, same in parts.items())
+
+
+def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype) -> Array:
+    reasons: dict[str, None] = {}  # in order
+    for part in parts:
+        for stored, encoding in {(spec.dtype, spec.encoding): None for cell in part.cells() if cell.tensor and (spec := tensors.get(cell.tensor))}:
+            if encoding:
+                reasons[f"{encoding}, rounded once to {save_dtype.name}"] = None
+            elif not part.rule.ops and is_float(stored) and np.promote_types(stored, save_dtype) != save_dtype:
+                reasons[f"{stored.name}, rounded to {save_dtype.name}"] = None
+        for op in part.rule.ops:
+            if not op.is_exact:
+                reasons[f"{op}, rounded once to {save_dtype.name}"] = None
+    covered = sum(math.prod(part.window_shape) * part.layers.size * math.prod(part.name_shape) for part in parts if part.rule.source)
+    fill = next((part.rule.fill for part in parts if part.rule.fill is not None), None)
+    gap = covered < math.prod(parts[0].shape)
+    return Array(key, parts[0].shape, save_dtype, parts[0].names, tuple(parts), fill if gap else None, "; ".join(reasons) or None)

@@ -1,0 +1,38 @@
+"""Every family that Weightbeam knows, and which one a checkpoint belongs to."""
+
+from __future__ import annotations
+
+from model_mappings.config import Config
+from model_mappings.families import deepseek, llama, mixtral, qwen
+from model_mappings.family import Family
+
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen.FAMILY, mixtral.FAMILY, deepseek.FAMILY)
+
+
+class UnknownFamilyError(ValueError):
+    """No table describes the checkpoint, or the MaxText model that was named is another one."""
+
+
+def supported() -> str:
+    """The supported `model_type`s, for a message."""
+    return "\n".join(f"  {family.name}: {', '.join(family.model_types)} ({family.releases})" for family in FAMILIES)
+
+
+def family_of(config: Config, model: str | None = None) -> Family:
+    """The family of a checkpoint, by `model_type`; `model` (MaxText's name) must agree and settles what that leaves open.
+
+    Raises:
+      UnknownFamilyError: says what was found and what is supported.
+    """
+    kind = config.get("model_type")
+    family = next((family for family in FAMILIES if kind in family.model_types), None)
+    if family is None:
+        raise UnknownFamilyError(f"no table for model_type {kind!r} of config.json. Supported:\n{supported()}")
+    if model is not None and kind not in family.types_of(model):
+        choices = [pattern for pattern, kinds in family.models.items() if kind in kinds]
+        raise UnknownFamilyError(
+            f"--maxtext_model={model} is not a MaxText model for model_type {kind!r} of config.json; its names look like {', '.join(choices)}"
+        )
+    if model is None and (choices := family.undecided(config)):
+        raise UnknownFamilyError(f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(choices)}")
+    return family

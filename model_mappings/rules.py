@@ -1,0 +1,143 @@
+"""The notation of the tables: a `Rule` is one line, a `Stack` repeats lines over layers.
+
+    rule("self_attention/query/kernel", "self_attn.q_proj.weight",
+         "(heads dim) embed -> embed heads dim", "embed q_heads kv")
+
+reads: this MaxText array, from that Hugging Face tensor, by these axes, and MaxText's logical names of the array's axes
+(`-` for an axis that has none). Three refinements, none of them code:
+
+* a *name axis* is an axis whose index is written in the tensor's name: `experts.{expert}.w1.weight` with
+  `"expert mlp embed -> expert embed mlp"`, the name axes first on the left;
+* a *window* is a numpy index on the tensor: `gate_up_proj[:, :768]`;
+* a *segment* is a part of a longer axis of the array: a padded vocabulary, or q, k, v and z side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from model_mappings.axes import Axes
+from model_mappings.ops import Op
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """The part [start, start + size) of an array's axis of `total`; `fill` pads what no segment covers."""
+
+    start: int
+    size: int
+    total: int
+    fill: float | None = None
+
+
+def segments(*sizes: int) -> list[Segment]:
+    """Parts that lie side by side on one axis: `segments(4, 4, 16)[1]` is [4, 8) of 24."""
+    ends = list(itertools.accumulate(sizes))
+    return [Segment(end - size, size, ends[-1]) for size, end in zip(sizes, ends, strict=True)]
+
+
+Window = tuple[slice, ...]  # one slice for each leading axis of the tensor; later axes are whole
+
+
+def _parse_window(text: str | None, rank: int) -> Window:
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if "..." in parts:
+        at = parts.index("...")
+        parts[at : at + 1] = [":"] * (rank - len(parts) + 1)
+    return tuple(slice(*(int(bound) if bound else None for bound in part.split(":"))) for part in parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One line of a family's table: an array of MaxText's (or a part of one) and the tensor it is made of.
+
+    Attributes:
+      target: path of the array below its stack.
+      source: name of the tensor below its stack, without the window; None for a constant (see `fill`).
+      window: index into the tensor.
+      axes: tensor layout -> array layout.
+      name_axes: axes whose index is in the tensor's name, in order; they come first on the left of `axes`.
+      names: MaxText's logical name of each axis of the array; None where MaxText names none, the stack's axes included.
+      ops: value operations, in order.
+      segments: by factor, where the array's axis is longer than the tensor's.
+      fill: the value of elements that no tensor supplies.
+    """
+
+    target: str
+    source: str | None
+    window: Window
+    axes: Axes
+    name_axes: tuple[str, ...]
+    names: tuple[str | None, ...] | None
+    ops: tuple[Op, ...]
+    segments: Mapping[str, Segment]
+    fill: float | None
+
+
+_SOURCE = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<window>[^\[\]]+)\])?")
+
+
+def rule(
+    target: str,
+    source: str | None,
+    axes: str,
+    names: str,
+    *ops: Op,
+    when: object = True,
+    fill: float | None = None,
+    **segments: Segment,
+) -> list[Rule]:
+    """One line of a table, or none where `when` is false: the rules of a stack are lists that are joined.
+
+    Raises:
+      ValueError: the line contradicts itself (a typo in the table, never a fault of a checkpoint).
+    """
+    if not when:
+        return []
+    parsed = Axes.parse(axes)
+    match = _SOURCE.fullmatch(source or "constant")
+    if match is None:
+        raise ValueError(f"{target}: can't read the source {source!r}")
+    name_axes = tuple(re.findall(r"\{(\w+)\}", source or ""))
+    if parsed.left[: len(name_axes)] != tuple((axis,) for axis in name_axes):
+        raise ValueError(f"{target}: the axes in the tensor's name, {name_axes}, must come first in {axes!r}")
+    logical = tuple(None if name == "-" else name for name in names.split())
+    if logical and len(logical) != len(parsed.right):
+        raise ValueError(f"{target}: {names!r} names {len(logical)} axes, {axes!r} has {len(parsed.right)}")
+    window = _parse_window(match["window"], len(parsed.left) - len(name_axes))
+    pad = next((segment.fill for segment in segments.values() if segment.fill is not None), fill)
+    return [Rule(target, source and match["name"], window, parsed, name_axes, logical or None, ops, segments, pad)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A table repeated over layers.
+
+    Attributes:
+      target, source: prefixes of the rules'; `{layer}` in `source` stands for the layer's number.
+      layers: Hugging Face's layer numbers; the shape of this integer array *is* the stacked axes (0-d: not stacked).
+      names: MaxText's logical name of each stacked axis.
+      rules: the table.
+    """
+
+    target: str
+    source: str
+    layers: np.ndarray
+    names: tuple[str | None, ...]
+    rules: tuple[Rule, ...]
+
+
+def stack(target: str, source: str, layers: object, table: Sequence[Sequence[Rule]], names: str = "") -> Stack:
+    """See `Stack`; `table` holds what `rule` returns, and `names` MaxText's words for the stacked axes."""
+    numbers = np.asarray(layers)
+    words = tuple(names.split())
+    if len(words) != numbers.ndim:
+        raise ValueError(f"{target}: {numbers.ndim} stacked axes, names {words}")
+    return Stack(target, source, numbers, words, tuple(itertools.chain(*table)))

@@ -1,0 +1,33 @@
+"""The distribution `weightbeam`: four packages and one command."""
+
+from setuptools import find_packages, setup
+
+CORE = [
+    "apache-beam>=2.77,<3",
+    "numpy>=2.1,<3",
+    "ml_dtypes>=0.5",
+    "tensorstore>=0.1.86",
+    "safetensors>=0.8",
+    "jax>=0.10",  # reading back and inspecting only: no worker imports jax or orbax-checkpoint
+    "orbax-checkpoint>=0.12.8",
+    "rich>=14",
+]
+EXTRAS = {
+    "gcp": ["apache-beam[gcp]>=2.77,<3", "google-cloud-storage>=3", "gcsfs"],
+    "hub": ["huggingface_hub>=1"],
+    "verify": ["torch==2.13.0", "transformers==5.23.0"],
+    "test": ["flax==0.12.8", "hypothesis>=6.150", "psutil>=7", "pyright==1.1.414", "pytest>=9", "pytest-xdist>=3.8", "ruff==0.17.5"],
+}
+
+setup(
+    name="weightbeam",
+    version="0.1.0",
+    description="Hugging Face checkpoints to MaxText's Orbax checkpoints, as one Apache Beam pipeline",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["model_mappings*", "formats*", "transforms*", "pipelines*"]),
+    package_data={"transforms": ["*.json"]},
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["weightbeam = pipelines.cli:main"]},
+)
