@@ -1,0 +1,322 @@
+"""Checkpoints as safetensors files: strict headers, single or sharded with an index, and reads of boxes.
+
+The file format: huggingface/safetensors, safetensors/src/tensor.rs. A header that breaks one of its rules is refused, and so
+are two things that it lets pass: duplicate keys, and control characters in names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from formats.storage import StorageError, read_ranges
+from model_mappings.cells import Box, extent
+from model_mappings.plan import Problem
+
+MAX_HEADER = 100_000_000  # bytes
+MAX_RANK = 32  # more than numpy's dimensions need
+INDEX = "model.safetensors.index.json"
+
+DTYPES: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz), "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz), "C64": np.dtype(np.complex64),
+    "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64), "U32": np.dtype(np.uint32), "U16": np.dtype(np.uint16), "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
+}  # fmt: skip
+
+
+class HeaderError(ValueError):
+    """A file is not a well-formed safetensors file; the message says which rule it breaks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as it is stored.
+
+    Attributes:
+      name, dtype, shape: as the header says.
+      path: its file.
+      offset: of its first byte in the file.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    path: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A safetensors file and what identifies it: its size in bytes and its time of change in nanoseconds."""
+
+    name: str
+    path: str
+    size: int
+    mtime_ns: int
+    tensors: tuple[Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder with `config.json` and safetensors files, known by its headers.
+
+    Attributes:
+      root: the folder.
+      config: `config.json`.
+      shards: the files that hold the model, in order of their names.
+      ignored: safetensors files in the folder that the index doesn't name.
+      problems: what is wrong with the files.
+    """
+
+    root: str
+    config: dict[str, Any]
+    shards: tuple[Shard, ...]
+    ignored: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name; in the order of the files and of their offsets."""
+        return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise HeaderError(f"the key {twice!r} stands twice")
+    return result
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def read_header(path: str) -> tuple[Tensor, ...]:
+    """The tensors of a file in the order of their offsets.
+
+    Raises:
+      HeaderError: the file breaks a rule of the format.
+      OSError: it can't be read.
+    """
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        start = file.read(8)
+        if start.startswith(b"version "[:8]) and b"git-lfs" in start + file.read(100):
+            raise HeaderError("a git-lfs pointer, not the file itself; run `git lfs pull`")
+        if len(start) < 8:
+            raise HeaderError(f"{size} bytes are too few for a safetensors file")
+        length = int.from_bytes(start, "little")
+        if length > MAX_HEADER:
+            raise HeaderError(f"a header of {length:,} bytes; at most {MAX_HEADER:,} are allowed")
+        if 8 + length > size:
+            raise HeaderError(f"a header of {length:,} bytes in a file of {size:,}; truncated?")
+        file.seek(8)
+        raw = file.read(length)
+    return parse_header(raw, size, path)
+
+
+def parse_header(raw: bytes, size: int, path: str) -> tuple[Tensor, ...]:
+    """The tensors that the header `raw` of a file of `size` bytes describes; see `read_header`."""
+    if not raw.startswith(b"{"):
+        raise HeaderError("the header doesn't start with '{'")
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as e:
+        raise HeaderError(f"the header isn't UTF-8: {e}") from e
+    except (json.JSONDecodeError, RecursionError) as e:
+        raise HeaderError(f"the header isn't JSON: {e}") from e
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise HeaderError("__metadata__ must map strings to strings")
+    data_start = 8 + len(raw)
+    tensors = sorted((_parse_entry(name, entry, path, data_start) for name, entry in header.items()), key=lambda tensor: (tensor.offset, tensor.nbytes))
+    end = data_start
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise HeaderError(f"{tensor.name} starts at byte {tensor.offset - data_start} of the data, expected {end - data_start}: a hole or an overlap")
+        end += tensor.nbytes
+    if end != size:
+        raise HeaderError(f"the tensors end at byte {end:,}, the file at {size:,}" + ("; truncated?" if end > size else ""))
+    return tuple(tensors)
+
+
+def _refuse_constant(text: str) -> None:
+    raise HeaderError(f"{text} in the header")
+
+
+def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
+    if not name or any(ord(character) < 32 or ord(character) == 127 for character in name):
+        raise HeaderError(f"the tensor name {name!r} is empty or has control characters")
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise HeaderError(f"{name}: an entry has dtype, shape and data_offsets, this is {str(entry)[:80]}")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_is_count, shape)):
+        raise HeaderError(f"{name}: the shape {str(shape)[:80]} isn't a list of at most {MAX_RANK} sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
+        raise HeaderError(f"{name}: data_offsets {str(offsets)[:80]} aren't [begin, end]")
+    dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise HeaderError(f"{name}: unknown dtype {entry['dtype']!r}")
+    tensor = Tensor(name, dtype, tuple(shape), path, data_start + offsets[0])
+    if offsets[1] - offsets[0] != tensor.nbytes or tensor.nbytes >= 2**63:
+        raise HeaderError(f"{name}: {entry['dtype']} {shape} takes {tensor.nbytes:,} bytes, data_offsets {offsets} say {offsets[1] - offsets[0]:,}")
+    return tensor
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads `config.json`, the index and every header; what is wrong with the files is in `Checkpoint.problems`.
+
+    Raises:
+      StorageError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise StorageError(f"{folder}: no such folder")
+    problems: list[Problem] = []
+    config = _read_json(folder / "config.json", problems)
+    on_disk = sorted(path.name for path in folder.glob("*.safetensors"))
+    weight_map: dict[str, str] | None = None
+    if (folder / INDEX).exists():
+        weight_map = _read_index(folder, problems)
+        names = sorted(set(weight_map.values()))
+    elif len(on_disk) > 1:
+        problems.append(Problem("index", INDEX, f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model"))
+        names = []
+    else:
+        names = on_disk
+        if not names:
+            pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+            hint = f"; {pickles[0]} is a pickle file, which can run code when it is loaded: convert it to safetensors first" if pickles else ""
+            problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {folder}{hint}"))
+    shards = tuple(shard for name in names if (shard := _open_shard(folder, name, problems)))
+    if weight_map is not None:
+        problems += _check_index(weight_map, shards)
+    else:
+        problems += _check_twice(shards)
+    return Checkpoint(str(folder), config, shards, tuple(name for name in on_disk if name not in names), tuple(problems))
+
+
+def _read_json(path: Path, problems: list[Problem]) -> dict[str, Any]:
+    """A JSON object, or an empty one and a problem."""
+    try:
+        value = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)
+        if isinstance(value, dict):
+            return value
+        message = f"should be a JSON object, is a {type(value).__name__}"
+    except FileNotFoundError:
+        message = "no such file"
+    except OSError as e:
+        message = str(e.strerror)
+    except (ValueError, RecursionError) as e:
+        message = f"not JSON: {e}"
+    problems.append(Problem("missing" if message == "no such file" else "corrupt", path.name, message))
+    return {}
+
+
+def _read_index(folder: Path, problems: list[Problem]) -> dict[str, str]:
+    """The index's `weight_map`, without the entries that can't be right."""
+    index = _read_json(folder / INDEX, problems)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        if index:
+            problems.append(Problem("index", INDEX, "has no weight_map that maps tensors to files"))
+        return {}
+    good = {}
+    for name, file in weight_map.items():
+        if isinstance(file, str) and re.fullmatch(r"[^/\\\x00-\x1f]+\.safetensors", file):
+            good[name] = file
+        else:
+            problems.append(Problem("index", name, f"the index names {file!r}, which isn't a plain name of a safetensors file"))
+    return good
+
+
+def _open_shard(folder: Path, name: str, problems: list[Problem]) -> Shard | None:
+    path = folder / name
+    try:
+        if not _is_inside(folder, path):
+            raise HeaderError("a symbolic link that leads out of the folder")
+        stat = path.stat()
+        return Shard(name, str(path), stat.st_size, stat.st_mtime_ns, read_header(str(path)))
+    except FileNotFoundError:
+        problems.append(Problem("missing", name, f"the index names this file, but it isn't in {folder}"))
+    except OSError as e:
+        problems.append(Problem("corrupt", name, str(e.strerror)))
+    except HeaderError as e:
+        problems.append(Problem("corrupt", name, str(e)))
+    return None
+
+
+def _is_inside(folder: Path, path: Path) -> bool:
+    """Links may lead within the folder, and from a hub cache's snapshot to its blobs."""
+    root, target = folder.resolve(), path.resolve()
+    return target.is_relative_to(root) or target.parent == root.parent.parent / "blobs"
+
+
+def _check_index(weight_map: Mapping[str, str], shards: Sequence[Shard]) -> Iterator[Problem]:
+    """The index and the headers must tell the same."""
+    held = {(tensor.name, shard.name) for shard in shards for tensor in shard.tensors}
+    readable = {shard.name for shard in shards}
+    for name, file in weight_map.items():
+        if file in readable and (name, file) not in held:
+            yield Problem("index", name, f"the index says it is in {file}, but that file doesn't hold it")
+    for name, file in sorted(held - set(weight_map.items())):
+        yield Problem("index", name, f"is in {file}, but the index " + (f"says {weight_map[name]}" if name in weight_map else "doesn't name it"))
+
+
+def _check_twice(shards: Sequence[Shard]) -> Iterator[Problem]:
+    files = defaultdict(list)
+    for shard in shards:
+        for tensor in shard.tensors:
+            files[tensor.name].append(shard.name)
+    return (Problem("index", name, f"is in {', '.join(names)}") for name, names in files.items() if len(names) > 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BoxRead:
+    """A box of a stored tensor, to be read."""
+
+    tensor: Tensor
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(extent(self.box)) * self.tensor.dtype.itemsize
+
+    def ranges(self, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """The ranges of the file that hold the box, each with its part of `buffer`, which holds the box in C order."""
+        shape, itemsize = self.tensor.shape, self.tensor.dtype.itemsize
+        cut = max((axis for axis, span in enumerate(self.box) if span != (0, shape[axis])), default=0)
+        run = math.prod(extent(self.box[cut:])) * itemsize
+        strides = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
+        first = sum(start * stride for (start, _), stride in zip(self.box, strides, strict=True))
+        for i, index in enumerate(itertools.product(*(range(n) for n in extent(self.box[:cut])))):
+            offset = sum(at * stride for at, stride in zip(index, strides, strict=False))
+            yield self.tensor.offset + first + offset, buffer[i * run : (i + 1) * run]
+
+
+def read_boxes(reads: Sequence[BoxRead]) -> tuple[list[np.ndarray], int]:
+    """Reads boxes, file by file in the order of their offsets: `(an array for each, bytes read from the files)`."""
+    arrays = [np.empty(extent(read.box), read.tensor.dtype) for read in reads]
+    by_path: dict[str, list[tuple[int, memoryview]]] = defaultdict(list)
+    for read, array in zip(reads, arrays, strict=True):
+        if array.size:
+            by_path[read.tensor.path] += read.ranges(memoryview(array.reshape(-1).view(np.uint8)))
+    return arrays, sum(read_ranges(path, ranges) for path, ranges in by_path.items())

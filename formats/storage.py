@@ -1,0 +1,119 @@
+"""Where bytes lie. Local files only so far; `gs://` and `hf://` are refused by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+PAGE = 4096  # bytes; what a disk reads at least
+MAX_BUFFERS = 1024  # IOV_MAX on Linux
+
+
+class StorageError(OSError):
+    """A file can't be read or written, or isn't what it was."""
+
+
+def local_path(url: str) -> Path:
+    """The local path of `url`.
+
+    Raises:
+      StorageError: the URL names a store that isn't supported.
+    """
+    scheme, separator, _ = url.partition("://")
+    if separator:
+        raise StorageError(f"{url}: {scheme}:// isn't supported yet; copy it to a local folder first")
+    return Path(url).expanduser()
+
+
+def read_ranges(path: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
+    """Reads ranges of a file into buffers: `(offset, buffer)` each, as long as its buffer.
+
+    Ranges less than a page apart go into one system call (the gap into a scratch buffer), so that no page is read twice.
+    The GIL is released.
+
+    Returns:
+      Bytes read from the file.
+
+    Raises:
+      StorageError: the file ends before a range does.
+    """
+    scratch = memoryview(bytearray(PAGE))
+    total = 0
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as e:
+        raise StorageError(f"{path}: {e.strerror}") from e
+    try:
+        batch: list[memoryview] = []
+        start = end = 0
+        for offset, buffer in sorted(ranges, key=lambda item: item[0]):
+            gap = offset - end
+            if batch and (not 0 <= gap < PAGE or len(batch) >= MAX_BUFFERS - 2):
+                total += _read_all(fd, batch, start, path)
+                batch = []
+            if not batch:
+                start = offset
+            elif gap:
+                batch.append(scratch[:gap])
+            batch.append(buffer)
+            end = offset + len(buffer)
+        if batch:
+            total += _read_all(fd, batch, start, path)
+    finally:
+        os.close(fd)
+    return total
+
+
+def _read_all(fd: int, buffers: Sequence[memoryview], offset: int, path: str) -> int:
+    """Fills `buffers` from `offset` on; `preadv` may return less than was asked for."""
+    rest = list(buffers)
+    wanted = sum(len(buffer) for buffer in buffers)
+    done = 0
+    while done < wanted:
+        n = os.preadv(fd, rest, offset + done)
+        if n == 0:
+            raise StorageError(f"{path}: ends at byte {offset + done}, expected {wanted - done} more; was it changed after it was planned?")
+        done += n
+        while rest and n >= len(rest[0]):
+            n -= len(rest.pop(0))
+        if n:
+            rest[0] = rest[0][n:]
+    return done
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the entries of a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file whole and durably: readers see all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def create_file(path: Path, data: bytes) -> bool:
+    """Writes a file whole and durably unless it exists; returns whether it was this call that made it."""
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(temporary)
+    sync_folder(path.parent)
+    return True
