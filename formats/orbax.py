@@ -1,0 +1,250 @@
+"""An Orbax checkpoint: where a conversion stages it, how it is assembled and published, and how one is read for inspection.
+
+    <output>/<step>.orbax-checkpoint-tmp/     until it is published; then <output>/<step>/
+        plan.json.gz, units/<id>.json         the staged plan and the ledger; removed before publishing
+        _CHECKPOINT_METADATA, commit_success.txt
+        items/_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
+
+A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from formats import ocdbt, zarr
+from formats.storage import StorageError, create_file, sync_folder, write_file
+from formats.zarr import ArraySpec, Format
+from model_mappings.cells import Box
+
+STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())  # the scalar that MaxText's TrainState keeps beside the parameters
+MARKER = "commit_success.txt"
+HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+
+
+@dataclasses.dataclass(frozen=True)
+class Staging:
+    """The places of one conversion.
+
+    Attributes:
+      output: the folder that the user named.
+      step: the step below it.
+    """
+
+    output: Path
+    step: int
+
+    @property
+    def final(self) -> Path:
+        return self.output / str(self.step)
+
+    @property
+    def folder(self) -> Path:
+        return self.output / f"{self.step}.orbax-checkpoint-tmp"
+
+    @property
+    def items(self) -> Path:
+        return self.folder / "items"
+
+    @property
+    def plan(self) -> Path:
+        return self.folder / "plan.json.gz"
+
+    @property
+    def units(self) -> Path:
+        return self.folder / "units"
+
+    def create(self, plan: bytes) -> None:
+        """Makes the staging folder, with the staged plan as its last entry."""
+        self.items.mkdir(parents=True)
+        self.units.mkdir()
+        write_file(self.plan, plan)
+
+    def done(self) -> dict[int, str]:
+        """The ledger: the attempt that made each unit."""
+        return {int(path.stem): json.loads(path.read_bytes())["attempt"] for path in self.units.glob("[0-9]*.json")}
+
+
+def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format) -> str:
+    """Writes the shards of a unit, durably and all or none of them, and enters the unit in the ledger.
+
+    Returns:
+      The attempt that counts: this one, or an earlier one that was first.
+    """
+    attempt = uuid.uuid4().hex
+    shared = ocdbt.context()
+    transaction = ts.Transaction(atomic=True) if format.use_ocdbt else None
+    kvstore = ocdbt.database(staging.items / f"{ocdbt.ATTEMPT}{attempt}") if format.use_ocdbt else ocdbt.base(staging.items)
+    futures = []
+    for spec, same in itertools.groupby(shards, key=lambda shard: shard[0]):
+        futures += zarr.write_shards(kvstore, spec, format, [(box, values) for _, box, values in same], shared, transaction)
+    for future in futures:
+        future.result()
+    if transaction is not None:
+        transaction.commit_sync()
+    entry = staging.units / f"{unit}.json"
+    if create_file(entry, json.dumps({"attempt": attempt}).encode()):
+        return attempt
+    return json.loads(entry.read_bytes())["attempt"]
+
+
+def assemble(staging: Staging, specs: Sequence[ArraySpec], format: Format, units: int, custom: Mapping[str, Any], overwrite: bool = False) -> None:
+    """Makes one checkpoint of the units that the ledger names, and publishes it. Does nothing where that has happened.
+
+    Args:
+      staging: where the units are.
+      specs: every array of the checkpoint.
+      format: how it is stored.
+      units: how many units the plan has; their ids count from 0.
+      custom: the checkpoint's custom metadata.
+      overwrite: replace a checkpoint that has the same place.
+
+    Raises:
+      ocdbt.IncompleteError: units are missing, or don't hold what they should.
+    """
+    if not staging.folder.exists() and staging.final.exists():
+        return
+    done = staging.done()
+    if missing := set(range(units)) - set(done):
+        raise ocdbt.IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
+    everything = [*specs, STEP]
+    plain = dataclasses.replace(format, compression="none")  # how the step is stored
+    objects = [(f"{spec.key}/{format.metadata_name}", zarr.metadata_json(spec, plain if spec is STEP else format)) for spec in everything]
+    objects.append((list(zarr.keys(STEP, format))[1], np.int64(staging.step).tobytes()))
+    if format.use_ocdbt:
+        attempts = set(done.values())
+        for folder in staging.items.glob(f"{ocdbt.ATTEMPT}*"):
+            if folder.name.removeprefix(ocdbt.ATTEMPT) not in attempts:
+                shutil.rmtree(folder)
+        ocdbt.merge(staging.items, sorted(attempts), objects, [key for spec in everything for key in zarr.keys(spec, format)])
+    else:
+        for key, value in objects:
+            (staging.items / key).parent.mkdir(parents=True, exist_ok=True)
+            write_file(staging.items / key, value)
+        _check_files(staging.items, everything, format)
+    write_file(staging.items / "_METADATA", _json(_tree_metadata(specs, format)))
+    write_file(staging.folder / "_CHECKPOINT_METADATA", _json(_checkpoint_metadata(custom)))
+    shutil.rmtree(staging.units)
+    staging.plan.unlink()
+    for folder in (staging.items, staging.folder):
+        write_file(folder / MARKER, b"Checkpoint commit was successful")
+    _publish(staging, overwrite)
+
+
+def _check_files(items: Path, specs: Sequence[ArraySpec], format: Format) -> None:
+    """Without a database every key is a file: all of them, and no others."""
+    wanted = {key for spec in specs for key in zarr.keys(spec, format)}
+    held = {str(path.relative_to(items)) for path in items.rglob("*") if path.is_file()}
+    for stray in [key for key in held - wanted if key.endswith(".__lock")]:  # TensorStore's, of a write that was killed
+        (items / stray).unlink()
+        held.remove(stray)
+    if wanted != held:
+        missing, extra = sorted(wanted - held), sorted(held - wanted)
+        raise ocdbt.IncompleteError(f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {(missing or extra)[:3]}")
+
+
+def _publish(staging: Staging, overwrite: bool) -> None:
+    """Gives the staging folder its name; a rename is all a reader ever sees."""
+    sync_folder(staging.items)
+    sync_folder(staging.folder)
+    old = None
+    if overwrite and staging.final.exists():
+        old = staging.output / f"{staging.step}.replaced-{uuid.uuid4().hex[:8]}"
+        os.rename(staging.final, old)
+    os.rename(staging.folder, staging.final)
+    sync_folder(staging.output)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _tree_metadata(specs: Sequence[ArraySpec], format: Format) -> dict[str, Any]:
+    """`_METADATA`: the tree of MaxText's TrainState, every array as a numpy array, so that no device mesh is baked in."""
+
+    def entry(path: tuple[str, ...], kind: str, skip: bool = False) -> tuple[str, Any]:
+        keys = [{"key": key, "key_type": 2} for key in path]  # 2: a dict's key
+        return str(path), {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": skip}}
+
+    tree = [entry(("opt_state",), "Dict", skip=True), entry((STEP.key,), "scalar")]
+    tree += [entry(tuple(spec.key.split(".")), "np.ndarray") for spec in specs]
+    return {
+        "tree_metadata": dict(tree),
+        "use_ocdbt": format.use_ocdbt,
+        "use_zarr3": format.use_zarr3,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _checkpoint_metadata(custom: Mapping[str, Any]) -> dict[str, Any]:
+    now = time.time_ns()
+    return {
+        "item_handlers": {"items": HANDLER},
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now,
+        "commit_timestamp_nsecs": now,
+        "custom_metadata": dict(custom),
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array of a checkpoint that exists: what one write made (`shard`) and one read fetches (`chunk`)."""
+
+    spec: ArraySpec
+    compressed: bool
+
+
+def find_items(path: Path) -> Path:
+    """The item's folder of a checkpoint given by its root (with one step), a step, or the item itself.
+
+    Raises:
+      StorageError: none of them.
+    """
+    if (path / "_METADATA").exists():
+        return path
+    if (path / "items" / "_METADATA").exists():
+        return path / "items"
+    steps = [step for step in path.glob("[0-9]*") if (step / "items" / "_METADATA").exists()]
+    if len(steps) == 1:
+        return steps[0] / "items"
+    found = f"{len(steps)} steps: name one of {', '.join(sorted(step.name for step in steps))}" if steps else "no Orbax checkpoint"
+    raise StorageError(f"{path}: {found}")
+
+
+def read_arrays(items: Path) -> list[StoredArray]:
+    """The arrays of a checkpoint, ours or anyone's, from their metadata."""
+    metadata = json.loads((items / "_METADATA").read_bytes())
+    format = Format(use_ocdbt=metadata.get("use_ocdbt", True), use_zarr3=metadata.get("use_zarr3", False))
+    shared = ocdbt.context()
+    keys = [
+        ".".join(key["key"] for key in entry["key_metadata"])
+        for entry in metadata["tree_metadata"].values()
+        if not entry["value_metadata"].get("skip_deserialize")
+    ]
+    kvstore = ocdbt.database(items) if format.use_ocdbt else ocdbt.base(items)
+    opened = [ts.open({"driver": format.driver, "kvstore": zarr.below(kvstore, key)}, open=True, read=True, context=shared) for key in keys]
+    arrays = []
+    for key, future in zip(keys, opened, strict=True):
+        store = future.result()
+        layout, codec = store.chunk_layout, json.dumps(store.codec.to_json() if store.codec else None)
+        chunk, shard = layout.read_chunk.shape or store.shape, layout.write_chunk.shape or store.shape
+        spec = ArraySpec(key, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), tuple(chunk), tuple(shard))
+        arrays.append(StoredArray(spec, any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"'))))
+    return arrays

@@ -1,0 +1,152 @@
+"""Arrays as chunks: the zarr metadata that stock Orbax restores, the keys of the chunks, and writing them.
+
+Two grids: a *chunk* is what one read fetches; a *shard* is what one write makes. They are the same unless zarr3's sharding
+codec packs many chunks into one shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from model_mappings.cells import Box
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """An array of the checkpoint as it is stored.
+
+    Attributes:
+      key: Orbax's dotted key.
+      shape, dtype: of the array.
+      chunk: shape of what one read fetches.
+      shard: shape of what one write makes: whole chunks.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    shard: tuple[int, ...]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Shards along each axis."""
+        return tuple(-(-size // step) for size, step in zip(self.shape, self.shard, strict=True))
+
+    def shard_box(self, index: tuple[int, ...]) -> Box:
+        """The box of a shard; cropped at the array's end."""
+        return tuple((i * step, min((i + 1) * step, size)) for i, step, size in zip(index, self.shard, self.shape, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Format:
+    """How a checkpoint is stored, in MaxText's words.
+
+    Attributes:
+      use_ocdbt: all arrays in one key-value database, or a folder for each.
+      use_zarr3: zarr version 3 or 2.
+      compression: "none" or "zstd".
+    """
+
+    use_ocdbt: bool = True
+    use_zarr3: bool = True
+    compression: str = "none"
+
+    @property
+    def driver(self) -> str:
+        return "zarr3" if self.use_zarr3 else "zarr"
+
+    @property
+    def metadata_name(self) -> str:
+        """The object in an array's folder that describes it."""
+        return "zarr.json" if self.use_zarr3 else ".zarray"
+
+
+def metadata(spec: ArraySpec, format: Format) -> dict[str, Any]:
+    """What TensorStore needs to know about an array."""
+    zstd = format.compression == "zstd"
+    if not format.use_zarr3:
+        return {
+            "shape": list(spec.shape),
+            "chunks": list(spec.shard),
+            "dtype": "bfloat16" if spec.dtype.name == "bfloat16" else spec.dtype.str,
+            "compressor": {"id": "zstd", "level": 1} if zstd else None,
+            "filters": None,
+            "order": "C",
+            "fill_value": None,
+            "dimension_separator": ".",
+        }
+    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    if zstd:
+        codecs.append({"name": "zstd", "configuration": {"level": 3}})
+    if spec.chunk != spec.shard:
+        inner = {
+            "chunk_shape": list(spec.chunk),
+            "codecs": codecs,
+            "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "index_location": "end",
+        }
+        codecs = [{"name": "sharding_indexed", "configuration": inner}]
+    return {
+        "shape": list(spec.shape),
+        "data_type": spec.dtype.name,
+        "fill_value": 0,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.shard)}},
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": codecs,
+    }
+
+
+def metadata_json(spec: ArraySpec, format: Format) -> bytes:
+    """The metadata as TensorStore itself writes it."""
+    opened = {"driver": format.driver, "kvstore": "memory://", "metadata": metadata(spec, format)}
+    store = ts.open(opened, create=True).result()
+    return store.kvstore.read(format.metadata_name).result().value
+
+
+def keys(spec: ArraySpec, format: Format) -> Iterator[str]:
+    """Every key of an array: its metadata and its shards."""
+    yield f"{spec.key}/{format.metadata_name}"
+    for index in itertools.product(*(range(n) for n in spec.grid)):
+        if format.use_zarr3:
+            yield "/".join((spec.key, "c", *map(str, index)))
+        else:
+            yield f"{spec.key}/" + (".".join(map(str, index)) or "0")
+
+
+def below(kvstore: dict[str, Any], key: str) -> dict[str, Any]:
+    """The part of a key-value store that holds the array `key`."""
+    return {**kvstore, "path": f"{kvstore.get('path', '')}{key}/"}
+
+
+def write_shards(
+    kvstore: dict[str, Any],
+    spec: ArraySpec,
+    format: Format,
+    shards: Iterable[tuple[Box, np.ndarray]],
+    context: ts.Context,
+    transaction: ts.Transaction | None,
+) -> list[ts.Future]:
+    """Starts writing shards of one array, without its metadata.
+
+    The arrays must stay as they are until the futures are done and, if there is a transaction, until it is committed.
+    """
+    opened = {
+        "driver": format.driver,
+        "kvstore": below(kvstore, spec.key),
+        "metadata": metadata(spec, format),
+        "store_data_equal_to_fill_value": True,
+    }
+    store = ts.open(opened, open=True, assume_metadata=True, context=context, transaction=transaction).result()
+    futures = []
+    for box, values in shards:
+        region = tuple(slice(start, stop) for start, stop in box)
+        write = store[region].write(values, can_reference_source_data_indefinitely=True)
+        futures.append(write.commit if transaction is None else write.copy)
+    return futures
