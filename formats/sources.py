@@ -37,9 +37,8 @@ class Source:
 
 
 def _spec(encoding: Encoding) -> TensorSpec:
-    weight = encoding.weight  # type: ignore[attr-defined]
-    dtype = weight.dtype if encoding.label is None else np.dtype(np.float32)
-    return TensorSpec(weight.shape, dtype, weight.path.rpartition("/")[2], encoding.label)
+    dtype = encoding.weight.dtype if encoding.label is None else np.dtype(np.float32)
+    return TensorSpec(encoding.shape, dtype, encoding.weight.path.rpartition("/")[2], encoding.label)
 
 
 def open_source(checkpoint: Checkpoint) -> Source:
@@ -71,7 +70,9 @@ def open_source(checkpoint: Checkpoint) -> Source:
     return Source(encodings, tuple(problems))
 
 
-def _block_size(tensors: Mapping[str, Tensor], scaled: Mapping[str, list[str]], quantization: Mapping[str, Any], problems: list[Problem]) -> tuple[int, int] | None:
+def _block_size(
+    tensors: Mapping[str, Tensor], scaled: Mapping[str, list[str]], quantization: Mapping[str, Any], problems: list[Problem]
+) -> tuple[int, int] | None:
     """Rows and columns of a block: what the config says, else the only power of two that every shape allows."""
     said = quantization.get("weight_block_size")
     if said is not None:

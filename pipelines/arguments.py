@@ -1,0 +1,122 @@
+"""The command line's options, without Beam: `--help` must not wait for it."""
+
+from __future__ import annotations
+
+import argparse
+
+VERSION = "0.1.0"
+
+OVERVIEW = """\
+Weightbeam turns Hugging Face checkpoints into MaxText's Orbax checkpoints.
+
+  weightbeam plan    --source ~/models/Qwen3-8B                          what would happen, and every problem
+  weightbeam convert --source ~/models/Qwen3-8B --output ckpt --mesh fsdp=16
+  weightbeam inspect ckpt                                                what a checkpoint holds
+"""
+
+PLAN = """\
+Reads config.json and the headers of the safetensors files, and says what a conversion would do: arrays, chunks, units,
+bytes, memory, what is lossy, what is left out and why, and every problem. Writes nothing but --json FILE.
+
+Exit status: 0 the conversion can go ahead, 2 it can't.
+"""
+
+CONVERT = """\
+Converts a checkpoint as one Beam pipeline: on this machine's cores by default, elsewhere with Beam's --runner.
+The result lies in OUTPUT/STEP and loads in MaxText with load_parameters_path=OUTPUT/STEP/items. It appears there whole,
+at the end. A conversion that was stopped goes on with --resume.
+
+  weightbeam convert --source ~/models/Llama-3.1-8B --output ckpt --maxtext_model llama3.1-8b --mesh fsdp=16
+  weightbeam convert --source ~/models/DeepSeek-V3 --output ckpt --mesh fsdp=64,expert=4 --mesh fsdp=256
+  weightbeam convert --source ~/models/Qwen3-8B --output ckpt --scan_layers false --save_dtype float32
+
+Every option of Beam's passes through, such as --direct_num_workers (threads of a local run).
+
+Exit status: 0 done, 1 failed on the way, 2 refused before any work.
+"""
+
+INSPECT = """\
+Shows what a checkpoint holds: the arrays of an Orbax checkpoint (ours or anyone's; its root, a step or an item), or the
+tensors of a folder of safetensors files: shapes, dtypes, chunks and bytes.
+"""
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the texts as they are written, and shows defaults."""
+
+
+def boolean(text: str) -> bool:
+    """`true` or `false`, as MaxText writes them."""
+    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} should be true or false")
+    return values[text.lower()]
+
+
+def positive(text: str) -> int:
+    """A positive integer."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a positive integer")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """An integer from 0 on."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} should be an integer from 0 on")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Bytes: a number, or one with KiB, MiB or GiB."""
+    for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("", 1)):
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.isascii() and number.isdigit() and int(number) > 0:
+            return int(number) * factor
+    raise argparse.ArgumentTypeError(f"{text!r} should be bytes, such as 134217728 or 128MiB")
+
+
+def add_conversion(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is converted, and into what."""
+    add = parser.add_argument
+    add("--source", metavar="FOLDER", help="folder with config.json and safetensors files")
+    add("--scan_layers", type=boolean, default=True, metavar="true|false", help="layers of a kind stacked in one array, as MaxText's scan_layers")
+    add("--param_scan_axis", type=natural, default=1, metavar="N", help="where the stacked axis goes, as in MaxText")
+    add("--save_dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of every float array; computed in float32, cast once")
+    add("--mesh", action="append", metavar="AXES", help="target sharding, such as fsdp=16,expert=4; repeat it to serve several meshes")
+    add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where config.json can't settle it")
+    add("--vocab_size", type=positive, metavar="N", help="rows of MaxText's embedding: more pads with zeros, fewer cuts")
+    add("--mtp", type=boolean, default=False, metavar="true|false", help="convert the multi-token-prediction layers too")
+    add("--use_ocdbt", type=boolean, default=True, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
+    add("--use_zarr3", type=boolean, default=True, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")
+    add("--compression", choices=("none", "zstd"), default="none", help="zstd saves about a fifth of the disk and slows loading")
+    add("--unit_bytes", type=size, default=128 << 20, metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--step", type=natural, default=0, metavar="N", help="the step under which the checkpoint is written")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The options that say where the checkpoint goes."""
+    add = parser.add_argument
+    add("--output", metavar="FOLDER", help="the checkpoint's folder; it must not hold that step yet")
+    add("--resume", action="store_true", default=False, help="go on with a stopped conversion")
+    add("--overwrite", action="store_true", default=False, help="replace a checkpoint, or throw a stopped conversion away")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser("weightbeam", description=OVERVIEW, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"weightbeam {VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, help: str, description: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=help, description=description, formatter_class=_Formatter, allow_abbrev=False)
+
+    convert = command("convert", "convert a checkpoint", CONVERT)
+    add_conversion(convert)
+    add_output(convert)
+    plan = command("plan", "say what a conversion would do, and every problem", PLAN)
+    add_conversion(plan)
+    plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
+    inspect = command("inspect", "show what a checkpoint holds", INSPECT)
+    inspect.add_argument("checkpoint", metavar="PATH", help="an Orbax checkpoint, or a folder of safetensors files")
+    return parser

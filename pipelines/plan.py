@@ -1,0 +1,41 @@
+"""`weightbeam plan`: a dry run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelines import report
+from pipelines.cli import RefusedError
+from pipelines.prepare import describe, prepare_conversion
+from transforms.conversion import json_report
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
+    if rest:
+        # An option of the runner's is fine here: it is how `convert` would be called. Beam is imported only to check it.
+        from pipelines.options import unknown_options
+
+        if unknown := unknown_options(rest):
+            raise RefusedError(f"unknown options: {' '.join(unknown)}; see weightbeam plan --help")
+    conversion = prepare_conversion(args)
+    threads = report.threads_of(rest)
+    if args.json:
+        try:
+            Path(args.json).write_text(json.dumps(json_report(conversion, threads, report.BASE_BYTES), indent=1))
+        except OSError as e:
+            raise RefusedError(f"--json={args.json}: {e.strerror}") from e
+    report.print_plan(conversion, threads)
+    if conversion.plan.problems:
+        raise RefusedError(f"{len(conversion.plan.problems)} problems:\n{describe(conversion.plan.problems)}")
+    return 0
+
+
+if __name__ == "__main__":
+    from pipelines.cli import main
+
+    sys.exit(main(["plan", *sys.argv[1:]]))

@@ -1,0 +1,49 @@
+"""A progress bar on a terminal; a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from pipelines.report import human
+
+INTERVAL = 0.25  # seconds between looks at the counter
+LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+
+
+class ShowProgress:
+    """While it is entered, a thread shows how far `done()` has come towards `total` bytes."""
+
+    def __init__(self, total: int, done: Callable[[], int]):
+        self._total, self._done = total, done
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._bar if sys.stderr.isatty() else self._lines, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _bar(self) -> None:
+        from rich.console import Console
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task("converting", total=self._total)
+            while not self._stop.wait(INTERVAL):
+                progress.update(task, completed=self._done())
+            progress.update(task, completed=self._done())
+
+    def _lines(self) -> None:
+        start = time.monotonic()
+        while not self._stop.wait(LINE_EVERY):
+            done, seconds = self._done(), time.monotonic() - start
+            left = f", {seconds * (self._total - done) / done:.0f} s left" if done else ""
+            print(f"converting: {human(done)} of {human(self._total)}, {human(done / seconds)}/s{left}", file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""What a person sees of plans and checkpoints: tables on the terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from model_mappings.cells import pattern
+from transforms.conversion import Conversion
+
+BASE_BYTES = 400 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
+CONSOLE = Console(highlight=False, soft_wrap=True, width=None if os.isatty(1) else 200)
+
+
+def threads_of(arguments: Sequence[str]) -> int:
+    """Units that one process works on at a time."""
+    for argument in arguments:
+        if match := re.fullmatch(r"--(?:direct_num_workers|number_of_worker_harness_threads)=(\d+)", argument):
+            return int(match[1])
+    return min(2 * len(os.sched_getaffinity(0)), 32)
+
+
+def human(nbytes: float) -> str:
+    """Bytes for people: 1.5 GB."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def table(*columns: str) -> Table:
+    """A plain table; columns that begin with `>` are aligned right."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+    return made
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """`4096 × 32 × 128`."""
+    return " × ".join(map(str, shape)) or "scalar"
+
+
+def print_plan(conversion: Conversion, threads: int) -> None:
+    """The whole plan: arrays (alike layers collapsed), drops, warnings and totals."""
+    plan, grids = conversion.plan, {grid.spec.key: grid for grid in conversion.grids}
+    groups: dict[tuple, list[str]] = defaultdict(list)
+    for array in plan.arrays:
+        grid = grids.get(array.key)
+        chunk = shape_text(grid.spec.chunk) if grid else "–"
+        axes = " ".join(name or "-" for name in array.names)
+        groups[pattern(array.key), array.shape, array.dtype.name, axes, chunk, array.lossy].append(array.key)
+    arrays = table("array", "shape", "dtype", "logical axes", "chunk", ">arrays", "exact")
+    for (_, shape, dtype, axes, chunk, lossy), keys in groups.items():
+        name = keys[0] if len(keys) == 1 else f"{keys[0]} …"
+        arrays.add_row(name.removeprefix("params.params."), shape_text(shape), dtype, axes, chunk, str(len(keys)), lossy or "yes")
+    CONSOLE.print(arrays)
+    if plan.dropped:
+        drops = table(">left out", "why", "for example")
+        examples = {reason: name for name, reason in reversed(plan.dropped.items())}
+        for reason, count in Counter(plan.dropped.values()).items():
+            drops.add_row(str(count), reason, examples[reason])
+        CONSOLE.print()
+        CONSOLE.print(drops)
+    if conversion.checkpoint.ignored:
+        CONSOLE.print(f"\nnot in the index, ignored: {', '.join(conversion.checkpoint.ignored)}")
+    for warning, count in Counter(pattern(warning) for warning in conversion.warnings).items():
+        example = next(warning_ for warning_ in conversion.warnings if pattern(warning_) == warning)
+        CONSOLE.print(f"warning: {example}" + (f" (and {count - 1} alike)" if count > 1 else ""))
+    options = conversion.options
+    source, read = conversion.source_bytes, conversion.read_bytes
+    totals = table("", "")
+    totals.add_row("family", plan.family + (f": {plan.note}" if plan.note else ""))
+    totals.add_row(
+        "layout", ("scanned" if options.scan_layers else "unscanned") + ", " + (f"for {', '.join(options.mesh)}" if options.mesh else "for any mesh")
+    )
+    totals.add_row("source", f"{human(source)} in {len(conversion.checkpoint.shards)} files, {len(conversion.checkpoint.tensors):,} tensors")
+    totals.add_row("target", f"{human(conversion.target_bytes)} in {len(plan.arrays):,} arrays")
+    if conversion.units:
+        totals.add_row("units", f"{len(conversion.units):,}, the largest takes {human(conversion.unit_working_bytes)} of memory")
+        totals.add_row("reads", f"{human(read)}, {read / source:.3f} × the source")
+        bound = threads * options.unit_bytes + BASE_BYTES
+        totals.add_row("memory", f"at most {human(bound)} a worker: {threads} threads × {human(options.unit_bytes)} + {human(BASE_BYTES)}")
+    CONSOLE.print()
+    CONSOLE.print(totals)

@@ -1,0 +1,257 @@
+"""A conversion, planned: everything that follows from the source's headers and the options, on every worker alike.
+
+What is staged beside the output are the inputs; each worker makes the plan of them again (a second for a trillion
+parameters) and refuses to work if it comes out differently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from formats.encodings import Encoding
+from formats.orbax import Staging
+from formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
+from formats.sources import open_source
+from formats.zarr import Format
+from model_mappings.audit import audit
+from model_mappings.cells import volume
+from model_mappings.config import Config, ConfigError, Layout
+from model_mappings.plan import TABLES_VERSION, Array, Plan, Problem, expand, make_arrays
+from model_mappings.registry import family_of
+from transforms.grid import Grid, UnitBytesError, make_grid
+from transforms.mesh import Mesh, base_rules
+from transforms.units import Block, Unit, expand_unit, fetches_of, make_blocks, pack
+
+SAVE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked for, as far as it changes a byte or a chunk's key."""
+
+    scan_layers: bool = True
+    param_scan_axis: int = 1
+    save_dtype: str = "bfloat16"
+    mesh: tuple[str, ...] = ()
+    maxtext_model: str | None = None
+    vocab_size: int | None = None
+    mtp: bool = False
+    use_ocdbt: bool = True
+    use_zarr3: bool = True
+    compression: str = "none"
+    unit_bytes: int = 128 << 20
+    step: int = 0
+
+    @property
+    def format(self) -> Format:
+        return Format(self.use_ocdbt, self.use_zarr3, self.compression)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """The plan of a conversion, its chunk grids and its units.
+
+    Attributes:
+      options, checkpoint: the inputs.
+      plan: arrays, drops and problems.
+      encodings: how each tensor is stored.
+      grids: one for each array; empty if the plan has problems.
+      units: the blocks of each unit; empty if the plan has problems.
+      warnings: what the user should know.
+    """
+
+    options: Options
+    checkpoint: Checkpoint
+    plan: Plan
+    encodings: dict[str, Encoding]
+    grids: tuple[Grid, ...]
+    units: tuple[tuple[Block, ...], ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def save_dtype(self) -> np.dtype:
+        return SAVE_DTYPES[self.options.save_dtype]
+
+    def expand(self, unit: int) -> Unit:
+        """A unit, spelled out."""
+        return expand_unit(unit, self.units[unit], self.plan.arrays, self.grids, self.encodings, self.save_dtype)
+
+    @functools.cached_property
+    def source_bytes(self) -> int:
+        """Bytes of the tensors that are used, scales included."""
+        used = {name for array in self.plan.arrays for cell in array.cells() if (name := cell.tensor)}
+        whole = {name: self.encodings[name].reads(tuple((0, n) for n in self.encodings[name].shape)) for name in used if name in self.encodings}
+        return sum(read.nbytes for reads in whole.values() for read in reads)
+
+    @functools.cached_property
+    def read_bytes(self) -> int:
+        """Bytes that the units read."""
+        total = 0
+        for blocks in self.units:
+            for name, boxes in fetches_of(blocks, self.plan.arrays, self.grids).items():
+                encoding = self.encodings[name]
+                if encoding.label is None:
+                    total += sum(volume(box) for box, _ in boxes) * encoding.weight.dtype.itemsize
+                else:
+                    total += sum(read.nbytes for box, _ in boxes for read in encoding.reads(box))
+        return total
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.plan.arrays)
+
+    @property
+    def unit_working_bytes(self) -> int:
+        """Memory of the largest unit."""
+        return max((sum(block.working_bytes for block in blocks) for blocks in self.units), default=0)
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Identifies the result: the source's files, the options, the tables. The same on every machine and runner."""
+        identity = {
+            "options": dataclasses.asdict(self.options),
+            "tables": TABLES_VERSION,
+            "config": self.checkpoint.config,
+            "shards": [(shard.name, shard.size, shard.mtime_ns) for shard in self.checkpoint.shards],
+            "arrays": [(grid.spec.key, grid.spec.shape, grid.spec.chunk, grid.spec.shard) for grid in self.grids],
+            "units": len(self.units),
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def stage(self) -> bytes:
+        """The inputs, compressed; `load` makes the same conversion of them."""
+        shards = [
+            [shard.name, shard.path, shard.size, shard.mtime_ns, [[t.name, _DTYPE_NAMES[t.dtype], t.shape, t.offset] for t in shard.tensors]]
+            for shard in self.checkpoint.shards
+        ]
+        inputs = {
+            "options": dataclasses.asdict(self.options),
+            "root": self.checkpoint.root,
+            "config": self.checkpoint.config,
+            "shards": shards,
+            "hash": self.hash,
+        }
+        return gzip.compress(json.dumps(inputs).encode(), compresslevel=5, mtime=0)
+
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def load(staged: bytes) -> Conversion:
+    """The conversion that `Conversion.stage` staged.
+
+    Raises:
+      RuntimeError: this version of Weightbeam plans it differently.
+    """
+    inputs = json.loads(gzip.decompress(staged))
+    options = Options(**{key: tuple(value) if isinstance(value, list) else value for key, value in inputs["options"].items()})
+    shards = tuple(
+        Shard(name, path, size, mtime_ns, tuple(Tensor(tensor, DTYPES[dtype], tuple(shape), path, offset) for tensor, dtype, shape, offset in tensors))
+        for name, path, size, mtime_ns, tensors in inputs["shards"]
+    )
+    conversion = prepare(options, Checkpoint(inputs["root"], inputs["config"], shards))
+    if conversion.hash != inputs["hash"]:
+        raise RuntimeError("the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job")
+    return conversion
+
+
+@functools.lru_cache(maxsize=1)
+def load_staged(staging: Staging) -> Conversion:
+    """The conversion staged in a folder; made once in a process."""
+    return load(staging.plan.read_bytes())
+
+
+def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
+    """Plans a conversion. What stands against it is in `plan.problems`.
+
+    Raises:
+      UnknownFamilyError: no table for this model.
+      MeshError: a mesh can't be read.
+    """
+    meshes = [Mesh.parse(text) for text in options.mesh]
+    source = open_source(checkpoint)
+    specs = source.specs()
+    config = Config(checkpoint.config)
+    family = family_of(config, options.maxtext_model)
+    layout = Layout(options.scan_layers, options.param_scan_axis, options.vocab_size, options.mtp, options.maxtext_model, frozenset(specs))
+    problems = [*checkpoint.problems, *source.problems]
+    try:
+        parts = expand(family, config, layout)
+        drops, note = family.drops(config, layout), family.note(config, layout)
+    except ConfigError as e:
+        problems.append(Problem("config", "config.json", str(e)))
+        return Conversion(options, checkpoint, Plan(family.name, (), {}, tuple(problems)), {}, (), (), ())
+    arrays = make_arrays(parts, specs, SAVE_DTYPES[options.save_dtype])
+    explained = {problem.subject for problem in problems}
+    dropped, found = audit(arrays, specs, drops, family.name)
+    # A tensor that its file or its scale already stands against needs no second line.
+    problems += [problem for problem in found if problem.subject not in explained]
+    grids, units, warnings = (), (), []
+    if not problems:
+        try:
+            grids = tuple(_grids(options, arrays, source.encodings, meshes))
+            units = tuple(_units(options, arrays, grids, checkpoint.tensors))
+            warnings = [warning for grid in grids for warning in grid.warnings]
+        except UnitBytesError as e:
+            problems.append(Problem("memory", "--unit_bytes", str(e)))
+    plan = Plan(family.name, arrays, dropped, tuple(problems), note)
+    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings))
+
+
+def _grids(options: Options, arrays: Sequence[Array], encodings: dict[str, Encoding], meshes: Sequence[Mesh]) -> list[Grid]:
+    rules, save = base_rules(), SAVE_DTYPES[options.save_dtype]
+    grids = []
+    for array in arrays:
+        source_bytes = 0
+        for part in array.parts:
+            decoded = 4 if part.rule.ops else save.itemsize
+            for encoding in {id(e): e for cell in part.cells() if (e := encodings.get(cell.tensor or ""))}.values():
+                source_bytes = max(source_bytes, encoding.weight.dtype.itemsize + (decoded if encoding.label else 0))
+        grids.append(make_grid(array, source_bytes, meshes, rules, options.unit_bytes, options.format))
+    return grids
+
+
+def _units(options: Options, arrays: Sequence[Array], grids: Sequence[Grid], tensors: dict[str, Tensor]) -> list[tuple[Block, ...]]:
+    blocks: list[Block] = []
+    for number, (array, grid) in enumerate(zip(arrays, grids, strict=True)):
+        blocks += make_blocks(number, array, grid, tensors, options.unit_bytes)
+    return pack(blocks, options.unit_bytes)
+
+
+def json_report(conversion: Conversion, threads: int, base_bytes: int) -> dict[str, Any]:
+    """What `weightbeam plan --json` writes; see `docs/data_model.md`."""
+    plan, grids = conversion.plan, {grid.spec.key: grid for grid in conversion.grids}
+    arrays = {}
+    for array in plan.arrays:
+        grid = grids.get(array.key)
+        arrays[array.key] = {
+            "shape": array.shape,
+            "dtype": array.dtype.name,
+            "axes": array.names,
+            "chunk": grid.spec.chunk if grid else None,
+            "partition": grid.partition if grid else {},
+            "lossy": array.lossy,
+        }
+    source, read = conversion.source_bytes, conversion.read_bytes
+    return {
+        "family": plan.family,
+        "source": conversion.checkpoint.root,
+        "arrays": arrays,
+        "dropped": dict(plan.dropped),
+        "problems": [{"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message} for p in plan.problems],
+        "warnings": conversion.warnings,
+        "note": plan.note,
+        "units": len(conversion.units),
+        "bytes": {"source": source, "target": conversion.target_bytes, "read_amplification": read / source if source and conversion.units else None},
+        "memory": {"per_worker_bytes": threads * conversion.options.unit_bytes + base_bytes},
+    }

@@ -1,0 +1,183 @@
+"""The chunk grid: which part of an array one write makes, and which part one read fetches.
+
+A chunk divides the finest shard of the target meshes, so that a host reads what it owns and nothing else. Axes whose index
+selects a tensor (layers, experts) count 1 at first; then chunks grow along them, or are cut, to 1 to 4 MB.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Iterable, Sequence
+
+from formats.zarr import ArraySpec, Format
+from model_mappings.cells import Part
+from model_mappings.plan import Array
+from transforms.mesh import Mesh, Rules, partition_spec
+
+MIN_CHUNK, MAX_CHUNK = 1 << 20, 4 << 20  # bytes
+MIN_RUN = 4096  # bytes; a tensor is cut so that its contiguous runs aren't shorter
+
+# With no mesh named, a chunk serves each of these as far as the sizes allow.
+COMMON_MESHES = (Mesh("", {"fsdp": 64}), Mesh("", {"tensor": 8}), Mesh("", {"expert": 1024}))
+
+
+class UnitBytesError(ValueError):
+    """`--unit_bytes` is too small for the smallest unit that an array can be cut into."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """How an array is cut.
+
+    Attributes:
+      spec: chunk and shard shapes.
+      partition: the mesh axes of each axis, by mesh.
+      whole: axes that a unit never cuts, since that would cut across rows of the source.
+      growth: the other axes, in the order in which a unit grows along them: as the source's bytes lie.
+      element_bytes: working memory for each element of the array: source, decoded values and target.
+      warnings: what the user should know.
+    """
+
+    spec: ArraySpec
+    partition: dict[str, tuple]
+    whole: frozenset[int]
+    growth: tuple[int, ...]
+    element_bytes: int
+    warnings: tuple[str, ...]
+
+    def working_bytes(self, extents: Sequence[int]) -> int:
+        """Memory to make a box of these extents, where axes in `whole` count with their full size."""
+        sizes = [n if axis in self.whole else extents[axis] for axis, n in enumerate(self.spec.shape)]
+        return math.prod(sizes) * self.element_bytes
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of `n` that is at most `limit` (at least 1)."""
+    best = 1
+    for small in range(1, math.isqrt(n) + 1):
+        if n % small == 0:
+            for divisor in (small, n // small):
+                if best < divisor <= limit:
+                    best = divisor
+    return best
+
+
+def cut_axis(extent: int, limit: int, ragged: bool) -> int:
+    """The largest divisor of `extent` within `limit`; where `ragged` and no good one exists, parts of about equal length."""
+    divisor = largest_divisor(extent, max(1, limit))
+    if not ragged or 4 * divisor > limit:
+        return divisor
+    return -(-extent // -(-extent // limit))
+
+
+def selecting_axes(array: Array) -> frozenset[int]:
+    """Axes that count 1 in a chunk at first: layers, and experts in a tensor each or not."""
+    return frozenset().union(*(part.stack_axes for part in array.parts)) | {axis for axis, name in enumerate(array.names) if name == "exp"}
+
+
+def _cut(part: Part, itemsize: int) -> tuple[frozenset[int], list[int]]:
+    """The array's axes that hold a tensor's columns, and those that hold its rows, the fastest first.
+
+    Columns are the trailing axes of the tensor that are needed to make a contiguous run of `MIN_RUN` bytes.
+    """
+    rank = len(part.window_shape)
+    row = max((axis for axis in range(rank) if math.prod(part.window_shape[axis + 1 :]) * itemsize >= MIN_RUN), default=0)
+    columns = frozenset().union(*(part.axes_of(axis) for axis in range(row + 1, rank)))
+    rows: list[int] = []
+    for axis in range(row, -1, -1):
+        held = sorted(part.axes_of(axis) - columns - set(rows), key=lambda a: -max(f.which for f in part.target_axes[a] if f.kind == "free"))
+        rows += held
+    return columns, rows
+
+
+def make_grid(array: Array, source_bytes: int, meshes: Sequence[Mesh], rules: Rules, unit_bytes: int, format: Format) -> Grid:
+    """Cuts an array for `meshes`, in units of at most `unit_bytes`.
+
+    Args:
+      array: what is cut.
+      source_bytes: memory for each element of the array before it is stacked: as stored, and as decoded.
+      meshes: the targets; none means unknown.
+      rules: MaxText's logical axis rules.
+      unit_bytes: bound on the memory of a unit.
+      format: zarr3 has the sharding codec, zarr2 doesn't.
+
+    Raises:
+      UnitBytesError: the smallest unit needs more.
+    """
+    shape, itemsize = array.shape, array.dtype.itemsize
+    assignments = partition_spec(array.names, rules)
+    finest, warnings = _finest_shard(array, assignments, meshes)
+    selecting = selecting_axes(array)
+    uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting  # a ragged last chunk does no harm
+    part = next((part for part in array.parts if part.rule.source), array.parts[0])
+    whole, rows = _cut(part, itemsize)
+    names = sorted(axis for axis in selecting if any(f.kind == "name" for f in part.target_axes[axis]))
+    growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(shape)) if axis not in whole)]))
+
+    packed = not meshes and format.use_zarr3 and array.nbytes > MAX_CHUNK
+    element_bytes = source_bytes + itemsize * (2 if packed or format.compression != "none" else 1)  # encoding makes a copy
+    grid = Grid(ArraySpec(array.key, shape, array.dtype, shape, shape), {mesh.text: assignments for mesh in meshes}, whole, growth, element_bytes, warnings)
+
+    if array.nbytes <= MIN_CHUNK and not any(mesh.ways(axes) > 1 for mesh in meshes for axes in assignments):
+        chunk = list(shape)
+    else:
+        chunk = [1 if axis in selecting else finest[axis] for axis in range(len(shape))]
+        _shrink(chunk, MAX_CHUNK // itemsize, set(range(len(shape))) - selecting, uncut)
+        if not packed:
+            _grow(chunk, finest, [axis for axis in growth if axis in selecting], itemsize)
+    _fit(chunk, grid, unit_bytes, selecting, uncut)
+    shard = list(chunk)
+    if packed:
+        for axis in growth:
+            if axis not in selecting:
+                chunks = -(-shape[axis] // shard[axis])
+                limit = min(chunks, unit_bytes // grid.working_bytes(shard))
+                shard[axis] *= -(-chunks // -(-chunks // limit))
+        shard = [n if axis in whole else shard[axis] for axis, n in enumerate(shape)]
+    return dataclasses.replace(grid, spec=dataclasses.replace(grid.spec, chunk=tuple(chunk), shard=tuple(shard)))
+
+
+def _finest_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) -> tuple[list[int], tuple[str, ...]]:
+    """The greatest extents that divide the shards of all meshes, and a warning for each axis that a mesh doesn't divide."""
+    finest, warnings = list(array.shape), []
+    for mesh in meshes or COMMON_MESHES:
+        for axis, size in enumerate(array.shape):
+            ways = mesh.ways(assignments[axis])
+            if not meshes:
+                ways = math.gcd(size, ways)
+            if size % ways:
+                warnings.append(f"{array.key}: {array.names[axis]} = {size} doesn't divide over {mesh.text}; MaxText will refuse that mesh")
+            else:
+                finest[axis] = math.gcd(finest[axis], size // ways)
+    return finest, tuple(warnings)
+
+
+def _shrink(chunk: list[int], limit: int, axes: Iterable[int], ragged: Container[int]) -> None:
+    """Cuts `chunk` to `limit` elements along `axes`, the longest first, into equal parts."""
+    for axis in sorted(axes, key=lambda axis: (-chunk[axis], axis)):
+        elements = math.prod(chunk)
+        if elements > limit:
+            chunk[axis] = cut_axis(chunk[axis], chunk[axis] * limit // elements, axis in ragged)
+
+
+def _grow(chunk: list[int], finest: Sequence[int], axes: Sequence[int], itemsize: int) -> None:
+    """Lengthens `chunk` along the `axes` that select tensors until it has `MIN_CHUNK` bytes, within `MAX_CHUNK` and a shard."""
+    for axis in axes:
+        nbytes = math.prod(chunk) * itemsize
+        if nbytes >= MIN_CHUNK:
+            return
+        wanted = [n for n in range(1, finest[axis] + 1) if finest[axis] % n == 0 and nbytes * n <= MAX_CHUNK]
+        chunk[axis] = next((n for n in wanted if nbytes * n >= MIN_CHUNK), wanted[-1])
+
+
+def _fit(chunk: list[int], grid: Grid, unit_bytes: int, selecting: frozenset[int], ragged: Container[int]) -> None:
+    """Cuts `chunk` so that the smallest unit around it fits: first along the axes that select tensors, then along rows."""
+    order = [axis for axis in reversed(grid.growth) if axis in selecting]
+    order += sorted((axis for axis in grid.growth if axis not in selecting), key=lambda axis: (-chunk[axis], axis))
+    for axis in order:
+        needed = grid.working_bytes(chunk)
+        if needed > unit_bytes:
+            chunk[axis] = cut_axis(chunk[axis], chunk[axis] * unit_bytes // needed, axis in ragged)
+    if (needed := grid.working_bytes(chunk)) > unit_bytes:
+        raise UnitBytesError(f"--unit_bytes={unit_bytes}: {grid.spec.key} needs at least {needed}, a row of its source and what is made of it")

@@ -1,0 +1,173 @@
+"""Units: what Beam moves. Whole shards of one or several arrays, and the boxes to read for them.
+
+A unit's working set (boxes read, their decoded values, and the shards made of them) is bounded. Units follow the order of
+the source's bytes and never cut across a row of a tensor, so that every source byte is read once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from formats.encodings import Encoding
+from formats.safetensors import Tensor
+from formats.zarr import ArraySpec
+from model_mappings.cells import Box, Cell, Piece, extent, volume
+from model_mappings.plan import Array
+from transforms.grid import Grid
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring shards of one array that one unit makes: a range of shards on each axis.
+
+    Attributes:
+      array: its number in the plan.
+      shards: range of shard numbers on each axis.
+      working_bytes: memory to make it.
+      position: where its first byte lies in the source, for the order of units.
+    """
+
+    array: int
+    shards: Box
+    working_bytes: int
+    position: tuple[str, int]
+
+
+def make_blocks(number: int, array: Array, grid: Grid, tensors: Mapping[str, Tensor], unit_bytes: int) -> Iterator[Block]:
+    """Cuts an array into blocks of at most `unit_bytes`, as long as possible along the source's bytes."""
+    spec = grid.spec
+    counts = [count if axis in grid.whole else 1 for axis, count in enumerate(spec.grid)]
+    for axis in grid.growth:
+        extents = [n * shard for n, shard in zip(counts, spec.shard, strict=True)]
+        most = min(spec.grid[axis], unit_bytes // grid.working_bytes(extents))
+        counts[axis] = -(-spec.grid[axis] // -(-spec.grid[axis] // max(1, most)))  # blocks of about equal length
+        if counts[axis] < spec.grid[axis]:
+            break
+    starts = [range(0, total, count) for total, count in zip(spec.grid, counts, strict=True)]
+    for first in itertools.product(*starts):
+        shards = tuple((at, min(at + n, total)) for at, n, total in zip(first, counts, spec.grid, strict=True))
+        box = element_box(spec, shards)
+        cell = next((cell for cell in array.cells(box) if cell.tensor), None)
+        stored = tensors[cell.tensor] if cell and cell.tensor else None
+        offset = _first_byte(cell, box, stored) if cell and stored else 0
+        yield Block(number, shards, grid.working_bytes(extent(box)), (stored.path if stored else "", offset))
+
+
+def _first_byte(cell: Cell, box: Box, stored: Tensor) -> int:
+    piece = next(cell.pieces(box), None)
+    row = piece.source.box[0][0] if piece and piece.source.box else 0
+    return stored.offset + row * math.prod(stored.shape[1:]) * stored.dtype.itemsize
+
+
+def element_box(spec: ArraySpec, shards: Box) -> Box:
+    """The elements of a range of shards."""
+    ranges = zip(shards, spec.shard, spec.shape, strict=True)
+    return tuple((start * step, min(stop * step, size)) for (start, stop), step, size in ranges)
+
+
+def pack(blocks: Sequence[Block], unit_bytes: int) -> list[tuple[Block, ...]]:
+    """Gathers blocks in the order of the source's bytes into units of at most `unit_bytes`."""
+    units: list[tuple[Block, ...]] = []
+    unit: list[Block] = []
+    size = 0
+    for block in sorted(blocks, key=lambda block: (block.position, block.array, block.shards)):
+        if unit and size + block.working_bytes > unit_bytes:
+            units.append(tuple(unit))
+            unit, size = [], 0
+        unit.append(block)
+        size += block.working_bytes
+    if unit:
+        units.append(tuple(unit))
+    return units
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fetch:
+    """A box of a tensor's values, and the dtype to compute them in if they are computed."""
+
+    encoding: Encoding
+    box: Box
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardJob:
+    """A shard to make.
+
+    Attributes:
+      spec: its array.
+      box: its elements.
+      fill: the value of elements that no piece supplies; None where the pieces tile the shard.
+      pieces: what it is made of, each with the number of the fetch that holds its source.
+    """
+
+    spec: ArraySpec
+    box: Box
+    fill: float | None
+    pieces: tuple[tuple[int, Piece], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit of work, complete in itself: a worker needs nothing else to do it."""
+
+    id: int
+    fetches: tuple[Fetch, ...]
+    shards: tuple[ShardJob, ...]
+
+
+def fetches_of(blocks: Sequence[Block], arrays: Sequence[Array], grids: Sequence[Grid]) -> dict[str, list[tuple[Box, bool]]]:
+    """The boxes of each tensor that a unit reads: `(box, whether value operations follow)`.
+
+    Boxes of one tensor are joined where that reads nothing twice and nothing in between.
+    """
+    boxes: dict[str, list[tuple[Box, bool]]] = {}
+    for block in blocks:
+        box = element_box(grids[block.array].spec, block.shards)
+        for cell in arrays[block.array].cells(box):
+            for piece in cell.pieces(box):
+                _join(boxes.setdefault(piece.tensor, []), piece.source.box, bool(piece.ops))
+    return boxes
+
+
+def _join(boxes: list[tuple[Box, bool]], new: Box, computed: bool) -> None:
+    for i, (box, already) in enumerate(boxes):
+        union = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(box, new, strict=True))
+        if volume(union) <= volume(box) + volume(new):
+            del boxes[i]
+            _join(boxes, union, computed or already)
+            return
+    boxes.append((new, computed))
+
+
+def expand_unit(
+    id: int, blocks: Sequence[Block], arrays: Sequence[Array], grids: Sequence[Grid], encodings: Mapping[str, Encoding], save_dtype: np.dtype
+) -> Unit:
+    """Spells a unit out: what to fetch, and which piece of it goes where."""
+    fetches: list[Fetch] = []
+    numbers: dict[str, list[tuple[Box, int]]] = {}
+    for tensor, boxes in fetches_of(blocks, arrays, grids).items():
+        for box, computed in boxes:
+            # One cast only: values that are computed with further stay in float32.
+            dtype = np.dtype(np.float32) if computed else save_dtype
+            numbers.setdefault(tensor, []).append((box, len(fetches)))
+            fetches.append(Fetch(encodings[tensor], box, dtype))
+    shards = []
+    for block in blocks:
+        array, spec = arrays[block.array], grids[block.array].spec
+        for index in itertools.product(*(range(start, stop) for start, stop in block.shards)):
+            box = spec.shard_box(index)
+            pieces = [piece for cell in array.cells(box) for piece in cell.pieces(box)]
+            placed = tuple((_find(numbers[piece.tensor], piece.source.box), piece) for piece in pieces)
+            shards.append(ShardJob(spec, box, array.fill, placed))
+    return Unit(id, tuple(fetches), tuple(shards))
+
+
+def _find(fetches: Sequence[tuple[Box, int]], wanted: Box) -> int:
+    """The number of the fetch that holds the box."""
+    return next(number for box, number in fetches if all(a <= c and d <= b for (a, b), (c, d) in zip(box, wanted, strict=True)))

@@ -1,0 +1,67 @@
+"""`Work`: a unit on its way through the fused stages, one mutable object, never encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import apache_beam as beam
+import numpy as np
+
+from model_mappings.cells import Piece
+from transforms.units import Unit
+
+
+class Work:
+    """A unit and the arrays it has become so far. Each stage replaces what it used, so that only two forms are ever alive.
+
+    Attributes:
+      unit: what to do.
+      stored: by fetch, the arrays that were read (set by ReadBoxes).
+      values: by fetch, the decoded values (Dequantize).
+      views: by shard, the pieces and views of `values` in the array's layout (Reshape).
+      shards: by shard, an array of its own, in C order (Stack).
+    """
+
+    __slots__ = ("shards", "stored", "unit", "values", "views")
+
+    def __init__(self, unit: Unit):
+        self.unit = unit
+        self.stored: list[list[np.ndarray]] = []
+        self.values: list[np.ndarray] = []
+        self.views: list[list[tuple[Piece, np.ndarray]]] = []
+        self.shards: list[np.ndarray] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this work holds."""
+        return total_bytes(array for arrays in self.stored for array in arrays) + total_bytes(self.values) + total_bytes(self.shards)
+
+
+def total_bytes(arrays: Iterable[np.ndarray]) -> int:
+    """The bytes of arrays, views counted in full."""
+    return sum(array.nbytes for array in arrays)
+
+
+class WorkCoder(beam.coders.Coder):
+    """Guards the stages' fusion: work is passed by reference, and an attempt to encode it is an error.
+
+    Beam samples the sizes of elements at every edge by encoding them, unless the coder can estimate them.
+    """
+
+    def encode(self, value: Work) -> bytes:
+        raise RuntimeError("Work must not be encoded: the stages from ReadBoxes to WriteChunks must stay fused")
+
+    def decode(self, encoded: bytes) -> Work:
+        raise RuntimeError("Work is never decoded")
+
+    def estimate_size(self, value: Work) -> int:
+        return value.nbytes
+
+    def is_deterministic(self) -> bool:
+        return True
+
+    def to_type_hint(self) -> type[Work]:
+        return Work
+
+
+beam.coders.registry.register_coder(Work, WorkCoder)
