@@ -30,13 +30,13 @@ def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, ove
     return (
         pipeline
         | "Units" >> beam.Create(unit_ranges(len(conversion.units)))
-        | ExpandUnits(staging)
+        | ExpandUnits(staging, conversion.hash)
         | ReadBoxes()
         | Dequantize()
         | Reshape()
         | Stack()
         | WriteChunks(staging, conversion.options.format)
-        | AssembleCheckpoint(staging, overwrite)
+        | AssembleCheckpoint(staging, conversion.hash, overwrite)
     )
 
 

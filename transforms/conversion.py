@@ -166,9 +166,16 @@ def load(staged: bytes) -> Conversion:
 
 
 @functools.lru_cache(maxsize=1)
-def load_staged(staging: Staging) -> Conversion:
-    """The conversion staged in a folder; made once in a process."""
-    return load(staging.plan.read_bytes())
+def load_staged(staging: Staging, hash: str) -> Conversion:
+    """The conversion with this hash that is staged in a folder; made once in a process.
+
+    Raises:
+      RuntimeError: another conversion is staged there.
+    """
+    conversion = load(staging.plan.read_bytes())
+    if conversion.hash != hash:
+        raise RuntimeError(f"{staging.plan} holds another conversion; was it started twice?")
+    return conversion
 
 
 def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:

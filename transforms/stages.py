@@ -121,22 +121,22 @@ class _WriteChunksFn(StageFn):
 class ExpandUnits(beam.PTransform):
     """Ranges of unit ids -> the units that aren't done yet, spelled out from the staged plan, spread over the workers."""
 
-    def __init__(self, staging: Staging):
+    def __init__(self, staging: Staging, plan: str):
         super().__init__()
-        self.staging = staging
+        self.staging, self.plan = staging, plan
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | "Expand" >> beam.ParDo(_ExpandFn(self.staging)).with_output_types(Unit) | beam.Reshuffle()
+        return pcoll | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan)).with_output_types(Unit) | beam.Reshuffle()
 
 
 class _ExpandFn(beam.DoFn):
-    def __init__(self, staging: Staging):
-        self.staging = staging
+    def __init__(self, staging: Staging, plan: str):
+        self.staging, self.plan = staging, plan
 
     def process(self, ids: tuple[int, int]) -> Iterator[Unit]:
         if not self.staging.folder.exists():
             return  # the checkpoint is published; this bundle is a repeated one
-        conversion, done = load_staged(self.staging), self.staging.done()
+        conversion, done = load_staged(self.staging, self.plan), self.staging.done()
         for unit in range(*ids):
             if unit not in done:
                 yield conversion.expand(unit)
@@ -184,12 +184,12 @@ class WriteChunks(beam.PTransform):
 class AssembleCheckpoint(beam.PTransform):
     """All unit ids -> the published checkpoint."""
 
-    def __init__(self, staging: Staging, overwrite: bool):
+    def __init__(self, staging: Staging, plan: str, overwrite: bool):
         super().__init__()
-        self.staging, self.overwrite = staging, overwrite
+        self.staging, self.plan, self.overwrite = staging, plan, overwrite
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | "AllUnits" >> beam.CombineGlobally(_Count()) | "Assemble" >> beam.Map(_assemble, self.staging, self.overwrite)
+        return pcoll | "AllUnits" >> beam.CombineGlobally(_Count()) | "Assemble" >> beam.Map(_assemble, self.staging, self.plan, self.overwrite)
 
 
 class _Count(beam.CombineFn):
@@ -208,9 +208,9 @@ class _Count(beam.CombineFn):
         return accumulator
 
 
-def _assemble(written: int, staging: Staging, overwrite: bool) -> int:
+def _assemble(written: int, staging: Staging, plan: str, overwrite: bool) -> int:
     if staging.folder.exists():
-        conversion = load_staged(staging)
+        conversion = load_staged(staging, plan)
         specs = [grid.spec for grid in conversion.grids]
         assemble(staging, specs, conversion.options.format, len(conversion.units), custom_metadata(conversion), overwrite)
     return written
