@@ -82,6 +82,7 @@ class Checkpoint:
       config: `config.json`.
       shards: the files that hold the model, in order of their names.
       ignored: safetensors files in the folder that the index doesn't name.
+      lost: tensors that the index places in files which can't be read.
       problems: what is wrong with the files.
     """
 
@@ -89,6 +90,7 @@ class Checkpoint:
     config: dict[str, Any]
     shards: tuple[Shard, ...]
     ignored: tuple[str, ...] = ()
+    lost: frozenset[str] = frozenset()
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -211,7 +213,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         problems += _check_index(weight_map, shards)
     else:
         problems += _check_twice(shards)
-    return Checkpoint(str(folder), config, shards, tuple(name for name in on_disk if name not in names), tuple(problems))
+    readable = {shard.name for shard in shards}
+    lost = frozenset(name for name, file in (weight_map or {}).items() if file not in readable)
+    return Checkpoint(str(folder), config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
 
 
 def _read_json(path: Path, problems: list[Problem]) -> dict[str, Any]:

@@ -199,10 +199,11 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         problems.append(Problem("config", "config.json", str(e)))
         return Conversion(options, checkpoint, Plan(family.name, (), {}, tuple(problems)), {}, (), (), ())
     arrays = make_arrays(parts, specs, SAVE_DTYPES[options.save_dtype])
-    explained = {problem.subject for problem in problems}
     dropped, found = audit(arrays, specs, drops, family.name)
-    # A tensor that its file or its scale already stands against needs no second line.
-    problems += [problem for problem in found if problem.subject not in explained]
+    if checkpoint.shards:
+        # A tensor that its file or its scale already stands against needs no second line.
+        explained = {problem.subject for problem in problems} | checkpoint.lost
+        problems += [problem for problem in found if problem.subject not in explained]
     grids, units, warnings = (), (), []
     if not problems:
         try:

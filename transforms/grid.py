@@ -18,8 +18,10 @@ from transforms.mesh import Mesh, Rules, partition_spec
 MIN_CHUNK, MAX_CHUNK = 1 << 20, 4 << 20  # bytes
 MIN_RUN = 4096  # bytes; a tensor is cut so that its contiguous runs aren't shorter
 
-# With no mesh named, a chunk serves each of these as far as the sizes allow.
-COMMON_MESHES = (Mesh("", {"fsdp": 64}), Mesh("", {"tensor": 8}), Mesh("", {"expert": 1024}))
+MIN_PACKED_CHUNK = 32 << 10  # bytes; with no mesh named, many chunks are packed into one shard, and these may be smaller
+
+# With no mesh named, a chunk serves every mesh of up to this many hosts, as far as the sizes allow.
+COMMON_FSDP, COMMON_TENSOR = 64, 8
 
 
 class UnitBytesError(ValueError):
@@ -107,7 +109,10 @@ def make_grid(array: Array, source_bytes: int, meshes: Sequence[Mesh], rules: Ru
     """
     shape, itemsize = array.shape, array.dtype.itemsize
     assignments = partition_spec(array.names, rules)
-    finest, warnings = _finest_shard(array, assignments, meshes)
+    if meshes:
+        finest, warnings = _finest_shard(array, assignments, meshes)
+    else:
+        finest, warnings = _common_shard(array, assignments), ()
     selecting = selecting_axes(array)
     uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting  # a ragged last chunk does no harm
     part = next((part for part in array.parts if part.rule.source), array.parts[0])
@@ -141,16 +146,30 @@ def make_grid(array: Array, source_bytes: int, meshes: Sequence[Mesh], rules: Ru
 def _finest_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) -> tuple[list[int], tuple[str, ...]]:
     """The greatest extents that divide the shards of all meshes, and a warning for each axis that a mesh doesn't divide."""
     finest, warnings = list(array.shape), []
-    for mesh in meshes or COMMON_MESHES:
+    for mesh in meshes:
         for axis, size in enumerate(array.shape):
             ways = mesh.ways(assignments[axis])
-            if not meshes:
-                ways = math.gcd(size, ways)
             if size % ways:
                 warnings.append(f"{array.key}: {array.names[axis]} = {size} doesn't divide over {mesh.text}; MaxText will refuse that mesh")
             else:
                 finest[axis] = math.gcd(finest[axis], size // ways)
     return finest, tuple(warnings)
+
+
+def _common_shard(array: Array, assignments: Sequence) -> list[int]:
+    """The finest shard of the meshes that are common: over as many hosts as leave chunks of `MIN_PACKED_CHUNK`."""
+    selecting = selecting_axes(array)
+    fsdp = COMMON_FSDP
+    while True:
+        meshes = (Mesh("", {"fsdp": fsdp}), Mesh("", {"tensor": COMMON_TENSOR}))
+        finest = list(array.shape)
+        for mesh in meshes:
+            for axis, size in enumerate(array.shape):
+                finest[axis] = math.gcd(finest[axis], size // math.gcd(size, mesh.ways(assignments[axis])))
+        elements = math.prod(n for axis, n in enumerate(finest) if axis not in selecting)
+        if fsdp == 1 or elements * array.dtype.itemsize >= MIN_PACKED_CHUNK:
+            return finest
+        fsdp //= 2
 
 
 def _shrink(chunk: list[int], limit: int, axes: Iterable[int], ragged: Container[int]) -> None:

@@ -1,0 +1,96 @@
+"""MaxText's own bits: what its converter made of these checkpoints, ours makes too, bit for bit, in whatever way it is asked to work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import convert, converted, digest, digests, given, given_arrays, input_digest, read_tensors, restore
+
+CASES = [case for case in given() if case != "deepseek3-mtp-standalone"]
+
+
+def options_of(case: str, layout: str) -> list[str]:
+    dtype = "float32" if case.endswith("-fp32") else "bfloat16"
+    scan = "true" if layout == "scanned" else "false"
+    return ["--maxtext_model", given()[case]["maxtext_model"], "--scan_layers", scan, "--save_dtype", dtype]
+
+
+@pytest.mark.parametrize("case", given())
+def test_the_inputs_are_those_that_maxtext_was_given(generated: Path, case: str) -> None:
+    """If this fails, transformers writes other checkpoints than it did (5.23.0); the digests below say nothing then."""
+    assert input_digest(read_tensors(generated / "cases" / case)) == given()[case]["inputs"]
+
+
+@pytest.mark.parametrize("layout", ["scanned", "unscanned"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_maxtexts_converter(generated: Path, tmp_path: Path, case: str, layout: str) -> None:
+    """Names, shapes, dtypes and bits, through the command line and a stock restore."""
+    arrays = converted(generated / "cases" / case, tmp_path / "out", *options_of(case, layout))
+    assert digests(arrays) == given_arrays(case, layout)
+
+
+VARIANTS = {
+    "one mesh": ("llama3.1", "scanned", "--mesh fsdp=4"),
+    "experts over a mesh": ("qwen3-moe", "scanned", "--mesh fsdp=2,expert=4"),
+    "experts over a mesh, unscanned": ("qwen3-moe", "unscanned", "--mesh expert=8"),
+    "tensor parallel": ("deepseek3", "unscanned", "--mesh fsdp=4,tensor=2"),
+    "two meshes at once": ("mixtral", "scanned", "--mesh fsdp=8 --mesh expert=4,tensor=2"),
+    "a mesh that doesn't divide": ("deepseek3", "scanned", "--mesh fsdp=7"),
+    "many units": ("deepseek3", "scanned", "--unit_bytes 60000"),
+    "many units, unscanned": ("deepseek3.2", "unscanned", "--unit_bytes 60000"),
+    "many units in float32": ("llama3.1-fp32", "scanned", "--unit_bytes 60000"),
+    "many units over a mesh": ("qwen3-moe", "scanned", "--unit_bytes 60000 --mesh fsdp=4,expert=2"),
+    "for Pathways": ("deepseek3.2", "scanned", "--use_ocdbt false --use_zarr3 false"),
+    "for Pathways, many units over a mesh": ("qwen2.5-tied", "unscanned", "--use_ocdbt false --use_zarr3 false --unit_bytes 60000 --mesh fsdp=16"),
+    "folders of zarr3": ("qwen2.5", "scanned", "--use_ocdbt false --mesh fsdp=2"),
+    "a database of zarr2": ("qwen3", "scanned", "--use_zarr3 false"),
+    "zstd": ("mixtral", "unscanned", "--compression zstd"),
+    "zstd in zarr2 folders": ("deepseek2", "scanned", "--compression zstd --use_ocdbt false --use_zarr3 false --unit_bytes 100000"),
+    "zstd over a mesh": ("deepseek3", "scanned", "--compression zstd --mesh fsdp=4,expert=2 --unit_bytes 100000"),
+    "another step": ("qwen3-tied", "unscanned", "--step 7"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_option_of_the_storage_changes_a_bit(generated: Path, tmp_path: Path, name: str) -> None:
+    """Meshes, units, formats and compression decide where bytes lie, never what they are."""
+    case, layout, options = VARIANTS[name]
+    arrays = converted(generated / "cases" / case, tmp_path / "out", *options_of(case, layout), *options.split())
+    assert digests(arrays) == given_arrays(case, layout)
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+def test_param_scan_axis_moves_the_layers_and_nothing_else(generated: Path, tmp_path: Path, axis: int) -> None:
+    """With the layers' axis moved back to 1, MaxText's default, every array has MaxText's bits."""
+    source = generated / "cases" / "qwen3-moe"
+    arrays = converted(source, tmp_path / "out", *options_of("qwen3-moe", "scanned"), "--param_scan_axis", str(axis))
+    moved = 0
+    for key, wanted in given_arrays("qwen3-moe", "scanned").items():
+        values = arrays[key]
+        if ".layers." in key:
+            at = min(axis, values.ndim - 1)
+            assert values.shape[at] == 4
+            moved += at != 1
+            values = np.moveaxis(values, at, 1)
+        assert digest(values) == wanted, key
+    assert moved >= 9
+
+
+def test_mtp_equals_maxtexts_script_within_float16(generated: Path, tmp_path: Path) -> None:
+    """MaxText converts multi-token prediction with a stand-alone script that stores every array as float16. Its bfloat16 inputs are
+    ours, so our bits rounded once to float16 must be its bits; names and shapes are the same.
+    """
+    case = "deepseek3-mtp-standalone"
+    step = convert(generated / "cases" / case, tmp_path / "out", *options_of(case, "scanned"), "--mtp", "true")
+    arrays = restore(step)
+    assert {values.dtype.name for values in arrays.values()} == {"bfloat16"}
+    assert sum(key.startswith("mtp_block.") for key in arrays) == 20
+    assert digests({key: values.astype(np.float16) for key, values in arrays.items()}) == given_arrays(case, "scanned")
+
+
+def test_without_mtp_the_same_files_give_the_model_alone(generated: Path, tmp_path: Path) -> None:
+    """The multi-token-prediction layer is left out, and nothing else changes: the arrays of the case without it."""
+    arrays = converted(generated / "cases" / "deepseek3-mtp-standalone", tmp_path / "out", *options_of("deepseek3", "scanned"))
+    assert digests(arrays) == given_arrays("deepseek3", "scanned")

@@ -1,0 +1,348 @@
+"""What the end-to-end tests share: checkpoints to convert, the command, stock Orbax, MaxText's digests, and a reference in plain numpy."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import gzip
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from formats.safetensors import Checkpoint, Shard, Tensor
+from pipelines.cli import main
+
+HERE = Path(__file__).parent
+BF16, F32, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(ml_dtypes.float8_e4m3fn)
+INDEX = "model.safetensors.index.json"
+
+
+# --- the command, and what it makes ---------------------------------------------------------------------------------------------
+
+
+def convert(source: Path, output: Path, *options: str) -> Path:
+    """Runs `weightbeam convert` in this process; returns the step's folder."""
+    assert main(["convert", "--source", str(source), "--output", str(output), *options]) == 0
+    step = options[options.index("--step") + 1] if "--step" in options else "0"
+    return output / step
+
+
+def call(*arguments: object) -> int:
+    """Runs `weightbeam` in this process; returns its exit status, argparse's too."""
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as e:
+        return int(e.code or 0)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree's leaves by their dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def restore(step: Path) -> dict[str, np.ndarray]:
+    """The parameters of a checkpoint as stock Orbax restores them, without `params.params.`"""
+    tree = ocp.PyTreeCheckpointer().restore(step / "items")
+    assert set(tree) == {"step", "params", "opt_state"}
+    assert (tree["step"], tree["opt_state"], set(tree["params"])) == (int(step.name), {}, {"params"})
+    return flatten(tree["params"]["params"])
+
+
+def converted(source: Path, output: Path, *options: str) -> dict[str, np.ndarray]:
+    """`convert` and `restore`."""
+    return restore(convert(source, output, *options))
+
+
+def digest(array: np.ndarray) -> list:
+    """`[shape, dtype, sha256]`, as MaxText's digests are written."""
+    return [list(array.shape), array.dtype.name, hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()]
+
+
+def digests(arrays: Mapping[str, np.ndarray]) -> dict[str, list]:
+    return {key: digest(array) for key, array in arrays.items()}
+
+
+def assert_same_bits(got: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
+    """The same names, shapes, dtypes and bits."""
+    assert set(got) == set(wanted)
+    differing = {key: (digest(got[key]), digest(wanted[key])) for key in wanted if digest(got[key]) != digest(wanted[key])}
+    assert not differing
+
+
+# --- MaxText's own bits ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def given() -> dict[str, dict]:
+    """What MaxText's converter made of each case, see `cases/make_digests.py`."""
+    return json.loads(gzip.decompress((HERE / "cases" / "digests.json.gz").read_bytes()))
+
+
+def given_arrays(case: str, layout: str) -> dict[str, list]:
+    """The digests of a case's arrays, by their names without `params.params.`"""
+    return {key.removeprefix("params.params."): value for key, value in given()[case][layout].items()}
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a folder, by the safetensors library."""
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "np") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return tensors
+
+
+def input_digest(tensors: Mapping[str, np.ndarray]) -> str:
+    """One digest of names, dtypes, shapes and bytes, whatever files they are in."""
+    sha = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name} {tensor.dtype.name} {tensor.shape} ".encode() + tensor.tobytes())
+    return sha.hexdigest()
+
+
+def generate(factory: pytest.TempPathFactory) -> Path:
+    """The folder that `cases/models.py` wrote: once in a test run, by whichever of pytest-xdist's processes comes first."""
+    base = factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = root / "generated"
+    with (root / "generated.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            script = [sys.executable, str(HERE / "cases" / "models.py"), str(root / "generating")]
+            made = subprocess.run(script, capture_output=True, text=True, check=False)
+            assert made.returncode == 0, made.stderr
+            (root / "generating").rename(folder)
+    return folder
+
+
+# --- checkpoints made here ------------------------------------------------------------------------------------------------------
+
+LLAMA = dict(
+    model_type="llama", vocab_size=64, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48,
+    num_hidden_layers=2, tie_word_embeddings=False,
+)  # fmt: skip
+QWEN3_MOE = LLAMA | dict(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+DEEPSEEK = LLAMA | dict(
+    model_type="deepseek_v3", num_key_value_heads=4, num_hidden_layers=3, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8,
+    qk_rope_head_dim=4, v_head_dim=8, moe_intermediate_size=24, n_routed_experts=4, n_shared_experts=1,
+)  # fmt: skip
+
+# Real sizes, for plans: no tensor of these is ever made.
+LLAMA_8B = LLAMA | dict(
+    vocab_size=128256, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=14336, num_hidden_layers=32
+)
+DEEPSEEK_V3 = DEEPSEEK | dict(
+    vocab_size=129280, hidden_size=7168, num_attention_heads=128, num_key_value_heads=128, intermediate_size=18432, num_hidden_layers=61,
+    first_k_dense_replace=3, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, moe_intermediate_size=2048,
+    n_routed_experts=256,
+)  # fmt: skip
+
+
+def shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model, by its `config.json`, as the hub's files name them."""
+    embed, vocab, heads, kv = c["hidden_size"], c["vocab_size"], c["num_attention_heads"], c["num_key_value_heads"]
+    made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, embed)}
+
+    def gated(prefix: str, width: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> None:
+        gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+        made.update({gate: (width, embed), up: (width, embed), down: (embed, width)})
+
+    for i in range(c["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        attention = f"{layer}.self_attn"
+        made.update({f"{layer}.input_layernorm.weight": (embed,), f"{layer}.post_attention_layernorm.weight": (embed,)})
+        if "kv_lora_rank" in c:
+            nope, rope, value, rank = (c[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+            if c["q_lora_rank"]:
+                made[f"{attention}.q_a_proj.weight"] = (c["q_lora_rank"], embed)
+                made[f"{attention}.q_a_layernorm.weight"] = (c["q_lora_rank"],)
+                made[f"{attention}.q_b_proj.weight"] = (heads * (nope + rope), c["q_lora_rank"])
+            else:
+                made[f"{attention}.q_proj.weight"] = (heads * (nope + rope), embed)
+            made[f"{attention}.kv_a_proj_with_mqa.weight"] = (rank + rope, embed)
+            made[f"{attention}.kv_a_layernorm.weight"] = (rank,)
+            made[f"{attention}.kv_b_proj.weight"] = (heads * (nope + value), rank)
+            made[f"{attention}.o_proj.weight"] = (embed, heads * value)
+        else:
+            dim = c["head_dim"]
+            rows = dict(q=heads * dim, k=kv * dim, v=kv * dim)
+            made.update({f"{attention}.{name}_proj.weight": (n, embed) for name, n in rows.items()})
+            made[f"{attention}.o_proj.weight"] = (embed, heads * dim)
+            if c["model_type"].startswith("qwen3"):
+                made.update({f"{attention}.{name}_norm.weight": (dim,) for name in "qk"})
+            if c["model_type"] == "qwen2":
+                made.update({f"{attention}.{name}_proj.bias": (n,) for name, n in rows.items()})
+        experts = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts") or 0
+        if not experts or i < c.get("first_k_dense_replace", 0):
+            gated(f"{layer}.mlp", c["intermediate_size"])
+            continue
+        moe, names = (f"{layer}.block_sparse_moe", ("w1", "w3", "w2")) if c["model_type"] == "mixtral" else (f"{layer}.mlp", ())
+        made[f"{moe}.gate.weight"] = (experts, embed)
+        if c["model_type"] == "deepseek_v3":
+            made[f"{moe}.gate.e_score_correction_bias"] = (experts,)
+        for expert in range(experts):
+            gated(f"{moe}.experts.{expert}", c.get("moe_intermediate_size") or c["intermediate_size"], *([names] if names else []))
+        if c.get("n_shared_experts"):
+            gated(f"{moe}.shared_experts", c["moe_intermediate_size"] * c["n_shared_experts"])
+    made["model.norm.weight"] = (embed,)
+    if not c["tie_word_embeddings"]:
+        made["lm_head.weight"] = (vocab, embed)
+    return made
+
+
+def random_tensors(config: Mapping[str, Any], dtype: np.dtype = BF16, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights for a small model."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes(config).items()}
+
+
+def save(folder: Path, config: Mapping[str, Any], *shards: Mapping[str, np.ndarray]) -> Path:
+    """Writes a checkpoint: one file, or several with an index."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    if len(shards) == 1:
+        save_file(dict(shards[0]), folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(dict(shard), folder / file)
+        weight_map |= dict.fromkeys(shard, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def split(tensors: Mapping[str, np.ndarray], parts: int) -> list[dict[str, np.ndarray]]:
+    """Tensors dealt out to `parts` files, neighbours into different ones."""
+    return [dict(list(tensors.items())[part::parts]) for part in range(parts)]
+
+
+def headers_only(config: Mapping[str, Any], dtype: np.dtype = BF16, shard_bytes: int = 5_000_000_000) -> Checkpoint:
+    """A checkpoint that is known by its headers, without files, whatever its size."""
+    shards: list[Shard] = []
+    tensors: list[Tensor] = []
+    offset = 0
+
+    def close() -> None:
+        nonlocal offset
+        shards.append(Shard(tensors[0].path, f"/nowhere/{tensors[0].path}", offset, 0, tuple(tensors)))
+        tensors.clear()
+        offset = 0
+
+    for name, shape in shapes(config).items():
+        tensors.append(Tensor(name, dtype, shape, f"model-{len(shards):05}.safetensors", offset))
+        offset += tensors[-1].nbytes
+        if offset >= shard_bytes:
+            close()
+    if tensors:
+        close()
+    return Checkpoint("/nowhere", dict(config), tuple(shards))
+
+
+# --- a reference in plain numpy -------------------------------------------------------------------------------------------------
+
+
+def unfuse(config: Mapping[str, Any], state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """transformers v5's in-memory spelling (experts in two tensors) -> the hub's (three for each expert)."""
+    mixtral = config["model_type"] == "mixtral"
+    made = {}
+    for name, values in state.items():
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        if name.endswith(".experts.gate_up_proj"):
+            width = values.shape[1] // 2
+            parts = {("w1" if mixtral else "gate_proj"): values[:, :width], ("w3" if mixtral else "up_proj"): values[:, width:]}
+        elif name.endswith(".experts.down_proj"):
+            parts = {("w2" if mixtral else "down_proj"): values}
+        else:
+            made[name] = values
+            continue
+        prefix = name.rpartition(".")[0]
+        made |= {f"{prefix}.{expert}.{part}.weight": stacked[expert] for part, stacked in parts.items() for expert in range(len(stacked))}
+    return made
+
+
+def reference(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype: np.dtype, paired_rope: bool = False) -> dict[str, np.ndarray]:
+    """MaxText's scanned arrays of a model in the hub's spelling: float32 throughout, one cast at the end.
+
+    Every kernel is `x.T` reshaped; layers are stacked on axis 1, experts on axis 0 (MaxText, utils/param_mapping.py, e591f30).
+    """
+    c = config
+    heads, kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    layers, dense = c["num_hidden_layers"], c.get("first_k_dense_replace", 0)
+    experts = c.get("n_routed_experts") or c.get("num_local_experts") or c.get("num_experts") or 0
+
+    def get(name: str, *shape: int) -> np.ndarray:
+        flipped = tensors[f"{name}.weight" if f"{name}.weight" in tensors else name].astype(np.float32).T
+        return flipped.reshape(shape or flipped.shape)
+
+    def pair(values: np.ndarray) -> np.ndarray:
+        """(embed, heads, dim): the two rotary halves of each head, one element of each in turn."""
+        halves = values[..., : dim // 2], values[..., dim // 2 :]
+        return np.stack(halves, -1).reshape(values.shape) if paired_rope else values
+
+    def gated(target: str, source: str) -> dict[str, np.ndarray]:
+        return {f"{target}.{to}.kernel": get(f"{source}.{name}") for to, name in dict(wi_0="gate_proj", wi_1="up_proj", wo="down_proj").items()}
+
+    def layer(i: int) -> dict[str, np.ndarray]:
+        prefix = f"model.layers.{i}."
+        here = prefix + "self_attn."
+        made = {f"{to}_self_attention_layer_norm.scale": get(f"{prefix}{name}_layernorm") for to, name in dict(pre="input", post="post_attention").items()}
+        attention: dict[str, np.ndarray] = {}
+        if "kv_lora_rank" in c:
+            attention["wq_a.kernel"], attention["q_norm.scale"] = get(here + "q_a_proj"), get(here + "q_a_layernorm")
+            attention["wq_b.kernel"] = get(here + "q_b_proj", c["q_lora_rank"], heads, -1)
+            attention["wkv_a.kernel"], attention["kv_norm.scale"] = get(here + "kv_a_proj_with_mqa"), get(here + "kv_a_layernorm")
+            attention["wkv_b.kernel"] = get(here + "kv_b_proj", c["kv_lora_rank"], heads, -1)
+            attention["out.kernel"] = get(here + "o_proj", heads, c["v_head_dim"], -1)
+        else:
+            scale = np.float32(dim**-0.5) if c["model_type"] in ("llama", "mistral", "mixtral") else np.float32(1)
+            attention["query.kernel"] = pair(get(here + "q_proj", -1, heads, dim)) * scale
+            attention["key.kernel"] = pair(get(here + "k_proj", -1, kv, dim))
+            attention["value.kernel"] = get(here + "v_proj", -1, kv, dim)
+            attention["out.kernel"] = get(here + "o_proj", heads, dim, -1)
+            if c["model_type"].startswith("qwen3"):
+                attention["query_norm.scale"], attention["key_norm.scale"] = get(here + "q_norm"), get(here + "k_norm")
+        made |= {f"self_attention.{name}": values for name, values in attention.items()}
+        if not experts or i < dense:
+            return made | gated("mlp", f"{prefix}mlp")
+        source, names = f"{prefix}mlp", dict(wi_0="gate_proj", wi_1="up_proj", wo="down_proj")
+        router = {"deepseek_v3": "DeepSeekMoeBlock_0.MoeBlock_0", "mixtral": "MoeBlock_0", "qwen3_moe": "moe_block"}[c["model_type"]]
+        if c["model_type"] == "mixtral":
+            source, names = f"{prefix}block_sparse_moe", dict(wi_0="w1", wi_1="w3", wo="w2")
+        made[f"{router}.gate.kernel"] = get(f"{source}.gate")
+        made |= {f"{router}.{to}": np.stack([get(f"{source}.experts.{e}.{name}") for e in range(experts)]) for to, name in names.items()}
+        if c["model_type"] == "deepseek_v3":
+            made[f"{router}.gate.bias"] = get(f"{source}.gate.e_score_correction_bias")
+            made |= gated("DeepSeekMoeBlock_0.shared_experts", f"{source}.shared_experts")
+        return made
+
+    arrays = {"token_embedder.embedding": get("model.embed_tokens").T, "decoder.decoder_norm.scale": get("model.norm")}
+    if not c.get("tie_word_embeddings"):
+        arrays["decoder.logits_dense.kernel"] = get("lm_head")
+    deepseek = "kv_lora_rank" in c
+    for name, ids in {"dense_layers": range(dense), "moe_layers" if deepseek else "layers": range(dense, layers)}.items():
+        stacked = [layer(i) for i in ids]
+        arrays |= {f"decoder.{name}.{key}": np.stack([one[key] for one in stacked], 1) for key in (stacked[0] if stacked else ())}
+    return {key: values.astype(dtype) for key, values in arrays.items()}
+
+
+def nbytes(config: Mapping[str, Any], itemsize: int = 2) -> int:
+    """Bytes of a model's weights."""
+    return sum(math.prod(shape) for shape in shapes(config).values()) * itemsize
