@@ -71,8 +71,8 @@ class _ReadBoxesFn(StageFn):
         work.stored = [[next(rest) for _ in group] for group in reads]
         return nbytes
 
-    def process(self, unit: Unit) -> Iterator[Work]:
-        return super().process(Work(unit))
+    def process(self, descriptor: bytes) -> Iterator[Work]:
+        return super().process(Work(Unit.unpack(descriptor)))
 
 
 class _DequantizeFn(StageFn):
@@ -119,31 +119,31 @@ class _WriteChunksFn(StageFn):
 
 
 class ExpandUnits(beam.PTransform):
-    """Ranges of unit ids -> the units that aren't done yet, spelled out from the staged plan, spread over the workers."""
+    """Ranges of unit ids -> descriptors of the units that aren't done yet, from the staged plan, spread over the workers."""
 
     def __init__(self, staging: Staging, plan: str):
         super().__init__()
         self.staging, self.plan = staging, plan
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan)).with_output_types(Unit) | beam.Reshuffle()
+        return pcoll | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan)).with_output_types(bytes) | beam.Reshuffle()
 
 
 class _ExpandFn(beam.DoFn):
     def __init__(self, staging: Staging, plan: str):
         self.staging, self.plan = staging, plan
 
-    def process(self, ids: tuple[int, int]) -> Iterator[Unit]:
+    def process(self, ids: tuple[int, int]) -> Iterator[bytes]:
         if not self.staging.folder.exists():
             return  # the checkpoint is published; this bundle is a repeated one
         conversion, done = load_staged(self.staging, self.plan), self.staging.done()
         for unit in range(*ids):
             if unit not in done:
-                yield conversion.expand(unit)
+                yield conversion.expand(unit).pack()
 
 
 class ReadBoxes(beam.PTransform):
-    """Unit -> Work with the stored boxes."""
+    """Descriptor of a unit -> Work with the stored boxes."""
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return pcoll | beam.ParDo(_ReadBoxesFn()).with_output_types(Work)
