@@ -15,7 +15,7 @@ class StorageError(OSError):
 
 
 def local_path(url: str) -> Path:
-    """The local path of `url`.
+    """The local path of `url`, absolute: workers may run elsewhere.
 
     Raises:
       StorageError: the URL names a store that isn't supported.
@@ -23,7 +23,7 @@ def local_path(url: str) -> Path:
     scheme, separator, _ = url.partition("://")
     if separator:
         raise StorageError(f"{url}: {scheme}:// isn't supported yet; copy it to a local folder first")
-    return Path(url).expanduser()
+    return Path(url).expanduser().absolute()
 
 
 def read_ranges(path: str, ranges: Iterable[tuple[int, memoryview]]) -> int:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise RefusedError("--output is missing: the folder that the checkpoint should lie in")
     conversion = prepare_conversion(args)
     try:
-        staging = Staging(local_path(args.output).absolute(), args.step)
+        staging = Staging(local_path(args.output), args.step)
     except StorageError as e:
         raise RefusedError(str(e)) from e
     problems = [*conversion.plan.problems, *_check_output(staging, conversion, args.resume, args.overwrite)]
