@@ -12,7 +12,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from formats.safetensors import BoxRead, Tensor
+from formats.safetensors import BoxRead, Empty, Tensor
 from model_mappings.cells import Box
 
 STRIP_ELEMENTS = 1 << 17  # values decoded at a time: their float32 form (512 KiB) stays in the cache
@@ -40,8 +40,8 @@ class Encoding(Protocol):
         """The stored boxes that the values of `box` need."""
         ...
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype) -> np.ndarray:
-        """The values of `box`, from what `reads` fetched. `dtype` is what the values are wanted in, if they are computed."""
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        """The values of `box`, from what `reads` fetched; computed ones have `dtype` and lie in an array that `empty` makes."""
         ...
 
 
@@ -59,7 +59,7 @@ class Plain:
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         return (BoxRead(self.weight, box),)
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
         return stored[0]
 
 
@@ -93,10 +93,10 @@ class ScaledBlocks:
         scales = tuple((start // size, -(-stop // size)) for (start, stop), size in zip(box, self.block, strict=True))
         return BoxRead(self.weight, box), BoxRead(self.scale, scales)
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
         codes, scales = stored[0], stored[1].astype(np.float32)
         which = [np.arange(start, stop) // size - start // size for (start, stop), size in zip(box, self.block, strict=True)]
-        values = np.empty(codes.shape, dtype)
+        values = empty(codes.shape, dtype)
         for lead in np.ndindex(codes.shape[:-2]):
             at = tuple(index[i] for index, i in zip(which, lead, strict=False))
             self._decode_matrix(codes[lead], np.take(scales[at], which[-1], axis=1), which[-2], values[lead])

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +293,9 @@ def _check_twice(shards: Sequence[Shard]) -> Iterator[Problem]:
     return (Problem("index", name, f"is in {', '.join(names)}") for name, names in files.items() if len(names) > 1)
 
 
+Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]  # makes an array of a shape and dtype
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoxRead:
     """A box of a stored tensor, to be read."""
@@ -316,9 +319,13 @@ class BoxRead:
             yield self.tensor.offset + first + offset, buffer[i * run : (i + 1) * run]
 
 
-def read_boxes(reads: Sequence[BoxRead]) -> tuple[list[np.ndarray], int]:
-    """Reads boxes, file by file in the order of their offsets: `(an array for each, bytes read from the files)`."""
-    arrays = [np.empty(extent(read.box), read.tensor.dtype) for read in reads]
+def read_boxes(reads: Sequence[BoxRead], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+    """Reads boxes, file by file in the order of their offsets, into arrays that `empty` makes.
+
+    Returns:
+      An array for each, and the bytes read from the files.
+    """
+    arrays = [empty(extent(read.box), read.tensor.dtype) for read in reads]
     by_path: dict[str, list[tuple[int, memoryview]]] = defaultdict(list)
     for read, array in zip(reads, arrays, strict=True):
         if array.size:

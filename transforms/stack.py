@@ -6,18 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model_mappings.cells import Piece
+from formats.safetensors import Empty
+from model_mappings.cells import Piece, extent
 from model_mappings.ops import Op
 from transforms.units import ShardJob
 
-TILE = (16, 256)  # elements along the target's and the source's fastest axes: 16 source rows in the cache while their columns are written
-STRIP_ELEMENTS = 1 << 17  # elements computed at a time, so that their float32 form stays in the cache
+TILE = (32, 256)  # elements along the target's and the source's fastest axes: a cache line of each
+STRIP_ELEMENTS = 1 << 17  # elements handled at a time, so that a temporary form of them stays in the cache
 
 
-def stack(job: ShardJob, views: Sequence[tuple[Piece, np.ndarray]]) -> np.ndarray:
-    """Makes a shard of its pieces' views, each already in the array's layout."""
-    shape = tuple(stop - start for start, stop in job.box)
-    shard = np.empty(shape, job.spec.dtype) if job.fill is None else np.full(shape, job.fill, job.spec.dtype)
+def stack(job: ShardJob, views: Sequence[tuple[Piece, np.ndarray]], empty: Empty = np.empty) -> np.ndarray:
+    """Makes a shard of its pieces' views, each already in the array's layout, in an array that `empty` makes."""
+    shard = empty(extent(job.box), job.spec.dtype)
+    if job.fill is not None:
+        shard[...] = job.fill
     origin = tuple(start for start, _ in job.box)
     for piece, view in views:
         copy(view, piece.target.of(shard, origin), piece.ops)
@@ -28,7 +30,7 @@ def copy(source: np.ndarray, target: np.ndarray, ops: Sequence[Op] = ()) -> None
     """`target = ops(source)` in float32 with one cast; a plain copy where both have one dtype and there are no ops."""
     if not ops and source.dtype == target.dtype:
         bits = np.dtype(f"u{source.dtype.itemsize}")  # numpy copies integers several times faster than ml_dtypes' floats
-        _copy_tiled(source.view(bits), target.view(bits))
+        _copy_bits(*_coalesce(source.view(bits), target.view(bits)))
         return
     rows = max(1, STRIP_ELEMENTS * len(source) // max(1, source.size)) if source.ndim else 1
     for start in range(0, len(source), rows) if source.ndim else [...]:
@@ -39,19 +41,52 @@ def copy(source: np.ndarray, target: np.ndarray, ops: Sequence[Op] = ()) -> None
         target[part] = values
 
 
-def _copy_tiled(source: np.ndarray, target: np.ndarray) -> None:
-    """Copies in tiles where the two sides run along different axes: a transposition that reads whole cache lines."""
-    if source.ndim < 2 or source.size < 1 << 12:
+def _coalesce(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same arrays with as few axes as possible: those of length 1 left out, neighbours joined where both sides allow it."""
+    shape: list[int] = []
+    last = (0, 0)
+    for n, *strides in zip(source.shape, source.strides, target.strides, strict=True):
+        if n == 1:
+            continue
+        if shape and last == (strides[0] * n, strides[1] * n):
+            shape[-1] *= n
+        else:
+            shape.append(n)
+        last = (strides[0], strides[1])
+    return np.reshape(source, shape, copy=False), np.reshape(target, shape, copy=False)
+
+
+def _copy_bits(source: np.ndarray, target: np.ndarray) -> None:
+    """A plain copy where both sides run along the same axis, else transpositions of two axes, one for each index of the others."""
+    if source.ndim < 2 or source.size < 1 << 10:
         target[...] = source
         return
-    near = min((axis for axis in range(source.ndim) if source.shape[axis] > 1), key=lambda axis: abs(source.strides[axis]), default=0)
-    far = min((axis for axis in range(target.ndim) if target.shape[axis] > 1), key=lambda axis: abs(target.strides[axis]), default=0)
-    if near == far:
+    near = min(range(source.ndim), key=lambda axis: source.strides[axis])
+    far = min(range(target.ndim), key=lambda axis: target.strides[axis])
+    others = [n for axis, n in enumerate(source.shape) if axis not in (near, far)]
+    if near == far or source.shape[near] * source.shape[far] < 1 << 10:
         target[...] = source
         return
-    index: list[slice] = [slice(None)] * source.ndim
-    for start in range(0, source.shape[far], TILE[0]):
-        index[far] = slice(start, start + TILE[0])
-        for column in range(0, source.shape[near], TILE[1]):
-            index[near] = slice(column, column + TILE[1])
-            target[tuple(index)] = source[tuple(index)]
+    rows = np.moveaxis(source, (far, near), (-2, -1))
+    columns = np.moveaxis(target, (near, far), (-2, -1))
+    for index in np.ndindex(*others):
+        _transpose(rows[index], columns[index])
+
+
+def _transpose(source: np.ndarray, target: np.ndarray) -> None:
+    """`target = source.T` for a source and a target in C order.
+
+    16-bit elements are moved four at a time: first 64-bit words between rows, then elements within words. That takes a few
+    large calls, where tiles take many small ones; numpy's own transposition is 3 to 8 times slower.
+    """
+    rows, columns = source.shape
+    if source.itemsize == 2 and columns % 4 == 0 and source.strides[0] % 8 == 0 and source.strides[1] == 2 and source.ctypes.data % 8 == 0:
+        words, split = source.view(np.uint64), target.reshape(columns // 4, 4, rows)
+        step = min(256, max(32, STRIP_ELEMENTS // columns))
+        for row in range(0, rows, step):
+            strip = np.ascontiguousarray(words[row : row + step].T).view(np.uint16)
+            split[:, :, row : row + step] = strip.reshape(columns // 4, -1, 4).transpose(0, 2, 1)
+        return
+    for row in range(0, rows, TILE[0]):
+        for column in range(0, columns, TILE[1]):
+            target[column : column + TILE[1], row : row + TILE[0]] = source[row : row + TILE[0], column : column + TILE[1]].T

@@ -66,7 +66,7 @@ class StageFn(beam.DoFn):
 class _ReadBoxesFn(StageFn):
     def run(self, work: Work) -> int:
         reads = [fetch.encoding.reads(fetch.box) for fetch in work.unit.fetches]
-        arrays, nbytes = read_boxes([read for group in reads for read in group])
+        arrays, nbytes = read_boxes([read for group in reads for read in group], work.arena.empty)
         rest = iter(arrays)
         work.stored = [[next(rest) for _ in group] for group in reads]
         return nbytes
@@ -77,10 +77,9 @@ class _ReadBoxesFn(StageFn):
 
 class _DequantizeFn(StageFn):
     def run(self, work: Work) -> int:
-        stored, work.stored = work.stored, []
-        for fetch in reversed(work.unit.fetches):  # popped from the end, so that codes are freed as they are decoded
-            work.values.append(fetch.encoding.decode(stored.pop(), fetch.box, fetch.dtype))
-        work.values.reverse()
+        pairs = zip(work.unit.fetches, work.stored, strict=True)
+        work.values = [fetch.encoding.decode(stored, fetch.box, fetch.dtype, work.arena.empty) for fetch, stored in pairs]
+        work.stored = []
         return total_bytes(work.values)
 
 
@@ -95,7 +94,7 @@ class _ReshapeFn(StageFn):
 
 class _StackFn(StageFn):
     def run(self, work: Work) -> int:
-        work.shards = [stack(job, views) for job, views in zip(work.unit.shards, work.views, strict=True)]
+        work.shards = [stack(job, views, work.arena.empty) for job, views in zip(work.unit.shards, work.views, strict=True)]
         work.values, work.views = [], []
         return total_bytes(work.shards)
 

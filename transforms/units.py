@@ -20,6 +20,7 @@ from formats.safetensors import Tensor
 from formats.zarr import ArraySpec
 from model_mappings.cells import Box, Cell, Piece, extent, volume
 from model_mappings.plan import Array
+from transforms.arena import aligned
 from transforms.grid import Grid
 
 
@@ -121,6 +122,16 @@ class Unit:
     id: int
     fetches: tuple[Fetch, ...]
     shards: tuple[ShardJob, ...]
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory for all of its arrays: stored, decoded and made."""
+        total = sum(aligned(volume(job.box) * job.spec.dtype.itemsize) for job in self.shards)
+        for fetch in self.fetches:
+            total += sum(aligned(read.nbytes) for read in fetch.encoding.reads(fetch.box))
+            if fetch.encoding.label is not None:
+                total += aligned(volume(fetch.box) * fetch.dtype.itemsize)
+        return total
 
     def pack(self) -> bytes:
         """The descriptor that crosses the shuffle, a few KB.

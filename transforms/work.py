@@ -8,24 +8,27 @@ import apache_beam as beam
 import numpy as np
 
 from model_mappings.cells import Piece
+from transforms.arena import thread_arena
 from transforms.units import Unit
 
 
 class Work:
-    """A unit and the arrays it has become so far. Each stage replaces what it used, so that only two forms are ever alive.
+    """A unit and the arrays it has become so far, all of them in its thread's arena.
 
     Attributes:
       unit: what to do.
+      arena: makes the arrays.
       stored: by fetch, the arrays that were read (set by ReadBoxes).
       values: by fetch, the decoded values (Dequantize).
       views: by shard, the pieces and views of `values` in the array's layout (Reshape).
       shards: by shard, an array of its own, in C order (Stack).
     """
 
-    __slots__ = ("shards", "stored", "unit", "values", "views")
+    __slots__ = ("arena", "shards", "stored", "unit", "values", "views")
 
     def __init__(self, unit: Unit):
         self.unit = unit
+        self.arena = thread_arena(unit.working_bytes)
         self.stored: list[list[np.ndarray]] = []
         self.values: list[np.ndarray] = []
         self.views: list[list[tuple[Piece, np.ndarray]]] = []
