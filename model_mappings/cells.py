@@ -59,7 +59,7 @@ class View:
         ranges = zip(self.box, self.steps, origin, strict=True)
         cut = array[tuple(slice(start - at, stop - at, step) for (start, stop), step, at in ranges)]
         split = np.reshape(cut, self.factors, copy=False)
-        return split[tuple(i if isinstance(i, int) else slice(*i) for i in self.index)]
+        return split[(*(i if isinstance(i, int) else slice(*i) for i in self.index), ...)]  # `...`: an array even without axes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

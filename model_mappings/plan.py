@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 
+import ml_dtypes
 import numpy as np
 
 from model_mappings.cells import Box, Cell, Part
@@ -131,6 +132,12 @@ def is_float(dtype: np.dtype) -> bool:
     return dtype.name.startswith(("float", "bfloat"))
 
 
+def holds(dtype: np.dtype, values: np.dtype) -> bool:
+    """Whether every value of the floating-point dtype `values` is one of `dtype`."""
+    wide, narrow = ml_dtypes.finfo(dtype), ml_dtypes.finfo(values)
+    return narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and narrow.minexp - narrow.nmant >= wide.minexp - wide.nmant
+
+
 def make_arrays(parts: Mapping[str, list[Part]], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype) -> tuple[Array, ...]:
     """The arrays of a table, with the dtypes that the checkpoint's tensors give them."""
     return tuple(_array(key_of(path), same, tensors, save_dtype) for path, same in parts.items())
@@ -139,14 +146,13 @@ def make_arrays(parts: Mapping[str, list[Part]], tensors: Mapping[str, TensorSpe
 def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype) -> Array:
     reasons: dict[str, None] = {}  # in order
     for part in parts:
+        inexact = [op for op in part.rule.ops if not op.is_exact]
         for stored, encoding in {(spec.dtype, spec.encoding): None for cell in part.cells() if cell.tensor and (spec := tensors.get(cell.tensor))}:
             if encoding:
                 reasons[f"{encoding}, rounded once to {save_dtype.name}"] = None
-            elif not part.rule.ops and is_float(stored) and np.promote_types(stored, save_dtype) != save_dtype:
+            elif not inexact and is_float(stored) and not holds(save_dtype, stored):
                 reasons[f"{stored.name}, rounded to {save_dtype.name}"] = None
-        for op in part.rule.ops:
-            if not op.is_exact:
-                reasons[f"{op}, rounded once to {save_dtype.name}"] = None
+        reasons |= dict.fromkeys(f"{op}, rounded once to {save_dtype.name}" for op in inexact)
     covered = sum(math.prod(part.window_shape) * part.layers.size * math.prod(part.name_shape) for part in parts if part.rule.source)
     fill = next((part.rule.fill for part in parts if part.rule.fill is not None), None)
     gap = covered < math.prod(parts[0].shape)

@@ -36,3 +36,16 @@ def family_of(config: Config, model: str | None = None) -> Family:
     if model is None and (choices := family.undecided(config)):
         raise UnknownFamilyError(f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(choices)}")
     return family
+
+
+def support_table() -> str:
+    """The families as a Markdown table, for the README."""
+    rows = ["| family | releases | `model_type` | MaxText models |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        types, models = (", ".join(f"`{name}`" for name in names) for names in (family.model_types, family.models))
+        rows.append(f"| {family.name} | {family.releases} | {types} | {models} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(support_table())

@@ -99,13 +99,19 @@ def given_arrays(case: str, layout: str) -> dict[str, list]:
     return {key.removeprefix("params.params."): value for key, value in given()[case][layout].items()}
 
 
+def read_file(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a file, by the safetensors library."""
+    with safe_open(path, "np") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of a folder, by the safetensors library."""
-    tensors: dict[str, np.ndarray] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "np") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return tensors
+    return {name: values for path in sorted(folder.glob("*.safetensors")) for name, values in read_file(path).items()}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_bytes())
 
 
 def input_digest(tensors: Mapping[str, np.ndarray]) -> str:

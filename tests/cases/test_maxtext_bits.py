@@ -75,7 +75,7 @@ def test_param_scan_axis_moves_the_layers_and_nothing_else(generated: Path, tmp_
             moved += at != 1
             values = np.moveaxis(values, at, 1)
         assert digest(values) == wanted, key
-    assert moved >= 9
+    assert moved >= 8
 
 
 def test_mtp_equals_maxtexts_script_within_float16(generated: Path, tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-MODELS = re.compile(r"(llama2|llama3|llama3\.1|llama3\.3|mistral|mixtral|qwen2\.5|qwen3(?!-next|-vl|-omni|-custom)|deepseek[23](?!-tiny)|deepseek3\.2|kimi-k2)-")
-FIELDS = (
-    "model_type vocab_size tie_word_embeddings hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "rope_scaling rope_parameters num_local_experts num_experts moe_intermediate_size mlp_only_layers decoder_sparse_step n_routed_experts "
-    "n_shared_experts first_k_dense_replace q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim index_n_heads index_head_dim"
-).split()
+MODELS = re.compile(r"(llama2|llama3(\.[13])?|mistral|mixtral|qwen2\.5|qwen3(?!-next|-vl|-omni|-custom)|deepseek(2|3(?!-tiny)|3\.2)|kimi-k2)[-+]")
+FIELDS = [  # of config.json
+    *("model_type", "vocab_size", "tie_word_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters"),
+    *("num_local_experts", "num_experts", "moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step"),
+    *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim"),
+]
 LAYER = re.compile(r"(?<=layers_)\d+")
 
 

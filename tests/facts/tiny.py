@@ -7,11 +7,18 @@ time on purpose: the tables are checked against them. Sizes differ, so that no a
 from __future__ import annotations
 
 DENSE = dict(
-    vocab_size=16, hidden_size=10, intermediate_size=14, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=6, tie_word_embeddings=False
+    vocab_size=16,
+    hidden_size=10,
+    intermediate_size=14,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    tie_word_embeddings=False,
 )
 LATENT = DENSE | dict(
-    num_hidden_layers=3, first_k_dense_replace=1, q_lora_rank=9, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3,
-    n_routed_experts=3, n_shared_experts=2, moe_intermediate_size=7, num_nextn_predict_layers=0,
+    num_hidden_layers=3, first_k_dense_replace=1, q_lora_rank=15, kv_lora_rank=12, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5,
+    intermediate_size=22, n_routed_experts=3, n_shared_experts=2, moe_intermediate_size=13, num_nextn_predict_layers=0,
 )  # fmt: skip
 CONFIGS: dict[str, dict] = {
     "llama": DENSE | dict(model_type="llama"),

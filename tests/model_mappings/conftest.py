@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from model_mappings.audit import audit
-from model_mappings.cells import Box, Part
+from model_mappings.cells import Box, Part, extent
 from model_mappings.config import Config, Layout
 from model_mappings.family import Family
 from model_mappings.plan import Array, Problem, TensorSpec, expand, make_arrays
@@ -44,6 +44,7 @@ def _assemble(made: Array | Part, tensors: Mapping[str, np.ndarray], out: np.nda
     for cell in made.cells(box):
         for piece in cell.pieces(box):
             read = tensors[piece.tensor][tuple(slice(*span) for span in piece.source.box)].copy()
+            assert read.shape == extent(piece.source.box), "a piece must not ask for what its tensor doesn't hold"
             values = piece.source.of(read, tuple(start for start, _ in piece.source.box)).transpose(piece.order)
             for op in piece.ops:
                 values = op.forward(values)

@@ -241,7 +241,6 @@ def test_names_of_the_stacked_axes():
     assert names("", "mlp embed -> embed mlp", 1) == (None, None, None)
 
 
-@pytest.mark.xfail(reason="View.of gives a numpy scalar, a copy, where no factor is left", raises=TypeError, strict=True)
 @pytest.mark.parametrize(("axes", "layers"), [("", 0), ("1", 0), ("1", [3, 4])])
 def test_tensors_of_one_element(assemble, axes, layers):
     """A scalar, or an axis of one: the views have no axes, and are views all the same."""

@@ -17,8 +17,8 @@ MODEL_TYPES = {"llama": "llama", "mistral": "mistral", "kimi": "kimi_k2"}  # for
 
 def config_of(tree: Tree) -> dict:
     """`config.json`, with the `model_type` where MaxText has none."""
-    inferred = {"model_type": kind for prefix, kind in MODEL_TYPES.items() if tree.model.startswith(prefix)}
-    return inferred | tree.config
+    inferred = next((kind for prefix, kind in MODEL_TYPES.items() if tree.model.startswith(prefix)), None)
+    return {"model_type": inferred} | tree.config
 
 
 @pytest.mark.parametrize("name", TREES)

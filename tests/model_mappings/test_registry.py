@@ -76,7 +76,14 @@ def test_model_of_another_family(kind, model, hint):
 
 @pytest.mark.parametrize(
     ("kind", "model"),
-    [("llama", "llama2-7b"), ("llama", "llama3.3-70b"), ("mistral", "mistral-7b"), ("llama", "mistral-7b"), ("kimi_k2", "kimi-k2-1t"), ("deepseek_v3", "kimi-k2-1t")],
+    [
+        ("llama", "llama2-7b"),
+        ("llama", "llama3.3-70b"),
+        ("mistral", "mistral-7b"),
+        ("llama", "mistral-7b"),
+        ("kimi_k2", "kimi-k2-1t"),
+        ("deepseek_v3", "kimi-k2-1t"),
+    ],
 )
 def test_model_of_the_family(kind, model):
     """A model that fits is accepted; Kimi K2's files say `kimi_k2` or `deepseek_v3`."""
@@ -108,7 +115,7 @@ def test_other_ropes_are_half_split(rope):
 def test_null_rope_scaling_does_not_hide_rope_parameters():
     """transformers v4 wrote `rope_scaling`, v5 writes `rope_parameters`; a file may have both."""
     config = Config(CONFIGS["llama"] | {"rope_scaling": None, "rope_parameters": {"rope_type": "llama3"}})
-    with pytest.raises(UnknownFamilyError, match="llama3.1-8b"):
+    with pytest.raises(UnknownFamilyError, match=r"llama3\.1-8b"):
         family_of(config)
 
 
@@ -147,7 +154,7 @@ def test_config_errors_of_fields_with_a_default(field, value):
 
 @pytest.mark.parametrize("value", ["false", 1, "yes"])
 def test_flags_are_true_or_false(value):
-    """"false" in quotes isn't false."""
+    """ "false" in quotes isn't false."""
     config = Config(CONFIGS["llama"] | {"tie_word_embeddings": value})
     with pytest.raises(ConfigError, match="'tie_word_embeddings' should be true or false"):
         expand(family_of(config), config, Layout())

@@ -1,0 +1,239 @@
+"""FP8 blocks: the conversion equals, bit for bit, float32(code) · float32(scale) in plain numpy, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from support import (
+    BF16,
+    F32,
+    FP8,
+    LLAMA,
+    assert_same_bits,
+    call,
+    converted,
+    random_tensors,
+    read_config,
+    read_file,
+    read_tensors,
+    reference,
+    save,
+    split,
+    unfuse,
+)  # fmt: skip
+
+from formats.encodings import ScaledBlocks
+from formats.safetensors import Tensor, read_boxes, read_header
+
+CODES = np.arange(256, dtype=np.uint8).view(FP8)
+
+
+def is_linear(name: str) -> bool:
+    """What DeepSeek stores in FP8: projections, not embeddings, norms or routers."""
+    return name.endswith("_proj.weight") or name.endswith("kv_a_proj_with_mqa.weight")
+
+
+def quantise(tensors: Mapping[str, np.ndarray], block: tuple[int, int], scale_dtype: np.dtype, seed: int = 0) -> dict[str, np.ndarray]:
+    """Codes of every size and a scale for each block; the last block of an axis may be partial."""
+    rng = np.random.default_rng(seed)
+    made: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        if not is_linear(name):
+            made[name] = values
+            continue
+        blocks = tuple(-(-size // step) for size, step in zip(values.shape, block, strict=True))
+        made[name] = (values.astype(np.float32) * rng.choice([0.01, 1, 300], values.shape)).astype(FP8)
+        made[f"{name}_scale_inv"] = rng.uniform(1e-4, 2e-2, blocks).astype(scale_dtype)
+    return made
+
+
+def dequantise(tensors: Mapping[str, np.ndarray], block: tuple[int, int]) -> dict[str, np.ndarray]:
+    """The values in float32, each code multiplied by the scale of its block, written out the slow way."""
+    made = {}
+    for name, values in tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        if f"{name}_scale_inv" in tensors:
+            scale = tensors[f"{name}_scale_inv"].astype(np.float32)
+            rows, columns = np.indices(values.shape)
+            values = values.astype(np.float32) * scale[rows // block[0], columns // block[1]]
+            assert values.dtype == np.float32
+        made[name] = values
+    return made
+
+
+def quantization(block: tuple[int, int] | None) -> dict[str, Any]:
+    """`quantization_config` as DeepSeek writes it."""
+    said = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    return {"quantization_config": said | ({"weight_block_size": list(block)} if block else {})}
+
+
+def deepseek(generated: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A DeepSeek-V3 that transformers wrote: config and tensors."""
+    folder = generated / "models" / "deepseek_v3"
+    return read_config(folder), read_tensors(folder)
+
+
+Place = Callable[[Mapping[str, np.ndarray]], list[dict[str, np.ndarray]]]
+
+
+def apart(tensors: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Every scale in another file than its weight."""
+    scales = {name: values for name, values in tensors.items() if name.endswith("_scale_inv")}
+    return [*split({name: values for name, values in tensors.items() if name not in scales}, 2), scales]
+
+
+def together(tensors: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    return [dict(tensors)]
+
+
+CASES: dict[str, tuple[tuple[int, int], np.dtype, Place, str]] = {
+    "128 x 128, as released": ((128, 128), F32, together, ""),
+    "128 x 128, scales in another file": ((128, 128), F32, apart, "--mesh fsdp=4,expert=2"),
+    "32 x 48, partial blocks on both axes": ((32, 48), F32, apart, "--unit_bytes 30000"),
+    "32 x 48, over a mesh": ((32, 48), BF16, together, "--mesh fsdp=8 --unit_bytes 30000"),
+    "1 x 16": ((1, 16), F32, together, "--mesh fsdp=2,tensor=2"),
+    "1 x 16, scales in bfloat16": ((1, 16), BF16, apart, ""),
+    "blocks that end at no chunk": ((7, 5), F32, together, "--mesh fsdp=16 --unit_bytes 20000"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, BF16) for name in CASES), *((name, F32) for name in ("128 x 128, as released", "32 x 48, over a mesh", "1 x 16"))], ids=str
+)
+def test_equals_numpy(generated: Path, tmp_path: Path, name: str, dtype: np.dtype) -> None:
+    """Every array of a DeepSeek-V3, whatever the blocks, the scales' dtype and file, and the units."""
+    block, scale_dtype, place, options = CASES[name]
+    config, tensors = deepseek(generated)
+    stored = quantise(tensors, block, scale_dtype)
+    assert sum(values.dtype == FP8 for values in stored.values()) > 50
+    source = save(tmp_path / "hf", config | quantization(block), *place(stored))
+    arrays = converted(source, tmp_path / "out", "--save_dtype", dtype.name, *options.split())
+    assert_same_bits(arrays, reference(config, dequantise(stored, block), dtype))
+
+
+@pytest.mark.parametrize("block", [(128, 128), (32, 16)])
+def test_the_block_size_is_found_where_the_config_is_silent(generated: Path, tmp_path: Path, block: tuple[int, int]) -> None:
+    """Scales whose shapes allow one power of two alone need no `weight_block_size`; (128, 128) doesn't follow from 128 rows, and is refused."""
+    config, tensors = deepseek(generated)
+    stored = quantise(tensors, block, F32)
+    source = save(tmp_path / "hf", config | quantization(None), stored)
+    if block == (128, 128):  # 128 rows are one block of 128, and of 256
+        assert call("convert", "--source", source, "--output", tmp_path / "out") == 2
+        assert not (tmp_path / "out").exists()
+    else:
+        assert_same_bits(converted(source, tmp_path / "out"), reference(config, dequantise(stored, block), BF16))
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_value_operations_follow_in_float32(tmp_path: Path, dtype: np.dtype, paired: bool) -> None:
+    """Llama in FP8: the query is code · scale · 1/√dim in float32 and cast once. The product isn't rounded to bfloat16 on the way."""
+    tensors = random_tensors(LLAMA)
+    stored = quantise(tensors, (16, 8), F32)
+    model = "llama3.1-8b" if paired else "llama3.3-70b"
+    source = save(tmp_path / "hf", LLAMA | quantization((16, 8)), stored)
+    arrays = converted(source, tmp_path / "out", "--save_dtype", dtype.name, "--maxtext_model", model, "--unit_bytes", "20000")
+    decoded = dequantise(stored, (16, 8))
+    assert_same_bits(arrays, reference(LLAMA, decoded, dtype, paired_rope=paired))
+    twice = reference(LLAMA, {name: values.astype(BF16) for name, values in decoded.items()}, dtype, paired_rope=paired)
+    query = "decoder.layers.self_attention.query.kernel"
+    assert not np.array_equal(arrays[query], twice[query])  # or the test couldn't tell
+
+
+def test_fused_experts_in_fp8(generated: Path, tmp_path: Path) -> None:
+    """transformers v5's fused experts with a block grid for each expert, `…_scale_inv` on one tensor and `…_scales_inv` on the other."""
+    config, _ = deepseek(generated)
+    state = read_file(generated / "models" / "deepseek_v3.state.safetensors")
+    rng = np.random.default_rng(1)
+    stored, decoded = dict(state), dict(state)
+    for name in [name for name in state if ".experts." in name]:
+        codes = state[name].astype(FP8)
+        experts, rows, columns = codes.shape
+        scale = rng.uniform(0.1, 2, (experts, -(-rows // 32), -(-columns // 40))).astype(np.float32)
+        suffix = "_scale_inv" if "gate_up" in name else "_scales_inv"
+        stored |= {name: codes, name + suffix: scale}
+        e, i, j = np.indices(codes.shape)
+        decoded[name] = codes.astype(np.float32) * scale[e, i // 32, j // 40]
+    source = save(tmp_path / "hf", config | quantization((32, 40)), stored)
+    arrays = converted(source, tmp_path / "out", "--unit_bytes", "30000")
+    assert_same_bits(arrays, reference(config, unfuse(config, decoded), BF16))
+
+
+def test_every_code_and_every_nan(tmp_path: Path) -> None:
+    """All 256 codes with scales from subnormal to huge: NaN stays NaN, -0 stays -0, overflow is infinite, as numpy and ml_dtypes have it."""
+    codes = np.broadcast_to(CODES, (10, 256)).copy()
+    scales = np.array([1, -1, 1e-38, 1e-45, 3e38, np.inf, np.nan, 0, 0.1, 2.0**-127], np.float32)[:, None]
+    values = decode_whole(tmp_path, codes, np.repeat(scales, 2, 1), (1, 128), np.float32)
+    with np.errstate(all="ignore"):
+        wanted = codes.astype(np.float32) * scales
+    np.testing.assert_array_equal(np.isnan(values), np.isnan(wanted))
+    known = ~np.isnan(wanted)
+    np.testing.assert_array_equal(values[known].view(np.uint32), wanted[known].view(np.uint32))
+    assert np.isnan(values[0, [0x7F, 0xFF]]).all()
+    assert np.isnan(values[0]).sum() == 2
+
+
+def stored_tensors(folder: Path, codes: np.ndarray, scales: np.ndarray) -> dict[str, Tensor]:
+    file = folder / "x.safetensors"
+    save_file({"w": codes, "w_scale_inv": scales}, file)
+    return {tensor.name: tensor for tensor in read_header(str(file))}
+
+
+def decode_whole(folder: Path, codes: np.ndarray, scales: np.ndarray, block: tuple[int, ...], dtype: Any) -> np.ndarray:
+    tensors = stored_tensors(folder, codes, scales)
+    return decode(ScaledBlocks(tensors["w"], tensors["w_scale_inv"], block), tuple((0, n) for n in codes.shape), dtype)
+
+
+def decode(encoding: ScaledBlocks, box: tuple[tuple[int, int], ...], dtype: Any) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return encoding.decode(read_boxes(encoding.reads(box))[0], box, np.dtype(dtype))
+
+
+@st.composite
+def boxes_of_blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, int], ...], int]:
+    """A shape, a block size, a box, a seed."""
+    shape = tuple(draw(st.lists(st.integers(1, 40), min_size=2, max_size=3)))
+    block = (1,) * (len(shape) - 2) + tuple(draw(st.integers(1, 17)) for _ in range(2))
+    box = []
+    for size in shape:
+        start = draw(st.integers(0, size - 1))
+        box.append((start, draw(st.integers(start + 1, size))))
+    return shape, block, tuple(box), draw(st.integers(0, 2**32 - 1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=boxes_of_blocks(), dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]), scale_dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]))
+def test_a_box_decodes_like_the_slice_of_the_whole(tmp_path_factory: pytest.TempPathFactory, case: Any, dtype: Any, scale_dtype: Any) -> None:
+    """Any box, across blocks or inside one, in two and three dimensions, all codes included; and the whole equals numpy."""
+    shape, block, box, seed = case
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, shape, np.uint8).view(FP8)
+    scales = rng.uniform(-2, 2, tuple(-(-n // size) for n, size in zip(shape, block, strict=True))).astype(scale_dtype)
+    tensors = stored_tensors(tmp_path_factory.mktemp("box"), codes, scales)
+    encoding = ScaledBlocks(tensors["w"], tensors["w_scale_inv"], block)
+    whole = decode(encoding, tuple((0, n) for n in shape), dtype)
+    index = np.indices(shape)
+    wanted = codes.astype(np.float32) * scales.astype(np.float32)[tuple(at // size for at, size in zip(index, block, strict=True))]
+    bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    known = ~np.isnan(wanted)
+    np.testing.assert_array_equal(np.isnan(whole.astype(np.float32)), ~known)
+    np.testing.assert_array_equal(whole.view(bits)[known], wanted.astype(dtype).view(bits)[known])
+    part = decode(encoding, box, dtype)
+    np.testing.assert_array_equal(part.view(bits), whole[tuple(slice(*span) for span in box)].view(bits))
+
+
+def test_a_box_reads_its_own_codes_and_blocks_alone(tmp_path: Path) -> None:
+    """The codes of the box, and the scales of the blocks that it touches: no more bytes."""
+    tensors = stored_tensors(tmp_path, np.zeros((300, 500), FP8), np.ones((3, 4), np.float32))
+    encoding = ScaledBlocks(tensors["w"], tensors["w_scale_inv"], (128, 128))
+    codes, scales = encoding.reads(((100, 129), (128, 384)))
+    assert (codes.nbytes, scales.nbytes) == (29 * 256, 2 * 2 * 4)

@@ -1,0 +1,88 @@
+"""The checkpoint is Orbax's: every stock way to restore one restores ours, on one device and on eight."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from support import HERE, convert, given_arrays, restore
+
+CASE = "deepseek3"
+FORMATS = {
+    "ocdbt, zarr3": ["--mesh", "fsdp=4,tensor=2"],
+    "ocdbt, zarr3, many units": ["--unit_bytes", "100000"],
+    "folders, zarr2": ["--use_ocdbt", "false", "--use_zarr3", "false", "--mesh", "fsdp=8"],
+}
+WAYS = ["pytree", "standard", "manager", "version_1", "pytree_with_shardings", "standard_with_shardings", "manager_with_shardings", "version_1_with_shardings", "maxtext"]
+
+
+@pytest.fixture(scope="module")
+def steps(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same model in three formats, and once as stock Orbax writes it."""
+    folder = tmp_path_factory.mktemp("formats")
+    made = {name: convert(generated / "cases" / CASE, folder / str(i), *options) for i, (name, options) in enumerate(FORMATS.items())}
+    tree = ocp.PyTreeCheckpointer().restore(made["ocdbt, zarr3"] / "items")
+    with ocp.CheckpointManager(folder / "stock") as manager:
+        manager.save(0, args=ocp.args.Composite(items=ocp.args.PyTreeSave(tree)))
+    return made | {"stock": folder / "stock" / "0"}
+
+
+def restore_all(steps: dict[str, Path], devices: int) -> dict[str, dict]:
+    """What `restore_ways.py` tells of each checkpoint."""
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"}
+    script = [sys.executable, str(HERE / "pipelines" / "restore_ways.py"), *map(str, steps.values())]
+    ran = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout.splitlines()[-1])
+    return {name: told[str(step)] for name, step in steps.items()}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_every_way_to_restore(steps: dict[str, Path], devices: int) -> None:
+    """MaxText's own bits come out, in the shardings that were asked for, and with no warning that a stock checkpoint doesn't cause too."""
+    told = restore_all(steps, devices)
+    wanted = given_arrays(CASE, "scanned")
+    for name in FORMATS:
+        assert list(told[name]) == WAYS
+        for way in WAYS:
+            result = told[name][way]
+            assert result["arrays"] == wanted, (name, way)
+            if way.endswith("_with_shardings") or way == "maxtext":
+                assert set(result["devices"]) == {devices}, (name, way)
+            assert set(result["warnings"]) <= set(told["stock"][way]["warnings"]), (name, way)
+
+
+def test_the_tree_is_maxtexts_train_state(steps: dict[str, Path]) -> None:
+    """`step`, `params` and an empty `opt_state`, as in a stock checkpoint of the same tree: the same paths with the same kinds of leaves."""
+    stock, ours = (json.loads((steps[name] / "items" / "_METADATA").read_bytes()) for name in ("stock", "ocdbt, zarr3"))
+    kinds = [{path: entry["value_metadata"]["value_type"] for path, entry in tree["tree_metadata"].items()} for tree in (ours, stock)]
+    assert kinds[0] == kinds[1]
+    keys = [{path: entry["key_metadata"] for path, entry in tree["tree_metadata"].items()} for tree in (ours, stock)]
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_custom_metadata_tells_maxtext_the_layout(generated: Path, tmp_path: Path, scan: bool) -> None:
+    """MaxText looks `scan_layers` up in the checkpoint's custom metadata; Orbax finds it there."""
+    convert(generated / "cases" / "llama3.1", tmp_path / "out", "--maxtext_model", "llama3.1-8b", "--scan_layers", str(scan).lower())
+    with ocp.CheckpointManager(tmp_path / "out") as manager:
+        assert manager.metadata(0).custom_metadata["scan_layers"] is scan
+
+
+def test_several_steps_lie_beside_each_other(generated: Path, tmp_path: Path) -> None:
+    """Another `--step` leaves the first alone, and Orbax's manager sees both."""
+    source, out = generated / "cases" / "llama3.1", tmp_path / "out"
+    first = convert(source, out, "--maxtext_model", "llama3.1-8b")
+    before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
+    second = convert(source, out, "--maxtext_model", "llama3.3-70b", "--step", "3")
+    with ocp.CheckpointManager(out) as manager:
+        assert manager.all_steps() == [0, 3]
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
+    paired, apart = (restore(step)["decoder.layers.self_attention.query.kernel"] for step in (first, second))
+    assert not np.array_equal(paired, apart)

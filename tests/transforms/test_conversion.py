@@ -1,0 +1,122 @@
+"""A planned conversion is the same everywhere: staged and loaded, in any process, and told apart from every other by its hash."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, split
+
+from formats.safetensors import Checkpoint, open_checkpoint
+from transforms.conversion import Conversion, Options, load, prepare
+
+SMALL_UNITS = Options(mesh=("fsdp=4", "expert=2"), unit_bytes=60_000)
+
+
+def units_digest(conversion: Conversion) -> str:
+    """Of every unit, spelled out."""
+    return hashlib.sha256(b"".join(repr(conversion.expand(unit)).encode() for unit in range(len(conversion.units)))).hexdigest()
+
+
+def test_plans_are_alike_in_every_process() -> None:
+    """Another process with another hash seed makes the same units and the same hash of the same headers."""
+    script = (
+        f"import sys; sys.path.insert(0, {str(HERE)!r}); import support, runpy; test = runpy.run_path({__file__!r});"
+        "conversion = test['prepare'](test['SMALL_UNITS'], support.headers_only(support.QWEN3_MOE));"
+        "print(conversion.hash, test['units_digest'](conversion), len(conversion.units))"
+    )
+    conversion = prepare(SMALL_UNITS, headers_only(QWEN3_MOE))
+    here = [conversion.hash, units_digest(conversion), str(len(conversion.units))]
+    for seed in ("1", "2"):
+        ran = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+        assert ran.stdout.split() == here
+    assert len(conversion.units) > 3
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_staging_keeps_everything(tmp_path: Path, scan: bool) -> None:
+    """What a worker loads is what was staged: options, arrays, grids, drops, units, FP8 encodings; and it is small."""
+    config = DEEPSEEK | dict(quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    tensors = random_tensors(DEEPSEEK)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        blocks = tuple(-(-size // 16) for size in tensors[name].shape)
+        tensors[name] = tensors[name].astype(FP8)
+        tensors[f"{name}_scale_inv"] = random_tensors(LLAMA)["model.embed_tokens.weight"][: blocks[0], : blocks[1]].astype("float32")
+    tensors["model.layers.3.extra"] = tensors["model.norm.weight"].copy()  # behind the last layer: dropped
+    checkpoint = open_checkpoint(save(tmp_path / "hf", config, *split(tensors, 3)))
+    made = prepare(dataclasses.replace(SMALL_UNITS, scan_layers=scan), checkpoint)
+    assert not made.plan.problems
+    assert made.plan.dropped
+    loaded = load(made.stage())
+    assert (loaded.options, loaded.hash, loaded.units) == (made.options, made.hash, made.units)
+    assert [grid.spec for grid in loaded.grids] == [grid.spec for grid in made.grids]
+    assert units_digest(loaded) == units_digest(made)
+    assert made.stage() == load(made.stage()).stage()
+    assert len(made.stage()) < 12_000
+
+
+def test_another_version_is_refused() -> None:
+    """A worker that would plan it differently doesn't start."""
+    inputs = json.loads(gzip.decompress(prepare(SMALL_UNITS, headers_only(LLAMA)).stage()))
+    with pytest.raises(RuntimeError, match="another version"):
+        load(gzip.compress(json.dumps(inputs | {"hash": "0" * 64}).encode()))
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "scan_layers": dict(scan_layers=False), "param_scan_axis": dict(param_scan_axis=0), "save_dtype": dict(save_dtype="float32"), "mesh": dict(mesh=("fsdp=8",)),
+    "maxtext_model": dict(maxtext_model="llama3.1-8b"), "vocab_size": dict(vocab_size=128), "use_ocdbt": dict(use_ocdbt=False),
+    "use_zarr3": dict(use_zarr3=False), "compression": dict(compression="zstd"), "unit_bytes": dict(unit_bytes=50_000), "step": dict(step=1),
+}  # fmt: skip
+
+
+def test_the_hash_tells_every_option_apart() -> None:
+    """Whatever changes a byte or a chunk's key changes the hash, so that `--resume` never mixes two conversions."""
+    checkpoint = headers_only(LLAMA)
+    hashes = {name: prepare(dataclasses.replace(SMALL_UNITS, **change), checkpoint).hash for name, change in CHANGES.items()}
+    assert len({prepare(SMALL_UNITS, checkpoint).hash, *hashes.values()}) == len(hashes) + 1
+    assert {field.name for field in dataclasses.fields(Options)} - set(CHANGES) == {"mtp"}  # Llama has none; below
+    deepseek = headers_only(DEEPSEEK)
+    assert prepare(Options(mtp=True), deepseek).hash != prepare(Options(), deepseek).hash
+
+
+def test_the_hash_tells_sources_apart() -> None:
+    """Another file time, size, name or config: another source."""
+    checkpoint = headers_only(LLAMA)
+    shard = checkpoint.shards[0]
+    others = [
+        dataclasses.replace(checkpoint, shards=(dataclasses.replace(shard, mtime_ns=1),)),
+        dataclasses.replace(checkpoint, shards=(dataclasses.replace(shard, size=shard.size + 1),)),
+        dataclasses.replace(checkpoint, shards=(dataclasses.replace(shard, name="other.safetensors"),)),
+        dataclasses.replace(checkpoint, config=checkpoint.config | {"rms_norm_eps": 1e-6}),
+    ]
+    assert len({prepare(SMALL_UNITS, one).hash for one in [checkpoint, *others]}) == len(others) + 1
+
+
+def test_the_hash_doesnt_know_where_the_files_lie() -> None:
+    """A checkpoint that was moved, or that another machine mounts elsewhere, is the same."""
+    checkpoint = headers_only(LLAMA)
+
+    def moved(shard: Any) -> Any:
+        path = shard.path.replace("/nowhere", "/elsewhere")
+        return dataclasses.replace(shard, path=path, tensors=tuple(dataclasses.replace(tensor, path=path) for tensor in shard.tensors))
+
+    elsewhere = Checkpoint("/elsewhere", checkpoint.config, tuple(moved(shard) for shard in checkpoint.shards))
+    assert prepare(SMALL_UNITS, elsewhere).hash == prepare(SMALL_UNITS, checkpoint).hash
+
+
+def test_units_are_values() -> None:
+    """A unit can be pickled and is equal afterwards: it is what crosses Beam's shuffle."""
+    conversion = prepare(SMALL_UNITS, headers_only(DEEPSEEK))
+    for number in range(len(conversion.units)):
+        unit = conversion.expand(number)
+        assert unit.id == number
+        assert pickle.loads(pickle.dumps(unit)) == unit

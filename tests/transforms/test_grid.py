@@ -1,0 +1,205 @@
+"""The chunk grid and the units: what is written fits the meshes, what is read is read once, and a unit fits its memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from flax.linen import logical_to_mesh_axes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import DEEPSEEK, DEEPSEEK_V3, FP8, LLAMA, LLAMA_8B, QWEN3_MOE, headers_only, nbytes, shapes
+
+from formats.safetensors import Checkpoint, Shard, Tensor
+from transforms.conversion import Conversion, Options, prepare
+from transforms.mesh import base_rules
+
+MIB = 1 << 20
+SMALL_V3 = DEEPSEEK_V3 | dict(num_hidden_layers=5)  # three dense layers, two with 256 experts: 50 GB
+MODELS = {"llama 8b": LLAMA_8B, "deepseek v3": SMALL_V3}
+MESHES = {
+    "no mesh": (),
+    "fsdp 16": ("fsdp=16",),
+    "fsdp 64, expert 4": ("fsdp=64,expert=4",),
+    "tensor 8": ("tensor=8",),
+    "two meshes": ("expert=64", "fsdp=32,tensor=4"),
+}
+
+
+def plan(config: dict[str, Any], **options: Any) -> Conversion:
+    conversion = prepare(Options(**options), headers_only(config))
+    assert not conversion.plan.problems
+    return conversion
+
+
+def ways(names: tuple[str | None, ...], mesh: str) -> list[int]:
+    """Into how many parts Flax cuts each axis over a mesh."""
+    sizes = {name.strip(): int(size) for name, size in (item.split("=") for item in mesh.split(","))}
+    spec = logical_to_mesh_axes(names, base_rules())
+    groups = [() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in spec]
+    return [math.prod(sizes.get(name, 1) for name in group) for group in groups]
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 16, 64])
+mesh_texts = st.builds(lambda items: ",".join(f"{name}={size}" for name, size in items.items()), st.dictionaries(
+    st.sampled_from(["fsdp", "tensor", "expert", "stage", "fsdp_transpose", "data", "context"]), sizes, min_size=1, max_size=3
+))  # fmt: skip
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Any]:
+    """A model of any family, from tiny to sizes where chunks have to be cut; vocabularies of odd sizes too."""
+    base = draw(st.sampled_from([LLAMA, QWEN3_MOE, DEEPSEEK]))
+    heads = draw(st.sampled_from([1, 2, 6, 8, 32]))
+    changes = dict(
+        vocab_size=draw(st.sampled_from([64, 1000, 32001, 129280])), hidden_size=draw(st.sampled_from([32, 96, 720, 2048, 7168])), num_attention_heads=heads,
+        num_key_value_heads=heads, intermediate_size=draw(st.sampled_from([48, 1408, 14336])), num_hidden_layers=draw(st.integers(2, 5)),
+        head_dim=draw(st.sampled_from([8, 64, 128])),
+    )  # fmt: skip
+    experts, width = draw(st.sampled_from([1, 3, 8, 16])), draw(st.sampled_from([24, 768, 1536]))
+    if base is QWEN3_MOE:
+        changes |= dict(num_experts=experts, moe_intermediate_size=width)
+    if base is DEEPSEEK:
+        changes |= dict(n_routed_experts=experts, moe_intermediate_size=width, kv_lora_rank=draw(st.sampled_from([16, 512])))
+    return base | changes
+
+
+@settings(max_examples=100, deadline=None)
+@given(config=models(), meshes=st.lists(mesh_texts, min_size=1, max_size=3, unique=True), scan=st.booleans())
+def test_a_chunk_divides_the_shards_of_every_mesh(config: dict[str, Any], meshes: list[str], scan: bool) -> None:
+    """On every axis that a mesh cuts evenly, whole chunks make up a device's share, so that a host reads what it owns and no more; an
+    axis that a mesh doesn't divide has a warning, and no other has.
+    """
+    conversion = plan(config, mesh=tuple(meshes), scan_layers=scan)
+    expected = set()
+    for array, grid in zip(conversion.plan.arrays, conversion.grids, strict=True):
+        chunk, shard = grid.spec.chunk, grid.spec.shard
+        assert all(1 <= part <= size for part, size in zip(chunk, array.shape, strict=True))
+        assert all(whole % part == 0 for whole, part in zip(shard, chunk, strict=True))
+        assert math.prod(chunk) * array.dtype.itemsize <= 4 * MIB
+        for mesh in meshes:
+            for axis, parts in enumerate(ways(array.names, mesh)):
+                if array.shape[axis] % parts:
+                    expected.add((array.key, mesh, array.names[axis]))
+                elif parts > 1:
+                    assert array.shape[axis] // parts % shard[axis] == 0, (array.key, mesh, axis)
+    assert len(conversion.warnings) == len(expected)
+    for key, mesh, axis in expected:
+        assert any(key in text and mesh in text and axis in text for text in conversion.warnings)
+
+
+def working_set(conversion: Conversion, number: int) -> int:
+    """The most that a unit holds at a time: what it read and decodes, then what was decoded and is stacked."""
+    unit = conversion.expand(number)
+    stored = sum(read.nbytes for fetch in unit.fetches for read in fetch.encoding.reads(fetch.box))
+    decoded = sum(math.prod(b - a for a, b in fetch.box) * fetch.dtype.itemsize for fetch in unit.fetches if fetch.encoding.label)
+    plain = sum(read.nbytes for fetch in unit.fetches if not fetch.encoding.label for read in fetch.encoding.reads(fetch.box))
+    made = sum(math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for job in unit.shards)
+    return max(stored + decoded, plain + decoded + made)
+
+
+def assert_each_shard_once(conversion: Conversion) -> None:
+    """Every shard of every array is in exactly one unit."""
+    found = Counter(
+        (block.array, index) for blocks in conversion.units for block in blocks for index in itertools.product(*(range(*span) for span in block.shards))
+    )
+    wanted = {(number, index) for number, grid in enumerate(conversion.grids) for index in itertools.product(*map(range, grid.spec.grid))}
+    assert set(found) == wanted
+    assert set(found.values()) <= {1}
+
+
+@settings(max_examples=40, deadline=None)
+@given(config=models(), mesh=st.lists(mesh_texts, max_size=2, unique=True), unit_mib=st.sampled_from([8, 32, 128]), dtype=st.sampled_from(["bfloat16", "float32"]))
+def test_units_tile_the_arrays_within_their_memory(config: dict[str, Any], mesh: list[str], unit_mib: int, dtype: str) -> None:
+    """Any model, meshes and bound: each shard once, and no unit above its bound (every seventh unit is spelled out)."""
+    conversion = plan(config, mesh=tuple(mesh), unit_bytes=unit_mib * MIB, save_dtype=dtype, scan_layers=config["num_hidden_layers"] % 2 == 0)
+    assert_each_shard_once(conversion)
+    assert conversion.unit_working_bytes <= unit_mib * MIB
+    for number in range(0, len(conversion.units), max(7, len(conversion.units) // 5)):
+        assert working_set(conversion, number) <= unit_mib * MIB
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_real_sizes(model: str, mesh: str) -> None:
+    """For models of real size: source bytes are read once (≤ 1.02), each shard is in one unit, and units hold their bound."""
+    conversion = plan(MODELS[model], mesh=MESHES[mesh])
+    assert conversion.source_bytes == conversion.target_bytes == nbytes(MODELS[model])
+    assert 1 <= conversion.read_bytes / conversion.source_bytes <= 1.02
+    assert_each_shard_once(conversion)
+    bound = conversion.options.unit_bytes
+    assert conversion.unit_working_bytes <= bound
+    sample = range(0, len(conversion.units), len(conversion.units) // 12)
+    assert all(working_set(conversion, number) <= bound for number in sample)
+    # What the plan says is read is what units fetch.
+    fetched = sum(read.nbytes for number in sample for fetch in conversion.expand(number).fetches for read in fetch.encoding.reads(fetch.box))
+    assert fetched <= 1.02 * sum(math.prod(b - a for a, b in job.box) * 2 for number in sample for job in conversion.expand(number).shards)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_chunks_have_a_good_size(model: str) -> None:
+    """At real sizes on a mesh of 16 nearly all bytes lie in chunks of 1 to 4 MB."""
+    conversion = plan(MODELS[model], mesh=("fsdp=16",))
+    good = sum(
+        array.nbytes
+        for array, grid in zip(conversion.plan.arrays, conversion.grids, strict=True)
+        if MIB <= math.prod(grid.spec.chunk) * array.dtype.itemsize <= 4 * MIB
+    )
+    assert good >= 0.9 * conversion.target_bytes
+
+
+def test_chunks_grow_along_the_axes_that_select_tensors_last() -> None:
+    """A layer of a stack is a chunk of its own wherever that makes a megabyte: so one layer can be read without the others."""
+    conversion = plan(LLAMA_8B, mesh=("fsdp=16",))
+    grids = {grid.spec.key.removeprefix("params.params."): grid.spec for grid in conversion.grids}
+    up = grids["decoder.layers.mlp.wi_1.kernel"]
+    assert up.shape == (4096, 32, 14336)
+    assert up.chunk[1] == 1
+    norm = grids["decoder.layers.pre_self_attention_layer_norm.scale"]
+    assert (norm.shape, norm.chunk) == ((4096, 32), (256, 32)) or norm.chunk[1] > 1
+
+
+def test_small_units_are_gathered() -> None:
+    """A unit of a few KB costs as much as one of a megabyte: a tiny model is one unit, whatever its arrays."""
+    conversion = plan(DEEPSEEK, scan_layers=False)
+    assert len(conversion.plan.arrays) > 40
+    assert len(conversion.units) == 1
+
+
+def fp8_headers(config: dict[str, Any]) -> Checkpoint:
+    """The same model with its projections in FP8 and a scale for each 128 × 128."""
+    tensors, offset = [], 0
+    for name, shape in shapes(config).items():
+        quantised = name.endswith("_proj.weight")
+        parts = [(name, FP8 if quantised else np.dtype(np.float32), shape)]
+        if quantised:
+            parts.append((f"{name}_scale_inv", np.dtype(np.float32), tuple(-(-size // 128) for size in shape)))
+        for part, dtype, extents in parts:
+            tensors.append(Tensor(part, dtype, extents, "/nowhere/model.safetensors", offset))
+            offset += tensors[-1].nbytes
+    quantization = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    return Checkpoint("/nowhere", dict(config) | quantization, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_fp8_of_real_size(mesh: str, dtype: str) -> None:
+    """Codes, scales, decoded values and arrays count towards a unit's bound; scales that two units need are all that is read twice."""
+    conversion = prepare(Options(mesh=MESHES[mesh], save_dtype=dtype), fp8_headers(DEEPSEEK_V3 | dict(num_hidden_layers=4)))
+    assert not conversion.plan.problems
+    assert_each_shard_once(conversion)
+    assert 1 <= conversion.read_bytes / conversion.source_bytes <= 1.02
+    for number in range(0, len(conversion.units), len(conversion.units) // 12):
+        assert working_set(conversion, number) <= conversion.options.unit_bytes
+
+
+def test_a_bound_that_is_too_small_is_a_problem() -> None:
+    """Not even a row fits: the plan says which array, and how much it needs."""
+    conversion = prepare(Options(unit_bytes=1000), headers_only(LLAMA_8B))
+    (problem,) = conversion.plan.problems
+    assert "--unit_bytes=1000" in str(problem)
+    assert "needs at least" in str(problem)
