@@ -109,14 +109,13 @@ def _counts(pid: int) -> dict[str, int]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what the figures were taken."""
+    """Where, when and with what the figures were taken."""
     versions = {name: importlib.metadata.version(name) for name in ("weightbeam", "tensorstore", "apache-beam", "numpy")}
     return {
-        "date": datetime.date.today().isoformat(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
-        "python": platform.python_version(),
-        **versions,
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **versions},
     }
 
 
@@ -166,9 +165,11 @@ def report(figures: Sequence[Figure], details: Mapping[str, Any], json_file: Pat
         limit = "" if figure.limit is None else " = ".join(filter(None, (_text(figure.limit, figure.unit), figure.because)))
         verdict = ("", "") if ratio is None else (f"{ratio:.2f}", "met" if ratio <= 1 else "[bold red]NOT MET[/]")
         table.add_row(figure.what, figure.model, _text(figure.ours, figure.unit), limit, *verdict)
-    here = machine()
     console = Console(highlight=False, width=None if os.isatty(1) else 160)
     console.print(table)
-    console.print(", ".join([f"{here['cores']} cores", f"{here['memory_bytes'] / 2**30:.0f} GiB", *(f"{k} {v}" for k, v in here.items() if "_" not in k and k != "cores")]))
+    here = machine()
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    console.print(f"\n{here['cores']} cores, {here['memory_bytes'] / 2**30:.0f} GiB, {here['date']}, {versions}")
     if json_file:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps({"machine": here, "figures": [figure.as_json() for figure in figures], "details": details}, indent=1))

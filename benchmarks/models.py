@@ -1,6 +1,6 @@
 """Checkpoints to measure with: real safetensors files of random finite weights, in the hub's form.
 
-    python -m benchmarks.models llama /tmp/llama --layers 8
+python -m benchmarks.models llama /tmp/llama --layers 8
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ class View:
     def of(self, array: np.ndarray, origin: tuple[int, ...]) -> np.ndarray:
         """The view into `array`, whose first element is the one at `origin`. Never a copy."""
         ranges = zip(self.box, self.steps, origin, strict=True)
-        cut = array[tuple(slice(start - at, stop - at, step) for (start, stop), step, at in ranges)]
+        cut = array[(*(slice(start - at, stop - at, step) for (start, stop), step, at in ranges), ...)]  # `...`: a view even without axes
         split = np.reshape(cut, self.factors, copy=False)
-        return split[(*(i if isinstance(i, int) else slice(*i) for i in self.index), ...)]  # `...`: an array even without axes
+        return split[(*(i if isinstance(i, int) else slice(*i) for i in self.index), ...)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

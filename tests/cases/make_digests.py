@@ -14,7 +14,20 @@ from pathlib import Path
 from support import input_digest, read_tensors
 
 HERE = Path(__file__).parent
-CASES = ["llama3.1", "llama3.1-fp32", "qwen2.5", "qwen2.5-tied", "qwen3", "qwen3-tied", "qwen3-moe", "mixtral", "deepseek2", "deepseek3", "deepseek3.2", "deepseek3-mtp-standalone"]
+CASES = [
+    "llama3.1",
+    "llama3.1-fp32",
+    "qwen2.5",
+    "qwen2.5-tied",
+    "qwen3",
+    "qwen3-tied",
+    "qwen3-moe",
+    "mixtral",
+    "deepseek2",
+    "deepseek3",
+    "deepseek3.2",
+    "deepseek3-mtp-standalone",
+]
 
 
 def read_case(folder: Path) -> dict:

@@ -117,7 +117,10 @@ def test_every_rule_of_a_header(tmp_path: Path, rule: str) -> None:
         (struct.pack("<Q", 3) + b"{}", "truncated"),
         (struct.pack("<Q", MAX_HEADER + 1) + b"{}", "100,000,001"),
         (struct.pack("<Q", 2**64 - 1) + b"{}", "header of"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n", "git lfs pull"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n",
+            "git lfs pull",
+        ),
     ],
     ids=["empty", "four bytes", "cut off", "a header above the limit", "a header of 2^64 bytes", "git-lfs pointer"],
 )

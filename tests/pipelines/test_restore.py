@@ -19,7 +19,17 @@ FORMATS = {
     "ocdbt, zarr3, many units": ["--unit_bytes", "100000"],
     "folders, zarr2": ["--use_ocdbt", "false", "--use_zarr3", "false", "--mesh", "fsdp=8"],
 }
-WAYS = ["pytree", "standard", "manager", "version_1", "pytree_with_shardings", "standard_with_shardings", "manager_with_shardings", "version_1_with_shardings", "maxtext"]
+WAYS = [
+    "pytree",
+    "standard",
+    "manager",
+    "version_1",
+    "pytree_with_shardings",
+    "standard_with_shardings",
+    "manager_with_shardings",
+    "version_1_with_shardings",
+    "maxtext",
+]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from support import DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, random_
 from formats.safetensors import Checkpoint, open_checkpoint
 from transforms.conversion import Conversion, Options, load, prepare
 
-SMALL_UNITS = Options(mesh=("fsdp=4", "expert=2"), unit_bytes=60_000)
+SMALL_UNITS = Options(mesh=("fsdp=4", "expert=2"), unit_bytes=30_000)
 
 
 def units_digest(conversion: Conversion) -> str:
