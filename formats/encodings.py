@@ -12,7 +12,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
-from formats.safetensors import BoxRead, Empty, Tensor
+from formats.safetensors import DTYPES, BoxRead, Empty, Tensor
 from model_mappings.cells import Box
 
 STRIP_ELEMENTS = 1 << 17  # values decoded at a time: their float32 form (512 KiB) stays in the cache
@@ -129,5 +129,6 @@ def _fp8_to_float32(codes: np.ndarray, out: np.ndarray) -> None:
     np.take(E4M3, codes.view(np.uint8), out=out, mode="clip")
 
 
+EIGHT_BIT_FLOATS = frozenset(dtype for name, dtype in DTYPES.items() if name.startswith("F8_"))  # never weights by themselves
 SCALED_DTYPES = frozenset({np.dtype(ml_dtypes.float8_e4m3fn)})
 SCALE_DTYPES = frozenset({np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)})

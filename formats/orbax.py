@@ -3,7 +3,7 @@
     <output>/<step>.orbax-checkpoint-tmp/     until it is published; then <output>/<step>/
         plan.json.gz, units/<id>.json         the staged plan and the ledger; removed before publishing
         _CHECKPOINT_METADATA, commit_success.txt
-        items/_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
+        items/_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
 
 A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once.
 """
@@ -30,7 +30,7 @@ from formats.zarr import ArraySpec, Format
 from model_mappings.cells import Box
 
 STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())  # the scalar that MaxText's TrainState keeps beside the parameters
-MARKER = "commit_success.txt"
+METADATA, CHECKPOINT_METADATA, MARKER = "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
@@ -116,6 +116,13 @@ def assemble(staging: Staging, specs: Sequence[ArraySpec], format: Format, units
     """
     if not staging.folder.exists() and staging.final.exists():
         return
+    if not (staging.folder / MARKER).exists():
+        _complete(staging, specs, format, units, custom)
+    _publish(staging, overwrite)
+
+
+def _complete(staging: Staging, specs: Sequence[ArraySpec], format: Format, units: int, custom: Mapping[str, Any]) -> None:
+    """Makes the staging folder a whole checkpoint, the markers last."""
     done = staging.done()
     if missing := set(range(units)) - set(done):
         raise ocdbt.IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
@@ -130,17 +137,18 @@ def assemble(staging: Staging, specs: Sequence[ArraySpec], format: Format, units
                 shutil.rmtree(folder)
         ocdbt.merge(staging.items, sorted(attempts), objects, [key for spec in everything for key in zarr.keys(spec, format)])
     else:
+        for name in (METADATA, CHECKPOINT_METADATA, MARKER):  # of an assembly that was stopped
+            (staging.items / name).unlink(missing_ok=True)
         for key, value in objects:
             (staging.items / key).parent.mkdir(parents=True, exist_ok=True)
             write_file(staging.items / key, value)
         _check_files(staging.items, everything, format)
-    write_file(staging.items / "_METADATA", _json(_tree_metadata(specs, format)))
-    write_file(staging.folder / "_CHECKPOINT_METADATA", _json(_checkpoint_metadata(custom)))
-    shutil.rmtree(staging.units)
-    staging.plan.unlink()
+    write_file(staging.items / METADATA, _json(_tree_metadata(specs, format)))
+    about = _json(_checkpoint_metadata(custom))
+    write_file(staging.items / CHECKPOINT_METADATA, about)  # where MaxText looks for scan_layers: load_parameters_path is the item
+    write_file(staging.folder / CHECKPOINT_METADATA, about)
     for folder in (staging.items, staging.folder):
         write_file(folder / MARKER, b"Checkpoint commit was successful")
-    _publish(staging, overwrite)
 
 
 def _check_files(items: Path, specs: Sequence[ArraySpec], format: Format) -> None:
@@ -156,17 +164,28 @@ def _check_files(items: Path, specs: Sequence[ArraySpec], format: Format) -> Non
 
 
 def _publish(staging: Staging, overwrite: bool) -> None:
-    """Gives the staging folder its name; a rename is all a reader ever sees."""
+    """Gives the staging folder its name; a rename is all that a reader ever sees."""
+    shutil.rmtree(staging.units, ignore_errors=True)
+    staging.plan.unlink(missing_ok=True)
     sync_folder(staging.items)
     sync_folder(staging.folder)
-    old = None
     if overwrite and staging.final.exists():
-        old = staging.output / f"{staging.step}.replaced-{uuid.uuid4().hex[:8]}"
-        os.rename(staging.final, old)
+        os.rename(staging.final, staging.output / f"{staging.step}.replaced-{uuid.uuid4().hex[:8]}")
     os.rename(staging.folder, staging.final)
     sync_folder(staging.output)
-    if old is not None:
-        shutil.rmtree(old)
+    if overwrite:
+        for old in staging.output.glob(f"{staging.step}.replaced-*"):
+            shutil.rmtree(old)
+
+
+def plan_of(step: Path) -> str | None:
+    """The hash of the plan that a complete checkpoint was made by; None where it isn't complete, or isn't ours."""
+    if not (step / MARKER).exists():
+        return None
+    try:
+        return json.loads((step / CHECKPOINT_METADATA).read_bytes())["custom_metadata"]["weightbeam"]["plan"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
@@ -217,11 +236,11 @@ def find_items(path: Path) -> Path:
     Raises:
       StorageError: none of them.
     """
-    if (path / "_METADATA").exists():
+    if (path / METADATA).exists():
         return path
-    if (path / "items" / "_METADATA").exists():
+    if (path / "items" / METADATA).exists():
         return path / "items"
-    steps = [step for step in path.glob("[0-9]*") if (step / "items" / "_METADATA").exists()]
+    steps = [step for step in path.glob("[0-9]*") if (step / "items" / METADATA).exists()]
     if len(steps) == 1:
         return steps[0] / "items"
     found = f"{len(steps)} steps: name one of {', '.join(sorted(step.name for step in steps))}" if steps else "no Orbax checkpoint"
@@ -230,7 +249,7 @@ def find_items(path: Path) -> Path:
 
 def read_arrays(items: Path) -> list[StoredArray]:
     """The arrays of a checkpoint, ours or anyone's, from their metadata."""
-    metadata = json.loads((items / "_METADATA").read_bytes())
+    metadata = json.loads((items / METADATA).read_bytes())
     format = Format(use_ocdbt=metadata.get("use_ocdbt", True), use_zarr3=metadata.get("use_zarr3", False))
     shared = ocdbt.context()
     keys = [

@@ -37,6 +37,9 @@ DTYPES: Mapping[str, np.dtype] = {
 }  # fmt: skip
 
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
 class HeaderError(ValueError):
     """A file is not a well-formed safetensors file; the message says which rule it breaks."""
 
@@ -166,7 +169,7 @@ def _refuse_constant(text: str) -> None:
 
 
 def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
-    if not name or any(ord(character) < 32 or ord(character) == 127 for character in name):
+    if not name or _CONTROL.search(name):
         raise HeaderError(f"the tensor name {name!r} is empty or has control characters")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise HeaderError(f"{name}: an entry has dtype, shape and data_offsets, this is {str(entry)[:80]}")

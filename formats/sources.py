@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from formats.encodings import SCALE_DTYPES, SCALED_DTYPES, Encoding, Plain, ScaledBlocks
+from formats.encodings import EIGHT_BIT_FLOATS, SCALE_DTYPES, SCALED_DTYPES, Encoding, Plain, ScaledBlocks
 from formats.safetensors import Checkpoint, Tensor
 from model_mappings.plan import Problem, TensorSpec
 
@@ -58,7 +58,7 @@ def open_source(checkpoint: Checkpoint) -> Source:
             used.update(scaled[name])
             if encoding := _scaled(tensor, [tensors[scale] for scale in scaled[name]], block, problems):
                 encodings[name] = encoding
-        elif tensor.dtype in SCALED_DTYPES:
+        elif tensor.dtype in EIGHT_BIT_FLOATS:
             problems.append(Problem("unscaled", name, f"{tensor.dtype.name} without its scale {name}{SCALE_SUFFIXES[0]}; its values can't be known"))
         elif name.endswith(SCALE_SUFFIXES):
             continue

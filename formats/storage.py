@@ -22,7 +22,7 @@ def local_path(url: str) -> Path:
     """
     scheme, separator, _ = url.partition("://")
     if separator:
-        raise StorageError(f"{url}: {scheme}:// isn't supported yet; copy it to a local folder first")
+        raise StorageError(f"{url}: {scheme}:// isn't supported yet, only local folders are")
     return Path(url).expanduser().absolute()
 
 

@@ -137,16 +137,39 @@ def write_shards(
 
     The arrays must stay as they are until the futures are done and, if there is a transaction, until it is committed.
     """
-    opened = {
-        "driver": format.driver,
-        "kvstore": below(kvstore, spec.key),
-        "metadata": metadata(spec, format),
-        "store_data_equal_to_fill_value": True,
-    }
-    store = ts.open(opened, open=True, assume_metadata=True, context=context, transaction=transaction).result()
+    plain = format.compression == "none" and spec.chunk == spec.shard
+    written = _without_singletons(spec) if plain else spec
+    stores: dict[ArraySpec, ts.TensorStore] = {}
     futures = []
     for box, values in shards:
+        target = written if values.shape == spec.shard else spec  # a shard that is cropped at the array's end isn't only its bytes
+        if target not in stores:
+            opened = {
+                "driver": format.driver,
+                "kvstore": below(kvstore, spec.key),
+                "metadata": metadata(target, format),
+                "store_data_equal_to_fill_value": True,
+            }
+            stores[target] = ts.open(opened, open=True, assume_metadata=True, context=context, transaction=transaction).result()
+        if target is not spec:
+            box = target.shard_box(tuple(start // step for (start, _), step in zip(box, spec.shard, strict=True)))
+            values = values.reshape(target.shard)
         region = tuple(slice(start, stop) for start, stop in box)
-        write = store[region].write(values, can_reference_source_data_indefinitely=True)
+        write = stores[target][region].write(values, can_reference_source_data_indefinitely=True)
         futures.append(write.commit if transaction is None else write.copy)
     return futures
+
+
+def _without_singletons(spec: ArraySpec) -> ArraySpec:
+    """An array whose uncompressed shards have the same keys and bytes as `spec`'s, but no axis of length 1 where that can be had.
+
+    TensorStore 0.1.86 copies a chunk that has an axis of length 1, and writes others from the caller's memory.
+    """
+    shard = list(spec.shard)
+    for axis, size in enumerate(spec.shard):
+        longest = max(range(len(shard)), key=lambda i: shard[i])
+        if size == 1 and shard[longest] % 2 == 0 and shard[longest] > 2:
+            shard[longest] //= 2
+            shard[axis] = 2
+    shape = tuple(count * size for count, size in zip(spec.grid, shard, strict=True))
+    return dataclasses.replace(spec, shape=shape, chunk=tuple(shard), shard=tuple(shard))

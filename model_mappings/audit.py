@@ -51,7 +51,6 @@ def audit(arrays: Iterable[Array], tensors: Mapping[str, TensorSpec], drops: Map
     dropped, windows = find_drops(drops, tensors)
     problems: list[Problem] = []
     claims: dict[str, list[Claim]] = defaultdict(list)
-    shape_checked: set[tuple[str, int]] = set()
     for array in arrays:
         problems += _check_tiling(array)
         for cell in array.cells():
@@ -59,9 +58,6 @@ def audit(arrays: Iterable[Array], tensors: Mapping[str, TensorSpec], drops: Map
             if name is None:
                 continue
             claims[name].append(cell.part.source_box())
-            if (name, id(cell.part.rule)) in shape_checked:
-                continue
-            shape_checked.add((name, id(cell.part.rule)))
             problems += _check_cell(name, cell.part, array, tensors.get(name), dropped.get(name), family)
     bad = {problem.subject for problem in problems}
     for name, boxes in claims.items():

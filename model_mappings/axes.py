@@ -40,8 +40,8 @@ class Axes:
         Raises:
           ValueError: the sides don't name the same axes, or one names an axis twice.
         """
-        left, _, right = text.partition("->")
-        axes = cls(_side(left), _side(right or left))
+        left, arrow, right = text.partition("->")
+        axes = cls(_side(left), _side(right if arrow else left))
         names = [sorted(itertools.chain(*side)) for side in (axes.left, axes.right)]
         if names[0] != names[1]:
             raise ValueError(f"axes {text!r}: the two sides must name the same axes")

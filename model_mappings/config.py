@@ -30,7 +30,8 @@ class Config(dict):
 
     def count(self, key: str) -> int:
         """A non-negative integer; 0 where the field is absent or null."""
-        return self.size(key, 1) if self.get(key) else 0
+        value = self.get(key)
+        return 0 if value is None or (value == 0 and type(value) is int) else self.size(key)
 
     def flag(self, key: str) -> bool:
         """True or false; false where the field is absent or null.
@@ -38,7 +39,9 @@ class Config(dict):
         Raises:
           ConfigError: neither.
         """
-        value = self.get(key) or False
+        value = self.get(key)
+        if value is None:
+            return False
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {key!r} should be true or false, but is {value!r}")
         return value

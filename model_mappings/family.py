@@ -21,6 +21,7 @@ class Family:
       stacks: the table itself.
       drops: tensors left out on purpose: `{pattern or window: reason}`.
       releases: the releases it covers, for the README's table.
+      mtp: whether MaxText has its multi-token-prediction layers.
       undecided: the MaxText models to choose from where `config.json` alone can't settle the table; else empty.
       note: what was inferred and why, for the plan.
     """
@@ -31,6 +32,7 @@ class Family:
     stacks: Callable[[Config, Layout], list[Stack]]
     drops: Callable[[Config, Layout], Mapping[str, str]]
     releases: str
+    mtp: bool = False
     undecided: Callable[[Config], tuple[str, ...]] = lambda c: ()
     note: Callable[[Config, Layout], str] = lambda c, layout: ""
 

@@ -13,6 +13,11 @@ class UnknownFamilyError(ValueError):
     """No table describes the checkpoint, or the MaxText model that was named is another one."""
 
 
+def shown(pattern: str) -> str:
+    """A pattern of MaxText's model names as a person reads it."""
+    return pattern.replace("[0-9]*", "*")
+
+
 def supported() -> str:
     """The supported `model_type`s, for a message."""
     return "\n".join(f"  {family.name}: {', '.join(family.model_types)} ({family.releases})" for family in FAMILIES)
@@ -29,7 +34,7 @@ def family_of(config: Config, model: str | None = None) -> Family:
     if family is None:
         raise UnknownFamilyError(f"no table for model_type {kind!r} of config.json. Supported:\n{supported()}")
     if model is not None and kind not in family.types_of(model):
-        choices = [pattern for pattern, kinds in family.models.items() if kind in kinds]
+        choices = [shown(pattern) for pattern, kinds in family.models.items() if kind in kinds]
         raise UnknownFamilyError(
             f"--maxtext_model={model} is not a MaxText model for model_type {kind!r} of config.json; its names look like {', '.join(choices)}"
         )
@@ -42,7 +47,7 @@ def support_table() -> str:
     """The families as a Markdown table, for the README."""
     rows = ["| family | releases | `model_type` | MaxText models |", "|---|---|---|---|"]
     for family in FAMILIES:
-        types, models = (", ".join(f"`{name}`" for name in names) for names in (family.model_types, family.models))
+        types, models = (", ".join(f"`{name}`" for name in names) for names in (family.model_types, map(shown, family.models)))
         rows.append(f"| {family.name} | {family.releases} | {types} | {models} |")
     return "\n".join(rows)
 

@@ -48,9 +48,13 @@ def _parse_window(text: str | None, rank: int) -> Window:
     if text is None:
         return ()
     parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\.\.\.|\d*:\d*(:\d+)?", part) for part in parts):
+        raise ValueError(f"can't read the window [{text}]: it takes slices without negative bounds, and ...")
     if "..." in parts:
         at = parts.index("...")
         parts[at : at + 1] = [":"] * (rank - len(parts) + 1)
+    if len(parts) > rank:
+        raise ValueError(f"the window [{text}] has more axes than the tensor, {rank}")
     return tuple(slice(*(int(bound) if bound else None for bound in part.split(":"))) for part in parts)
 
 
@@ -108,6 +112,8 @@ def rule(
     name_axes = tuple(re.findall(r"\{(\w+)\}", source or ""))
     if parsed.left[: len(name_axes)] != tuple((axis,) for axis in name_axes):
         raise ValueError(f"{target}: the axes in the tensor's name, {name_axes}, must come first in {axes!r}")
+    if unknown := set(segments) - {factor for axis in parsed.right for factor in axis}:
+        raise ValueError(f"{target}: {axes!r} has no axis {', '.join(unknown)} that could be a segment")
     logical = tuple(None if name == "-" else name for name in names.split())
     if logical and len(logical) != len(parsed.right):
         raise ValueError(f"{target}: {names!r} names {len(logical)} axes, {axes!r} has {len(parsed.right)}")

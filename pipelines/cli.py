@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import logging
+import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from pipelines.arguments import make_parser
-
-
-class RefusedError(Exception):
-    """Refused before any work: the message says why and what to do (exit status 2)."""
-
-
-class FailedError(Exception):
-    """Failed on the way: the message says what, where, and how to go on (exit status 1)."""
+from pipelines.errors import FailedError, RefusedError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
-    logging.basicConfig(level=logging.ERROR)  # Beam warns of optional packages when it is imported
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = make_parser()
-    args, rest = parser.parse_known_args(given)
+    args, rest = make_parser().parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is a Ctrl-C
     command = importlib.import_module(f"pipelines.{args.command}")  # only now: the commands import numpy, TensorStore and Beam
     try:
         return command.run(args, rest)
@@ -33,9 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FailedError as e:
         print(f"weightbeam {args.command}: failed\n{e}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"weightbeam {args.command}: stopped", file=sys.stderr)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        again = "; what is done is kept, the same command with --resume goes on from there" if args.command == "convert" else ""
+        print(f"\nweightbeam {args.command}: stopped{again}", file=sys.stderr, flush=True)
+        os._exit(1)  # the pipeline's threads are still at work, and their end isn't worth waiting for
 
 
 if __name__ == "__main__":

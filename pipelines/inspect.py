@@ -15,7 +15,7 @@ from formats.safetensors import open_checkpoint
 from formats.storage import StorageError, local_path
 from model_mappings.cells import pattern
 from pipelines import report
-from pipelines.cli import RefusedError
+from pipelines.errors import RefusedError
 from pipelines.prepare import describe
 
 
@@ -68,7 +68,7 @@ def _safetensors(folder: Path) -> int:
     count, kind = f"{len(checkpoint.tensors):,} tensors in {len(checkpoint.shards)} files", checkpoint.config.get("model_type")
     print(f"\n{folder}: model_type {kind}, {count}, {report.human(total)}")
     if checkpoint.problems:
-        raise RefusedError(f"{len(checkpoint.problems)} problems:\n{describe(checkpoint.problems)}")
+        raise RefusedError(f"{report.count(len(checkpoint.problems), 'problem')}:\n{describe(checkpoint.problems)}")
     return 0
 
 

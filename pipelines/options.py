@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
+from typing import NoReturn
 
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
 
 from pipelines.arguments import add_conversion, add_output
+from pipelines.errors import RefusedError
+from pipelines.report import local_threads
 
 LOCAL_RUNNERS = (None, "DirectRunner", "FnApiRunner")
-THREADS_PER_CORE = 2  # one reads or writes while the other computes
-MAX_THREADS = 32
 
 
 class ConversionOptions(PipelineOptions):
@@ -24,17 +24,24 @@ class ConversionOptions(PipelineOptions):
         add_output(parser)
 
 
-def local_threads() -> int:
-    """Threads of a local run."""
-    return min(THREADS_PER_CORE * len(os.sched_getaffinity(0)), MAX_THREADS)
+class _Parser(argparse.ArgumentParser):
+    """Beam's options; a wrong value is refused in one line, not with all of Beam's usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RefusedError(message)
 
 
-def unknown_options(arguments: Sequence[str]) -> list[str]:
-    """The arguments that no option of Beam's takes."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+def check_options(arguments: Sequence[str]) -> None:
+    """Makes sure that every argument is one of Beam's options.
+
+    Raises:
+      RefusedError: names those that aren't, or a wrong value.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
     for options in {cls.__name__: cls for cls in PipelineOptions.__subclasses__()}.values():
         options._add_argparse_args(parser)
-    return parser.parse_known_args(list(arguments))[1]
+    if unknown := parser.parse_known_args(list(arguments))[1]:
+        raise RefusedError(f"unknown options: {' '.join(unknown)}; --help lists ours, and Beam's are in its documentation")
 
 
 def pipeline_options(arguments: Sequence[str]) -> PipelineOptions:

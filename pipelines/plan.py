@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelines import report
-from pipelines.cli import RefusedError
+from pipelines.errors import RefusedError
 from pipelines.prepare import describe, prepare_conversion
 from transforms.conversion import json_report
 
@@ -18,10 +18,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
     if rest:
         # An option of the runner's is fine here: it is how `convert` would be called. Beam is imported only to check it.
-        from pipelines.options import unknown_options
+        from pipelines.options import check_options
 
-        if unknown := unknown_options(rest):
-            raise RefusedError(f"unknown options: {' '.join(unknown)}; see weightbeam plan --help")
+        check_options(rest)
     conversion = prepare_conversion(args)
     threads = report.threads_of(rest)
     if args.json:
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             raise RefusedError(f"--json={args.json}: {e.strerror}") from e
     report.print_plan(conversion, threads)
     if conversion.plan.problems:
-        raise RefusedError(f"{len(conversion.plan.problems)} problems:\n{describe(conversion.plan.problems)}")
+        raise RefusedError(f"{report.count(len(conversion.plan.problems), 'problem')}:\n{describe(conversion.plan.problems)}")
     return 0
 
 

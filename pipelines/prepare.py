@@ -12,7 +12,7 @@ from formats.storage import StorageError, local_path
 from model_mappings.cells import pattern
 from model_mappings.plan import Problem
 from model_mappings.registry import UnknownFamilyError
-from pipelines.cli import RefusedError
+from pipelines.errors import RefusedError
 from transforms.conversion import Conversion, Options, prepare
 from transforms.mesh import MeshError
 
@@ -38,8 +38,8 @@ def prepare_conversion(args: argparse.Namespace) -> Conversion:
     except MeshError as e:
         raise RefusedError(str(e)) from e
     except UnknownFamilyError as e:
-        problems = f"\n{describe(checkpoint.problems)}" if checkpoint.problems else ""
-        raise RefusedError(f"{e}{problems}\n\nWhat {args.source} holds:\n{inventory(checkpoint)}") from e
+        problems = f"{describe(checkpoint.problems)}\n" if checkpoint.problems else ""
+        raise RefusedError(f"{problems}{e}\n\nWhat {args.source} holds:\n{inventory(checkpoint)}") from e
 
 
 def inventory(checkpoint: Checkpoint) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -13,16 +13,36 @@ from rich.table import Table
 from model_mappings.cells import pattern
 from transforms.conversion import Conversion
 
-BASE_BYTES = 400 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
+BASE_BYTES = 320 << 20  # a worker process with Beam, numpy, TensorStore and a plan, before any unit
 CONSOLE = Console(highlight=False, soft_wrap=True, width=None if os.isatty(1) else 200)
 
 
+THREADS_PER_CORE, MAX_THREADS = 2, 32  # one thread reads or writes while another computes
+
+
+def local_threads() -> int:
+    """Threads of a local run."""
+    return min(THREADS_PER_CORE * len(os.sched_getaffinity(0)), MAX_THREADS)
+
+
 def threads_of(arguments: Sequence[str]) -> int:
-    """Units that one process works on at a time."""
-    for argument in arguments:
-        if match := re.fullmatch(r"--(?:direct_num_workers|number_of_worker_harness_threads)=(\d+)", argument):
-            return int(match[1])
-    return min(2 * len(os.sched_getaffinity(0)), 32)
+    """Units that one process works on at a time, by Beam's options."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--direct_num_workers", "--number_of_worker_harness_threads", type=int, default=local_threads(), dest="threads")
+    return parser.parse_known_args(list(arguments))[0].threads
+
+
+def count(n: int, noun: str) -> str:
+    """`1 problem`, `2 problems`."""
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+
+
+def collapse(warnings: Iterable[str]) -> list[str]:
+    """Warnings that differ only in numbers, once each."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for warning in warnings:
+        groups[pattern(warning)].append(warning)
+    return [same[0] + (f" (and {len(same) - 1} alike)" if len(same) > 1 else "") for same in groups.values()]
 
 
 def human(nbytes: float) -> str:
@@ -64,15 +84,14 @@ def print_plan(conversion: Conversion, threads: int) -> None:
     if plan.dropped:
         drops = table(">left out", "why", "for example")
         examples = {reason: name for name, reason in reversed(plan.dropped.items())}
-        for reason, count in Counter(plan.dropped.values()).items():
-            drops.add_row(str(count), reason, examples[reason])
+        for reason, times in Counter(plan.dropped.values()).items():
+            drops.add_row(str(times), reason, examples[reason])
         CONSOLE.print()
         CONSOLE.print(drops)
     if conversion.checkpoint.ignored:
         CONSOLE.print(f"\nnot in the index, ignored: {', '.join(conversion.checkpoint.ignored)}")
-    for warning, count in Counter(pattern(warning) for warning in conversion.warnings).items():
-        example = next(warning_ for warning_ in conversion.warnings if pattern(warning_) == warning)
-        CONSOLE.print(f"warning: {example}" + (f" (and {count - 1} alike)" if count > 1 else ""))
+    for warning in collapse(conversion.warnings):
+        CONSOLE.print(f"warning: {warning}")
     options = conversion.options
     source, read = conversion.source_bytes, conversion.read_bytes
     totals = table("", "")

@@ -8,6 +8,7 @@ took more time than the copies.
 from __future__ import annotations
 
 import math
+import mmap
 import threading
 
 import numpy as np
@@ -30,9 +31,12 @@ class Arena:
     def reset(self, capacity: int) -> None:
         """Begins anew with room for `capacity` bytes."""
         if self._buffer.size < capacity:
-            self._buffer = np.empty(0, np.uint8)  # free the old one first
-            self._buffer = np.empty(capacity + ALIGNMENT, np.uint8)
-        self._used = -self._buffer.ctypes.data % ALIGNMENT
+            self._buffer = np.empty(0, np.uint8)  # gives the old one back first
+            size = 1 << (capacity - 1).bit_length()  # pages that aren't touched cost nothing, so round up and rarely grow
+            pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            self._buffer = np.frombuffer(pages, np.uint8)
+        self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An array of the arena, in C order, its values arbitrary.

@@ -1,6 +1,6 @@
 """A conversion, planned: everything that follows from the source's headers and the options, on every worker alike.
 
-What is staged beside the output are the inputs; each worker makes the plan of them again (a second for a trillion
+What is staged beside the output are the inputs; each worker makes the plan of them again (seconds for a trillion
 parameters) and refuses to work if it comes out differently.
 """
 
@@ -192,11 +192,13 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
     family = family_of(config, options.maxtext_model)
     layout = Layout(options.scan_layers, options.param_scan_axis, options.vocab_size, options.mtp, options.maxtext_model, frozenset(specs))
     problems = [*checkpoint.problems, *source.problems]
+    if options.mtp and not family.mtp:
+        problems.append(Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers"))
     try:
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
     except ConfigError as e:
-        problems.append(Problem("config", "config.json", str(e)))
+        problems.append(Problem("config", "config.json", str(e).removeprefix("config.json: ")))
         return Conversion(options, checkpoint, Plan(family.name, (), {}, tuple(problems)), {}, (), (), ())
     arrays = make_arrays(parts, specs, SAVE_DTYPES[options.save_dtype])
     dropped, found = audit(arrays, specs, drops, family.name)
@@ -211,7 +213,7 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
             units = tuple(_units(options, arrays, grids, checkpoint.tensors))
             warnings = [warning for grid in grids for warning in grid.warnings]
         except UnitBytesError as e:
-            problems.append(Problem("memory", "--unit_bytes", str(e)))
+            problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
     plan = Plan(family.name, arrays, dropped, tuple(problems), note)
     return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings))
 

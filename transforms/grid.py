@@ -199,4 +199,4 @@ def _fit(chunk: list[int], grid: Grid, unit_bytes: int, selecting: frozenset[int
         if needed > unit_bytes:
             chunk[axis] = cut_axis(chunk[axis], chunk[axis] * unit_bytes // needed, axis in ragged)
     if (needed := grid.working_bytes(chunk)) > unit_bytes:
-        raise UnitBytesError(f"--unit_bytes={unit_bytes}: {grid.spec.key} needs at least {needed}, a row of its source and what is made of it")
+        raise UnitBytesError(f"{grid.spec.key} needs at least {needed}: a row of its source and what is made of it")

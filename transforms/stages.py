@@ -133,8 +133,8 @@ class _ExpandFn(beam.DoFn):
         self.staging, self.plan = staging, plan
 
     def process(self, ids: tuple[int, int]) -> Iterator[bytes]:
-        if not self.staging.folder.exists():
-            return  # the checkpoint is published; this bundle is a repeated one
+        if not self.staging.plan.exists():
+            return  # the checkpoint is complete; this bundle is a repeated one
         conversion, done = load_staged(self.staging, self.plan), self.staging.done()
         for unit in range(*ids):
             if unit not in done:
@@ -208,7 +208,7 @@ class _Count(beam.CombineFn):
 
 
 def _assemble(written: int, staging: Staging, plan: str, overwrite: bool) -> int:
-    if staging.folder.exists():
+    if staging.plan.exists():
         conversion = load_staged(staging, plan)
         specs = [grid.spec for grid in conversion.grids]
         assemble(staging, specs, conversion.options.format, len(conversion.units), custom_metadata(conversion), overwrite)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 from formats.encodings import Encoding
 from formats.safetensors import Tensor
 from formats.zarr import ArraySpec
-from model_mappings.cells import Box, Cell, Piece, extent, volume
+from model_mappings.cells import Box, Piece, extent, volume
 from model_mappings.plan import Array
 from transforms.arena import aligned
 from transforms.grid import Grid
@@ -32,7 +31,7 @@ class Block:
       array: its number in the plan.
       shards: range of shard numbers on each axis.
       working_bytes: memory to make it.
-      position: where its first byte lies in the source, for the order of units.
+      position: file and offset of its first tensor, for the order of units.
     """
 
     array: int
@@ -57,14 +56,7 @@ def make_blocks(number: int, array: Array, grid: Grid, tensors: Mapping[str, Ten
         box = element_box(spec, shards)
         cell = next((cell for cell in array.cells(box) if cell.tensor), None)
         stored = tensors[cell.tensor] if cell and cell.tensor else None
-        offset = _first_byte(cell, box, stored) if cell and stored else 0
-        yield Block(number, shards, grid.working_bytes(extent(box)), (stored.path if stored else "", offset))
-
-
-def _first_byte(cell: Cell, box: Box, stored: Tensor) -> int:
-    piece = next(cell.pieces(box), None)
-    row = piece.source.box[0][0] if piece and piece.source.box else 0
-    return stored.offset + row * math.prod(stored.shape[1:]) * stored.dtype.itemsize
+        yield Block(number, shards, grid.working_bytes(extent(box)), (stored.path, stored.offset) if stored else ("", 0))
 
 
 def element_box(spec: ArraySpec, shards: Box) -> Box:

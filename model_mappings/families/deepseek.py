@@ -2,7 +2,8 @@
 
 Latent and rotary parts stay side by side in MaxText as in Hugging Face, and the rotary part is interleaved on both sides:
 no permutation. The multi-token-prediction module is the layer behind the last; its copies of embedding and head, and its
-own last norm, have no array in MaxText (AI-Hypercomputer/maxtext, src/maxtext/layers/multi_token_prediction.py, e591f30).
+own last norm, have no array in MaxText, which applies the model's (AI-Hypercomputer/maxtext,
+src/maxtext/layers/multi_token_prediction.py and decoders.py, e591f30).
 """
 
 from model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, layers, top
@@ -84,13 +85,14 @@ def drops(c, layout):
 FAMILY = Family(
     name="deepseek",
     models={
-        "deepseek2-*": ("deepseek_v2",),
+        "deepseek2-[0-9]*": ("deepseek_v2",),
         "deepseek3-*": ("deepseek_v3",),
         "deepseek3.2-*": ("deepseek_v32",),
-        "kimi-k2-*": ("kimi_k2", "deepseek_v3"),
+        "kimi-k2-[0-9]*": ("kimi_k2", "deepseek_v3"),
     },
     dims=dims,
     stacks=stacks,
     drops=drops,
+    mtp=True,
     releases="DeepSeek V2, V2-Lite, V3, R1, V3.1, V3.2, Kimi K2",
 )

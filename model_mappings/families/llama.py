@@ -7,6 +7,7 @@ with `rope_type: llama3.1`.
 """
 
 from model_mappings.blocks import NORMS, attention, common_dims, common_drops, gated_mlp, layers, top
+from model_mappings.config import ConfigError
 from model_mappings.family import Family
 from model_mappings.ops import Scale
 
@@ -15,7 +16,15 @@ PAIRED = ("llama3.1-", "llama3.2-")
 
 def rope_type(c):
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"config.json: 'rope_scaling' should be an object, but is {rope!r}")
     return rope.get("rope_type") or rope.get("type")
+
+
+def undecided(c):
+    if c["model_type"] != "llama" or rope_type(c) != "llama3":
+        return ()
+    return ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.2-1b", "llama3.2-3b", "llama3.3-70b")
 
 
 def is_paired(layout):
@@ -36,17 +45,17 @@ def stacks(c, layout):
 FAMILY = Family(
     name="llama",
     models={
-        "llama2-*": ("llama",),
-        "llama3-*": ("llama",),
-        "llama3.1-*": ("llama",),
-        "llama3.2-*": ("llama",),
-        "llama3.3-*": ("llama",),
-        "mistral-*": ("mistral", "llama"),
+        "llama2-[0-9]*": ("llama",),
+        "llama3-[0-9]*": ("llama",),
+        "llama3.1-[0-9]*": ("llama",),
+        "llama3.2-[0-9]*": ("llama",),
+        "llama3.3-[0-9]*": ("llama",),
+        "mistral-[0-9]*": ("mistral", "llama"),
     },
     dims=dims,
     stacks=stacks,
     drops=common_drops,
     releases="Llama 2, 3, 3.1, 3.2, 3.3, Mistral",
-    undecided=lambda c: ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.2-1b", "llama3.2-3b", "llama3.3-70b") if rope_type(c) == "llama3" else (),
+    undecided=undecided,
     note=lambda c, layout: "rotary halves " + ("paired (Llama 3.1's RoPE)" if is_paired(layout) else "kept apart (as in Llama 2, 3, 3.3 and Mistral)"),
 )

@@ -29,7 +29,7 @@ def stacks(c, layout):
 
 FAMILY = Family(
     name="mixtral",
-    models={"mixtral-*": ("mixtral",)},
+    models={"mixtral-[0-9]*": ("mixtral",)},
     dims=dims,
     stacks=stacks,
     drops=common_drops,

@@ -42,7 +42,7 @@ def stacks(c, layout):
 FAMILY = Family(
     name="qwen",
     models={
-        "qwen2.5-*": ("qwen2",),
+        "qwen2.5-[0-9]*": ("qwen2",),
         "qwen3-[0-9]*": ("qwen3", "qwen3_moe"),
         "qwen3-coder-*": ("qwen3_moe",),
     },

@@ -24,6 +24,7 @@ SPECS = [
     ArraySpec("params.params.b.c", (5, 7), BF16, (2, 3), (2, 3)),  # no chunk divides it
     ArraySpec("params.params.b.d", (8,), BF16, (8,), (8,)),
 ]
+DEFAULT = Format()
 FORMATS = [Format(ocdbt, zarr3, compression) for ocdbt in (True, False) for zarr3 in (True, False) for compression in ("none", "zstd")]
 
 
@@ -60,7 +61,7 @@ def write_all(staging: Staging, format: Format, done: tuple[int, ...] = ()) -> N
             write_unit(staging, number, unit, format)
 
 
-def finish(staging: Staging, format: Format = Format(), overwrite: bool = False) -> None:
+def finish(staging: Staging, format: Format = DEFAULT, overwrite: bool = False) -> None:
     assemble(staging, SPECS, format, len(units()), {"scan_layers": True}, overwrite)
 
 
@@ -195,7 +196,7 @@ def test_an_existing_checkpoint_isnt_touched(tmp_path: Path) -> None:
     staging.final.mkdir()
     (staging.final / "old").write_text("old")
     write_all(staging, Format())
-    with pytest.raises(OSError, match="not empty|exists"):
+    with pytest.raises(OSError, match=r"not empty|exists"):
         finish(staging)
     assert (staging.final / "old").read_text() == "old"
 

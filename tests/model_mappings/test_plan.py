@@ -9,7 +9,7 @@ import pytest
 from model_mappings.config import Config, Layout
 from model_mappings.family import Family
 from model_mappings.ops import Scale, Shift
-from model_mappings.plan import Problem, TensorSpec, expand, key_of, make_arrays
+from model_mappings.plan import Problem, TensorSpec, expand, holds, key_of, make_arrays
 from model_mappings.rules import Segment, rule, stack
 
 
@@ -50,6 +50,17 @@ def test_exact(stored, save):
 def test_rounded(stored, save):
     """It doesn't: the plan names both dtypes."""
     assert make_array(stored, save).lossy == f"{stored}, rounded to {save}"
+
+
+@pytest.mark.parametrize("wide", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])
+def test_holds(wide, narrow):
+    """`holds` agrees with trying every finite value of the narrower dtype."""
+    dtype = _dtype(narrow)
+    values = np.arange(2 ** (8 * dtype.itemsize)).astype(f"uint{8 * dtype.itemsize}").view(dtype).astype(np.float32)
+    values = values[np.isfinite(values)]
+    with np.errstate(over="ignore"):
+        assert holds(_dtype(wide), dtype) == (values.astype(_dtype(wide)).astype(np.float32) == values).all()
 
 
 def test_rounded_in_one_layer():

@@ -38,7 +38,7 @@ CODES = np.arange(256, dtype=np.uint8).view(FP8)
 
 def is_linear(name: str) -> bool:
     """What DeepSeek stores in FP8: projections, not embeddings, norms or routers."""
-    return name.endswith("_proj.weight") or name.endswith("kv_a_proj_with_mqa.weight")
+    return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
 
 
 def quantise(tensors: Mapping[str, np.ndarray], block: tuple[int, int], scale_dtype: np.dtype, seed: int = 0) -> dict[str, np.ndarray]:

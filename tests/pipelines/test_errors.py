@@ -1,0 +1,348 @@
+"""Refusals: exit status 2, every problem in one message, no traceback, and no output folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support import DEEPSEEK, FP8, INDEX, LLAMA, call, convert, random_tensors, read_config, read_file, save, split
+
+from formats.orbax import Staging
+from formats.safetensors import open_checkpoint
+from pipelines.cli import FailedError
+from pipelines.convert import execute
+from pipelines.options import pipeline_options
+from transforms.conversion import Options, prepare
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+UP = "model.layers.1.mlp.up_proj.weight"
+LLAMA3_ROPE = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A good checkpoint of two files, to be damaged."""
+    return save(tmp_path / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Refused:
+    """Runs `convert`, and checks what every refusal has in common; returns the message."""
+
+    def run(source: Path, *options: object) -> str:
+        output = tmp_path / "out"
+        before = sorted(tmp_path.rglob("*"))
+        assert call("convert", "--source", source, "--output", output, *options) == 2
+        printed, message = capfd.readouterr()
+        assert "Traceback" not in printed + message
+        assert sorted(tmp_path.rglob("*")) == before
+        assert printed == ""
+        return message
+
+    return run
+
+
+def file_of(source: Path, tensor: str) -> Path:
+    return source / json.loads((source / INDEX).read_text())["weight_map"][tensor]
+
+
+def change(source: Path, **tensors: np.ndarray | None) -> None:
+    """Writes the checkpoint anew with other tensors; None leaves one out. The index follows."""
+    index = json.loads((source / INDEX).read_text())
+    for name, values in tensors.items():
+        file = source / index["weight_map"].get(name, FIRST)
+        held = {key: value for key, value in read_file(file).items() if key != name}
+        if values is None:
+            del index["weight_map"][name]
+        else:
+            held[name], index["weight_map"][name] = values, file.name
+        save_file(held, file)
+    (source / INDEX).write_text(json.dumps(index))
+
+
+def configure(source: Path, **fields: Any) -> None:
+    """Changes `config.json`; None removes a field."""
+    config = {key: value for key, value in (read_config(source) | fields).items() if value is not None}
+    (source / "config.json").write_text(json.dumps(config))
+
+
+def reindex(source: Path, **entries: Any) -> None:
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"] |= entries
+    (source / INDEX).write_text(json.dumps(index))
+
+
+def corrupt(path: Path, header: bytes) -> None:
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+# what is wrong -> (how to make it so, what the message must name)
+DAMAGES: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
+    "a missing shard": (lambda s: (s / SECOND).unlink(), ["missing", SECOND]),
+    "a missing tensor": (lambda s: change(s, **{UP: None}), ["missing", UP, "params.params.decoder.layers.mlp.wi_1.kernel"]),
+    "an extra tensor": (lambda s: change(s, **{"model.layers.1.mlp.extra.weight": np.zeros((2, 3), np.float32)}), ["unused", "mlp.extra", "(2, 3)", FIRST]),
+    "a layer too many": (lambda s: change(s, **{"model.layers.2.input_layernorm.weight": np.zeros(32, np.float32)}), ["unused", "model.layers.2."]),
+    "a wrong shape": (lambda s: change(s, **{UP: np.zeros((32, 48), np.float32)}), ["shape", UP, "(32, 48)", "mlp embed", "(48, 32)"]),
+    "a wrong rank": (lambda s: change(s, **{UP: np.zeros((48, 32, 1), np.float32)}), ["shape", UP, "(48, 32, 1)"]),
+    "integers for weights": (lambda s: change(s, **{UP: np.zeros((48, 32), np.int32)}), ["dtype", UP, "int32"]),
+    "booleans for weights": (lambda s: change(s, **{UP: np.zeros((48, 32), np.bool_)}), ["dtype", UP, "bool"]),
+    "complex numbers for weights": (lambda s: change(s, **{UP: np.zeros((48, 32), np.complex64)}), ["dtype", UP, "complex64"]),
+    "FP8 without a scale": (lambda s: change(s, **{UP: np.zeros((48, 32), FP8)}), ["unscaled", UP, f"{UP}_scale_inv"]),
+    "a scale without its weight": (
+        lambda s: change(s, **{"model.layers.1.mlp.x.weight_scale_inv": np.zeros((1, 1), np.float32)}),
+        ["scale", "mlp.x.weight_scale_inv"],
+    ),
+    "a scale beside plain weights": (lambda s: change(s, **{f"{UP}_scale_inv": np.zeros((1, 1), np.float32)}), ["scale", UP, "bfloat16"]),
+    "a scale of another scheme": (
+        lambda s: change(s, **{UP: np.zeros((48, 32), FP8), UP.replace("weight", "weight_scale"): np.zeros((48, 1), np.float32)}),
+        ["unscaled", UP, "weight_scale"],
+    ),
+    "scales of a wrong shape": (
+        lambda s: (
+            configure(s, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]}),
+            change(s, **{UP: np.zeros((48, 32), FP8), f"{UP}_scale_inv": np.zeros((2, 3), np.float32)}),
+        ),
+        ["scale", UP, "(3, 2)", "(2, 3)"],
+    ),
+    "a header cut off": (lambda s: os.truncate(s / SECOND, 100), ["corrupt", SECOND, "truncated"]),
+    "data cut off": (lambda s: os.truncate(s / SECOND, (s / SECOND).stat().st_size - 1), ["corrupt", SECOND, "truncated"]),
+    "an empty file": (lambda s: os.truncate(s / SECOND, 0), ["corrupt", SECOND, "0 bytes"]),
+    "a header that isn't JSON": (lambda s: corrupt(s / SECOND, b"{nonsense"), ["corrupt", SECOND, "JSON"]),
+    "a header with a number of 5000 digits": (lambda s: corrupt(s / SECOND, b'{"x":{"dtype":"F32","shape":[' + b"9" * 5000 + b"]}}"), ["corrupt", SECOND]),
+    "a header with half a character": (
+        lambda s: corrupt(s / SECOND, b'{"a\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
+        ["corrupt", SECOND],
+    ),
+    "a git-lfs pointer": (lambda s: (s / SECOND).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), [SECOND, "git lfs pull"]),
+    "an index that points nowhere": (lambda s: reindex(s, ghost="model-00009-of-00002.safetensors"), ["missing", "model-00009-of-00002.safetensors"]),
+    "an index that names a tensor that isn't there": (lambda s: reindex(s, ghost=FIRST), ["ghost", FIRST]),
+    "an index that climbs out": (lambda s: reindex(s, ghost="../x.safetensors"), ["ghost", "../x.safetensors"]),
+    "an index that isn't JSON": (lambda s: (s / INDEX).write_text("{"), [INDEX, "JSON"]),
+    "files without an index": (lambda s: (s / INDEX).unlink(), [INDEX]),
+    "no files": (lambda s: [path.unlink() for path in s.glob("model*")], ["safetensors"]),
+    "pickle files": (
+        lambda s: [*(path.unlink() for path in s.glob("model*")), (s / "pytorch_model.bin").write_bytes(b"\x80")],
+        ["pickle", "pytorch_model.bin"],
+    ),
+    "no config": (lambda s: (s / "config.json").unlink(), ["config.json", "no such file"]),
+    "a config that isn't JSON": (lambda s: (s / "config.json").write_text("{'a': 1}"), ["config.json", "JSON"]),
+    "a config that isn't an object": (lambda s: (s / "config.json").write_text("[]"), ["config.json"]),
+    "a config without a size": (lambda s: configure(s, hidden_size=None), ["config.json", "hidden_size"]),
+    "a string for a size": (lambda s: configure(s, hidden_size="32"), ["config.json", "hidden_size", "'32'"]),
+    "a float for a size": (lambda s: configure(s, num_hidden_layers=2.0), ["config.json", "num_hidden_layers", "2.0"]),
+    "a boolean for a size": (lambda s: configure(s, vocab_size=True), ["config.json", "vocab_size", "True"]),
+    "a negative size": (lambda s: configure(s, intermediate_size=-48), ["config.json", "intermediate_size", "-48"]),
+    "a string for a flag": (lambda s: configure(s, tie_word_embeddings="no"), ["config.json", "tie_word_embeddings", "'no'"]),
+    "a config without a model_type": (lambda s: configure(s, model_type=None), ["model_type", "llama", "deepseek_v3"]),
+    "a rope that two MaxText models read differently": (lambda s: configure(s, **LLAMA3_ROPE), ["--maxtext_model", "llama3.1-8b", "llama3.3-70b"]),
+    "a rope_scaling that isn't an object": (lambda s: configure(s, rope_scaling="llama3"), ["config.json", "rope_scaling"]),
+    "a quantisation that isn't supported": (lambda s: configure(s, quantization_config={"quant_method": "gptq"}), ["gptq", "config.json"]),
+    "a block size that makes no sense": (
+        lambda s: (
+            configure(s, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),
+            change(s, **{UP: np.zeros((48, 32), FP8), f"{UP}_scale_inv": np.zeros((1, 1), np.float32)}),
+        ),
+        ["weight_block_size", "[128, 0]"],
+    ),
+    "a link out of the folder": (
+        lambda s: ((s / SECOND).rename(s.parent / "elsewhere.safetensors"), (s / SECOND).symlink_to("../elsewhere.safetensors")),
+        [SECOND, "link"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_source(source: Path, refused: Refused, name: str) -> None:
+    """One thing is wrong, and the message names it."""
+    damage, words = DAMAGES[name]
+    damage(source)
+    message = refused(source)
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])
+def test_other_8_bit_floats_without_a_scale(source: Path, refused: Refused, dtype: str) -> None:
+    """No 8-bit float is a weight as it stands: its scale is missing, and to guess 1 would be silent garbage."""
+    change(source, **{UP: np.zeros((48, 32), np.uint8).view(getattr(ml_dtypes, dtype))})
+    message = refused(source)
+    assert UP in message
+    assert dtype in message
+
+
+# options -> what the message must name
+OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "a mesh axis that MaxText hasn't": (["--mesh", "fdsp=4"], ["fdsp", "fsdp, "]),
+    "a mesh without sizes": (["--mesh", "fsdp"], ["--mesh=fsdp", "fsdp=16"]),
+    "a mesh of no devices": (["--mesh", "fsdp=0"], ["fsdp=0"]),
+    "a mesh of a fraction": (["--mesh", "fsdp=2.5"], ["fsdp=2.5"]),
+    "an empty mesh": (["--mesh", ""], ["--mesh="]),
+    "a mesh axis named twice": (["--mesh", "fsdp=2,fsdp=4"], ["twice"]),
+    "a bad mesh behind a good one": (["--mesh", "fsdp=4", "--mesh", "tensor"], ["tensor"]),
+    "a misspelt option": (["--scan_layer", "true"], ["--scan_layer"]),
+    "a misspelt option of Beam's": (["--direct_num_worker=2"], ["--direct_num_worker"]),
+    "a stray word": (["stray"], ["stray"]),
+    "neither true nor false": (["--scan_layers", "maybe"], ["scan_layers", "maybe"]),
+    "a dtype that can't be stored": (["--save_dtype", "float16"], ["save_dtype", "float16"]),
+    "a compression that isn't there": (["--compression", "lz4"], ["compression", "lz4"]),
+    "a negative step": (["--step", "-1"], ["step"]),
+    "a vocabulary of nothing": (["--vocab_size", "0"], ["vocab_size"]),
+    "units of nothing": (["--unit_bytes", "0"], ["unit_bytes"]),
+    "units too small for a row": (["--unit_bytes", "100"], ["--unit_bytes=100", "needs at least"]),
+    "bytes in no unit": (["--unit_bytes", "5parsecs"], ["unit_bytes", "5parsecs"]),
+    "a model of another family": (["--maxtext_model", "qwen3-8b"], ["qwen3-8b", "llama"]),
+    "a model that MaxText hasn't": (["--maxtext_model", "lama3.1-8b"], ["lama3.1-8b", "llama3.1-"]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_cant_be(source: Path, refused: Refused, name: str) -> None:
+    """What is wrong with the command line, in its own words."""
+    options, words = OPTIONS[name]
+    message = refused(source, *options)
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/model", "hf://org/name", "s3://bucket/x"])
+def test_stores_that_arent_supported(refused: Refused, tmp_path: Path, url: str) -> None:
+    """Source and output on them are refused by name."""
+    assert url.partition("://")[0] in refused(url)  # type: ignore[arg-type]
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    assert url.partition("://")[0] in refused(folder, "--output", url)
+
+
+def test_a_source_that_isnt_there(refused: Refused, tmp_path: Path) -> None:
+    """A folder that doesn't exist, and a file where a folder should be."""
+    assert "nowhere" in refused(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    assert "file" in refused(tmp_path / "file")
+
+
+@pytest.mark.parametrize("missing", ["--source", "--output"])
+def test_an_option_that_must_be_there(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], missing: str) -> None:
+    """Neither has a default."""
+    options = {"--source": source, "--output": tmp_path / "out"}
+    del options[missing]
+    assert call("convert", *(word for option in options.items() for word in option)) == 2
+    assert missing in capfd.readouterr().err
+
+
+def test_an_unknown_family_gets_an_inventory(source: Path, refused: Refused) -> None:
+    """What the checkpoint holds, numbers collapsed, and every model_type that has a table."""
+    configure(source, model_type="gpt_neox")
+    message = refused(source)
+    assert "'gpt_neox'" in message
+    for kind in ("llama", "mistral", "qwen2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"):
+        assert kind in message
+    assert "2 × model.layers.*.mlp.up_proj.weight  bfloat16 [48, 32]" in message
+    assert "1 × lm_head.weight  bfloat16 [64, 32]" in message
+
+
+def test_several_faults_are_all_listed(source: Path, refused: Refused) -> None:
+    """Seven different ones at once, each by its kind and name, in one message; and a file's own fault isn't told again for its tensors."""
+    change(
+        source,
+        **{
+            UP: None,
+            "model.layers.0.mlp.up_proj.weight": np.zeros((3, 3), np.float32),
+            "model.layers.0.mlp.gate_proj.weight": np.zeros((48, 32), np.int64),
+            "model.layers.0.mlp.down_proj.weight": np.zeros((32, 48), FP8),
+            "model.layers.0.self_attn.o_proj.bias": np.zeros(32, np.float32),
+            "model.layers.1.mlp.x.weight_scale_inv": np.zeros((1, 1), np.float32),
+        },
+    )
+    reindex(source, ghost=FIRST)
+    message = refused(source)
+    faults = {
+        "missing": UP,
+        "shape": "model.layers.0.mlp.up_proj.weight",
+        "dtype": "model.layers.0.mlp.gate_proj.weight",
+        "unscaled": "model.layers.0.mlp.down_proj.weight",
+        "unused": "model.layers.0.self_attn.o_proj.bias",
+        "orphan scale": "model.layers.1.mlp.x.weight_scale_inv",
+        "index": "ghost",
+    }
+    for kind, subject in faults.items():
+        assert f"{kind}: {subject}: " in message
+    assert "7 problems" in message
+    assert len([line for line in message.splitlines() if line.startswith("  ")]) == 7
+
+
+def test_a_missing_shard_is_one_line(source: Path, refused: Refused) -> None:
+    """Not one for each tensor in it; and a fault elsewhere is still told."""
+    change(source, **{"model.extra": np.zeros(3, np.float32)})
+    assert file_of(source, "model.extra").name == FIRST
+    (source / SECOND).unlink()
+    message = refused(source)
+    assert "2 problems" in message
+    assert "model.extra" in message
+
+
+def test_many_alike_are_counted(tmp_path: Path, refused: Refused) -> None:
+    """A thousand missing tensors are some examples and a number."""
+    config = DEEPSEEK | dict(n_routed_experts=300)
+    message = refused(save(tmp_path / "hf", config, random_tensors(DEEPSEEK)))
+    assert "more" in message
+    assert len(message.splitlines()) < 60
+
+
+def test_fp8_scales_are_checked_across_files(tmp_path: Path, refused: Refused) -> None:
+    """Every weight of a DeepSeek that lost its scales is named, or counted; none is used without."""
+    tensors = random_tensors(DEEPSEEK)
+    lost = [name for name in tensors if ".layers.2." in name and name.endswith("_proj.weight")]
+    stored = tensors | {name: tensors[name].astype(FP8) for name in lost}
+    message = refused(save(tmp_path / "hf", DEEPSEEK, *split(stored, 3)))
+    assert f"{len(lost)} problems" in message
+    assert "unscaled" in message
+
+
+@pytest.mark.parametrize("kind", ["a checkpoint", "a folder", "a stopped conversion", "a file"])
+def test_an_output_that_exists(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str) -> None:
+    """It is left as it is, to the byte and the time, and the message says how to go on."""
+    output = tmp_path / "out"
+    if kind == "a checkpoint":
+        convert(source, output)
+    elif kind == "a folder":
+        (output / "0").mkdir(parents=True)
+    elif kind == "a stopped conversion":
+        (output / "0.orbax-checkpoint-tmp" / "items").mkdir(parents=True)
+    else:
+        output.write_text("")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    capfd.readouterr()
+    assert call("convert", "--source", source, "--output", output) == 2
+    message = capfd.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert ("is a file" if kind == "a file" else "--overwrite") in message
+    assert "Traceback" not in message
+    if kind == "a stopped conversion":
+        assert "--resume" in message
+
+
+def test_a_bad_source_and_an_output_that_exists_are_told_together(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All problems at once, on both sides."""
+    (tmp_path / "out" / "0").mkdir(parents=True)
+    change(source, **{UP: None})
+    assert call("convert", "--source", source, "--output", tmp_path / "out") == 2
+    message = capfd.readouterr().err
+    assert UP in message
+    assert "--overwrite" in message
+
+
+def test_a_source_that_changes_after_it_was_planned(tmp_path: Path) -> None:
+    """A file that shrinks in between fails the run: the message has the file and how to go on, and nothing is published."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    conversion = prepare(Options(), open_checkpoint(source))
+    os.truncate(source / "model.safetensors", 3000)
+    with pytest.raises(FailedError, match=r"model\.safetensors: ends at byte 3000[^$]*--resume"):
+        execute(conversion, Staging(tmp_path / "out", 0), pipeline_options([]))
+    assert not (tmp_path / "out" / "0").exists()

@@ -1,0 +1,131 @@
+"""The Beam graph: one chain of named stages, descriptors alone through shuffles, and the same bits however Beam runs it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import apache_beam as beam
+import numpy as np
+import pytest
+from apache_beam.options.pipeline_options import PipelineOptions
+from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, convert, digests, given, given_arrays, headers_only, nbytes, random_tensors, restore, save, split
+
+from formats.orbax import Staging
+from formats.safetensors import open_checkpoint
+from pipelines.convert import build, execute
+from pipelines.options import pipeline_options
+from transforms.conversion import Options, prepare
+from transforms.units import Unit
+from transforms.work import Work, WorkCoder
+
+STAGES = ["ExpandUnits", "ReadBoxes", "Dequantize", "Reshape", "Stack", "WriteChunks", "AssembleCheckpoint"]
+WORKING = STAGES[1:-1]  # those that handle bytes
+CASE = "qwen3-moe"
+
+
+def test_the_stages_are_one_chain(tmp_path: Path) -> None:
+    """Each stage is a transform of its own, whose only input is what the one before puts out."""
+    pipeline = beam.Pipeline(options=PipelineOptions([]))
+    build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), Staging(tmp_path / "out", 0))
+    proto = pipeline.to_runner_api()
+    transforms = proto.components.transforms
+    (root,) = (transforms[name] for name in proto.root_transform_ids)
+    chain = [transforms[name] for name in root.subtransforms]
+    assert [transform.unique_name for transform in chain] == ["Units", *STAGES]
+    for before, after in itertools.pairwise(chain):
+        assert len(before.outputs) == 1
+        assert list(after.inputs.values()) == list(before.outputs.values())
+
+
+def test_nothing_is_shuffled_between_read_and_write(tmp_path: Path) -> None:
+    """Two shuffles: of descriptors before the stages that hold arrays, and of ids behind them; each of those stages is one plain ParDo."""
+    pipeline = beam.Pipeline(options=PipelineOptions([]))
+    build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), Staging(tmp_path / "out", 0))
+    leaves = [t for t in pipeline.to_runner_api().components.transforms.values() if t.spec.urn and not t.subtransforms]
+    shuffles = {t.unique_name.split("/")[0] for t in leaves if t.spec.urn == "beam:transform:group_by_key:v1"}
+    assert shuffles == {"ExpandUnits", "AssembleCheckpoint"}
+    for stage in WORKING:
+        (only,) = (t for t in leaves if t.unique_name.startswith(f"{stage}/"))
+        assert only.spec.urn == "beam:transform:pardo:v1"
+        assert (len(only.inputs), len(only.outputs)) == (1, 1)
+
+
+def test_every_stage_did_its_own_work(generated: Path, tmp_path: Path) -> None:
+    """Each counts bytes and milliseconds: what is read is the source, what is written the arrays. That the run passed proves that no
+    `Work` was encoded on the way, since that raises.
+    """
+    conversion = prepare(Options(unit_bytes=100_000), open_checkpoint(generated / "cases" / CASE))
+    assert len(conversion.units) > 5
+    result = execute(conversion, Staging(tmp_path / "out", 0), pipeline_options([]))
+    found = {(counter.key.metric.namespace, counter.key.metric.name): counter.result for counter in result.metrics().query()["counters"]}
+    for stage in WORKING:
+        assert found[stage, "bytes"] > 0
+        assert found[stage, "milliseconds"] > 0
+    assert found["ReadBoxes", "bytes"] == conversion.source_bytes == conversion.target_bytes
+    assert found["WriteChunks", "bytes"] == found["Stack", "bytes"] == conversion.target_bytes
+
+
+def test_work_cannot_be_encoded() -> None:
+    """Beam uses the guarding coder for `Work`; sizes are estimated without encoding."""
+    coder = beam.coders.registry.get_coder(Work)
+    assert isinstance(coder, WorkCoder)
+    work = Work(Unit(0, (), ()))
+    work.shards = [np.zeros((3, 5), np.float32)]
+    with pytest.raises(RuntimeError, match="must not be encoded"):
+        coder.encode(work)
+    assert coder.estimate_size(work) == 60
+    assert coder.get_impl().estimate_size(work) >= 60
+
+
+@pytest.mark.parametrize("mesh", ["", "fsdp=16", "tensor=8", "fsdp=64,expert=4"])
+@pytest.mark.parametrize("model", ["llama 8b", "deepseek v3"])
+def test_descriptors_are_small(model: str, mesh: str) -> None:
+    """What crosses the shuffle, encoded as Beam does, is below a thousandth of the model, at real size (24 units of the plan are weighed)."""
+    config = {"llama 8b": LLAMA_8B, "deepseek v3": DEEPSEEK_V3 | dict(num_hidden_layers=5)}[model]
+    conversion = prepare(Options(mesh=(mesh,) if mesh else ()), headers_only(config))
+    units = range(0, len(conversion.units), math.ceil(len(conversion.units) / 24))
+    coder = beam.coders.registry.get_coder(bytes)
+    encoded = sum(len(coder.encode(conversion.expand(unit).pack())) for unit in units)
+    assert encoded / len(units) * len(conversion.units) < 0.001 * nbytes(config)
+
+
+def test_a_descriptor_holds_the_whole_unit() -> None:
+    """A worker gets back what was packed."""
+    conversion = prepare(Options(unit_bytes=30_000, mesh=("fsdp=4",)), headers_only(DEEPSEEK))
+    for number in range(len(conversion.units)):
+        unit = conversion.expand(number)
+        assert Unit.unpack(unit.pack()) == unit
+
+
+WAYS = {
+    "every bundle twice": "--direct_runner_bundle_repeat=1",
+    "every bundle three times, threads": "--direct_runner_bundle_repeat=2 --direct_running_mode=multi_threading --direct_num_workers=4",
+    "in memory": "--direct_running_mode=in_memory",
+    "one thread": "--direct_running_mode=multi_threading --direct_num_workers=1",
+    "four threads": "--direct_running_mode=multi_threading --direct_num_workers=4",
+    "two processes": "--direct_running_mode=multi_processing --direct_num_workers=2",
+    "the DirectRunner, by name": "--runner=DirectRunner",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_beam_runs_it_the_bits_are_the_same(generated: Path, tmp_path: Path, way: str) -> None:
+    """MaxText's own bits, in many units, whatever the mode and the number of workers; a stage that runs again changes nothing."""
+    options = ["--unit_bytes", "100000", "--mesh", "fsdp=4", "--maxtext_model", given()[CASE]["maxtext_model"], *WAYS[way].split()]
+    step = convert(generated / "cases" / CASE, tmp_path / "out", *options)
+    assert digests(restore(step)) == given_arrays(CASE, "scanned")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["0"]
+
+
+def test_chunk_keys_are_the_same_too(tmp_path: Path) -> None:
+    """Without a database every chunk is a file: the same names with the same bytes, whatever the workers."""
+    source = save(tmp_path / "hf", DEEPSEEK, *split(random_tensors(DEEPSEEK), 3))
+    files = []
+    for name, way in enumerate(("--direct_running_mode=in_memory", "--direct_num_workers=4", "--direct_runner_bundle_repeat=1")):
+        options = ["--use_ocdbt", "false", "--use_zarr3", "false", "--mesh", "fsdp=4", "--unit_bytes", "30000", *way.split()]
+        items = convert(source, tmp_path / str(name), *options) / "items"
+        files.append({str(path.relative_to(items)): path.read_bytes() for path in items.rglob("*") if path.is_file()})
+    assert len(files[0]) > 60
+    assert files[0] == files[1] == files[2]

@@ -1,0 +1,232 @@
+"""Conversions that were stopped: killed at any file operation, resumed as often as it takes, the result is the same."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from support import BF16, DEEPSEEK, LLAMA, assert_same_bits, call, convert, digests, flatten, random_tensors, reference, restore, save, split
+
+from formats.ocdbt import ATTEMPT
+from formats.orbax import Staging
+from formats.safetensors import open_checkpoint
+from pipelines.convert import execute
+from pipelines.options import pipeline_options
+from transforms.conversion import Options, prepare
+
+SMALL = ["--unit_bytes", "8000", "--mesh", "fsdp=2"]
+COARSE = ["--unit_bytes", "60000", "--mesh", "fsdp=2"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save(tmp_path / "hf", DEEPSEEK, *split(random_tensors(DEEPSEEK), 2))
+
+
+def ledger(output: Path) -> dict[str, str]:
+    """The attempt that made each unit, by the unit's file."""
+    entries = output.glob("0.orbax-checkpoint-tmp/units/[0-9]*.json")
+    return {path.name: json.loads(path.read_bytes())["attempt"] for path in entries}
+
+
+def kill_after(source: Path, output: Path, units: int, *options: str) -> dict[str, str]:
+    """Starts a conversion in a process of its own, and kills it when its ledger has this many units; returns the ledger it left."""
+    command = [sys.executable, "-m", "pipelines.convert", "--source", str(source), "--output", str(output), "--direct_num_workers=1", *SMALL, *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while len(ledger(output)) < units:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    left = ledger(output)
+    assert left
+    assert not (output / "0").exists()
+    return left
+
+
+def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> None:
+    """Killed twice on the way: the same bits, and no unit whose ledger entry exists is made again; the stages' counters tell."""
+    output = tmp_path / "out"
+    first = kill_after(source, output, 3)
+    second = kill_after(source, output, len(first) + 3, "--resume")
+    assert first.items() <= second.items()
+    conversion = prepare(Options(unit_bytes=8000, mesh=("fsdp=2",)), open_checkpoint(source))
+    rest = [conversion.expand(unit) for unit in range(len(conversion.units)) if f"{unit}.json" not in second]
+    assert len(rest) > 3
+    result = execute(conversion, Staging(output, 0), pipeline_options([]))
+    (written,) = [c.result for c in result.metrics().query()["counters"] if (c.key.metric.namespace, c.key.metric.name) == ("WriteChunks", "bytes")]
+    assert written == sum(math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for unit in rest for job in unit.shards)
+    used = {path.name.removeprefix(ATTEMPT) for path in (output / "0" / "items").glob(f"{ATTEMPT}*")}
+    assert set(second.values()) <= used
+    assert_same_bits(restore(output / "0"), reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16))
+    assert [path.name for path in output.iterdir()] == ["0"]
+
+
+def test_resume_without_a_database(source: Path, tmp_path: Path) -> None:
+    """The same for an array a folder, where units write straight to their places."""
+    output, options = tmp_path / "out", ["--use_ocdbt", "false", "--use_zarr3", "false"]
+    kill_after(source, output, 5, *options)
+    assert_same_bits(restore(convert(source, output, *SMALL, *options, "--resume")), reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16))
+
+
+def test_what_else_a_stopped_conversion_allows(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without `--resume` it is refused; with other options, or a source that changed, too, and the message says what differs; `--overwrite`
+    starts anew. What was done stays untouched by a refusal.
+    """
+    output = tmp_path / "out"
+    left = kill_after(source, output, 3)
+
+    def refused(*options: str) -> str:
+        capfd.readouterr()
+        assert call("convert", "--source", source, "--output", output, *options) == 2
+        assert ledger(output) == left
+        return capfd.readouterr().err
+
+    message = refused(*SMALL)
+    assert "--resume" in message
+    assert "--overwrite" in message
+    message = refused("--unit_bytes", "8000", "--mesh", "fsdp=4", "--scan_layers", "false", "--resume")
+    assert "--mesh was ('fsdp=2',), is ('fsdp=4',)" in message
+    assert "--scan_layers was True, is False" in message
+    assert "unit_bytes" not in message
+
+    other = save(tmp_path / "other", LLAMA, random_tensors(LLAMA))
+    capfd.readouterr()
+    assert call("convert", "--source", other, "--output", output, *SMALL, "--resume") == 2
+    assert "source" in capfd.readouterr().err
+    os.utime(source / "model-00001-of-00002.safetensors")
+    assert "files have changed" in refused(*SMALL, "--resume")
+
+    step = convert(source, output, "--overwrite")
+    assert_same_bits(restore(step), reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16))
+    assert [path.name for path in output.iterdir()] == ["0"]
+
+
+def test_resume_of_nothing_and_of_everything(source: Path, tmp_path: Path) -> None:
+    """With nothing there it converts; with the checkpoint finished it does nothing, not to a byte or a time."""
+    output = tmp_path / "out"
+    step = convert(source, output, *SMALL, "--resume")
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    convert(source, output, *SMALL, "--resume")
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    assert_same_bits(restore(step), reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16))
+
+
+def test_a_finished_checkpoint_with_another_plan_isnt_taken_for_done(source: Path, tmp_path: Path) -> None:
+    """`--resume` finds a finished checkpoint that other options made: to say "nothing to do" would be a lie."""
+    convert(source, tmp_path / "out", *SMALL)
+    assert call("convert", "--source", source, "--output", tmp_path / "out", "--scan_layers", "false", "--resume") == 2
+
+
+# --- dying at every file operation ----------------------------------------------------------------------------------------------
+
+# Python tells a hook of every file that is opened, renamed, linked or removed. The n-th of them below the output is the process's last act.
+DYING = """
+import os, sys
+from pipelines.cli import main
+import pipelines.convert
+
+WRITES = ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
+
+def die_at(last, output):
+    count = 0
+    def hook(event, arguments):
+        nonlocal count
+        writes = event in WRITES or event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes and str(arguments[0]).startswith(output):
+            count += 1
+            if count == last:
+                os._exit(9)
+    sys.addaudithook(hook)
+
+for number, output in {jobs!r}:
+    child = os.fork()
+    if child == 0:
+        os.dup2(2, 1)
+        die_at(number, output)
+        os._exit(main(["convert", "--source", {source!r}, "--output", output, "--direct_running_mode=in_memory", *{options!r}]))
+    print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def run_dying(source: Path, jobs: dict[int, Path], script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Converts into each folder until the process dies at its n-th file operation there."""
+    text = script.format(jobs=[(number, str(output)) for number, output in jobs.items()], source=str(source), options=[*COARSE, *options])
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=False)
+
+
+def die_at_each(source: Path, jobs: dict[int, Path], *options: str) -> None:
+    """The same, and all of them die."""
+    ran = run_dying(source, jobs, DYING, *options)
+    assert dict(map(str.split, ran.stdout.splitlines())) == {str(number): "9" for number in jobs}, ran.stderr
+
+
+def count_operations(source: Path, output: Path, *options: str) -> int:
+    """How many file operations a whole conversion makes."""
+    ran = run_dying(source, {-1: output}, DYING.replace("count += 1\n", "count += 1; print(count, file=sys.stderr)\n"), *options)
+    assert ran.stdout == "-1 0\n", ran.stderr
+    return max(int(line) for line in ran.stderr.splitlines() if line.isdigit())
+
+
+def test_death_at_any_file_operation(tmp_path: Path) -> None:
+    """After each of them a reader sees no checkpoint or a whole one, `--resume` finishes it, and nothing else is left in the folder."""
+    source, wanted = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), reference(LLAMA, random_tensors(LLAMA), BF16)
+    outputs = {number: tmp_path / str(number) for number in range(1, count_operations(source, tmp_path / "all") + 1)}
+    assert len(outputs) > 20
+    die_at_each(source, outputs)
+    faults = {}
+    for number, output in outputs.items():
+        if (output / "0").exists():
+            assert_same_bits(restore(output / "0"), wanted)
+        status = call("convert", "--source", source, "--output", output, *COARSE, "--resume")
+        left = sorted(path.name for path in output.iterdir())
+        if status or left != ["0"]:
+            faults[number] = status, left
+        else:
+            assert_same_bits(restore(output / "0"), wanted)
+    assert faults == {}
+
+
+def test_death_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    """Of the last file operations, the replacement among them: the old checkpoint or the new one is in the folder whole, under some name,
+    and the same command again leaves the new one alone.
+    """
+    old, new = (save(tmp_path / name, LLAMA, random_tensors(LLAMA, seed=seed)) for seed, name in enumerate(("old", "new")))
+    before, after = (reference(LLAMA, random_tensors(LLAMA, seed=seed), BF16) for seed in (0, 1))
+    convert(old, tmp_path / "out", *COARSE)
+    shutil.copytree(tmp_path / "out", tmp_path / "counted")
+    total = count_operations(new, tmp_path / "counted", "--overwrite")
+    outputs = {number: tmp_path / str(number) for number in range(total - 9, total + 1, 1)}
+    for output in outputs.values():
+        shutil.copytree(tmp_path / "out", output)
+    die_at_each(new, outputs, "--overwrite")
+    faults = {}
+    for number, output in outputs.items():
+        whole = [digests(parameters(path)) for path in output.iterdir() if (path / "commit_success.txt").exists()]
+        assert digests(before) in whole or digests(after) in whole
+        if (output / "0").exists():
+            assert digests(parameters(output / "0")) in (digests(before), digests(after))
+        status = call("convert", "--source", new, "--output", output, *COARSE, "--overwrite")
+        left = sorted(path.name for path in output.iterdir())
+        if status or left != ["0"]:
+            faults[number] = status, left
+        else:
+            assert_same_bits(restore(output / "0"), after)
+    assert faults == {}
+
+
+def parameters(step: Path) -> dict[str, np.ndarray]:
+    """Of a checkpoint under any name."""
+    return flatten(ocp.PyTreeCheckpointer().restore(step / "items")["params"]["params"])
