@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import operator
 import os
 import re
 from collections import defaultdict
@@ -37,7 +38,7 @@ DTYPES: Mapping[str, np.dtype] = {
 }  # fmt: skip
 
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_BAD_NAME = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]|^[/\\]|(^|[/\\])\.\.([/\\]|$)")  # control characters, half characters, ways out
 
 
 class HeaderError(ValueError):
@@ -147,7 +148,9 @@ def parse_header(raw: bytes, size: int, path: str) -> tuple[Tensor, ...]:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_refuse_constant)
     except UnicodeDecodeError as e:
         raise HeaderError(f"the header isn't UTF-8: {e}") from e
-    except (json.JSONDecodeError, RecursionError) as e:
+    except HeaderError:
+        raise
+    except (ValueError, RecursionError) as e:
         raise HeaderError(f"the header isn't JSON: {e}") from e
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -169,8 +172,8 @@ def _refuse_constant(text: str) -> None:
 
 
 def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
-    if not name or _CONTROL.search(name):
-        raise HeaderError(f"the tensor name {name!r} is empty or has control characters")
+    if not name or _BAD_NAME.search(name):
+        raise HeaderError(f"the tensor name {name[:80]!a} is empty, has control characters, or is a path that leads elsewhere")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise HeaderError(f"{name}: an entry has dtype, shape and data_offsets, this is {str(entry)[:80]}")
     shape, offsets = entry["shape"], entry["data_offsets"]
@@ -181,6 +184,8 @@ def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise HeaderError(f"{name}: unknown dtype {entry['dtype']!r}")
+    if any(n >= 2**63 for n in itertools.accumulate(shape, operator.mul)):
+        raise HeaderError(f"{name}: the sizes {str(shape)[:80]} overflow any number of bytes")
     tensor = Tensor(name, dtype, tuple(shape), path, data_start + offsets[0])
     if offsets[1] - offsets[0] != tensor.nbytes or tensor.nbytes >= 2**63:
         raise HeaderError(f"{name}: {entry['dtype']} {shape} takes {tensor.nbytes:,} bytes, data_offsets {offsets} say {offsets[1] - offsets[0]:,}")
@@ -274,7 +279,7 @@ def _open_shard(folder: Path, name: str, problems: list[Problem]) -> Shard | Non
 def _is_inside(folder: Path, path: Path) -> bool:
     """Links may lead within the folder, and from a hub cache's snapshot to its blobs."""
     root, target = folder.resolve(), path.resolve()
-    return target.is_relative_to(root) or target.parent == root.parent.parent / "blobs"
+    return target.is_relative_to(root) or (root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs")
 
 
 def _check_index(weight_map: Mapping[str, str], shards: Sequence[Shard]) -> Iterator[Problem]:

@@ -81,11 +81,16 @@ def selecting_axes(array: Array) -> frozenset[int]:
 def _cut(part: Part, itemsize: int) -> tuple[frozenset[int], list[int]]:
     """The array's axes that hold a tensor's columns, and those that hold its rows, the fastest first.
 
-    Columns are the trailing axes of the tensor that are needed to make a contiguous run of `MIN_RUN` bytes.
+    Columns are the trailing axes of the tensor that are needed to make a contiguous run of `MIN_RUN` bytes. An axis that merges
+    the tensor's factors in another order (paired rotary halves) counts as one too: any part of it needs all of its rows.
     """
     rank = len(part.window_shape)
     row = max((axis for axis in range(rank) if math.prod(part.window_shape[axis + 1 :]) * itemsize >= MIN_RUN), default=0)
     columns = frozenset().union(*(part.axes_of(axis) for axis in range(row + 1, rank)))
+    for number, axis in enumerate(part.target_axes):
+        order = [factor.which for factor in axis if factor.kind == "free"]
+        if order != sorted(order):
+            columns |= {number}
     rows: list[int] = []
     for axis in range(row, -1, -1):
         held = sorted(part.axes_of(axis) - columns - set(rows), key=lambda a: -max(f.which for f in part.target_axes[a] if f.kind == "free"))
@@ -128,7 +133,8 @@ def make_grid(array: Array, source_bytes: int, meshes: Sequence[Mesh], rules: Ru
         chunk = list(shape)
     else:
         chunk = [1 if axis in selecting else finest[axis] for axis in range(len(shape))]
-        _shrink(chunk, MAX_CHUNK // itemsize, set(range(len(shape))) - selecting, uncut)
+        slowest = [axis for axis in reversed(growth) if axis not in selecting]
+        _shrink(chunk, MAX_CHUNK // itemsize, [*slowest, *sorted(whole, key=lambda axis: -chunk[axis])], uncut)
         if not packed:
             _grow(chunk, finest, [axis for axis in growth if axis in selecting], itemsize)
     _fit(chunk, grid, unit_bytes, selecting, uncut)
@@ -173,8 +179,8 @@ def _common_shard(array: Array, assignments: Sequence) -> list[int]:
 
 
 def _shrink(chunk: list[int], limit: int, axes: Iterable[int], ragged: Container[int]) -> None:
-    """Cuts `chunk` to `limit` elements along `axes`, the longest first, into equal parts."""
-    for axis in sorted(axes, key=lambda axis: (-chunk[axis], axis)):
+    """Cuts `chunk` to `limit` elements along `axes`, in their order, into equal parts."""
+    for axis in axes:
         elements = math.prod(chunk)
         if elements > limit:
             chunk[axis] = cut_axis(chunk[axis], chunk[axis] * limit // elements, axis in ragged)
@@ -192,9 +198,7 @@ def _grow(chunk: list[int], finest: Sequence[int], axes: Sequence[int], itemsize
 
 def _fit(chunk: list[int], grid: Grid, unit_bytes: int, selecting: frozenset[int], ragged: Container[int]) -> None:
     """Cuts `chunk` so that the smallest unit around it fits: first along the axes that select tensors, then along rows."""
-    order = [axis for axis in reversed(grid.growth) if axis in selecting]
-    order += sorted((axis for axis in grid.growth if axis not in selecting), key=lambda axis: (-chunk[axis], axis))
-    for axis in order:
+    for axis in sorted(grid.growth[::-1], key=lambda axis: axis not in selecting):
         needed = grid.working_bytes(chunk)
         if needed > unit_bytes:
             chunk[axis] = cut_axis(chunk[axis], chunk[axis] * unit_bytes // needed, axis in ragged)

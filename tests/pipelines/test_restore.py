@@ -79,10 +79,12 @@ def test_the_tree_is_maxtexts_train_state(steps: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_custom_metadata_tells_maxtext_the_layout(generated: Path, tmp_path: Path, scan: bool) -> None:
-    """MaxText looks `scan_layers` up in the checkpoint's custom metadata; Orbax finds it there."""
+    """MaxText looks `scan_layers` up in the custom metadata of what `load_parameters_path` names, the item; Orbax finds it in the step's."""
     convert(generated / "cases" / "llama3.1", tmp_path / "out", "--maxtext_model", "llama3.1-8b", "--scan_layers", str(scan).lower())
     with ocp.CheckpointManager(tmp_path / "out") as manager:
         assert manager.metadata(0).custom_metadata["scan_layers"] is scan
+    item = json.loads((tmp_path / "out" / "0" / "items" / "_CHECKPOINT_METADATA").read_bytes())
+    assert item["custom_metadata"]["scan_layers"] is scan
 
 
 def test_several_steps_lie_beside_each_other(generated: Path, tmp_path: Path) -> None:
