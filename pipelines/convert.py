@@ -20,7 +20,7 @@ from model_mappings.plan import Problem
 from pipelines import report
 from pipelines.errors import FailedError, RefusedError
 from pipelines.options import check_options, pipeline_options
-from pipelines.prepare import describe, prepare_conversion
+from pipelines.prepare import prepare_conversion, refuse
 from pipelines.progress import ShowProgress
 from transforms.conversion import Conversion, load
 from transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks, unit_ranges
@@ -51,9 +51,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         staging = Staging(local_path(args.output), args.step)
     except StorageError as e:
         raise RefusedError(f"--output={e}") from e
-    problems = [*conversion.plan.problems, *_check_output(staging, conversion, args.resume, args.overwrite)]
-    if problems:
-        raise RefusedError(f"{report.count(len(problems), 'problem')}:\n{describe(problems)}")
+    refuse(conversion, [*conversion.plan.problems, *_check_output(staging, conversion, args.resume, args.overwrite)])
     if args.resume and not staging.folder.exists() and plan_of(staging.final) == conversion.hash:
         print(f"{staging.final} is finished already; nothing to do")
         return 0

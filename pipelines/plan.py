@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipelines import report
 from pipelines.errors import RefusedError
-from pipelines.prepare import describe, prepare_conversion
+from pipelines.prepare import prepare_conversion, refuse
 from transforms.conversion import json_report
 
 
@@ -29,8 +29,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         except OSError as e:
             raise RefusedError(f"--json={args.json}: {e.strerror}") from e
     report.print_plan(conversion, threads)
-    if conversion.plan.problems:
-        raise RefusedError(f"{report.count(len(conversion.plan.problems), 'problem')}:\n{describe(conversion.plan.problems)}")
+    refuse(conversion, conversion.plan.problems)
     return 0
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from formats.safetensors import Checkpoint, open_checkpoint
 from formats.storage import StorageError, local_path
 from model_mappings.cells import pattern
 from model_mappings.plan import Problem
-from model_mappings.registry import UnknownFamilyError
 from pipelines.errors import RefusedError
-from transforms.conversion import Conversion, Options, prepare
+from pipelines.report import count
+from transforms.conversion import UNKNOWN_FAMILY, Conversion, Options, prepare
 from transforms.mesh import MeshError
 
 SHOWN = 20  # problems of one kind; the rest is counted
@@ -23,7 +23,7 @@ def prepare_conversion(args: argparse.Namespace) -> Conversion:
     """Plans what the arguments ask for; problems stay in the plan.
 
     Raises:
-      RefusedError: there is nothing to plan: no source, no such model, no such mesh.
+      RefusedError: there is nothing to plan: no source, no such mesh.
     """
     if not args.source:
         raise RefusedError("--source is missing: the folder with config.json and the safetensors files")
@@ -37,9 +37,20 @@ def prepare_conversion(args: argparse.Namespace) -> Conversion:
         return prepare(options, checkpoint)
     except MeshError as e:
         raise RefusedError(str(e)) from e
-    except UnknownFamilyError as e:
-        problems = f"{describe(checkpoint.problems)}\n" if checkpoint.problems else ""
-        raise RefusedError(f"{problems}{e}\n\nWhat {args.source} holds:\n{inventory(checkpoint)}") from e
+
+
+def refuse(conversion: Conversion, problems: Sequence[Problem]) -> None:
+    """Says everything that stands against a conversion.
+
+    Raises:
+      RefusedError: there is something.
+    """
+    if not problems:
+        return
+    message = f"{count(len(problems), 'problem')}:\n{describe(problems)}"
+    if any(problem.kind == UNKNOWN_FAMILY for problem in problems):
+        message += f"\n\nWhat {conversion.checkpoint.root} holds:\n{inventory(conversion.checkpoint)}"
+    raise RefusedError(message)
 
 
 def inventory(checkpoint: Checkpoint) -> str:

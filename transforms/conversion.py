@@ -26,11 +26,12 @@ from model_mappings.audit import audit
 from model_mappings.cells import volume
 from model_mappings.config import Config, ConfigError, Layout
 from model_mappings.plan import TABLES_VERSION, Array, Plan, Problem, expand, make_arrays
-from model_mappings.registry import family_of
+from model_mappings.registry import UnknownFamilyError, family_of
 from transforms.grid import Grid, UnitBytesError, make_grid
 from transforms.mesh import Mesh, base_rules
 from transforms.units import Block, Unit, expand_unit, fetches_of, make_blocks, pack
 
+UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
 SAVE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 
 
@@ -182,24 +183,25 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
     """Plans a conversion. What stands against it is in `plan.problems`.
 
     Raises:
-      UnknownFamilyError: no table for this model.
       MeshError: a mesh can't be read.
     """
     meshes = [Mesh.parse(text) for text in options.mesh]
     source = open_source(checkpoint)
     specs = source.specs()
     config = Config(checkpoint.config)
-    family = family_of(config, options.maxtext_model)
-    layout = Layout(options.scan_layers, options.param_scan_axis, options.vocab_size, options.mtp, options.maxtext_model, frozenset(specs))
     problems = [*checkpoint.problems, *source.problems]
-    if options.mtp and not family.mtp:
-        problems.append(Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers"))
+    layout = Layout(options.scan_layers, options.param_scan_axis, options.vocab_size, options.mtp, options.maxtext_model, frozenset(specs))
     try:
+        family = family_of(config, options.maxtext_model)
+        if options.mtp and not family.mtp:
+            problems.append(Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers"))
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
-    except ConfigError as e:
-        problems.append(Problem("config", "config.json", str(e).removeprefix("config.json: ")))
-        return Conversion(options, checkpoint, Plan(family.name, (), {}, tuple(problems)), {}, (), (), ())
+    except (ConfigError, UnknownFamilyError) as e:
+        if checkpoint.config:  # else that it is missing is a problem already
+            kind = "config" if isinstance(e, ConfigError) else UNKNOWN_FAMILY
+            problems.append(Problem(kind, "config.json", str(e).removeprefix("config.json: ")))
+        return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), ())
     arrays = make_arrays(parts, specs, SAVE_DTYPES[options.save_dtype])
     dropped, found = audit(arrays, specs, drops, family.name)
     if checkpoint.shards:

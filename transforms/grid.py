@@ -198,7 +198,8 @@ def _grow(chunk: list[int], finest: Sequence[int], axes: Sequence[int], itemsize
 
 def _fit(chunk: list[int], grid: Grid, unit_bytes: int, selecting: frozenset[int], ragged: Container[int]) -> None:
     """Cuts `chunk` so that the smallest unit around it fits: first along the axes that select tensors, then along rows."""
-    for axis in sorted(grid.growth[::-1], key=lambda axis: axis not in selecting):
+    rows = [axis for axis in grid.growth[::-1] if axis not in selecting]
+    for axis in [*(axis for axis in grid.growth[::-1] if axis in selecting), *rows]:
         needed = grid.working_bytes(chunk)
         if needed > unit_bytes:
             chunk[axis] = cut_axis(chunk[axis], chunk[axis] * unit_bytes // needed, axis in ragged)

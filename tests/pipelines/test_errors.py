@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,42 @@ def test_an_option_that_must_be_there(source: Path, tmp_path: Path, capfd: pytes
     del options[missing]
     assert call("convert", *(word for option in options.items() for word in option)) == 2
     assert missing in capfd.readouterr().err
+
+
+ODD = [None, -1, "x", [], {}, {"rope_type": 3}, 1.5, True, 3, 10**30]
+
+
+@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK], ids=lambda config: config["model_type"])
+def test_no_value_in_a_config_is_a_traceback(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Whatever stands in any field that a table reads: the plan is made, or refused."""
+    folder = save(tmp_path / "hf", config, random_tensors(config))
+    faults = {}
+    for field in [*config, "rope_scaling", "rope_parameters", "quantization_config", "index_n_heads"]:
+        for value in ODD:
+            (folder / "config.json").write_text(json.dumps(config | {field: value}))
+            try:
+                assert call("plan", "--source", folder) in (0, 2)
+            except Exception as e:
+                faults[field, str(value)] = repr(e)
+    assert faults == {}
+
+
+@pytest.mark.parametrize("option", ["--param_scan_axis", "--unit_bytes", "--step", "--mesh=fsdp"])
+def test_no_number_on_the_command_line_is_a_traceback(tmp_path: Path, option: str) -> None:
+    """From 0 to what no machine integer holds: the plan is made, or refused."""
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    for number in (0, 1, 7, 2**31, 2**63, 10**30):
+        assert call("plan", "--source", folder, f"{option}={number}") in (0, 2)
+
+
+@pytest.mark.parametrize("rows", [2**63, 10**30])
+def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, rows: int) -> None:
+    """At once and in little memory, rather than planned for as long as the machine bears it."""
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    command = f"ulimit -v 8000000; exec '{sys.executable}' -m pipelines.plan --source '{folder}' --vocab_size {rows}"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=15, check=False)
+    assert ran.returncode == 2, ran.stderr[-500:]
+    assert "vocab_size" in ran.stderr
 
 
 def test_an_unknown_family_gets_an_inventory(source: Path, refused: Refused) -> None:
