@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 
+MAX_SIZE = 2**31 - 1  # of an axis
+MAX_COUNT = {"num_hidden_layers": 10_000, "first_k_dense_replace": 10_000, "num_experts": 100_000, "num_local_experts": 100_000, "n_routed_experts": 100_000}
+
+
 class ConfigError(ValueError):
     """`config.json` lacks a field that the family's table needs, or it holds something else."""
 
@@ -26,6 +30,8 @@ class Config(dict):
             value = self[key] if default is None and key not in self else default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"config.json: {key!r} should be a positive integer, but is {value!r}")
+        if value > (most := MAX_COUNT.get(key, MAX_SIZE)):
+            raise ConfigError(f"config.json: {key!r} is {value}; more than {most:,} can't be meant")
         return value
 
     def count(self, key: str) -> int:

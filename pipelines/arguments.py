@@ -53,18 +53,21 @@ def boolean(text: str) -> bool:
     return values[text.lower()]
 
 
-def positive(text: str) -> int:
-    """A positive integer."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a positive integer")
-    return int(text)
+MAX_INTEGER = 2**31 - 1
 
 
 def natural(text: str) -> int:
     """An integer from 0 on."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} should be an integer from 0 on")
+    if not text.isascii() or not text.isdigit() or int(text) > MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"{text!r} should be an integer from 0 to {MAX_INTEGER}")
     return int(text)
+
+
+def positive(text: str) -> int:
+    """An integer from 1 on."""
+    if (number := natural(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a positive integer")
+    return number
 
 
 def size(text: str) -> int:

@@ -28,7 +28,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             Path(args.json).write_text(json.dumps(json_report(conversion, threads, report.BASE_BYTES), indent=1))
         except OSError as e:
             raise RefusedError(f"--json={args.json}: {e.strerror}") from e
-    report.print_plan(conversion, threads)
+    if conversion.plan.arrays:
+        report.print_plan(conversion, threads)
     refuse(conversion, conversion.plan.problems)
     return 0
 
