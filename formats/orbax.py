@@ -2,6 +2,7 @@
 
     <output>/<step>.orbax-checkpoint-tmp/     until it is published; then <output>/<step>/
         plan.json.gz, units/<id>.json         the staged plan and the ledger; removed before publishing
+        failure.txt                           what Beam said of a failure; removed before publishing
         _CHECKPOINT_METADATA, commit_success.txt
         items/_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
 
@@ -65,6 +66,10 @@ class Staging:
     @property
     def units(self) -> Path:
         return self.folder / "units"
+
+    @property
+    def failure(self) -> Path:
+        return self.folder / "failure.txt"
 
     def create(self, plan: bytes) -> None:
         """Makes the staging folder, with the staged plan as its last entry."""
@@ -166,7 +171,8 @@ def _check_files(items: Path, specs: Sequence[ArraySpec], format: Format) -> Non
 def _publish(staging: Staging, overwrite: bool) -> None:
     """Gives the staging folder its name; a rename is all that a reader ever sees."""
     shutil.rmtree(staging.units, ignore_errors=True)
-    staging.plan.unlink(missing_ok=True)
+    for path in (staging.plan, staging.failure):
+        path.unlink(missing_ok=True)
     sync_folder(staging.items)
     sync_folder(staging.folder)
     if overwrite and staging.final.exists():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-
 MAX_SIZE = 2**31 - 1  # of an axis
 MAX_COUNT = {"num_hidden_layers": 10_000, "first_k_dense_replace": 10_000, "num_experts": 100_000, "num_local_experts": 100_000, "n_routed_experts": 100_000}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import shutil
 import sys
@@ -86,7 +88,6 @@ def execute(conversion: Conversion, staging: Staging, options: PipelineOptions, 
       RefusedError: no such runner.
       FailedError: the pipeline failed; what is done is kept.
     """
-    logging.getLogger("apache_beam").setLevel(logging.CRITICAL)  # it would log the traceback that FailedError sums up
     try:
         pipeline = beam.Pipeline(options=options)
     except ValueError as e:
@@ -100,15 +101,21 @@ def execute(conversion: Conversion, staging: Staging, options: PipelineOptions, 
         shutil.rmtree(staging.folder, ignore_errors=True)
         staging.create(conversion.stage())
     before = WRITTEN.total
+    logging.getLogger().setLevel(logging.CRITICAL)
+    noise = io.StringIO()  # on a failure Beam logs and prints hundreds of lines
     try:
         build(pipeline, conversion, staging, overwrite)
-        with ShowProgress(conversion.target_bytes, lambda: WRITTEN.total - before):
+        with ShowProgress(conversion.target_bytes, lambda: WRITTEN.total - before), contextlib.redirect_stderr(noise):
             result = pipeline.run()
             result.wait_until_finish()
     except Exception as e:
-        logging.getLogger("weightbeam").debug("the pipeline failed", exc_info=True)
         reason = str(e).strip().splitlines() or [type(e).__name__]
-        raise FailedError(f"  {reason[-1]}\nWhat is done is kept in {staging.folder}; the same command with --resume goes on from there.") from e
+        with contextlib.suppress(OSError):
+            staging.failure.write_text(f"{noise.getvalue()}\n{e}")
+        raise FailedError(
+            f"  {reason[-1]}\nThe whole story is in {staging.failure}.\n"
+            f"What is done is kept in {staging.folder}; the same command with --resume goes on from there."
+        ) from e
     return result
 
 

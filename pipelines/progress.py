@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from pipelines.report import human
@@ -22,7 +23,8 @@ class ShowProgress:
     def __init__(self, total: int, done: Callable[[], int]):
         self._total, self._done = total, done
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._bar if sys.stderr.isatty() else self._lines, daemon=True)
+        self._stream = sys.stderr  # as it is now: it is redirected while the pipeline runs
+        self._thread = threading.Thread(target=self._bar if self._stream.isatty() else self._lines, daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -32,10 +34,8 @@ class ShowProgress:
         self._thread.join()
 
     def _bar(self) -> None:
-        from rich.console import Console
-
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        with Progress(*columns, console=Console(file=self._stream)) as progress:
             task = progress.add_task("converting", total=self._total)
             while not self._stop.wait(INTERVAL):
                 progress.update(task, completed=self._done())
@@ -46,4 +46,4 @@ class ShowProgress:
         while not self._stop.wait(LINE_EVERY):
             done, seconds = self._done(), time.monotonic() - start
             left = f", {seconds * (self._total - done) / done:.0f} s left" if done else ""
-            print(f"converting: {human(done)} of {human(self._total)}, {human(done / seconds)}/s{left}", file=sys.stderr, flush=True)
+            print(f"converting: {human(done)} of {human(self._total)}, {human(done / seconds)}/s{left}", file=self._stream, flush=True)

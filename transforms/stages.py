@@ -105,6 +105,8 @@ class _WriteChunksFn(StageFn):
         self.staging, self.format = staging, format
 
     def run(self, work: Work) -> int:
+        if not work.shards:
+            return 0
         shards = [(job.spec, job.box, values) for job, values in zip(work.unit.shards, work.shards, strict=True)]
         write_unit(self.staging, work.unit.id, shards, self.format)
         nbytes = total_bytes(work.shards)
@@ -118,7 +120,7 @@ class _WriteChunksFn(StageFn):
 
 
 class ExpandUnits(beam.PTransform):
-    """Ranges of unit ids -> descriptors of the units that aren't done yet, from the staged plan, spread over the workers."""
+    """Ranges of unit ids -> descriptors of the units, from the staged plan, spread over the workers."""
 
     def __init__(self, staging: Staging, plan: str):
         super().__init__()
@@ -137,8 +139,8 @@ class _ExpandFn(beam.DoFn):
             return  # the checkpoint is complete; this bundle is a repeated one
         conversion, done = load_staged(self.staging, self.plan), self.staging.done()
         for unit in range(*ids):
-            if unit not in done:
-                yield conversion.expand(unit).pack()
+            # A unit that is done goes through empty, so that the assembly happens even if nothing else is left to do.
+            yield (Unit(unit, (), ()) if unit in done else conversion.expand(unit)).pack()
 
 
 class ReadBoxes(beam.PTransform):
@@ -188,7 +190,9 @@ class AssembleCheckpoint(beam.PTransform):
         self.staging, self.plan, self.overwrite = staging, plan, overwrite
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | "AllUnits" >> beam.CombineGlobally(_Count()) | "Assemble" >> beam.Map(_assemble, self.staging, self.plan, self.overwrite)
+        return (
+            pcoll | "AllUnits" >> beam.CombineGlobally(_Count()).without_defaults() | "Assemble" >> beam.Map(_assemble, self.staging, self.plan, self.overwrite)
+        )
 
 
 class _Count(beam.CombineFn):
