@@ -194,7 +194,8 @@ def die_at_each(source: Path, jobs: dict[int, Path], *options: str) -> None:
 
 def count_operations(source: Path, output: Path, *options: str) -> int:
     """How many file operations a whole conversion makes."""
-    ran = run_dying(source, {-1: output}, DYING.replace("count += 1\n", "count += 1; os.write(2, b"%d\\n" % count)\n"), *options)
+    counting = DYING.replace("count += 1\n", "count += 1; os.write(2, str(count).encode() + bytes([10]))\n")
+    ran = run_dying(source, {-1: output}, counting, *options)
     assert ran.stdout == "-1 0\n", ran.stderr
     return max(int(line) for line in ran.stderr.splitlines() if line.isdigit())
 
