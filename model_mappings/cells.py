@@ -13,6 +13,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,8 +39,7 @@ def whole(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):  # a tuple, as Piece is: a unit may have thousands, and tuples are made and pickled fastest
     """A part of an array: every `steps`-th index of a box, its axes split into factors, indexed.
 
     Attributes:
@@ -52,7 +52,7 @@ class View:
     box: Box
     steps: tuple[int, ...]
     factors: tuple[int, ...]
-    index: tuple[Range | int, ...]
+    index: tuple[Range | int, ...]  # type: ignore[assignment]  # tuple.index isn't missed
 
     def of(self, array: np.ndarray, origin: tuple[int, ...]) -> np.ndarray:
         """The view into `array`, whose first element is the one at `origin`. Never a copy."""
@@ -62,8 +62,7 @@ class View:
         return split[(*(i if isinstance(i, int) else slice(*i) for i in self.index), ...)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a tensor that becomes a box of an array: `target = ops(source.transpose(order))`."""
 
     tensor: str

@@ -126,6 +126,8 @@ def make_grid(array: Array, source_bytes: int, meshes: Sequence[Mesh], rules: Ru
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(shape)) if axis not in whole)]))
 
     packed = not meshes and format.use_zarr3 and array.nbytes > MAX_CHUNK
+    if packed:
+        uncut -= whole  # a shard is whole there, and must be whole chunks
     element_bytes = source_bytes + itemsize * (2 if packed or format.compression != "none" else 1)  # encoding makes a copy
     grid = Grid(ArraySpec(array.key, shape, array.dtype, shape, shape), {mesh.text: assignments for mesh in meshes}, whole, growth, element_bytes, warnings)
 
