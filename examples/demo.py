@@ -99,8 +99,9 @@ def expected(folder: Path) -> dict[str, np.ndarray]:
 
 def main(folder: Path) -> int:
     """Runs the demo in `folder`; returns its exit status."""
-    shutil.rmtree(folder, ignore_errors=True)
     source, output = folder / "DeepSeek-V3-tiny", folder / "maxtext"
+    for made_earlier in (source, output):
+        shutil.rmtree(made_earlier, ignore_errors=True)
     write_checkpoint(source)
     print(f"1. wrote {source}: {', '.join(path.name for path in sorted(source.iterdir()))}\n")
     command = ["convert", "--source", str(source), "--output", str(output), "--mesh", "fsdp=4"]
@@ -123,4 +124,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "out/demo")))

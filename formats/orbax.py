@@ -26,7 +26,7 @@ import numpy as np
 import tensorstore as ts
 
 from formats import ocdbt, zarr
-from formats.storage import StorageError, create_file, sync_folder, write_file
+from formats.storage import TEMPORARY, StorageError, create_file, sync_folder, write_file
 from formats.zarr import ArraySpec, Format
 from model_mappings.cells import Box
 
@@ -77,6 +77,10 @@ class Staging:
         self.units.mkdir()
         write_file(self.plan, plan)
 
+    def is_done(self, unit: int) -> bool:
+        """Whether a unit counts."""
+        return (self.units / f"{unit}.json").exists()
+
     def done(self) -> dict[int, str]:
         """The ledger: the attempt that made each unit."""
         return {int(path.stem): json.loads(path.read_bytes())["attempt"] for path in self.units.glob("[0-9]*.json")}
@@ -123,7 +127,7 @@ def assemble(staging: Staging, specs: Sequence[ArraySpec], format: Format, units
         return
     if not (staging.folder / MARKER).exists():
         _complete(staging, specs, format, units, custom)
-    _publish(staging, overwrite)
+    publish(staging, overwrite)
 
 
 def _complete(staging: Staging, specs: Sequence[ArraySpec], format: Format, units: int, custom: Mapping[str, Any]) -> None:
@@ -160,7 +164,7 @@ def _check_files(items: Path, specs: Sequence[ArraySpec], format: Format) -> Non
     """Without a database every key is a file: all of them, and no others."""
     wanted = {key for spec in specs for key in zarr.keys(spec, format)}
     held = {str(path.relative_to(items)) for path in items.rglob("*") if path.is_file()}
-    for stray in [key for key in held - wanted if key.endswith(".__lock")]:  # TensorStore's, of a write that was killed
+    for stray in [key for key in held - wanted if key.endswith((".__lock", TEMPORARY))]:  # TensorStore's and ours, of writes that were killed
         (items / stray).unlink()
         held.remove(stray)
     if wanted != held:
@@ -168,10 +172,10 @@ def _check_files(items: Path, specs: Sequence[ArraySpec], format: Format) -> Non
         raise ocdbt.IncompleteError(f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {(missing or extra)[:3]}")
 
 
-def _publish(staging: Staging, overwrite: bool) -> None:
+def publish(staging: Staging, overwrite: bool = False) -> None:
     """Gives the staging folder its name; a rename is all that a reader ever sees."""
     shutil.rmtree(staging.units, ignore_errors=True)
-    for path in (staging.plan, staging.failure):
+    for path in (staging.plan, staging.failure, *staging.items.glob(f".*{TEMPORARY}"), *staging.folder.glob(f".*{TEMPORARY}")):
         path.unlink(missing_ok=True)
     sync_folder(staging.items)
     sync_folder(staging.folder)
@@ -188,10 +192,17 @@ def plan_of(step: Path) -> str | None:
     """The hash of the plan that a complete checkpoint was made by; None where it isn't complete, or isn't ours."""
     if not (step / MARKER).exists():
         return None
+    about = custom_metadata(step).get("weightbeam")
+    return about.get("plan") if isinstance(about, dict) else None
+
+
+def custom_metadata(step: Path) -> dict[str, Any]:
+    """A step's custom metadata; empty where there is none, or none that can be read."""
     try:
-        return json.loads((step / CHECKPOINT_METADATA).read_bytes())["custom_metadata"]["weightbeam"]["plan"]
+        custom = json.loads((step / CHECKPOINT_METADATA).read_bytes())["custom_metadata"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}
+    return custom if isinstance(custom, dict) else {}
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
@@ -230,7 +241,7 @@ def _checkpoint_metadata(custom: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array of a checkpoint that exists: what one write made (`shard`) and one read fetches (`chunk`)."""
+    """An array of a checkpoint that exists, and whether its chunks are compressed."""
 
     spec: ArraySpec
     compressed: bool

@@ -7,6 +7,7 @@ are two things that it lets pass: duplicate keys, and control characters in name
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -97,7 +98,7 @@ class Checkpoint:
     lost: frozenset[str] = frozenset()
     problems: tuple[Problem, ...] = ()
 
-    @property
+    @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name; in the order of the files and of their offsets."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
@@ -126,7 +127,7 @@ def read_header(path: str) -> tuple[Tensor, ...]:
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         start = file.read(8)
-        if start.startswith(b"version "[:8]) and b"git-lfs" in start + file.read(100):
+        if start == b"version " and b"git-lfs" in start + file.read(100):
             raise HeaderError("a git-lfs pointer, not the file itself; run `git lfs pull`")
         if len(start) < 8:
             raise HeaderError(f"{size} bytes are too few for a safetensors file")
@@ -230,9 +231,9 @@ def _read_json(path: Path, problems: list[Problem]) -> dict[str, Any]:
     """A JSON object, or an empty one and a problem."""
     try:
         value = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             return value
-        message = f"should be a JSON object, is a {type(value).__name__}"
+        message = "is empty" if value == {} else f"should be a JSON object, is a {type(value).__name__}"
     except FileNotFoundError:
         message = "no such file"
     except OSError as e:
@@ -247,7 +248,7 @@ def _read_index(folder: Path, problems: list[Problem]) -> dict[str, str]:
     """The index's `weight_map`, without the entries that can't be right."""
     index = _read_json(folder / INDEX, problems)
     weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         if index:
             problems.append(Problem("index", INDEX, "has no weight_map that maps tensors to files"))
         return {}

@@ -91,24 +91,28 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a file whole and durably: readers see all of it or nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+TEMPORARY = ".weightbeam-tmp"  # how the name of a file ends that is still being written
+
+
+def _write_temporary(path: Path, data: bytes) -> Path:
+    """Writes the data durably to a file beside `path`, whose name begins with a dot."""
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}{TEMPORARY}")
     with open(temporary, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    return temporary
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file whole and durably: readers see all of it or nothing."""
+    os.replace(_write_temporary(path, data), path)
     sync_folder(path.parent)
 
 
 def create_file(path: Path, data: bytes) -> bool:
     """Writes a file whole and durably unless it exists; returns whether it was this call that made it."""
-    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary = _write_temporary(path, data)
     try:
         os.link(temporary, path)
     except FileExistsError:

@@ -14,7 +14,6 @@ from model_mappings.config import Config, Layout
 from model_mappings.family import Family
 
 PREFIX = "params/params"  # where MaxText's TrainState keeps the model's parameters
-TABLES_VERSION = 1  # raise it with every change of a table that changes an array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Problem:
     """A reason not to convert.
 
     Attributes:
-      kind: one of missing, unused, shape, dtype, unscaled, orphan scale, unclaimed part, overlap, gap, …
+      kind: missing, unused, shape, dtype, unscaled, orphan scale, unclaimed part, overlap, gap, … (`docs/data_model.md`).
       subject: the name of a tensor, an array or a file.
       message: what was expected, what was found, and what to do.
       is_array: whether the subject is an array.

@@ -9,14 +9,15 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.runner import PipelineResult
 
-from formats.orbax import Staging, assemble, plan_of
+from formats.orbax import Staging, plan_of, publish
 from formats.storage import StorageError, local_path, write_file
 from model_mappings.plan import Problem
 from pipelines import report
@@ -59,13 +60,14 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     for warning in report.collapse(conversion.warnings):
         print(f"warning: {warning}", file=sys.stderr)
-    start = time.monotonic()
+    start, before = time.monotonic(), WRITTEN.total
     execute(conversion, staging, pipeline_options(rest), args.resume, args.overwrite)
-    seconds = time.monotonic() - start
-    print(
-        f"{staging.final / 'items'}: {len(conversion.plan.arrays):,} arrays, {report.human(conversion.target_bytes)} "
-        f"in {seconds:.1f} s ({report.human(conversion.target_bytes / max(seconds, 1e-9))}/s)"
-    )
+    if plan_of(staging.final) != conversion.hash:
+        raise FailedError(f"  the pipeline ended, but {staging.final} isn't its result")
+    seconds, written = time.monotonic() - start, WRITTEN.total - before
+    size = report.human(conversion.target_bytes)
+    rate = f" ({report.human(written / seconds)}/s)" if written else ""
+    print(f"{staging.final / 'items'}: {len(conversion.plan.arrays):,} arrays, {size} in {seconds:.1f} s{rate}")
     if conversion.plan.dropped:
         print(f"{report.count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why")
     return 0
@@ -86,37 +88,59 @@ def execute(conversion: Conversion, staging: Staging, options: PipelineOptions, 
 
     Raises:
       RefusedError: no such runner.
-      FailedError: the pipeline failed; what is done is kept.
+      FailedError: it failed on the way; what is done is kept.
     """
     try:
         pipeline = beam.Pipeline(options=options)
     except ValueError as e:
         raise RefusedError(str(e)) from e
-    if resume and plan_of(staging.folder) == conversion.hash:
-        assemble(staging, [], conversion.options.format, 0, {}, overwrite)
-        return None
-    if resume and staging.plan.exists():
-        write_file(staging.plan, conversion.stage())  # the same plan, but the source may have moved
-    else:
-        shutil.rmtree(staging.folder, ignore_errors=True)
-        staging.create(conversion.stage())
-    before = WRITTEN.total
-    logging.getLogger().setLevel(logging.CRITICAL)
-    noise = io.StringIO()  # on a failure Beam logs and prints hundreds of lines
+    noise = io.StringIO()
     try:
+        if resume and plan_of(staging.folder) == conversion.hash:
+            publish(staging, overwrite)
+            return None
+        if resume and staging.plan.exists():
+            write_file(staging.plan, conversion.stage())  # the same plan, but the source may have moved
+        else:
+            shutil.rmtree(staging.folder, ignore_errors=True)
+            staging.create(conversion.stage())
+        left, before = int(conversion.target_bytes * _share_left(staging, conversion)), WRITTEN.total
         build(pipeline, conversion, staging, overwrite)
-        with ShowProgress(conversion.target_bytes, lambda: WRITTEN.total - before), contextlib.redirect_stderr(noise):
+        with ShowProgress(left, lambda: WRITTEN.total - before), _quiet(noise):
             result = pipeline.run()
             result.wait_until_finish()
+        return result
     except Exception as e:
-        reason = str(e).strip().splitlines() or [type(e).__name__]
-        with contextlib.suppress(OSError):
-            staging.failure.write_text(f"{noise.getvalue()}\n{e}")
-        raise FailedError(
-            f"  {reason[-1]}\nThe whole story is in {staging.failure}.\n"
-            f"What is done is kept in {staging.folder}; the same command with --resume goes on from there."
-        ) from e
-    return result
+        raise FailedError(_failure(e, staging, noise.getvalue())) from e
+
+
+def _share_left(staging: Staging, conversion: Conversion) -> float:
+    """The share of the units that are still to do."""
+    return 1 - len(staging.done()) / max(1, len(conversion.units))
+
+
+@contextlib.contextmanager
+def _quiet(noise: io.StringIO) -> Iterator[None]:
+    """Catches what Beam prints and logs: on a failure that is hundreds of lines."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(noise):
+            yield
+    finally:
+        root.setLevel(level)
+
+
+def _failure(error: Exception, staging: Staging, noise: str) -> str:
+    """What to tell of a failure; the rest goes into a file beside the units."""
+    lines = [f"  {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"]
+    with contextlib.suppress(OSError):
+        staging.failure.write_text(f"{noise}\n{error}")
+        lines.append(f"The whole story is in {staging.failure}.")
+    if staging.folder.exists():
+        lines.append(f"What is done is kept in {staging.folder}; the same command with --resume goes on from there.")
+    return "\n".join(lines)
 
 
 def _check_output(staging: Staging, conversion: Conversion, resume: bool, overwrite: bool) -> list[Problem]:
@@ -129,7 +153,7 @@ def _check_output(staging: Staging, conversion: Conversion, resume: bool, overwr
         return problem(staging.output, "is a file")
     if staging.folder.exists() and not resume and not overwrite:
         return problem(staging.folder, "holds a stopped conversion; go on with --resume, or start anew with --overwrite")
-    if staging.folder.exists() and resume and staging.plan.exists() and (differs := _difference(load(staging.plan.read_bytes()), conversion)):
+    if staging.folder.exists() and resume and (differs := _difference(staging, conversion)):
         return problem(staging.folder, f"holds a stopped conversion with another plan ({differs}); --overwrite without --resume starts anew")
     if staging.final.exists() and not overwrite:
         if not resume:
@@ -139,15 +163,23 @@ def _check_output(staging: Staging, conversion: Conversion, resume: bool, overwr
         if plan_of(staging.final) != conversion.hash:
             return problem(staging.final, "exists, and was made with other options or of another source; --overwrite replaces it")
     parent = next(folder for folder in (staging.output, *staging.output.parents) if folder.exists())
-    missing = 1 - len(staging.done()) / max(1, len(conversion.units)) if resume else 1
-    needed, free = int(conversion.target_bytes * missing), shutil.disk_usage(parent).free
+    if resume and conversion.hash in (plan_of(staging.folder), plan_of(staging.final)):
+        return []
+    needed = int(conversion.target_bytes * (_share_left(staging, conversion) if resume else 1))
+    free = shutil.disk_usage(parent).free
     if free < needed:
         return problem(staging.output, f"needs {report.human(needed)}, the disk has {report.human(free)} left")
     return []
 
 
-def _difference(staged: Conversion, wanted: Conversion) -> str:
-    """What differs between two plans; empty if nothing does."""
+def _difference(staging: Staging, wanted: Conversion) -> str:
+    """What differs between the plan that is staged and the one that is wanted; empty if nothing does."""
+    if not staging.plan.exists():
+        return "it is complete but for its name" if plan_of(staging.folder) not in (None, wanted.hash) else ""
+    try:
+        staged = load(staging.plan.read_bytes())
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
+        return "it was staged by another version of Weightbeam, or is damaged"
     if staged.hash == wanted.hash:
         return ""
     options = vars(wanted.options)

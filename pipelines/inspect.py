@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from formats.orbax import find_items, read_arrays
+from formats.orbax import custom_metadata, find_items, read_arrays
 from formats.safetensors import open_checkpoint
 from formats.storage import StorageError, local_path
 from model_mappings.cells import pattern
@@ -30,6 +30,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return _orbax(find_items(path))
     except StorageError as e:
         raise RefusedError(str(e)) from e
+    except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged
+        raise RefusedError(f"{args.checkpoint}: can't be read: {e}") from e
 
 
 def _orbax(items: Path) -> int:
@@ -48,8 +50,7 @@ def _orbax(items: Path) -> int:
     report.CONSOLE.print(rows)
     total = sum(math.prod(array.spec.shape) * array.spec.dtype.itemsize for array in arrays)
     print(f"\n{items}: {len(arrays):,} arrays, {report.human(total)}")
-    metadata = items.parent / "_CHECKPOINT_METADATA"
-    if metadata.exists() and (custom := json.loads(metadata.read_bytes()).get("custom_metadata")):
+    if custom := custom_metadata(items.parent):
         print("custom metadata: " + json.dumps(custom))
     return 0
 

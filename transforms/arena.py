@@ -1,15 +1,15 @@
 """An arena: the memory of one unit after the other, taken from the system once.
 
-A thread works on one unit at a time, so the arrays of a unit can lie where those of the last one lay. That bounds a
-thread's memory by its largest unit, and saves the system from handing out and clearing the same pages for every unit, which
-took more time than the copies.
+The arrays of a unit can lie where those of an earlier one lay. That bounds a process's memory by the units it works on at a
+time, and saves the system from handing out and clearing the same pages for every unit, which took more time than the copies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
-import threading
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class Arena:
             self._buffer = np.empty(0, np.uint8)  # gives the old one back first
             size = 1 << (capacity - 1).bit_length()  # pages that aren't touched cost nothing, so round up and rarely grow
             pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError, AttributeError):  # a hint, which not every system takes
+                pages.madvise(mmap.MADV_HUGEPAGE)
             self._buffer = np.frombuffer(pages, np.uint8)
         self._used = 0
 
@@ -52,12 +53,19 @@ class Arena:
         return array
 
 
-_LOCAL = threading.local()
+_FREE: list[Arena] = []  # pop and append are atomic
 
 
-def thread_arena(capacity: int) -> Arena:
-    """This thread's arena, begun anew."""
-    if not hasattr(_LOCAL, "arena"):
-        _LOCAL.arena = Arena()
-    _LOCAL.arena.reset(capacity)
-    return _LOCAL.arena
+@contextlib.contextmanager
+def borrowed(capacity: int) -> Iterator[Arena]:
+    """An arena with room for `capacity` bytes, for one unit.
+
+    After an error it isn't used again: writes that were started may still read from it.
+    """
+    try:
+        arena = _FREE.pop()
+    except IndexError:
+        arena = Arena()
+    arena.reset(capacity)
+    yield arena
+    _FREE.append(arena)

@@ -11,6 +11,7 @@ import functools
 import gzip
 import hashlib
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,12 +26,13 @@ from formats.zarr import Format
 from model_mappings.audit import audit
 from model_mappings.cells import volume
 from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.plan import TABLES_VERSION, Array, Plan, Problem, expand, make_arrays
+from model_mappings.plan import Array, Plan, Problem, expand, make_arrays
 from model_mappings.registry import UnknownFamilyError, family_of
 from transforms.grid import Grid, UnitBytesError, make_grid
 from transforms.mesh import Mesh, base_rules
 from transforms.units import Block, Unit, expand_unit, fetches_of, make_blocks, pack
 
+DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
 SAVE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 
@@ -118,16 +120,22 @@ class Conversion:
 
     @functools.cached_property
     def hash(self) -> str:
-        """Identifies the result: the source's files, the options, the tables. The same on every machine and runner."""
-        identity = {
-            "options": dataclasses.asdict(self.options),
-            "tables": TABLES_VERSION,
-            "config": self.checkpoint.config,
-            "shards": [(shard.name, shard.size, shard.mtime_ns) for shard in self.checkpoint.shards],
-            "arrays": [(grid.spec.key, grid.spec.shape, grid.spec.chunk, grid.spec.shard) for grid in self.grids],
-            "units": len(self.units),
-        }
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        """Identifies the result: the source's files and headers, the options, the rules, grids and units. The same everywhere."""
+        identity = hashlib.sha256()
+
+        def add(*facts: object) -> None:
+            identity.update(json.dumps(facts, sort_keys=True, default=str).encode())
+
+        add(DECODING_VERSION, dataclasses.asdict(self.options), self.checkpoint.config)
+        for shard in self.checkpoint.shards:
+            add(shard.name, shard.size, shard.mtime_ns, [(t.name, t.dtype.name, t.shape, t.offset) for t in shard.tensors])
+        for array, grid in zip(self.plan.arrays, self.grids, strict=True):
+            add(array.key, array.fill, grid.spec.shape, grid.spec.chunk, grid.spec.shard)
+            for part in array.parts:
+                add(part.rule.source, repr(part.rule), part.layers.tolist())
+        for unit in self.units:
+            add([(block.array, block.shards) for block in unit])
+        return identity.hexdigest()
 
     def stage(self) -> bytes:
         """The inputs, compressed; `load` makes the same conversion of them."""
@@ -166,9 +174,22 @@ def load(staged: bytes) -> Conversion:
     return conversion
 
 
-@functools.lru_cache(maxsize=1)
+_LOADING = threading.Lock()
+
+
 def load_staged(staging: Staging, hash: str) -> Conversion:
-    """The conversion with this hash that is staged in a folder; made once in a process.
+    """The conversion with this hash that is staged in a folder; made once in a process, by the first thread that asks.
+
+    Raises:
+      RuntimeError: another conversion is staged there.
+    """
+    with _LOADING:
+        return _load_staged(staging, hash)
+
+
+@functools.lru_cache(maxsize=1)
+def _load_staged(staging: Staging, hash: str) -> Conversion:
+    """See `load_staged`.
 
     Raises:
       RuntimeError: another conversion is staged there.
@@ -198,7 +219,7 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
     except (ConfigError, UnknownFamilyError) as e:
-        if checkpoint.config:  # else that it is missing is a problem already
+        if checkpoint.config:  # else that it is missing, or empty, is a problem already
             kind = "config" if isinstance(e, ConfigError) else UNKNOWN_FAMILY
             problems.append(Problem(kind, "config.json", str(e).removeprefix("config.json: ")))
         return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), ())

@@ -76,15 +76,14 @@ def partition_spec(names: Sequence[str | None], rules: Rules) -> tuple[Assignmen
     The rules are tried in order; a rule counts if its axis is still without an assignment and none of its mesh axes is taken
     (google/flax, flax/linen/spmd.py, `logical_to_mesh_axes`, 0.12.8).
     """
-    unassigned = object()
-    result: list[object] = [unassigned if name is not None else None for name in names]
+    assigned: dict[int, Assignment] = {}
     taken: set[str] = set()
     for name, axes in rules:
         if name not in names:
             continue
         at = list(names).index(name)
         wanted = {axes} if isinstance(axes, str) else set(axes or ())
-        if result[at] is unassigned and not wanted & taken:
-            result[at] = axes
+        if at not in assigned and not wanted & taken:
+            assigned[at] = axes
             taken |= wanted
-    return tuple(None if axes is unassigned else axes for axes in result)  # type: ignore[misc]
+    return tuple(assigned.get(at) for at in range(len(names)))

@@ -28,17 +28,21 @@ def stack(job: ShardJob, views: Sequence[tuple[Piece, np.ndarray]], empty: Empty
 
 def copy(source: np.ndarray, target: np.ndarray, ops: Sequence[Op] = ()) -> None:
     """`target = ops(source)` in float32 with one cast; a plain copy where both have one dtype and there are no ops."""
+    bits = np.dtype(f"u{target.dtype.itemsize}")  # numpy copies integers several times faster than ml_dtypes' floats
     if not ops and source.dtype == target.dtype:
-        bits = np.dtype(f"u{source.dtype.itemsize}")  # numpy copies integers several times faster than ml_dtypes' floats
         _copy_bits(*_coalesce(source.view(bits), target.view(bits)))
         return
-    rows = max(1, STRIP_ELEMENTS * len(source) // max(1, source.size)) if source.ndim else 1
-    for start in range(0, len(source), rows) if source.ndim else [...]:
-        part = slice(start, start + rows) if source.ndim else ...
-        values = source[part].astype(np.float32)
+    if source.ndim == 0:
+        source, target = source[np.newaxis], target[np.newaxis]
+    slowest = max(range(source.ndim), key=lambda axis: source.strides[axis])
+    source, target = np.moveaxis(source, slowest, 0), np.moveaxis(target, slowest, 0)
+    rows = max(1, STRIP_ELEMENTS * len(source) // max(1, source.size))
+    for start in range(0, len(source), rows):  # strips along the source's rows, cast before they are transposed
+        values = source[start : start + rows].astype(np.float32, copy=False)
         for op in ops:
             values = op.forward(values)
-        target[part] = values
+        strip = values.astype(target.dtype, copy=False)
+        _copy_bits(*_coalesce(strip.view(bits), target[start : start + rows].view(bits)))
 
 
 def _coalesce(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,17 +8,20 @@ goes by reference. Every stage counts its bytes and its milliseconds, under its 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import apache_beam as beam
 from apache_beam.metrics import Metrics
 
-from formats.orbax import Staging, assemble, write_unit
+from formats.orbax import Staging, assemble, plan_of, write_unit
 from formats.safetensors import read_boxes
+from formats.storage import StorageError
 from formats.zarr import Format
+from transforms.arena import borrowed
 from transforms.conversion import Conversion, load_staged
 from transforms.stack import stack
 from transforms.units import Unit
@@ -56,11 +59,15 @@ class StageFn(beam.DoFn):
         """Does the stage's part; returns the bytes it handled."""
         raise NotImplementedError
 
-    def process(self, work: Work) -> Iterator[Work]:
+    def timed(self, work: Work) -> Work:
+        """Runs the stage's part, and counts its bytes and milliseconds."""
         start = time.perf_counter_ns()
         self.bytes.inc(self.run(work))
         self.milliseconds.inc(-(-(time.perf_counter_ns() - start) // 1_000_000))
-        yield work
+        return work
+
+    def process(self, work: Work) -> Iterator:
+        yield self.timed(work)
 
 
 class _ReadBoxesFn(StageFn):
@@ -72,7 +79,9 @@ class _ReadBoxesFn(StageFn):
         return nbytes
 
     def process(self, descriptor: bytes) -> Iterator[Work]:
-        return super().process(Work(Unit.unpack(descriptor)))
+        unit = Unit.unpack(descriptor)
+        with borrowed(unit.working_bytes) as arena:  # until the stages behind this one are through with it
+            yield self.timed(Work(unit, arena))
 
 
 class _DequantizeFn(StageFn):
@@ -105,7 +114,7 @@ class _WriteChunksFn(StageFn):
         self.staging, self.format = staging, format
 
     def run(self, work: Work) -> int:
-        if not work.shards:
+        if work.unit.is_done:
             return 0
         shards = [(job.spec, job.box, values) for job, values in zip(work.unit.shards, work.shards, strict=True)]
         write_unit(self.staging, work.unit.id, shards, self.format)
@@ -115,32 +124,31 @@ class _WriteChunksFn(StageFn):
         return nbytes
 
     def process(self, work: Work) -> Iterator[int]:
-        for done in super().process(work):
-            yield done.unit.id
+        yield self.timed(work).unit.id
 
 
 class ExpandUnits(beam.PTransform):
     """Ranges of unit ids -> descriptors of the units, from the staged plan, spread over the workers."""
 
-    def __init__(self, staging: Staging, plan: str):
+    def __init__(self, staging: Staging, plan_hash: str):
         super().__init__()
-        self.staging, self.plan = staging, plan
+        self.staging, self.plan_hash = staging, plan_hash
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan)).with_output_types(bytes) | beam.Reshuffle()
+        return pcoll | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan_hash)).with_output_types(bytes) | beam.Reshuffle()
 
 
 class _ExpandFn(beam.DoFn):
-    def __init__(self, staging: Staging, plan: str):
-        self.staging, self.plan = staging, plan
+    def __init__(self, staging: Staging, plan_hash: str):
+        self.staging, self.plan_hash = staging, plan_hash
 
     def process(self, ids: tuple[int, int]) -> Iterator[bytes]:
-        if not self.staging.plan.exists():
-            return  # the checkpoint is complete; this bundle is a repeated one
-        conversion, done = load_staged(self.staging, self.plan), self.staging.done()
+        if is_published(self.staging, self.plan_hash):
+            return  # this bundle is a repeated one
+        conversion = load_staged(self.staging, self.plan_hash)
         for unit in range(*ids):
             # A unit that is done goes through empty, so that the assembly happens even if nothing else is left to do.
-            yield (Unit(unit, (), ()) if unit in done else conversion.expand(unit)).pack()
+            yield (Unit.done(unit) if self.staging.is_done(unit) else conversion.expand(unit)).pack()
 
 
 class ReadBoxes(beam.PTransform):
@@ -185,35 +193,38 @@ class WriteChunks(beam.PTransform):
 class AssembleCheckpoint(beam.PTransform):
     """All unit ids -> the published checkpoint."""
 
-    def __init__(self, staging: Staging, plan: str, overwrite: bool):
+    def __init__(self, staging: Staging, plan_hash: str, overwrite: bool):
         super().__init__()
-        self.staging, self.plan, self.overwrite = staging, plan, overwrite
+        self.staging, self.plan_hash, self.overwrite = staging, plan_hash, overwrite
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return (
-            pcoll | "AllUnits" >> beam.CombineGlobally(_Count()).without_defaults() | "Assemble" >> beam.Map(_assemble, self.staging, self.plan, self.overwrite)
+            pcoll
+            | "AllUnits" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
+            | "Assemble" >> beam.Map(_assemble, self.staging, self.plan_hash, self.overwrite)
         )
 
 
-class _Count(beam.CombineFn):
-    """How many units were done here. The ledger says which; this only makes the assembly wait for all of them."""
+def is_published(staging: Staging, plan_hash: str) -> bool:
+    """Whether this conversion has been carried out to its end.
 
-    def create_accumulator(self) -> int:
-        return 0
-
-    def add_input(self, accumulator: int, element: int) -> int:
-        return accumulator + 1
-
-    def merge_accumulators(self, accumulators: Iterable[int]) -> int:
-        return sum(accumulators)
-
-    def extract_output(self, accumulator: int) -> int:
-        return accumulator
-
-
-def _assemble(written: int, staging: Staging, plan: str, overwrite: bool) -> int:
+    Raises:
+      StorageError: neither that nor staged: the folder is out of this worker's sight, or someone removed it.
+    """
     if staging.plan.exists():
-        conversion = load_staged(staging, plan)
+        return False
+    if plan_hash not in (plan_of(staging.final), plan_of(staging.folder)):
+        raise StorageError(f"{staging.plan} is gone, and {staging.final} isn't this conversion's result")
+    return True
+
+
+def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool) -> int:
+    if not is_published(staging, plan_hash):
+        conversion = load_staged(staging, plan_hash)
+        for shard in conversion.checkpoint.shards:
+            stat = os.stat(shard.path)
+            if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
+                raise StorageError(f"{shard.path} changed while it was converted; start anew with --overwrite")
         specs = [grid.spec for grid in conversion.grids]
         assemble(staging, specs, conversion.options.format, len(conversion.units), custom_metadata(conversion), overwrite)
     return written

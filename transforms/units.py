@@ -115,6 +115,15 @@ class Unit:
     fetches: tuple[Fetch, ...]
     shards: tuple[ShardJob, ...]
 
+    @classmethod
+    def done(cls, id: int) -> Unit:
+        """A unit that was done earlier: nothing to do."""
+        return cls(id, (), ())
+
+    @property
+    def is_done(self) -> bool:
+        return not self.shards
+
     @property
     def working_bytes(self) -> int:
         """Memory for all of its arrays: stored, decoded and made."""

@@ -8,12 +8,12 @@ import apache_beam as beam
 import numpy as np
 
 from model_mappings.cells import Piece
-from transforms.arena import thread_arena
+from transforms.arena import Arena
 from transforms.units import Unit
 
 
 class Work:
-    """A unit and the arrays it has become so far, all of them in its thread's arena.
+    """A unit and the arrays it has become so far, all of them in one arena.
 
     Attributes:
       unit: what to do.
@@ -26,9 +26,9 @@ class Work:
 
     __slots__ = ("arena", "shards", "stored", "unit", "values", "views")
 
-    def __init__(self, unit: Unit):
+    def __init__(self, unit: Unit, arena: Arena):
         self.unit = unit
-        self.arena = thread_arena(unit.working_bytes)
+        self.arena = arena
         self.stored: list[list[np.ndarray]] = []
         self.values: list[np.ndarray] = []
         self.views: list[list[tuple[Piece, np.ndarray]]] = []
