@@ -20,7 +20,7 @@ format: .venv/test ## mend what can be mended
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
-bench: .venv/test ## measure what the README claims: some minutes, 15 GB of disk
+bench: .venv/test ## measure what the README claims: some minutes, 11 GB of disk
 	$(RUN)/python -m benchmarks.bench
 
 .venv/core: setup.py

@@ -104,7 +104,7 @@ def _check_tiling(array: Array) -> list[Problem]:
     boxes = [_segment_box(part) for part in made]
     if not all(is_disjoint(a, b) for a, b in itertools.combinations(boxes, 2)):
         return [Problem("overlap", array.key, "two lines of the table make the same elements", is_array=True)]
-    covered = sum(math.prod(part.window_shape) * part.layers.size * math.prod(part.name_shape) for part in made)
+    covered = sum(part.elements for part in made)
     if covered < math.prod(array.shape) and array.fill is None:
         return [Problem("gap", array.key, f"{covered:,} of {math.prod(array.shape):,} elements have a source", is_array=True)]
     return []

@@ -148,6 +148,13 @@ class Part:
             return None
         return self._template.format(layer=int(self.layers[layer]), **dict(zip(self.rule.name_axes, name, strict=True)))
 
+    @property
+    def elements(self) -> int:
+        """Elements of the array that the part makes; none for a constant."""
+        if self.rule.source is None:
+            return 0
+        return math.prod(self.window_shape) * self.layers.size * math.prod(self.name_shape)
+
     def source_box(self) -> tuple[range, ...]:
         """The indices of each axis of the tensor that a cell takes."""
         axes = zip(self.starts, self.steps, self.window_shape, strict=True)

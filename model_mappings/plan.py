@@ -152,7 +152,6 @@ def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_
             elif not inexact and is_float(stored) and not holds(save_dtype, stored):
                 reasons[f"{stored.name}, rounded to {save_dtype.name}"] = None
         reasons |= dict.fromkeys(f"{op}, rounded once to {save_dtype.name}" for op in inexact)
-    covered = sum(math.prod(part.window_shape) * part.layers.size * math.prod(part.name_shape) for part in parts if part.rule.source)
     fill = next((part.rule.fill for part in parts if part.rule.fill is not None), None)
-    gap = covered < math.prod(parts[0].shape)
+    gap = sum(part.elements for part in parts) < math.prod(parts[0].shape)
     return Array(key, parts[0].shape, save_dtype, parts[0].names, tuple(parts), fill if gap else None, "; ".join(reasons) or None)

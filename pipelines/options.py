@@ -16,7 +16,7 @@ LOCAL_RUNNERS = (None, "DirectRunner", "FnApiRunner")
 
 
 class ConversionOptions(PipelineOptions):
-    """What `weightbeam convert` takes besides Beam's own options."""
+    """What `weightbeam convert` takes besides Beam's own options, so that Beam knows them where it parses the whole command line."""
 
     @classmethod
     def _add_argparse_args(cls, parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from pipelines import report
 from pipelines.errors import RefusedError
 from pipelines.prepare import prepare_conversion, refuse
-from transforms.conversion import json_report
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -25,7 +24,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     threads = report.threads_of(rest)
     if args.json:
         try:
-            Path(args.json).write_text(json.dumps(json_report(conversion, threads, report.BASE_BYTES), indent=1))
+            Path(args.json).write_text(json.dumps(report.json_report(conversion, threads), indent=1))
         except OSError as e:
             raise RefusedError(f"--json={args.json}: {e.strerror}") from e
     if conversion.plan.arrays:

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -43,6 +44,11 @@ def collapse(warnings: Iterable[str]) -> list[str]:
     for warning in warnings:
         groups[pattern(warning)].append(warning)
     return [same[0] + (f" (and {len(same) - 1} alike)" if len(same) > 1 else "") for same in groups.values()]
+
+
+def memory_bound(conversion: Conversion, threads: int) -> int:
+    """Bytes of memory that a worker needs at most."""
+    return threads * conversion.options.unit_bytes + BASE_BYTES
 
 
 def human(nbytes: float) -> str:
@@ -104,7 +110,37 @@ def print_plan(conversion: Conversion, threads: int) -> None:
     if conversion.units:
         totals.add_row("units", f"{len(conversion.units):,}, the largest takes {human(conversion.unit_working_bytes)} of memory")
         totals.add_row("reads", f"{human(read)}, {read / source:.3f} × the source")
-        bound = threads * options.unit_bytes + BASE_BYTES
-        totals.add_row("memory", f"at most {human(bound)} a worker: {threads} threads × {human(options.unit_bytes)} + {human(BASE_BYTES)}")
+        totals.add_row(
+            "memory", f"at most {human(memory_bound(conversion, threads))} a worker: {threads} threads × {human(options.unit_bytes)} + {human(BASE_BYTES)}"
+        )
     CONSOLE.print()
     CONSOLE.print(totals)
+
+
+def json_report(conversion: Conversion, threads: int) -> dict[str, Any]:
+    """What `weightbeam plan --json` writes; see `docs/data_model.md`."""
+    plan, grids = conversion.plan, {grid.spec.key: grid for grid in conversion.grids}
+    arrays = {}
+    for array in plan.arrays:
+        grid = grids.get(array.key)
+        arrays[array.key] = {
+            "shape": array.shape,
+            "dtype": array.dtype.name,
+            "axes": array.names,
+            "chunk": grid.spec.chunk if grid else None,
+            "partition": grid.partition if grid else {},
+            "lossy": array.lossy,
+        }
+    source, read = conversion.source_bytes, conversion.read_bytes
+    return {
+        "family": plan.family,
+        "source": conversion.checkpoint.root,
+        "arrays": arrays,
+        "dropped": dict(plan.dropped),
+        "problems": [{"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message} for p in plan.problems],
+        "warnings": conversion.warnings,
+        "note": plan.note,
+        "units": len(conversion.units),
+        "bytes": {"source": source, "target": conversion.target_bytes, "read_amplification": read / source if source and conversion.units else None},
+        "memory": {"per_worker_bytes": memory_bound(conversion, threads)},
+    }

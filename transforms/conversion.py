@@ -13,7 +13,6 @@ import hashlib
 import json
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -129,10 +128,10 @@ class Conversion:
         add(DECODING_VERSION, dataclasses.asdict(self.options), self.checkpoint.config)
         for shard in self.checkpoint.shards:
             add(shard.name, shard.size, shard.mtime_ns, [(t.name, t.dtype.name, t.shape, t.offset) for t in shard.tensors])
-        for array, grid in zip(self.plan.arrays, self.grids, strict=True):
-            add(array.key, array.fill, grid.spec.shape, grid.spec.chunk, grid.spec.shard)
-            for part in array.parts:
-                add(part.rule.source, repr(part.rule), part.layers.tolist())
+        for array in self.plan.arrays:
+            add(array.key, array.shape, array.fill, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
+        for grid in self.grids:
+            add(grid.spec.chunk, grid.spec.shard)
         for unit in self.units:
             add([(block.array, block.shards) for block in unit])
         return identity.hexdigest()
@@ -259,32 +258,3 @@ def _units(options: Options, arrays: Sequence[Array], grids: Sequence[Grid], ten
     for number, (array, grid) in enumerate(zip(arrays, grids, strict=True)):
         blocks += make_blocks(number, array, grid, tensors, options.unit_bytes)
     return pack(blocks, options.unit_bytes)
-
-
-def json_report(conversion: Conversion, threads: int, base_bytes: int) -> dict[str, Any]:
-    """What `weightbeam plan --json` writes; see `docs/data_model.md`."""
-    plan, grids = conversion.plan, {grid.spec.key: grid for grid in conversion.grids}
-    arrays = {}
-    for array in plan.arrays:
-        grid = grids.get(array.key)
-        arrays[array.key] = {
-            "shape": array.shape,
-            "dtype": array.dtype.name,
-            "axes": array.names,
-            "chunk": grid.spec.chunk if grid else None,
-            "partition": grid.partition if grid else {},
-            "lossy": array.lossy,
-        }
-    source, read = conversion.source_bytes, conversion.read_bytes
-    return {
-        "family": plan.family,
-        "source": conversion.checkpoint.root,
-        "arrays": arrays,
-        "dropped": dict(plan.dropped),
-        "problems": [{"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message} for p in plan.problems],
-        "warnings": conversion.warnings,
-        "note": plan.note,
-        "units": len(conversion.units),
-        "bytes": {"source": source, "target": conversion.target_bytes, "read_amplification": read / source if source and conversion.units else None},
-        "memory": {"per_worker_bytes": threads * conversion.options.unit_bytes + base_bytes},
-    }

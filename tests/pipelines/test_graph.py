@@ -16,6 +16,7 @@ from formats.orbax import Staging
 from formats.safetensors import open_checkpoint
 from pipelines.convert import build, execute
 from pipelines.options import pipeline_options
+from transforms.arena import Arena
 from transforms.conversion import Options, prepare
 from transforms.units import Unit
 from transforms.work import Work, WorkCoder
@@ -71,7 +72,7 @@ def test_work_cannot_be_encoded() -> None:
     """Beam uses the guarding coder for `Work`; sizes are estimated without encoding."""
     coder = beam.coders.registry.get_coder(Work)
     assert isinstance(coder, WorkCoder)
-    work = Work(Unit(0, (), ()))
+    work = Work(Unit(0, (), ()), Arena())
     work.shards = [np.zeros((3, 5), np.float32)]
     with pytest.raises(RuntimeError, match="must not be encoded"):
         coder.encode(work)
