@@ -41,8 +41,14 @@ tensors of a folder of safetensors files: shapes, dtypes, chunks and bytes.
 """
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the texts as they are written, and shows defaults."""
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the texts as they are written, and shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, argparse.SUPPRESS) or action.nargs == 0:
+            return action.help
+        default = str(action.default).lower() if isinstance(action.default, bool) else action.default
+        return f"{action.help} (default: {default})"
 
 
 def boolean(text: str) -> bool:
@@ -93,7 +99,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--use_ocdbt", type=boolean, default=True, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
     add("--use_zarr3", type=boolean, default=True, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")
     add("--compression", choices=("none", "zstd"), default="none", help="zstd saves about a fifth of the disk and slows loading")
-    add("--unit_bytes", type=size, default=128 << 20, metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--unit_bytes", type=size, default="128MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--step", type=natural, default=0, metavar="N", help="the step under which the checkpoint is written")
 
 

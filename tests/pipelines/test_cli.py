@@ -70,7 +70,7 @@ def test_help_names_every_option() -> None:
         assert f"{option} " in convert_help
     for option in {*options_of(add_conversion), "--json"}:
         assert f"{option} " in plan_help
-    for default in ("default: True", "default: False", "default: bfloat16", "default: 1)", "default: none"):
+    for default in ("default: true", "default: false", "default: bfloat16", "default: 1)", "default: none", "default: 128MiB"):
         assert default in convert_help
     assert all(command in help_of() for command in ("convert", "plan", "inspect"))
 
