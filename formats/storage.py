@@ -111,7 +111,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def create_file(path: Path, data: bytes) -> bool:
-    """Writes a file whole and durably unless it exists; returns whether it was this call that made it."""
+    """Writes a file whole unless it exists; returns whether it was this call that made it.
+
+    A power cut may take the file away again, but never leave a part of it.
+    """
     temporary = _write_temporary(path, data)
     try:
         os.link(temporary, path)
@@ -119,5 +122,4 @@ def create_file(path: Path, data: bytes) -> bool:
         return False
     finally:
         os.unlink(temporary)
-    sync_folder(path.parent)
     return True
