@@ -23,7 +23,8 @@ THREADS_PER_CORE, MAX_THREADS = 2, 32  # one thread reads or writes while anothe
 
 def local_threads() -> int:
     """Threads of a local run."""
-    return min(THREADS_PER_CORE * len(os.sched_getaffinity(0)), MAX_THREADS)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(THREADS_PER_CORE * cores, MAX_THREADS)
 
 
 def threads_of(arguments: Sequence[str]) -> int:
