@@ -10,11 +10,11 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
 from apache_beam.runners.runner import PipelineResult
 
 from formats.orbax import Staging, plan_of, publish
@@ -22,7 +22,7 @@ from formats.storage import StorageError, local_path, write_file
 from model_mappings.plan import Problem
 from pipelines import report
 from pipelines.errors import FailedError, RefusedError
-from pipelines.options import check_options, pipeline_options
+from pipelines.options import LOCAL_RUNNER, check_options, pipeline_options
 from pipelines.prepare import prepare_conversion, refuse
 from pipelines.progress import ShowProgress
 from transforms.conversion import Conversion, load
@@ -104,9 +104,9 @@ def execute(conversion: Conversion, staging: Staging, options: PipelineOptions, 
         else:
             shutil.rmtree(staging.folder, ignore_errors=True)
             staging.create(conversion.stage())
-        left, before = int(conversion.target_bytes * _share_left(staging, conversion)), WRITTEN.total
+        left = int(conversion.target_bytes * _share_left(staging, conversion))
         build(pipeline, conversion, staging, overwrite)
-        with ShowProgress(left, lambda: WRITTEN.total - before), _quiet(noise):
+        with ShowProgress(left, _written(conversion, staging, left, options)), _quiet(noise):
             result = pipeline.run()
             result.wait_until_finish()
         return result
@@ -117,6 +117,15 @@ def execute(conversion: Conversion, staging: Staging, options: PipelineOptions, 
 def _share_left(staging: Staging, conversion: Conversion) -> float:
     """The share of the units that are still to do."""
     return 1 - len(staging.done()) / max(1, len(conversion.units))
+
+
+def _written(conversion: Conversion, staging: Staging, left: int, options: PipelineOptions) -> Callable[[], int]:
+    """How to know the bytes written of those that were left: by a counter where the workers are threads, else by the ledger."""
+    threads = options.view_as(DirectOptions).direct_running_mode != "multi_processing"
+    if options.view_as(StandardOptions).runner == LOCAL_RUNNER and threads:
+        before = WRITTEN.total
+        return lambda: WRITTEN.total - before
+    return lambda: left - int(conversion.target_bytes * _share_left(staging, conversion)) if staging.units.exists() else left
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pipelines.arguments import add_conversion, add_output
 from pipelines.errors import RefusedError
 from pipelines.report import local_threads
 
-LOCAL_RUNNERS = (None, "DirectRunner", "FnApiRunner")
+LOCAL_RUNNER = "FnApiRunner"
 
 
 class ConversionOptions(PipelineOptions):
@@ -52,8 +52,8 @@ def pipeline_options(arguments: Sequence[str]) -> PipelineOptions:
     """
     options = PipelineOptions(list(arguments))
     standard, direct = options.view_as(StandardOptions), options.view_as(DirectOptions)
-    if standard.runner in LOCAL_RUNNERS:
-        standard.runner = "FnApiRunner"
+    if standard.runner in (None, "DirectRunner", LOCAL_RUNNER):
+        standard.runner = LOCAL_RUNNER
         given = {argument.split("=")[0] for argument in arguments}
         if "--direct_running_mode" not in given:
             direct.direct_running_mode = "multi_threading"
