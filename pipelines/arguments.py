@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from transforms.options import Options
+
 VERSION = "0.1.0"
+DEFAULTS = Options()
 
 OVERVIEW = """\
 Weightbeam turns Hugging Face checkpoints into MaxText's Orbax checkpoints.
@@ -89,18 +92,24 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     """The options that say what is converted, and into what."""
     add = parser.add_argument
     add("--source", metavar="FOLDER", help="folder with config.json and safetensors files")
-    add("--scan_layers", type=boolean, default=True, metavar="true|false", help="layers of a kind stacked in one array, as MaxText's scan_layers")
-    add("--param_scan_axis", type=natural, default=1, metavar="N", help="where the stacked axis goes, as in MaxText")
-    add("--save_dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of every float array; computed in float32, cast once")
+    add(
+        "--scan_layers",
+        type=boolean,
+        default=DEFAULTS.scan_layers,
+        metavar="true|false",
+        help="layers of a kind stacked in one array, as MaxText's scan_layers",
+    )
+    add("--param_scan_axis", type=natural, default=DEFAULTS.param_scan_axis, metavar="N", help="where the stacked axis goes, as in MaxText")
+    add("--save_dtype", choices=("bfloat16", "float32"), default=DEFAULTS.save_dtype, help="dtype of every float array; computed in float32, cast once")
     add("--mesh", action="append", metavar="AXES", help="target sharding, such as fsdp=16,expert=4; repeat it to serve several meshes")
     add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where config.json can't settle it")
     add("--vocab_size", type=positive, metavar="N", help="rows of MaxText's embedding: more pads with zeros, fewer cuts")
-    add("--mtp", type=boolean, default=False, metavar="true|false", help="convert the multi-token-prediction layers too")
-    add("--use_ocdbt", type=boolean, default=True, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
-    add("--use_zarr3", type=boolean, default=True, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")
-    add("--compression", choices=("none", "zstd"), default="none", help="zstd saves about a fifth of the disk and slows loading")
-    add("--unit_bytes", type=size, default="128MiB", metavar="BYTES", help="bound on the memory of one unit of work")
-    add("--step", type=natural, default=0, metavar="N", help="the step under which the checkpoint is written")
+    add("--mtp", type=boolean, default=DEFAULTS.mtp, metavar="true|false", help="convert the multi-token-prediction layers too")
+    add("--use_ocdbt", type=boolean, default=DEFAULTS.use_ocdbt, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
+    add("--use_zarr3", type=boolean, default=DEFAULTS.use_zarr3, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")
+    add("--compression", choices=("none", "zstd"), default=DEFAULTS.compression, help="zstd saves about a fifth of the disk and slows loading")
+    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--step", type=natural, default=DEFAULTS.step, metavar="N", help="the step under which the checkpoint is written")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

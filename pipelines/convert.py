@@ -25,7 +25,7 @@ from pipelines.errors import FailedError, RefusedError
 from pipelines.options import LOCAL_RUNNER, check_options, pipeline_options
 from pipelines.prepare import prepare_conversion, refuse
 from pipelines.progress import ShowProgress
-from transforms.conversion import Conversion, load
+from transforms.conversion import Conversion, load, remember
 from transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks, unit_ranges
 
 
@@ -39,7 +39,7 @@ def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, ove
         | Dequantize()
         | Reshape()
         | Stack()
-        | WriteChunks(staging, conversion.options.format)
+        | WriteChunks(staging, conversion.format)
         | AssembleCheckpoint(staging, conversion.hash, overwrite)
     )
 
@@ -104,6 +104,7 @@ def execute(conversion: Conversion, staging: Staging, options: PipelineOptions, 
         else:
             shutil.rmtree(staging.folder, ignore_errors=True)
             staging.create(conversion.stage())
+        remember(conversion)
         left = int(conversion.target_bytes * _share_left(staging, conversion))
         build(pipeline, conversion, staging, overwrite)
         with ShowProgress(left, _written(conversion, staging, left, options)), _quiet(noise):

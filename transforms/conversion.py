@@ -23,12 +23,12 @@ from formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
 from formats.sources import open_source
 from formats.zarr import Format
 from model_mappings.audit import audit
-from model_mappings.cells import volume
 from model_mappings.config import Config, ConfigError, Layout
 from model_mappings.plan import Array, Plan, Problem, expand, make_arrays
 from model_mappings.registry import UnknownFamilyError, family_of
 from transforms.grid import Grid, UnitBytesError, make_grid
 from transforms.mesh import Mesh, base_rules
+from transforms.options import Options
 from transforms.units import Block, Unit, expand_unit, fetches_of, make_blocks, pack
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
@@ -36,26 +36,9 @@ UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
 SAVE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the user asked for, as far as it changes a byte or a chunk's key."""
-
-    scan_layers: bool = True
-    param_scan_axis: int = 1
-    save_dtype: str = "bfloat16"
-    mesh: tuple[str, ...] = ()
-    maxtext_model: str | None = None
-    vocab_size: int | None = None
-    mtp: bool = False
-    use_ocdbt: bool = True
-    use_zarr3: bool = True
-    compression: str = "none"
-    unit_bytes: int = 128 << 20
-    step: int = 0
-
-    @property
-    def format(self) -> Format:
-        return Format(self.use_ocdbt, self.use_zarr3, self.compression)
+def format_of(options: Options) -> Format:
+    """How the checkpoint is stored."""
+    return Format(options.use_ocdbt, options.use_zarr3, options.compression)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +66,10 @@ class Conversion:
     def save_dtype(self) -> np.dtype:
         return SAVE_DTYPES[self.options.save_dtype]
 
+    @property
+    def format(self) -> Format:
+        return format_of(self.options)
+
     def expand(self, unit: int) -> Unit:
         """A unit, spelled out."""
         return expand_unit(unit, self.units[unit], self.plan.arrays, self.grids, self.encodings, self.save_dtype)
@@ -100,11 +87,7 @@ class Conversion:
         total = 0
         for blocks in self.units:
             for name, boxes in fetches_of(blocks, self.plan.arrays, self.grids).items():
-                encoding = self.encodings[name]
-                if encoding.label is None:
-                    total += sum(volume(box) for box, _ in boxes) * encoding.weight.dtype.itemsize
-                else:
-                    total += sum(read.nbytes for box, _ in boxes for read in encoding.reads(box))
+                total += sum(read.nbytes for box, _ in boxes for read in self.encodings[name].reads(box))
         return total
 
     @property
@@ -123,7 +106,7 @@ class Conversion:
         identity = hashlib.sha256()
 
         def add(*facts: object) -> None:
-            identity.update(json.dumps(facts, sort_keys=True, default=str).encode())
+            identity.update(json.dumps(facts, sort_keys=True).encode())
 
         add(DECODING_VERSION, dataclasses.asdict(self.options), self.checkpoint.config)
         for shard in self.checkpoint.shards:
@@ -174,6 +157,13 @@ def load(staged: bytes) -> Conversion:
 
 
 _LOADING = threading.Lock()
+_LOADED: dict[str, Conversion] = {}  # the conversion at work in this process, by its hash
+
+
+def remember(conversion: Conversion) -> None:
+    """Spares this process from planning the conversion again when its workers ask for it."""
+    _LOADED.clear()
+    _LOADED[conversion.hash] = conversion
 
 
 def load_staged(staging: Staging, hash: str) -> Conversion:
@@ -183,20 +173,12 @@ def load_staged(staging: Staging, hash: str) -> Conversion:
       RuntimeError: another conversion is staged there.
     """
     with _LOADING:
-        return _load_staged(staging, hash)
-
-
-@functools.lru_cache(maxsize=1)
-def _load_staged(staging: Staging, hash: str) -> Conversion:
-    """See `load_staged`.
-
-    Raises:
-      RuntimeError: another conversion is staged there.
-    """
-    conversion = load(staging.plan.read_bytes())
-    if conversion.hash != hash:
-        raise RuntimeError(f"{staging.plan} holds another conversion; was it started twice?")
-    return conversion
+        if hash not in _LOADED:
+            conversion = load(staging.plan.read_bytes())
+            if conversion.hash != hash:
+                raise RuntimeError(f"{staging.plan} holds another conversion; was it started twice?")
+            remember(conversion)
+        return _LOADED[hash]
 
 
 def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
@@ -224,7 +206,7 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), ())
     arrays = make_arrays(parts, specs, SAVE_DTYPES[options.save_dtype])
     dropped, found = audit(arrays, specs, drops, family.name)
-    if checkpoint.shards:
+    if checkpoint.shards or not problems:
         # A tensor that its file or its scale already stands against needs no second line.
         explained = {problem.subject for problem in problems} | checkpoint.lost
         problems += [problem for problem in found if problem.subject not in explained]
@@ -249,7 +231,7 @@ def _grids(options: Options, arrays: Sequence[Array], encodings: dict[str, Encod
             decoded = 4 if part.rule.ops else save.itemsize
             for encoding in {id(e): e for cell in part.cells() if (e := encodings.get(cell.tensor or ""))}.values():
                 source_bytes = max(source_bytes, encoding.weight.dtype.itemsize + (decoded if encoding.label else 0))
-        grids.append(make_grid(array, source_bytes, meshes, rules, options.unit_bytes, options.format))
+        grids.append(make_grid(array, source_bytes, meshes, rules, options.unit_bytes, format_of(options)))
     return grids
 
 

@@ -226,7 +226,7 @@ def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool) -
             if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
                 raise StorageError(f"{shard.path} changed while it was converted; start anew with --overwrite")
         specs = [grid.spec for grid in conversion.grids]
-        assemble(staging, specs, conversion.options.format, len(conversion.units), custom_metadata(conversion), overwrite)
+        assemble(staging, specs, conversion.format, len(conversion.units), custom_metadata(conversion), overwrite)
     return written
 
 

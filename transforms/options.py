@@ -1,0 +1,23 @@
+"""The options of a conversion and their defaults. Imports nothing: the command line's `--help` doesn't wait for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked for, as far as it changes a byte or a chunk's key. `weightbeam convert --help` explains each."""
+
+    scan_layers: bool = True
+    param_scan_axis: int = 1
+    save_dtype: str = "bfloat16"
+    mesh: tuple[str, ...] = ()
+    maxtext_model: str | None = None
+    vocab_size: int | None = None
+    mtp: bool = False
+    use_ocdbt: bool = True
+    use_zarr3: bool = True
+    compression: str = "none"
+    unit_bytes: int = 128 << 20
+    step: int = 0
