@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from formats.safetensors import DTYPES, BoxRead, Empty, Tensor
-from model_mappings.cells import Box
+from model_mappings.cells import Box, whole
 
 STRIP_ELEMENTS = 1 << 17  # values decoded at a time: their float32 form (512 KiB) stays in the cache
 
@@ -36,6 +36,11 @@ class Encoding(Protocol):
         """For the plan; None for values stored as they are."""
         ...
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes of the values as they are stored, the slowest first; `(0, 2, 1)` for matrices that are stored transposed."""
+        ...
+
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         """The stored boxes that the values of `box` need."""
         ...
@@ -43,6 +48,11 @@ class Encoding(Protocol):
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
         """The values of `box`, from what `reads` fetched; computed ones have `dtype` and lie in an array that `empty` makes."""
         ...
+
+
+def stored_bytes(encoding: Encoding) -> int:
+    """Bytes of a tensor as it is stored, its scales included."""
+    return sum(read.nbytes for read in encoding.reads(whole(encoding.shape)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +65,10 @@ class Plain:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.weight.shape
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shape)))
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         return (BoxRead(self.weight, box),)
@@ -83,6 +97,10 @@ class ScaledBlocks:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.weight.shape
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shape)))
 
     @property
     def label(self) -> str:

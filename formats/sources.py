@@ -14,6 +14,7 @@ import numpy as np
 
 from formats.encodings import EIGHT_BIT_FLOATS, SCALE_DTYPES, SCALED_DTYPES, Encoding, Plain, ScaledBlocks
 from formats.safetensors import Checkpoint, Tensor
+from model_mappings.family import rename
 from model_mappings.plan import Problem, TensorSpec
 
 SCALE_SUFFIXES = ("_scale_inv", "_scales_inv")  # transformers v5 writes either for fused experts (integrations/finegrained_fp8.py)
@@ -33,12 +34,25 @@ class Source:
 
     def specs(self) -> dict[str, TensorSpec]:
         """What the tables see: a quantised tensor's values are float32."""
-        return {name: _spec(encoding) for name, encoding in self.encodings.items()}
+        return {name: _spec(name, encoding) for name, encoding in self.encodings.items()}
+
+    def renamed(self, aliases: Mapping[str, str]) -> Source:
+        """The same tensors under the names of a family's table; two that would get one name are a problem."""
+        encodings: dict[str, Encoding] = {}
+        problems = list(self.problems)
+        for given, encoding in self.encodings.items():
+            name = rename(given, aliases)
+            if name in encodings:
+                problems.append(Problem("overlap", given, f"another spelling of {encodings[name].weight.name}, which is there too"))
+            encodings.setdefault(name, encoding)
+        return Source(encodings, tuple(problems))
 
 
-def _spec(encoding: Encoding) -> TensorSpec:
+def _spec(name: str, encoding: Encoding) -> TensorSpec:
     dtype = encoding.weight.dtype if encoding.label is None else np.dtype(np.float32)
-    return TensorSpec(encoding.shape, dtype, encoding.weight.path.rpartition("/")[2], encoding.label)
+    file = encoding.weight.path.rpartition("/")[2]
+    stored = encoding.weight.name
+    return TensorSpec(encoding.shape, dtype, file if stored == name else f"{file} (as {stored})", encoding.label)
 
 
 def open_source(checkpoint: Checkpoint) -> Source:

@@ -77,8 +77,9 @@ def _check_cell(name: str, part: Part, array: Array, spec: TensorSpec | None, dr
         return [Problem("missing", name, f"the {family} table makes {array.key} of it, but no file holds it")]
     if drop is not None:
         return [Problem("overlap", name, f"both dropped ({drop}) and used for {array.key}; a fault of the {family} table")]
-    if not is_float(spec.dtype):
-        return [Problem("dtype", name, f"{spec.dtype.name} in {spec.file}, but {array.key} is made of floating-point weights")]
+    if not (spec.dtype == array.dtype and np.issubdtype(spec.dtype, np.integer) if part.rule.integer else is_float(spec.dtype)):
+        wanted = f"integers of one dtype, {array.dtype.name}" if part.rule.integer else "floating-point weights"
+        return [Problem("dtype", name, f"{spec.dtype.name} in {spec.file}, but {array.key} is made of {wanted}")]
     taken = tuple(len(range(*window.indices(size))) for window, size in zip(part.window, spec.shape, strict=False))
     if len(spec.shape) != len(part.window_shape) or taken != part.window_shape:
         axes = part.rule.axes.left[len(part.rule.name_axes) :]

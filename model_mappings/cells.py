@@ -108,9 +108,9 @@ class Part:
 
     def __init__(self, stack: Stack, rule: Rule, dims: dict[str, int], scan_axis: int):
         self.rule = rule
-        self.path = "/".join(prefix for prefix in (stack.target, rule.target) if prefix)
+        self.path = "/".join(prefix for prefix in (stack.collection, stack.target, rule.target) if prefix)
         self.layers = stack.layers
-        self._template = None if rule.source is None else stack.source + rule.source
+        self.template = None if rule.source is None else stack.source + rule.source
 
         def size(factor: str) -> int:  # in the tensor
             return rule.segments[factor].size if factor in rule.segments else dims[factor]
@@ -144,9 +144,9 @@ class Part:
 
     def tensor(self, layer: tuple[int, ...], name: tuple[int, ...]) -> str | None:
         """The name of a cell's tensor; None for a constant."""
-        if self._template is None:
+        if self.template is None:
             return None
-        return self._template.format(layer=int(self.layers[layer]), **dict(zip(self.rule.name_axes, name, strict=True)))
+        return self.template.format(layer=int(self.layers[layer]), **dict(zip(self.rule.name_axes, name, strict=True)))
 
     @property
     def elements(self) -> int:

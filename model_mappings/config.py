@@ -18,6 +18,17 @@ class Config(dict):
     def __missing__(self, key: str) -> object:
         raise ConfigError(f"config.json has no {key!r}")
 
+    def part(self, key: str) -> Config:
+        """A nested object, such as `text_config`.
+
+        Raises:
+          ConfigError: absent, or not an object.
+        """
+        value = self[key]
+        if not isinstance(value, dict):
+            raise ConfigError(f"config.json: {key!r} should be an object, but is {value!r}")
+        return Config(value)
+
     def size(self, key: str, default: int | None = None) -> int:
         """A positive integer; `default` stands in for a field that is absent or null.
 
@@ -61,6 +72,7 @@ class Layout:
       scan_axis: where the stacked axis goes (MaxText's `param_scan_axis`); the last place where an array has fewer axes.
       vocab: rows of MaxText's embedding; None leaves the number to the family.
       mtp: convert the multi-token-prediction layers too.
+      multimodal: convert the vision and audio towers too (MaxText's `use_multimodal`).
       model: the MaxText model, where `config.json` can't settle it.
       names: the checkpoint's tensors; a table may ask whether one is there, where releases spell a model in two ways.
     """
@@ -69,5 +81,6 @@ class Layout:
     scan_axis: int = 1
     vocab: int | None = None
     mtp: bool = False
+    multimodal: bool = False
     model: str | None = None
     names: frozenset[str] = frozenset()

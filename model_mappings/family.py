@@ -22,6 +22,10 @@ class Family:
       drops: tensors left out on purpose: `{pattern or window: reason}`.
       releases: the releases it covers, for the README's table.
       mtp: whether MaxText has its multi-token-prediction layers.
+      towers: what `--multimodal true` converts besides the text model; empty where MaxText has nothing.
+      layouts: "scanned" and "unscanned", or the one that MaxText has.
+      aliases: other spellings of the tensors' names, `{prefix: the table's prefix}`; see `rename`.
+      fits: tells families apart that share a `model_type`.
       undecided: the MaxText models to choose from where `config.json` alone can't settle the table; else empty.
       note: what was inferred and why, for the plan.
     """
@@ -33,6 +37,10 @@ class Family:
     drops: Callable[[Config, Layout], Mapping[str, str]]
     releases: str
     mtp: bool = False
+    towers: str = ""
+    layouts: tuple[str, ...] = ("scanned", "unscanned")
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fits: Callable[[Config], bool] = lambda c: True
     undecided: Callable[[Config], tuple[str, ...]] = lambda c: ()
     note: Callable[[Config, Layout], str] = lambda c, layout: ""
 
@@ -44,3 +52,19 @@ class Family:
     def types_of(self, model: str) -> tuple[str, ...]:
         """The `model_type`s that MaxText's `model` may stand for; empty where it isn't of this family."""
         return tuple(kind for pattern, kinds in self.models.items() if fnmatch.fnmatchcase(model, pattern) for kind in kinds)
+
+
+def rename(name: str, aliases: Mapping[str, str]) -> str:
+    """A tensor's name as the table spells it.
+
+    An alias is a literal prefix of whole components; `*` stands for one component that stays as it is, such as a layer's
+    number: `{"model.layers.*.attn": "layers.*.self_attn"}`. The longest alias that fits is used, and only once.
+    """
+    given = name.split(".")
+    for alias in sorted(aliases, key=lambda alias: -alias.count(".")):
+        prefix = alias.split(".")
+        if len(prefix) <= len(given) and all(ours in ("*", theirs) for ours, theirs in zip(prefix, given, strict=False)):
+            kept = iter([theirs for ours, theirs in zip(prefix, given, strict=False) if ours == "*"])
+            renamed = [next(kept) if part == "*" else part for part in aliases[alias].split(".") if part]
+            return ".".join([*renamed, *given[len(prefix) :]])
+    return name

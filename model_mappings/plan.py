@@ -13,7 +13,7 @@ from model_mappings.cells import Box, Cell, Part
 from model_mappings.config import Config, Layout
 from model_mappings.family import Family
 
-PREFIX = "params/params"  # where MaxText's TrainState keeps the model's parameters
+PREFIX = "params"  # where MaxText's TrainState keeps the collections of the model's variables
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Par
 
 
 def key_of(path: str) -> str:
-    """Orbax's key of an array of the table: `decoder/decoder_norm/scale` -> `params.params.decoder.decoder_norm.scale`."""
+    """Orbax's key of an array, by its path: `params/decoder/decoder_norm/scale` -> `params.params.decoder.decoder_norm.scale`."""
     return f"{PREFIX}/{path}".replace("/", ".")
 
 
@@ -144,14 +144,17 @@ def make_arrays(parts: Mapping[str, list[Part]], tensors: Mapping[str, TensorSpe
 
 def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype) -> Array:
     reasons: dict[str, None] = {}  # in order
+    dtype = save_dtype
     for part in parts:
         inexact = [op for op in part.rule.ops if not op.is_exact]
         for stored, encoding in {(spec.dtype, spec.encoding): None for cell in part.cells() if cell.tensor and (spec := tensors.get(cell.tensor))}:
-            if encoding:
+            if part.rule.integer:
+                dtype = stored
+            elif encoding:
                 reasons[f"{encoding}, rounded once to {save_dtype.name}"] = None
             elif not inexact and is_float(stored) and not holds(save_dtype, stored):
                 reasons[f"{stored.name}, rounded to {save_dtype.name}"] = None
         reasons |= dict.fromkeys(f"{op}, rounded once to {save_dtype.name}" for op in inexact)
     fill = next((part.rule.fill for part in parts if part.rule.fill is not None), None)
     gap = sum(part.elements for part in parts) < math.prod(parts[0].shape)
-    return Array(key, parts[0].shape, save_dtype, parts[0].names, tuple(parts), fill if gap else None, "; ".join(reasons) or None)
+    return Array(key, parts[0].shape, dtype, parts[0].names, tuple(parts), fill if gap else None, "; ".join(reasons) or None)

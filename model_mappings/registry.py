@@ -30,7 +30,7 @@ def family_of(config: Config, model: str | None = None) -> Family:
       UnknownFamilyError: says what was found and what is supported.
     """
     kind = config.get("model_type")
-    family = next((family for family in FAMILIES if kind in family.model_types), None)
+    family = next((family for family in FAMILIES if kind in family.model_types and family.fits(config)), None)
     if family is None:
         raise UnknownFamilyError(f"no table for model_type {kind!r} of config.json. Supported:\n{supported()}")
     if model is not None and kind not in family.types_of(model):

@@ -72,6 +72,7 @@ class Rule:
       ops: value operations, in order.
       segments: by factor, where the array's axis is longer than the tensor's.
       fill: the value of elements that no tensor supplies.
+      integer: whether the tensor holds integers that aren't weights; they keep their dtype.
     """
 
     target: str
@@ -83,6 +84,7 @@ class Rule:
     ops: tuple[Op, ...]
     segments: Mapping[str, Segment]
     fill: float | None
+    integer: bool = False
 
 
 _SOURCE = re.compile(r"(?P<name>[^\[\]]+)(\[(?P<window>[^\[\]]+)\])?")
@@ -96,6 +98,7 @@ def rule(
     *ops: Op,
     when: object = True,
     fill: float | None = None,
+    integer: bool = False,
     **segments: Segment,
 ) -> list[Rule]:
     """One line of a table, or none where `when` is false: the rules of a stack are lists that are joined.
@@ -119,7 +122,7 @@ def rule(
         raise ValueError(f"{target}: {names!r} names {len(logical)} axes, {axes!r} has {len(parsed.right)}")
     window = _parse_window(match["window"], len(parsed.left) - len(name_axes))
     pad = next((segment.fill for segment in segments.values() if segment.fill is not None), fill)
-    return [Rule(target, source and match["name"], window, parsed, name_axes, logical or None, ops, segments, pad)]
+    return [Rule(target, source and match["name"], window, parsed, name_axes, logical or None, ops, segments, pad, integer)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Stack:
       layers: Hugging Face's layer numbers; the shape of this integer array *is* the stacked axes (0-d: not stacked).
       names: MaxText's logical name of each stacked axis.
       rules: the table.
+      collection: the collection of MaxText's variables that the arrays belong to.
     """
 
     target: str
@@ -138,12 +142,13 @@ class Stack:
     layers: np.ndarray
     names: tuple[str | None, ...]
     rules: tuple[Rule, ...]
+    collection: str = "params"
 
 
-def stack(target: str, source: str, layers: object, table: Sequence[Sequence[Rule]], names: str = "") -> Stack:
+def stack(target: str, source: str, layers: object, table: Sequence[Sequence[Rule]], names: str = "", collection: str = "params") -> Stack:
     """See `Stack`; `table` holds what `rule` returns, and `names` MaxText's words for the stacked axes."""
     numbers = np.asarray(layers)
     words = tuple(names.split())
     if len(words) != numbers.ndim:
         raise ValueError(f"{target}: {numbers.ndim} stacked axes, names {words}")
-    return Stack(target, source, numbers, words, tuple(itertools.chain(*table)))
+    return Stack(target, source, numbers, words, tuple(itertools.chain(*table)), collection)

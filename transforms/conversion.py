@@ -11,25 +11,27 @@ import functools
 import gzip
 import hashlib
 import json
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
 
-from formats.encodings import Encoding
+from formats.encodings import Encoding, stored_bytes
 from formats.orbax import Staging
 from formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
 from formats.sources import open_source
 from formats.zarr import Format
 from model_mappings.audit import audit
 from model_mappings.config import Config, ConfigError, Layout
+from model_mappings.family import Family
 from model_mappings.plan import Array, Plan, Problem, expand, make_arrays
 from model_mappings.registry import UnknownFamilyError, family_of
 from transforms.grid import Grid, UnitBytesError, make_grid
 from transforms.mesh import Mesh, base_rules
 from transforms.options import Options
-from transforms.units import Block, Unit, expand_unit, fetches_of, make_blocks, pack
+from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, make_blocks, pack
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
@@ -78,8 +80,7 @@ class Conversion:
     def source_bytes(self) -> int:
         """Bytes of the tensors that are used, scales included."""
         used = {name for array in self.plan.arrays for cell in array.cells() if (name := cell.tensor)}
-        whole = {name: self.encodings[name].reads(tuple((0, n) for n in self.encodings[name].shape)) for name in used if name in self.encodings}
-        return sum(read.nbytes for reads in whole.values() for read in reads)
+        return sum(stored_bytes(self.encodings[name]) for name in used if name in self.encodings)
 
     @functools.cached_property
     def read_bytes(self) -> int:
@@ -189,14 +190,14 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
     """
     meshes = [Mesh.parse(text) for text in options.mesh]
     source = open_source(checkpoint)
-    specs = source.specs()
     config = Config(checkpoint.config)
     problems = [*checkpoint.problems, *source.problems]
-    layout = Layout(options.scan_layers, options.param_scan_axis, options.vocab_size, options.mtp, options.maxtext_model, frozenset(specs))
     try:
         family = family_of(config, options.maxtext_model)
-        if options.mtp and not family.mtp:
-            problems.append(Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers"))
+        source = source.renamed(family.aliases)
+        problems = [*checkpoint.problems, *source.problems, *_check_options(options, family)]
+        specs = source.specs()
+        layout = _layout(options, frozenset(specs))
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
     except (ConfigError, UnknownFamilyError) as e:
@@ -214,7 +215,7 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
     if not problems:
         try:
             grids = tuple(_grids(options, arrays, source.encodings, meshes))
-            units = tuple(_units(options, arrays, grids, checkpoint.tensors))
+            units = tuple(_units(options, arrays, grids, source.encodings))
             warnings = [warning for grid in grids for warning in grid.warnings]
         except UnitBytesError as e:
             problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
@@ -222,21 +223,50 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
     return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings))
 
 
+def _layout(options: Options, names: frozenset[str]) -> Layout:
+    return Layout(
+        scan=options.scan_layers,
+        scan_axis=options.param_scan_axis,
+        vocab=options.vocab_size,
+        mtp=options.mtp,
+        multimodal=options.multimodal,
+        model=options.maxtext_model,
+        names=names,
+    )
+
+
+def _check_options(options: Options, family: Family) -> Iterator[Problem]:
+    """What was asked for and MaxText doesn't have."""
+    if options.mtp and not family.mtp:
+        yield Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers")
+    if options.multimodal and not family.towers:
+        yield Problem("option", "--multimodal", f"MaxText's {family.name} models have no vision or audio towers")
+    wanted = "scanned" if options.scan_layers else "unscanned"
+    if wanted not in family.layouts:
+        (other,) = family.layouts
+        flag = f"--scan_layers {str(other == 'scanned').lower()}"
+        yield Problem("option", "--scan_layers", f"MaxText has {family.name} models {other} only; convert with {flag}")
+
+
 def _grids(options: Options, arrays: Sequence[Array], encodings: dict[str, Encoding], meshes: Sequence[Mesh]) -> list[Grid]:
     rules, save = base_rules(), SAVE_DTYPES[options.save_dtype]
+    twins = {number: len(group) for group in find_twins(arrays) for number in group}
     grids = []
-    for array in arrays:
-        source_bytes = 0
+    for number, array in enumerate(arrays):
+        source_bytes, order = 0, None
         for part in array.parts:
             decoded = 4 if part.rule.ops else save.itemsize
             for encoding in {id(e): e for cell in part.cells() if (e := encodings.get(cell.tensor or ""))}.values():
-                source_bytes = max(source_bytes, encoding.weight.dtype.itemsize + (decoded if encoding.label else 0))
-        grids.append(make_grid(array, source_bytes, meshes, rules, options.unit_bytes, format_of(options)))
+                stored = -(-stored_bytes(encoding) // max(1, math.prod(encoding.shape)))
+                source_bytes = max(source_bytes, stored + (decoded if encoding.label else 0))
+                order = order or encoding.order
+        grids.append(make_grid(array, source_bytes, order, meshes, rules, options.unit_bytes // twins[number], format_of(options)))
     return grids
 
 
-def _units(options: Options, arrays: Sequence[Array], grids: Sequence[Grid], tensors: dict[str, Tensor]) -> list[tuple[Block, ...]]:
-    blocks: list[Block] = []
-    for number, (array, grid) in enumerate(zip(arrays, grids, strict=True)):
-        blocks += make_blocks(number, array, grid, tensors, options.unit_bytes)
+def _units(options: Options, arrays: Sequence[Array], grids: Sequence[Grid], encodings: Mapping[str, Encoding]) -> list[tuple[Block, ...]]:
+    blocks: list[tuple[Block, ...]] = []
+    for group in find_twins(arrays):
+        cut = [make_blocks(number, arrays[number], grids[number], encodings, options.unit_bytes // len(group)) for number in group]
+        blocks += zip(*cut, strict=True)
     return pack(blocks, options.unit_bytes)

@@ -78,32 +78,34 @@ def selecting_axes(array: Array) -> frozenset[int]:
     return frozenset().union(*(part.stack_axes for part in array.parts)) | {axis for axis, name in enumerate(array.names) if name == "exp"}
 
 
-def _cut(part: Part, itemsize: int) -> tuple[frozenset[int], list[int]]:
+def _cut(part: Part, itemsize: int, order: Sequence[int] | None) -> tuple[frozenset[int], list[int]]:
     """The array's axes that hold a tensor's columns, and those that hold its rows, the fastest first.
 
     Columns are the trailing axes of the tensor that are needed to make a contiguous run of `MIN_RUN` bytes. An axis that merges
     the tensor's factors in another order (paired rotary halves) counts as one too: any part of it needs all of its rows.
     """
-    rank = len(part.window_shape)
-    row = max((axis for axis in range(rank) if math.prod(part.window_shape[axis + 1 :]) * itemsize >= MIN_RUN), default=0)
-    columns = frozenset().union(*(part.axes_of(axis) for axis in range(row + 1, rank)))
+    order = tuple(range(len(part.window_shape))) if order is None else order
+    sizes = [part.window_shape[axis] for axis in order]
+    row = max((at for at in range(len(order)) if math.prod(sizes[at + 1 :]) * itemsize >= MIN_RUN), default=0)
+    columns = frozenset().union(*(part.axes_of(axis) for axis in order[row + 1 :]))
     for number, axis in enumerate(part.target_axes):
-        order = [factor.which for factor in axis if factor.kind == "free"]
-        if order != sorted(order):
+        merged = [factor.which for factor in axis if factor.kind == "free"]
+        if merged != sorted(merged):
             columns |= {number}
     rows: list[int] = []
-    for axis in range(row, -1, -1):
+    for axis in order[row::-1] if order else ():
         held = sorted(part.axes_of(axis) - columns - set(rows), key=lambda a: -max(f.which for f in part.target_axes[a] if f.kind == "free"))
         rows += held
     return columns, rows
 
 
-def make_grid(array: Array, source_bytes: int, meshes: Sequence[Mesh], rules: Rules, unit_bytes: int, format: Format) -> Grid:
+def make_grid(array: Array, source_bytes: int, order: Sequence[int] | None, meshes: Sequence[Mesh], rules: Rules, unit_bytes: int, format: Format) -> Grid:
     """Cuts an array for `meshes`, in units of at most `unit_bytes`.
 
     Args:
       array: what is cut.
       source_bytes: memory for each element of the array before it is stacked: as stored, and as decoded.
+      order: the axes of its tensors as they are stored, the slowest first; None for C order.
       meshes: the targets; none means unknown.
       rules: MaxText's logical axis rules.
       unit_bytes: bound on the memory of a unit.
@@ -121,7 +123,7 @@ def make_grid(array: Array, source_bytes: int, meshes: Sequence[Mesh], rules: Ru
     selecting = selecting_axes(array)
     uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting  # a ragged last chunk does no harm
     part = next((part for part in array.parts if part.rule.source), array.parts[0])
-    whole, rows = _cut(part, itemsize)
+    whole, rows = _cut(part, itemsize, order)
     names = sorted(axis for axis in selecting if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(shape)) if axis not in whole)]))
 

@@ -16,6 +16,7 @@ class Options:
     maxtext_model: str | None = None
     vocab_size: int | None = None
     mtp: bool = False
+    multimodal: bool = False
     use_ocdbt: bool = True
     use_zarr3: bool = True
     compression: str = "none"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from formats.encodings import Encoding
-from formats.safetensors import Tensor
 from formats.zarr import ArraySpec
-from model_mappings.cells import Box, Piece, extent, volume
+from model_mappings.cells import Box, Part, Piece, extent, volume
 from model_mappings.plan import Array
 from transforms.arena import aligned
-from transforms.grid import Grid
+from transforms.grid import MIN_RUN, Grid
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,29 @@ class Block:
     position: tuple[str, int]
 
 
-def make_blocks(number: int, array: Array, grid: Grid, tensors: Mapping[str, Tensor], unit_bytes: int) -> Iterator[Block]:
+def find_twins(arrays: Sequence[Array]) -> list[list[int]]:
+    """The numbers of the arrays, those together that are alike but for their window into the same tensors.
+
+    Such arrays (gate and up that alternate in one tensor) are cut alike and made in one unit, so that no byte is read twice.
+    """
+    groups: dict[object, list[int]] = {}
+    for number, array in enumerate(arrays):
+        part = array.parts[0]
+        alone = len(array.parts) > 1 or not part.rule.window or _run(part) * array.dtype.itemsize >= MIN_RUN
+        key = number if alone else (part.template, part.layers.tobytes(), part.target_axes, part.window_shape, part.steps, array.names)
+        groups.setdefault(key, []).append(number)
+    return list(groups.values())
+
+
+def _run(part: Part) -> int:
+    """Elements of a part's tensor that lie side by side."""
+    if any(step > 1 for step in part.steps):
+        return 1
+    cut = next((axis for axis, window in enumerate(part.window) if window != slice(None)), 0)
+    return math.prod(part.window_shape[cut:])
+
+
+def make_blocks(number: int, array: Array, grid: Grid, encodings: Mapping[str, Encoding], unit_bytes: int) -> Iterator[Block]:
     """Cuts an array into blocks of at most `unit_bytes`, as long as possible along the source's bytes."""
     spec = grid.spec
     counts = [count if axis in grid.whole else 1 for axis, count in enumerate(spec.grid)]
@@ -55,7 +77,7 @@ def make_blocks(number: int, array: Array, grid: Grid, tensors: Mapping[str, Ten
         shards = tuple((at, min(at + n, total)) for at, n, total in zip(first, counts, spec.grid, strict=True))
         box = element_box(spec, shards)
         cell = next((cell for cell in array.cells(box) if cell.tensor), None)
-        stored = tensors[cell.tensor] if cell and cell.tensor else None
+        stored = encodings[cell.tensor].weight if cell and cell.tensor else None
         yield Block(number, shards, grid.working_bytes(extent(box)), (stored.path, stored.offset) if stored else ("", 0))
 
 
@@ -65,17 +87,18 @@ def element_box(spec: ArraySpec, shards: Box) -> Box:
     return tuple((start * step, min(stop * step, size)) for (start, stop), step, size in ranges)
 
 
-def pack(blocks: Sequence[Block], unit_bytes: int) -> list[tuple[Block, ...]]:
-    """Gathers blocks in the order of the source's bytes into units of at most `unit_bytes`."""
+def pack(blocks: Sequence[tuple[Block, ...]], unit_bytes: int) -> list[tuple[Block, ...]]:
+    """Gathers blocks, or groups of them that belong together, in the order of the source's bytes into units of at most `unit_bytes`."""
     units: list[tuple[Block, ...]] = []
     unit: list[Block] = []
     size = 0
-    for block in sorted(blocks, key=lambda block: (block.position, block.array, block.shards)):
-        if unit and size + block.working_bytes > unit_bytes:
+    for group in sorted(blocks, key=lambda group: (group[0].position, group[0].array, group[0].shards)):
+        needed = sum(block.working_bytes for block in group)
+        if unit and size + needed > unit_bytes:
             units.append(tuple(unit))
             unit, size = [], 0
-        unit.append(block)
-        size += block.working_bytes
+        unit += group
+        size += needed
     if unit:
         units.append(tuple(unit))
     return units

@@ -14,7 +14,8 @@ CASES = [case for case in given() if case != "deepseek3-mtp-standalone"]
 def options_of(case: str, layout: str) -> list[str]:
     dtype = "float32" if case.endswith("-fp32") else "bfloat16"
     scan = "true" if layout == "scanned" else "false"
-    return ["--maxtext_model", given()[case]["maxtext_model"], "--scan_layers", scan, "--save_dtype", dtype]
+    vocab = str(given()[case]["vocab"])
+    return ["--maxtext_model", given()[case]["maxtext_model"], "--vocab_size", vocab, "--scan_layers", scan, "--save_dtype", dtype]
 
 
 @pytest.mark.parametrize("case", given())

@@ -16,15 +16,16 @@ class Tree:
 
     Attributes:
       model: MaxText's name.
-      scan, mtp: how it was built.
+      scan, mtp, multimodal: how it was built.
       vocab: rows of its embedding.
-      config: the fields of Hugging Face's `config.json` that tables read.
+      config: Hugging Face's `config.json`, as far as MaxText has one.
       arrays: `{path: (shape, logical name of each axis)}`, None where an axis has no name.
     """
 
     model: str
     scan: bool
     mtp: bool
+    multimodal: bool
     vocab: int
     config: dict
     arrays: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]
@@ -44,3 +45,19 @@ def _spread(arrays: list[list]) -> dict[str, tuple[tuple[int, ...], tuple[str | 
         numbers = [number for first, last in runs for number in range(first, last + 1)]
         spread.update({path.format(number): entry for number in numbers} if runs else {path: entry})
     return spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Headers:
+    """A tiny checkpoint as its headers tell it, see `make_headers.py`: `config.json`, and `{tensor: (dtype, shape)}`."""
+
+    config: dict
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+
+
+def load_headers() -> dict[str, Headers]:
+    """Every checkpoint by its name."""
+    found = json.loads(gzip.decompress((HERE / "headers.json.gz").read_bytes()))
+    return {
+        name: Headers(entry["config"], {tensor: (dtype, tuple(shape)) for tensor, (dtype, *shape) in entry["tensors"].items()}) for name, entry in found.items()
+    }

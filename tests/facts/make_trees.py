@@ -3,8 +3,8 @@
     python tests/facts/make_trees.py FOLDER
 
 `FOLDER` holds `<model>--{scan,unscan}.json.gz`, each an abstract tree at full size, and `_base_rules.json`. Only facts are
-kept: paths, shapes, logical axes, and the fields of `config.json` that the tables read. Numbered layers that are alike are
-one entry with the ranges of their numbers.
+kept: paths, shapes, logical axes, and `config.json` where MaxText has it. Numbered layers that are alike are one entry with
+the ranges of their numbers. Models that no release needs (test models, GPT-3, the first Gemma) are left out.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-MODELS = re.compile(r"(llama2|llama3(\.[13])?|mistral|mixtral|qwen2\.5|qwen3(?!-next|-vl|-omni|-custom)|deepseek(2|3(?!-tiny)|3\.2)|kimi-k2)[-+]")
-FIELDS = [  # of config.json
-    *("model_type", "vocab_size", "tie_word_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters"),
-    *("num_local_experts", "num_experts", "moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step"),
-    *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank"),
-    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim"),
-]
-LAYER = re.compile(r"(?<=layers_)\d+")
+LEFT_OUT = re.compile(r"gemma-|gpt3-|qwen3-custom-|deepseek3-tiny")
+LAYER = re.compile("|".join(rf"(?<={word}_)\d+" for word in ("layers", "layer", "blocks", "encoderblock")))
 
 
 def ranges(numbers: list[int]) -> list[list[int]]:
@@ -43,6 +36,8 @@ def compact(params: dict) -> list[list]:
     numbers: dict[str, list[int]] = {}
     for param in params.values():
         path, shape, axes = param["path"], param["shape"], param["axes"] or []
+        if axes and len(axes) < len(shape):  # norms without logical axes, of which MaxText names only the stacked one: it stands behind theirs
+            axes = [None] * (len(shape) - len(axes)) + axes
         found = LAYER.search(path)
         entry = json.dumps([LAYER.sub("{}", path, count=1), shape, axes])
         numbers.setdefault(entry, []).extend([int(found[0])] if found else [])
@@ -54,11 +49,12 @@ def read_tree(file: Path) -> dict:
     model, scan = file.name.removesuffix(".json.gz").split("--")
     tree = json.loads(gzip.decompress(file.read_bytes()))
     return {
-        "model": model.removesuffix("+mtp"),
+        "model": model.split("+")[0],
         "scan": scan == "scan",
         "mtp": model.endswith("+mtp"),
+        "multimodal": model.endswith("+mm"),
         "vocab": tree["cfg"]["vocab_size"],
-        "config": {field: tree["hf_config"][field] for field in FIELDS if field in tree["hf_config"]},
+        "config": tree["hf_config"] or {},
         "arrays": compact(tree["params"]),
     }
 
@@ -67,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the facts from a folder of MaxText's trees.")
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    trees = {file.name.removesuffix(".json.gz"): read_tree(file) for file in sorted(folder.glob("*.json.gz")) if MODELS.match(file.name)}
+    trees = {file.name.removesuffix(".json.gz"): read_tree(file) for file in sorted(folder.glob("*.json.gz")) if not LEFT_OUT.match(file.name)}
     text = json.dumps(trees, separators=(",", ":"))
     with (HERE / "trees.json.gz").open("wb") as raw, gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:  # no name, no time: the same bytes each time
         file.write(text.encode())

@@ -147,7 +147,7 @@ def test_pieces_make_the_array(assemble, table):
     part, expected = table.part, table.array()
     made = np.full(part.shape, FILL)
     assemble(part, table.tensors, made, whole(part.shape))
-    assert part.path == "decoder/kernel"
+    assert part.path == "params/decoder/kernel"
     np.testing.assert_array_equal(made, expected, strict=True)
 
 

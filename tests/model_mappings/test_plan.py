@@ -116,5 +116,5 @@ def test_rules_that_disagree():
 
 def test_key_and_problem_as_text():
     """Orbax's dotted key; a problem as one line."""
-    assert key_of("decoder/decoder_norm/scale") == "params.params.decoder.decoder_norm.scale"
+    assert key_of("params/decoder/decoder_norm/scale") == "params.params.decoder.decoder_norm.scale"
     assert str(Problem("missing", "lm_head.weight", "no file holds it")) == "missing: lm_head.weight: no file holds it"

@@ -83,7 +83,7 @@ def test_the_hash_tells_every_option_apart() -> None:
     checkpoint = headers_only(LLAMA)
     hashes = {name: prepare(dataclasses.replace(SMALL_UNITS, **change), checkpoint).hash for name, change in CHANGES.items()}
     assert len({prepare(SMALL_UNITS, checkpoint).hash, *hashes.values()}) == len(hashes) + 1
-    assert {field.name for field in dataclasses.fields(Options)} - set(CHANGES) == {"mtp"}  # Llama has none; below
+    assert {field.name for field in dataclasses.fields(Options)} - set(CHANGES) == {"mtp", "multimodal"}  # Llama has neither; below
     deepseek = headers_only(DEEPSEEK)
     assert prepare(Options(mtp=True), deepseek).hash != prepare(Options(), deepseek).hash
 
