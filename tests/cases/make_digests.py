@@ -1,7 +1,7 @@
 """Makes `digests.json.gz` of MaxText's cases: `PYTHONPATH=tests python tests/cases/make_digests.py FOLDER`.
 
-For each case: the MaxText model, the rows of its embedding, one digest of its input tensors, and what MaxText's converter made of them, scanned and unscanned:
-`{array: [shape, dtype, sha256 of its bytes]}`. Nothing that Weightbeam converted takes part in it.
+For each case: the MaxText model, the rows of its embedding, one digest of all its input tensors, and what MaxText's converter
+made of them, scanned and unscanned: `{array: [shape, dtype, sha256 of its bytes]}`. Nothing that Weightbeam converted takes part in it.
 """
 
 from __future__ import annotations

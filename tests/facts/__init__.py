@@ -7,6 +7,14 @@ import gzip
 import json
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
+
+from model_mappings.config import Layout
+from model_mappings.family import Family
+from model_mappings.plan import TensorSpec
+from model_mappings.registry import FAMILIES
+
 HERE = Path(__file__).parent
 
 
@@ -49,15 +57,31 @@ def _spread(arrays: list[list]) -> dict[str, tuple[tuple[int, ...], tuple[str | 
 
 @dataclasses.dataclass(frozen=True)
 class Headers:
-    """A tiny checkpoint as its headers tell it, see `make_headers.py`: `config.json`, and `{tensor: (dtype, shape)}`."""
+    """A tiny checkpoint as its headers tell it, see `make_headers.py`.
+
+    Attributes:
+      config: its `config.json`.
+      tensors: what the headers say of each tensor.
+    """
 
     config: dict
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    tensors: dict[str, TensorSpec]
 
 
 def load_headers() -> dict[str, Headers]:
     """Every checkpoint by its name."""
     found = json.loads(gzip.decompress((HERE / "headers.json.gz").read_bytes()))
-    return {
-        name: Headers(entry["config"], {tensor: (dtype, tuple(shape)) for tensor, (dtype, *shape) in entry["tensors"].items()}) for name, entry in found.items()
-    }
+    found = {name: entry for name, entry in found.items() if entry["config"]["model_type"] in {k for f in FAMILIES for k in f.model_types}}  # TEMPORARY
+    return {name: Headers(entry["config"], {tensor: _spec(*header) for tensor, header in entry["tensors"].items()}) for name, entry in found.items()}
+
+
+def _spec(dtype: str, *shape: int) -> TensorSpec:
+    return TensorSpec(shape, np.dtype(getattr(ml_dtypes, dtype, dtype)), "model.safetensors")
+
+
+def layouts_of(family: Family) -> dict[str, Layout]:
+    """Every layout that a family has, by name: `scanned`, `unscanned`, and both with its towers."""
+    layouts = {name: Layout(scan=name == "scanned") for name in family.layouts}
+    if family.towers:
+        layouts |= {f"multimodal-{name}": Layout(scan=name == "scanned", multimodal=True) for name in family.layouts}
+    return layouts

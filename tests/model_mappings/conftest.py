@@ -12,7 +12,7 @@ import pytest
 from model_mappings.audit import audit
 from model_mappings.cells import Box, Part, extent
 from model_mappings.config import Config, Layout
-from model_mappings.family import Family
+from model_mappings.family import Family, rename
 from model_mappings.plan import Array, Problem, TensorSpec, expand, make_arrays
 from model_mappings.registry import family_of
 
@@ -35,6 +35,7 @@ class Checked:
 def _check(config: Mapping, tensors: Mapping[str, TensorSpec], layout: Layout = Layout(), family: Family | None = None) -> Checked:  # noqa: B008, it is frozen
     config = Config(config)
     family = family or family_of(config, layout.model)
+    tensors = {rename(name, family.aliases): spec for name, spec in tensors.items()}
     layout = dataclasses.replace(layout, names=frozenset(tensors))
     arrays = make_arrays(expand(family, config, layout), tensors, BFLOAT16)
     return Checked(arrays, *audit(arrays, tensors, family.drops(config, layout), family.name))

@@ -9,9 +9,11 @@ import os
 from pathlib import Path
 
 import pytest
+from facts import layouts_of, load_headers
 from facts.tiny import CONFIGS, shapes
 
-from model_mappings.config import Layout
+from model_mappings.config import Config, Layout
+from model_mappings.registry import family_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLANS = {  # name: (config, fused experts, layout)
@@ -22,6 +24,8 @@ PLANS = {  # name: (config, fused experts, layout)
     "llama3.1-unscanned": ("llama", False, Layout(scan=False, model="llama3.1-8b", vocab=20)),
     "deepseek_v3-mtp-scanned": ("deepseek_v3", False, Layout(mtp=True)),
 }
+HEADERS = load_headers()
+PLANS |= {f"{name}-{key}": (name, False, layout) for name, entry in HEADERS.items() for key, layout in layouts_of(family_of(Config(entry.config))).items()}
 
 
 def render(checked):
@@ -49,8 +53,11 @@ def side(axes):
 @pytest.mark.parametrize("name", PLANS)
 def test_golden_plan(check, make_specs, name):
     """The table makes the plan that was reviewed."""
-    config, is_fused, layout = PLANS[name]
-    checked = check(CONFIGS[config], make_specs(shapes(CONFIGS[config], is_fused)), layout)
+    model, is_fused, layout = PLANS[name]
+    if model in HEADERS:
+        checked = check(HEADERS[model].config, HEADERS[model].tensors, layout)
+    else:
+        checked = check(CONFIGS[model], make_specs(shapes(CONFIGS[model], is_fused)), layout)
     assert checked.problems == []
     text = "\n".join(render(checked)) + "\n"
     file = GOLDEN / f"{name}.txt"

@@ -8,10 +8,13 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from facts import layouts_of, load_headers
 from facts.tiny import CONFIGS, FUSED, shapes
 
 from model_mappings.cells import whole
-from model_mappings.config import Layout
+from model_mappings.config import Config, Layout
+from model_mappings.family import rename
+from model_mappings.registry import family_of
 
 LAYOUTS = {"unscanned": Layout(scan=False), **{f"scan_axis={axis}": Layout(scan_axis=axis) for axis in range(4)}}
 CASES = [
@@ -86,3 +89,32 @@ def test_scanned_arrays_are_the_unscanned_ones_stacked(check, make_specs, name, 
         at = min(axis, len(shape))
         expected[key] = (*shape[:at], 1 + len(others), *shape[at:]) if "layers." in key else shape
     assert {array.key: array.shape for array in check(CONFIGS[name], specs, Layout(scan_axis=axis)).arrays} == expected
+
+
+HEADERS = load_headers()
+FAMILY_CASES = [(name, layout) for name, entry in HEADERS.items() for layout in layouts_of(family_of(Config(entry.config)))]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 3])
+@pytest.mark.parametrize(("name", "layout"), FAMILY_CASES)
+def test_cells_tile_what_transformers_writes(check, name, layout, axis):
+    """The same for the families whose checkpoints are known by what transformers wrote: every element made once, and used once or dropped."""
+    entry = HEADERS[name]
+    family = family_of(Config(entry.config))
+    checked = check(entry.config, entry.tensors, dataclasses.replace(layouts_of(family)[layout], scan_axis=axis))
+    assert checked.problems == []
+    used = {rename(tensor, family.aliases): np.zeros(spec.shape, np.int8) for tensor, spec in entry.tensors.items()}
+    for array in checked.arrays:
+        made, box = np.zeros(array.shape, np.int8), whole(array.shape)
+        for piece in (piece for cell in array.cells() for piece in cell.pieces(box)):
+            piece.target.of(made, (0,) * made.ndim)[...] += 1
+            piece.source.of(used[piece.tensor], (0,) * used[piece.tensor].ndim)[...] += 1
+        if array.fill is None:
+            assert (made == 1).all(), array.key
+        else:  # a padded vocabulary, or a constant
+            assert (made <= 1).all(), array.key
+            assert not made.all(), array.key
+    for tensor, count in used.items():
+        rows = dropped_rows(checked.dropped, tensor, count.shape)
+        assert (count[:rows] == 1).all(), tensor
+        assert (count[rows:] == 0).all(), tensor
