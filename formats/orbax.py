@@ -56,6 +56,10 @@ class Staging:
         return self.output / f"{self.step}.orbax-checkpoint-tmp"
 
     @property
+    def lease(self) -> Path:
+        return self.output / f"{self.step}.weightbeam-lease"
+
+    @property
     def items(self) -> Path:
         return self.folder / "items"
 
@@ -264,8 +268,8 @@ def find_items(path: Path) -> Path:
     raise StorageError(f"{path}: {found}")
 
 
-def read_arrays(items: Path) -> list[StoredArray]:
-    """The arrays of a checkpoint, ours or anyone's, from their metadata."""
+def open_arrays(items: Path) -> dict[str, ts.TensorStore]:
+    """The arrays of a checkpoint, ours or anyone's, by their keys; opened, not read."""
     metadata = json.loads((items / METADATA).read_bytes())
     format = Format(use_ocdbt=metadata.get("use_ocdbt", True), use_zarr3=metadata.get("use_zarr3", False))
     shared = ocdbt.context()
@@ -276,9 +280,13 @@ def read_arrays(items: Path) -> list[StoredArray]:
     ]
     kvstore = ocdbt.database(items) if format.use_ocdbt else ocdbt.base(items)
     opened = [ts.open({"driver": format.driver, "kvstore": zarr.below(kvstore, key)}, open=True, read=True, context=shared) for key in keys]
+    return {key: future.result() for key, future in zip(keys, opened, strict=True)}
+
+
+def read_arrays(items: Path) -> list[StoredArray]:
+    """What the metadata of a checkpoint, ours or anyone's, say of its arrays."""
     arrays = []
-    for key, future in zip(keys, opened, strict=True):
-        store = future.result()
+    for key, store in open_arrays(items).items():
         layout, codec = store.chunk_layout, json.dumps(store.codec.to_json() if store.codec else None)
         chunk, shard = layout.read_chunk.shape or store.shape, layout.write_chunk.shape or store.shape
         spec = ArraySpec(key, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), tuple(chunk), tuple(shard))

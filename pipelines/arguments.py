@@ -14,6 +14,7 @@ Weightbeam turns Hugging Face checkpoints into MaxText's Orbax checkpoints.
 
   weightbeam plan    --source ~/models/Qwen3-8B                          what would happen, and every problem
   weightbeam convert --source ~/models/Qwen3-8B --output ckpt --mesh fsdp=16
+  weightbeam verify  --source ~/models/Qwen3-8B --checkpoint ckpt        is every element right?
   weightbeam inspect ckpt                                                what a checkpoint holds
 """
 
@@ -41,6 +42,21 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 INSPECT = """\
 Shows what a checkpoint holds: the arrays of an Orbax checkpoint (ours or anyone's; its root, a step or an item), or the
 tensors of a folder of safetensors files: shapes, dtypes, chunks and bytes.
+"""
+
+
+VERIFY = """\
+Compares every element of a checkpoint with the tensors it was made of, in a way of its own: it reads the arrays back, turns
+them into the tensors' layout, and says which are exact, which are rounded as documented, and which are different, with the
+tensor and the first index. Works on checkpoints that MaxText's own converter wrote, too. As a Beam pipeline: Beam's options
+pass through.
+
+  weightbeam verify --source ~/models/Qwen3-8B --checkpoint ckpt
+  weightbeam verify --source ~/models/DeepSeek-V3 --checkpoint ckpt/0/items --sample 0.05
+
+What isn't given is taken from the checkpoint: its layout, vocabulary, and whether it has MTP layers or towers.
+
+Exit status: 0 all of it is right, 1 something differs, 2 it can't be compared.
 """
 
 
@@ -79,6 +95,17 @@ def positive(text: str) -> int:
     return number
 
 
+def share(text: str) -> float:
+    """A number above 0, up to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0 and up to 1")
+    return number
+
+
 def size(text: str) -> int:
     """Bytes: a number, or one with KiB, MiB or GiB."""
     for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("", 1)):
@@ -113,6 +140,18 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--step", type=natural, default=DEFAULTS.step, metavar="N", help="the step under which the checkpoint is written")
 
 
+def add_verification(parser: argparse.ArgumentParser) -> None:
+    """The options of a comparison; None stands for what the checkpoint says."""
+    add = parser.add_argument
+    add("--source", metavar="FOLDER", help="folder with config.json and safetensors files")
+    add("--checkpoint", metavar="PATH", help="the Orbax checkpoint: its root, a step or an item")
+    add("--sample", type=share, default=1.0, metavar="SHARE", help="compare only this share of the tensors, such as 0.05")
+    add("--json", metavar="FILE", help="write what was found of each array as JSON too")
+    add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it")
+    add("--scan_layers", type=boolean, metavar="true|false", help="whether layers are stacked")
+    add("--param_scan_axis", type=natural, metavar="N", help="where the stacked axis is (default: 1)")
+
+
 def add_output(parser: argparse.ArgumentParser) -> None:
     """The options that say where the checkpoint goes."""
     add = parser.add_argument
@@ -136,6 +175,8 @@ def make_parser() -> argparse.ArgumentParser:
     plan = command("plan", "say what a conversion would do, and every problem", PLAN)
     add_conversion(plan)
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
+    verify = command("verify", "compare a checkpoint with its source, element by element", VERIFY)
+    add_verification(verify)
     inspect = command("inspect", "show what a checkpoint holds", INSPECT)
     inspect.add_argument("checkpoint", metavar="PATH", help="an Orbax checkpoint, or a folder of safetensors files")
     return parser

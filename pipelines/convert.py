@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import logging
 import shutil
 import sys
 import time
@@ -17,6 +16,7 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
 from apache_beam.runners.runner import PipelineResult
 
+from formats import lease
 from formats.orbax import Staging, plan_of, publish
 from formats.storage import StorageError, local_path, write_file
 from model_mappings.plan import Problem
@@ -24,7 +24,7 @@ from pipelines import report
 from pipelines.errors import FailedError, RefusedError
 from pipelines.options import LOCAL_RUNNER, check_options, pipeline_options
 from pipelines.prepare import prepare_conversion, refuse
-from pipelines.progress import ShowProgress
+from pipelines.progress import ShowProgress, quiet
 from transforms.conversion import Conversion, load, remember
 from transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks, unit_ranges
 
@@ -56,12 +56,15 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise RefusedError(f"--output={e}") from e
     refuse(conversion, [*conversion.plan.problems, *_check_output(staging, conversion, args.resume, args.overwrite)])
     if args.resume and not staging.folder.exists() and plan_of(staging.final) == conversion.hash:
-        print(f"{staging.final} is finished already; nothing to do")
+        with _alone(staging):  # and takes away what a killed process left
+            print(f"{staging.final} is finished already; nothing to do")
         return 0
     for warning in report.collapse(conversion.warnings):
         print(f"warning: {warning}", file=sys.stderr)
     start, before = time.monotonic(), WRITTEN.total
-    execute(conversion, staging, pipeline_options(rest), args.resume, args.overwrite)
+    with _alone(staging):
+        refuse(conversion, _check_output(staging, conversion, args.resume, args.overwrite))  # again: now nobody else changes it
+        execute(conversion, staging, pipeline_options(rest), args.resume, args.overwrite)
     if plan_of(staging.final) != conversion.hash:
         raise FailedError(f"  the pipeline ended, but {staging.final} isn't its result")
     seconds, written = time.monotonic() - start, WRITTEN.total - before
@@ -71,6 +74,20 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if conversion.plan.dropped:
         print(f"{report.count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why")
     return 0
+
+
+@contextlib.contextmanager
+def _alone(staging: Staging) -> Iterator[None]:
+    """Keeps other conversions out of this output."""
+    with contextlib.ExitStack() as stack:
+        try:
+            staging.output.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lease.hold(staging.lease))
+        except lease.HeldError as e:
+            raise RefusedError(f"  output: {staging.folder}: {e}") from e
+        except OSError as e:
+            raise RefusedError(f"  output: {staging.output}: {e.strerror or e}") from e
+        yield
 
 
 def execute(conversion: Conversion, staging: Staging, options: PipelineOptions, resume: bool = False, overwrite: bool = False) -> PipelineResult | None:
@@ -107,7 +124,7 @@ def execute(conversion: Conversion, staging: Staging, options: PipelineOptions, 
         remember(conversion)
         left = int(conversion.target_bytes * _share_left(staging, conversion))
         build(pipeline, conversion, staging, overwrite)
-        with ShowProgress(left, _written(conversion, staging, left, options)), _quiet(noise):
+        with ShowProgress(left, _written(conversion, staging, left, options)), quiet(noise):
             result = pipeline.run()
             result.wait_until_finish()
         return result
@@ -127,19 +144,6 @@ def _written(conversion: Conversion, staging: Staging, left: int, options: Pipel
         before = WRITTEN.total
         return lambda: WRITTEN.total - before
     return lambda: left - int(conversion.target_bytes * _share_left(staging, conversion)) if staging.units.exists() else left
-
-
-@contextlib.contextmanager
-def _quiet(noise: io.StringIO) -> Iterator[None]:
-    """Catches what Beam prints and logs: on a failure that is hundreds of lines."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.CRITICAL)
-    try:
-        with contextlib.redirect_stderr(noise):
-            yield
-    finally:
-        root.setLevel(level)
 
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:

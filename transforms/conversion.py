@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -173,11 +173,20 @@ def load_staged(staging: Staging, hash: str) -> Conversion:
     Raises:
       RuntimeError: another conversion is staged there.
     """
+    return _loaded(staging.plan.read_bytes, hash)
+
+
+def load_bytes(staged: bytes, hash: str) -> Conversion:
+    """The conversion with this hash that was staged as these bytes; made once in a process, as by `load_staged`."""
+    return _loaded(lambda: staged, hash)
+
+
+def _loaded(read: Callable[[], bytes], hash: str) -> Conversion:
     with _LOADING:
         if hash not in _LOADED:
-            conversion = load(staging.plan.read_bytes())
+            conversion = load(read())
             if conversion.hash != hash:
-                raise RuntimeError(f"{staging.plan} holds another conversion; was it started twice?")
+                raise RuntimeError("another conversion is staged there; was it started twice?")
             remember(conversion)
         return _LOADED[hash]
 

@@ -8,6 +8,7 @@ goes by reference. Every stage counts its bytes and its milliseconds, under its 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -143,12 +144,11 @@ class _ExpandFn(beam.DoFn):
         self.staging, self.plan_hash = staging, plan_hash
 
     def process(self, ids: tuple[int, int]) -> Iterator[bytes]:
-        if is_published(self.staging, self.plan_hash):
-            return  # this bundle is a repeated one
-        conversion = load_staged(self.staging, self.plan_hash)
-        for unit in range(*ids):
-            # A unit that is done goes through empty, so that the assembly happens even if nothing else is left to do.
-            yield (Unit.done(unit) if self.staging.is_done(unit) else conversion.expand(unit)).pack()
+        if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
+            conversion = load_staged(self.staging, self.plan_hash)
+            for unit in range(*ids):
+                # A unit that is done goes through empty, so that the assembly happens even if nothing else is left to do.
+                yield (Unit.done(unit) if self.staging.is_done(unit) else conversion.expand(unit)).pack()
 
 
 class ReadBoxes(beam.PTransform):
@@ -233,7 +233,7 @@ def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool) -
 def custom_metadata(conversion: Conversion) -> dict[str, Any]:
     """What MaxText reads back (`scan_layers`), and where the checkpoint comes from."""
     options = conversion.options
-    about = {"source": conversion.checkpoint.root, "plan": conversion.hash, "family": conversion.plan.family, "mesh": list(options.mesh)}
+    about = {"source": conversion.checkpoint.root, "plan": conversion.hash, "family": conversion.plan.family, "options": dataclasses.asdict(options)}
     return {"scan_layers": options.scan_layers, "weightbeam": about}
 
 

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from support import BF16, DEEPSEEK, LLAMA, assert_same_bits, call, convert, digests, flatten, random_tensors, reference, restore, save, split
 
+from formats.lease import hold
 from formats.ocdbt import ATTEMPT
 from formats.orbax import Staging
 from formats.safetensors import open_checkpoint
@@ -70,7 +71,8 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     conversion = prepare(Options(unit_bytes=8000, mesh=("fsdp=2",)), open_checkpoint(source))
     rest = [conversion.expand(unit) for unit in range(len(conversion.units)) if f"{unit}.json" not in second]
     assert len(rest) > 3
-    result = execute(conversion, Staging(output, 0), pipeline_options([]), resume=True)
+    with hold(Staging(output, 0).lease):  # the killed process's, which is stale
+        result = execute(conversion, Staging(output, 0), pipeline_options([]), resume=True)
     assert result is not None
     (written,) = [c.result for c in result.metrics().query()["counters"] if (c.key.metric.namespace, c.key.metric.name) == ("WriteChunks", "bytes")]
     assert written == sum(math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for unit in rest for job in unit.shards)
@@ -250,3 +252,16 @@ def test_death_while_a_checkpoint_is_replaced(tmp_path: Path) -> None:
 def parameters(step: Path) -> dict[str, np.ndarray]:
     """Of a checkpoint under any name."""
     return flatten(ocp.PyTreeCheckpointer().restore(step / "items")["params"]["params"])
+
+
+def test_a_second_conversion_into_the_same_output_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """While another holds the lease: exit 2, in whatever mode, and nothing is touched. Another step is free."""
+    output = tmp_path / "out"
+    output.mkdir()
+    with hold(Staging(output, 0).lease):
+        for mode in ((), ("--overwrite",), ("--resume",)):
+            assert call("convert", "--source", source, "--output", output, *mode) == 2
+            assert f"another conversion (process {os.getpid()} on " in capsys.readouterr().err
+        assert [path.name for path in output.iterdir()] == ["0.weightbeam-lease"]
+        assert call("convert", "--source", source, "--output", output, "--step", 1) == 0
+    assert [path.name for path in output.iterdir()] == ["1"]

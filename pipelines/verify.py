@@ -1,0 +1,147 @@
+"""`weightbeam verify`: a checkpoint against its source, element by element."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import math
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+import tensorstore as ts
+
+from formats.orbax import STEP, custom_metadata, find_items, open_arrays
+from formats.safetensors import open_checkpoint
+from formats.storage import StorageError, local_path
+from pipelines.errors import FailedError, RefusedError
+from pipelines.options import check_options, pipeline_options
+from pipelines.prepare import SHOWN, refuse
+from pipelines.progress import ShowProgress, quiet
+from transforms.conversion import Conversion, Options, prepare, remember
+from transforms.verification import COMPARED, CompareArrays, Finding, read_findings, tasks
+
+COLLECTION = "params.params."
+MISSING = "is missing"
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Compares, reports, and says whether all of it is right."""
+    check_options(rest)
+    if not args.source or not args.checkpoint:
+        raise RefusedError("--source and --checkpoint are needed: what was converted, and what was made of it")
+    try:
+        items = find_items(local_path(args.checkpoint))
+        stores = open_arrays(items)
+        checkpoint = open_checkpoint(local_path(args.source))
+    except StorageError as e:
+        raise RefusedError(str(e)) from e
+    except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged
+        raise RefusedError(f"{args.checkpoint}: can't be read: {e}") from e
+    conversion = prepare(options_of(args, items, stores), checkpoint)
+    refuse(conversion, conversion.plan.problems)
+    wrong = list(compare_trees(conversion, stores))
+    unreadable = {key for key, _ in wrong}
+    findings = execute(conversion, items, unreadable, args.sample, rest)
+    return _report(conversion, findings, wrong, args)
+
+
+def options_of(args: argparse.Namespace, items: Path, stores: Mapping[str, ts.TensorStore]) -> Options:
+    """The options that the checkpoint was made with: as given, else as it says, else as its arrays show."""
+    custom = custom_metadata(items.parent) or custom_metadata(items)
+    about = custom.get("weightbeam")
+    said: dict[str, Any] = dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
+    if "scan_layers" in custom:
+        said["scan_layers"] = custom["scan_layers"]
+    if "vocab_size" not in said and (embedding := stores.get(f"{COLLECTION}token_embedder.embedding")):
+        said["vocab_size"] = embedding.shape[0]
+    said.setdefault("mtp", any(key.startswith(f"{COLLECTION}mtp_block.") for key in stores))
+    said.setdefault("multimodal", any(key.startswith((f"{COLLECTION}vision_encoder.", f"{COLLECTION}audio_encoder.")) for key in stores))
+    given = {key: value for key in ("scan_layers", "param_scan_axis", "maxtext_model") if (value := getattr(args, key)) is not None}
+    known = {field.name for field in dataclasses.fields(Options)} - {"mesh", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step"}
+    return Options(**{key: value for key, value in (said | given).items() if key in known})
+
+
+def compare_trees(conversion: Conversion, stores: Mapping[str, ts.TensorStore]) -> Iterator[tuple[str, str]]:
+    """The arrays that are missing, unexpected, or of another shape: `(key, what is wrong)`."""
+    wanted = {array.key: array for array in conversion.plan.arrays}
+    for key, array in wanted.items():
+        if key not in stores:
+            yield key, MISSING
+        elif tuple(stores[key].shape) != array.shape:
+            yield key, f"has the shape {tuple(stores[key].shape)}, expected {array.shape}"
+    for key in sorted(set(stores) - set(wanted) - {STEP.key}):
+        yield key, "is in the checkpoint, but nothing of the source belongs there"
+
+
+def execute(conversion: Conversion, items: Path, skipped: set[str], sample: float, rest: Sequence[str]) -> dict[str, Finding]:
+    """Runs the comparison as a pipeline.
+
+    Raises:
+      FailedError: it failed on the way.
+    """
+    todo = [number for number, task in enumerate(tasks(conversion)) if conversion.plan.arrays[task.array].key not in skipped]
+    elements = int(sum(math.prod(array.shape) for array in conversion.plan.arrays if array.key not in skipped) * sample)
+    remember(conversion)
+    noise = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "findings"
+        try:
+            pipeline = beam.Pipeline(options=pipeline_options(rest))
+            _ = pipeline | beam.Create(todo) | CompareArrays(conversion.stage(), conversion.hash, items, sample, file)
+            before = COMPARED.total
+            with ShowProgress(elements, lambda: COMPARED.total - before, "comparing"), quiet(noise):
+                pipeline.run().wait_until_finish()
+            return read_findings(file)
+        except Exception as e:
+            raise FailedError(f"  {(str(e).strip().splitlines() or [type(e).__name__])[-1]}") from e
+
+
+def _report(conversion: Conversion, findings: Mapping[str, Finding], wrong: Sequence[tuple[str, str]], args: argparse.Namespace) -> int:
+    """Prints what was found; returns the exit status."""
+    left_out = [key for key, what in wrong if what == MISSING and not key.startswith(COLLECTION)]
+    faults = [f"{key.removeprefix(COLLECTION)} {what}" for key, what in wrong if key not in left_out]
+    faults += [
+        f"{key.removeprefix(COLLECTION)}: {found.different:,} of {found.compared:,} elements differ; {found.first}"
+        for key, found in findings.items()
+        if found.different
+    ]
+    if args.json:
+        _write_json(Path(args.json), findings, wrong)
+    kinds = Counter("different" if found.different else "rounded" if found.rounded else "exact" for found in findings.values())
+    compared = sum(found.compared for found in findings.values())
+    print(f"{compared:,} elements of {len(findings):,} arrays compared" + (f", a sample of {args.sample:.3g}" if args.sample < 1 else ""))
+    texts = dict(exact="exact", rounded="rounded once, as the plan says", different="different")
+    for kind, text in texts.items():
+        if kinds[kind]:
+            print(f"  {kinds[kind]:>6,} {text}")
+    if left_out:
+        print(f"  {len(left_out):>6,} not in the checkpoint, and not among the parameters that MaxText loads: {left_out[0]} …")
+    if not faults:
+        return 0
+    shown = "\n".join(f"  {fault}" for fault in faults[:SHOWN])
+    more = f"\n  … and {len(faults) - SHOWN} more; --json FILE has all" if len(faults) > SHOWN else ""
+    raise FailedError(f"{shown}{more}")
+
+
+def _write_json(file: Path, findings: Mapping[str, Finding], wrong: Sequence[tuple[str, str]]) -> None:
+    arrays: dict[str, Any] = {key: {"different": None, "message": what} for key, what in wrong}
+    for key, found in findings.items():
+        message = str(found.first) if found.first else None
+        arrays[key] = {"compared": found.compared, "different": found.different, "rounded": found.rounded, "message": message}
+    try:
+        file.write_text(json.dumps(arrays, indent=1))
+    except OSError as e:
+        raise RefusedError(f"--json={file}: {e.strerror}") from e
+
+
+if __name__ == "__main__":
+    from pipelines.cli import main
+
+    sys.exit(main(["verify", *sys.argv[1:]]))

@@ -1,0 +1,106 @@
+"""The lease: one owner at a time, whoever races for it, and none that outlives its owner for long."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from formats import lease
+
+ROOT = Path(__file__).parents[2]
+HOLDER = "import sys, time; from pathlib import Path; from formats import lease\nwith lease.hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+
+
+def start(path: Path) -> subprocess.Popen:
+    """A process that holds the lease."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def pretend(path: Path, age: float = 0.0, **owner: object) -> None:
+    """A lease of someone else, renewed `age` seconds ago."""
+    os.symlink(json.dumps(dict(owner=1, host="elsewhere", boot="b", pid=1, process="1") | owner), path)
+    when = time.time() - age
+    os.utime(path, (when, when), follow_symlinks=False)
+
+
+def test_a_living_owner_keeps_everyone_out(tmp_path: Path) -> None:
+    """And when it is killed, the next comes in at once."""
+    path = tmp_path / "lease"
+    process = start(path)
+    try:
+        with pytest.raises(lease.HeldError, match=f"process {process.pid} on "), lease.hold(path):
+            pass
+    finally:
+        process.kill()
+        process.wait()
+    assert path.is_symlink()
+    with lease.hold(path):
+        assert path.is_symlink()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_owner_elsewhere_is_stale_only_when_it_stops_renewing(tmp_path: Path) -> None:
+    """Its process number says nothing here."""
+    path = tmp_path / "lease"
+    pretend(path, age=lease.STALE - 5)
+    with pytest.raises(lease.HeldError, match="process 1 on elsewhere"), lease.hold(path):
+        pass
+    path.unlink()
+    pretend(path, age=lease.STALE + 5)
+    with lease.hold(path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_owner_renews(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long conversion stays the owner."""
+    monkeypatch.setattr(lease, "HEARTBEAT", 0.02)
+    path = tmp_path / "lease"
+    with lease.hold(path):
+        os.utime(path, (0, 0), follow_symlinks=False)
+        deadline = time.monotonic() + 5
+        while path.lstat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert time.time() - path.lstat().st_mtime < 5
+
+
+def test_a_lease_that_was_taken_over_is_not_removed(tmp_path: Path) -> None:
+    """An owner that slept too long finds another's lease, and leaves it."""
+    path = tmp_path / "lease"
+    with lease.hold(path):
+        path.unlink()
+        pretend(path)
+    assert path.is_symlink()
+
+
+def test_of_many_racers_for_a_stale_lease_one_wins(tmp_path: Path) -> None:
+    """Ten times eight processes that all find it stale at the same time."""
+    race = (
+        "import sys, time; from pathlib import Path; from formats import lease\n"
+        "sys.stdin.readline()\n"
+        "try:\n"
+        "    with lease.hold(Path(sys.argv[1])): print('won', flush=True); sys.stdin.readline()\n"
+        "except lease.HeldError: print('lost', flush=True)\n"
+    )
+    for number in range(10):
+        path = tmp_path / str(number)
+        pretend(path, age=lease.STALE + 5)
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        racers = [subprocess.Popen([sys.executable, "-c", race, str(path)], **pipes) for _ in range(8)]
+        for racer in racers:
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        told = [racer.stdout.readline() for racer in racers]
+        for racer in racers:
+            racer.communicate("\n")
+        assert sorted(told) == ["lost\n"] * 7 + ["won\n"]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,167 @@
+"""`weightbeam verify`: what is right passes, and each kind of fault is found, with the tensor and the index."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore as ts
+from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, random_tensors, save, split
+
+from formats.orbax import find_items, open_arrays
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+P = "params.params.decoder."
+MODELS = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK}
+
+
+@pytest.fixture
+def source(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A checkpoint with an expert and a square matrix of everything."""
+    config = MODELS[getattr(request, "param", "qwen3_moe")]
+    return save(tmp_path / "source", config, *split(random_tensors(config), 2))
+
+
+def verify(source: Path, step: Path, *options: str) -> tuple[int, dict]:
+    """The exit status, and what `--json` says of each array."""
+    file = step.parent / "found.json"
+    status = call("verify", "--source", source, "--checkpoint", step, "--json", file, *options)
+    return status, json.loads(file.read_text())
+
+
+def change(step: Path, key: str, edit) -> None:
+    """Edits the values of one array in place, through TensorStore."""
+    stored = open_arrays(find_items(step))[key]
+    writable = ts.open(stored.spec(), open=True, read=True, write=True).result()
+    values = np.array(writable.read().result())
+    writable.write(edit(values)).result()
+
+
+@pytest.mark.parametrize("source", MODELS, indirect=True)
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--scan_layers", "false"),
+        ("--param_scan_axis", "0", "--save_dtype", "float32"),
+        ("--vocab_size", "80", "--mesh", "fsdp=8"),
+        ("--vocab_size", "50", "--use_ocdbt", "false", "--use_zarr3", "false"),
+    ],
+)
+def test_what_was_converted_passes(source: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Whatever the options, which the checkpoint itself tells."""
+    step = convert(source, tmp_path / "out", *options)
+    status, found = verify(source, step)
+    assert status == 0
+    assert all(entry["different"] == 0 for entry in found.values())
+    wanted = sum(store.size for key, store in open_arrays(find_items(step)).items() if key != "step")
+    assert sum(entry["compared"] for entry in found.values()) == wanted, "every element takes part"
+
+
+FAULTS = {
+    "one flipped bit": (f"{P}layers.moe_block.wo", lambda a: flip(a, (1, 0, 3, 5))),
+    "two experts swapped": (f"{P}layers.moe_block.wi_0", lambda a: a[[1, 0, *range(2, len(a))]]),
+    "two layers swapped": (f"{P}layers.self_attention.key.kernel", lambda a: a[:, ::-1]),
+    "a transposed square matrix": (f"{P}layers.self_attention.out.kernel", lambda a: a.reshape(32, 2, 32).transpose(2, 1, 0).reshape(a.shape)),
+    "a zero": (f"{P}decoder_norm.scale", lambda a: np.where(np.arange(a.size) == 7, np.zeros_like(a), a)),
+    "a NaN": (f"{P}logits_dense.kernel", lambda a: np.where(np.arange(a.size).reshape(a.shape) == 100, np.nan, a).astype(a.dtype)),
+}
+
+
+def flip(values: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
+    """The values with the lowest bit of one element flipped."""
+    values.view(np.uint16)[index] ^= 1
+    return values
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, fault: str) -> None:
+    """Exit 1; the array that was changed is named, and no other."""
+    step = convert(source, tmp_path / "out")
+    key, edit = FAULTS[fault]
+    change(step, key, edit)
+    status, found = verify(source, step)
+    assert status == 1
+    assert [name for name, entry in found.items() if entry["different"]] == [key]
+    assert key.removeprefix("params.params.") in capsys.readouterr().err
+
+
+def test_the_first_difference_is_named(source: Path, tmp_path: Path) -> None:
+    """The tensor, and the index in the tensor's own layout."""
+    step = convert(source, tmp_path / "out")
+    change(step, f"{P}layers.moe_block.wo", lambda a: flip(a, (1, 0, 3, 5)))  # (expert, layer, moe_mlp, embed)
+    _, found = verify(source, step)
+    entry = found[f"{P}layers.moe_block.wo"]
+    assert entry["different"] == 1
+    assert entry["message"].startswith("model.layers.0.mlp.experts.1.down_proj.weight[5, 3] should be ")
+
+
+@pytest.mark.parametrize("source", ["llama"], indirect=True)
+def test_rope_halves_that_are_not_interleaved_are_found(source: Path, tmp_path: Path) -> None:
+    """Converted for Llama 3.3, whose RoPE keeps the halves apart, it isn't Llama 3.1."""
+    step = convert(source, tmp_path / "out", "--maxtext_model", "llama3.3-70b")
+    assert verify(source, step)[0] == 0
+    status, found = verify(source, step, "--maxtext_model", "llama3.1-8b")
+    assert status == 1
+    assert {key for key, entry in found.items() if entry["different"]} == {f"{P}layers.self_attention.{name}.kernel" for name in ("query", "key")}
+
+
+def test_a_missing_scale_is_found(tmp_path: Path) -> None:
+    """The codes of an FP8 checkpoint, taken for weights, aren't what it holds."""
+    config = LLAMA | dict(quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16]))
+    codes = random_tensors(LLAMA)
+    quantised = dict(codes)
+    for name in [name for name in codes if name.endswith("_proj.weight")]:
+        quantised[name] = codes[name].astype(FP8)
+        codes[name] = quantised[name].astype(BF16)
+        quantised[f"{name}_scale_inv"] = np.full([-(-n // 16) for n in codes[name].shape], 0.5, np.float32)
+    step = convert(save(tmp_path / "codes", LLAMA, codes), tmp_path / "out")
+    source = save(tmp_path / "source", config, quantised)
+    status, found = verify(source, step)
+    assert status == 1
+    assert sum(entry["different"] > 0 for entry in found.values()) == 7
+    assert verify(source, convert(source, tmp_path / "right"))[0] == 0
+
+
+@pytest.mark.parametrize("source", ["llama"], indirect=True)
+def test_padding_and_the_tree_are_compared_too(source: Path, tmp_path: Path) -> None:
+    """A padded row that isn't zero; an array that is missing, and one that nobody asked for."""
+    step = convert(source, tmp_path / "out", "--vocab_size", "80")
+    change(step, "params.params.token_embedder.embedding", lambda a: flip(a, (79, 3)))
+    status, found = verify(source, step)
+    assert status == 1
+    assert "padding at [79, 3]" in found["params.params.token_embedder.embedding"]["message"]
+    tied = save(tmp_path / "tied", LLAMA | dict(tie_word_embeddings=True), {k: v for k, v in random_tensors(LLAMA).items() if k != "lm_head.weight"})
+    status, found = verify(tied, step)
+    assert status == 1
+    assert "nothing of the source belongs there" in found[f"{P}logits_dense.kernel"]["message"]
+    status, found = verify(source, convert(tied, tmp_path / "tied_out"))
+    assert status == 1
+    assert found[f"{P}logits_dense.kernel"]["message"] == "is missing"
+
+
+def test_a_sample_is_quick_and_still_looks_everywhere(source: Path, tmp_path: Path) -> None:
+    """It compares fewer elements, but some of every array."""
+    step = convert(source, tmp_path / "out")
+    status, found = verify(source, step, "--sample", "0.1")
+    assert status == 0
+    assert all(entry["compared"] > 0 for entry in found.values())
+    experts = found[f"{P}layers.moe_block.wo"]
+    assert experts["compared"] < np.prod(open_arrays(find_items(step))[f"{P}layers.moe_block.wo"].shape)
+
+
+def test_what_can_not_be_compared_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Exit 2, in a line or two: no checkpoint, no source, a source with problems."""
+    step = convert(source, tmp_path / "out")
+    assert call("verify", "--source", source, "--checkpoint", tmp_path / "nowhere") == 2
+    assert call("verify", "--source", tmp_path / "nowhere", "--checkpoint", step) == 2
+    assert call("verify", "--checkpoint", step) == 2
+    (source / "config.json").unlink()
+    assert call("verify", "--source", source, "--checkpoint", step) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    shutil.rmtree(step / "items" / "d")
+    assert call("verify", "--source", source, "--checkpoint", step) == 2
