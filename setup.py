@@ -11,6 +11,7 @@ CORE = [
     "jax>=0.10",  # reading back and inspecting only: no worker imports jax or orbax-checkpoint
     "orbax-checkpoint>=0.12.8",
     "rich>=14",
+    "xxhash>=3.5",
 ]
 EXTRAS = {
     "gcp": ["apache-beam[gcp]>=2.77,<3", "google-cloud-storage>=3", "gcsfs"],

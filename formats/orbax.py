@@ -3,7 +3,7 @@
     <output>/<step>.orbax-checkpoint-tmp/     until it is published; then <output>/<step>/
         plan.json.gz, units/<id>.json         the staged plan and the ledger; removed before publishing
         failure.txt                           what Beam said of a failure; removed before publishing
-        _CHECKPOINT_METADATA, commit_success.txt
+        _CHECKPOINT_METADATA, conversion.json, commit_success.txt
         items/_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
 
 A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once.
@@ -26,6 +26,7 @@ import numpy as np
 import tensorstore as ts
 
 from formats import ocdbt, zarr
+from formats.provenance import RECORD, digest, summary, total
 from formats.storage import TEMPORARY, StorageError, create_file, sync_folder, write_file
 from formats.zarr import ArraySpec, Format
 from model_mappings.cells import Box
@@ -85,9 +86,13 @@ class Staging:
         """Whether a unit counts."""
         return (self.units / f"{unit}.json").exists()
 
+    def ledger(self) -> dict[int, dict[str, Any]]:
+        """For each unit that counts, the `attempt` that made it, and its shares in the arrays' `digests`."""
+        return {int(path.stem): json.loads(path.read_bytes()) for path in self.units.glob("[0-9]*.json")}
+
     def done(self) -> dict[int, str]:
-        """The ledger: the attempt that made each unit."""
-        return {int(path.stem): json.loads(path.read_bytes())["attempt"] for path in self.units.glob("[0-9]*.json")}
+        """The attempt that made each unit."""
+        return {unit: entry["attempt"] for unit, entry in self.ledger().items()}
 
 
 def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format) -> str:
@@ -108,12 +113,17 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
     if transaction is not None:
         transaction.commit_sync()
     entry = staging.units / f"{unit}.json"
-    if create_file(entry, json.dumps({"attempt": attempt}).encode()):
+    shares: dict[str, int] = {}
+    for spec, box, values in shards:
+        shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values)
+    if create_file(entry, json.dumps({"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}}).encode()):
         return attempt
     return json.loads(entry.read_bytes())["attempt"]
 
 
-def assemble(staging: Staging, specs: Sequence[ArraySpec], format: Format, units: int, custom: Mapping[str, Any], overwrite: bool = False) -> None:
+def assemble(
+    staging: Staging, specs: Sequence[ArraySpec], format: Format, units: int, scan_layers: bool, record: Mapping[str, Any], overwrite: bool = False
+) -> None:
     """Makes one checkpoint of the units that the ledger names, and publishes it. Does nothing where that has happened.
 
     Args:
@@ -121,7 +131,8 @@ def assemble(staging: Staging, specs: Sequence[ArraySpec], format: Format, units
       specs: every array of the checkpoint.
       format: how it is stored.
       units: how many units the plan has; their ids count from 0.
-      custom: the checkpoint's custom metadata.
+      scan_layers: what MaxText looks for in the custom metadata.
+      record: where the checkpoint comes from (`formats/provenance.py`), without digests.
       overwrite: replace a checkpoint that has the same place.
 
     Raises:
@@ -130,21 +141,21 @@ def assemble(staging: Staging, specs: Sequence[ArraySpec], format: Format, units
     if not staging.folder.exists() and staging.final.exists():
         return
     if not (staging.folder / MARKER).exists():
-        _complete(staging, specs, format, units, custom)
+        _complete(staging, specs, format, units, scan_layers, record)
     publish(staging, overwrite)
 
 
-def _complete(staging: Staging, specs: Sequence[ArraySpec], format: Format, units: int, custom: Mapping[str, Any]) -> None:
+def _complete(staging: Staging, specs: Sequence[ArraySpec], format: Format, units: int, scan_layers: bool, record: Mapping[str, Any]) -> None:
     """Makes the staging folder a whole checkpoint, the markers last."""
-    done = staging.done()
-    if missing := set(range(units)) - set(done):
+    ledger = staging.ledger()
+    if missing := set(range(units)) - set(ledger):
         raise ocdbt.IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
     everything = [*specs, STEP]
     plain = dataclasses.replace(format, compression="none")  # how the step is stored
     objects = [(f"{spec.key}/{format.metadata_name}", zarr.metadata_json(spec, plain if spec is STEP else format)) for spec in everything]
     objects.append((list(zarr.keys(STEP, format))[1], np.int64(staging.step).tobytes()))
     if format.use_ocdbt:
-        attempts = set(done.values())
+        attempts = {entry["attempt"] for entry in ledger.values()}
         for folder in staging.items.glob(f"{ocdbt.ATTEMPT}*"):
             if folder.name.removeprefix(ocdbt.ATTEMPT) not in attempts:
                 shutil.rmtree(folder)
@@ -157,7 +168,9 @@ def _complete(staging: Staging, specs: Sequence[ArraySpec], format: Format, unit
             write_file(staging.items / key, value)
         _check_files(staging.items, everything, format)
     write_file(staging.items / METADATA, _json(_tree_metadata(specs, format)))
-    about = _json(_checkpoint_metadata(custom))
+    record = {**record, "digests": total(entry["digests"] for entry in ledger.values())}
+    write_file(staging.folder / RECORD, json.dumps(record, indent=1).encode())
+    about = _json(_checkpoint_metadata({"scan_layers": scan_layers, "weightbeam": summary(record)}))
     write_file(staging.items / CHECKPOINT_METADATA, about)  # where MaxText looks for scan_layers: load_parameters_path is the item
     write_file(staging.folder / CHECKPOINT_METADATA, about)
     for folder in (staging.items, staging.folder):

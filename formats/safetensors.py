@@ -29,6 +29,7 @@ from model_mappings.plan import Problem
 MAX_HEADER = 100_000_000  # bytes
 MAX_RANK = 32  # more than numpy's dimensions need
 INDEX = "model.safetensors.index.json"
+HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
 
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -69,13 +70,19 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A safetensors file and what identifies it: its size in bytes and its time of change in nanoseconds."""
+    """A safetensors file and what identifies it: its size in bytes, its time of change in nanoseconds, its hash where it is known."""
 
     name: str
     path: str
     size: int
     mtime_ns: int
     tensors: tuple[Tensor, ...]
+
+    @property
+    def sha256(self) -> str | None:
+        """The file's hash, where a hub's cache says it: it names its blobs by it."""
+        blob = Path(self.path).resolve()
+        return blob.name if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +91,7 @@ class Checkpoint:
 
     Attributes:
       root: the folder.
-      config: `config.json`.
+      config: `config.json`; with `hf_quant_config.json` under that name, if there is one.
       shards: the files that hold the model, in order of their names.
       ignored: safetensors files in the folder that the index doesn't name.
       lost: tensors that the index places in files which can't be read.
@@ -203,6 +210,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise StorageError(f"{folder}: no such folder")
     problems: list[Problem] = []
     config = _read_json(folder / "config.json", problems)
+    if config and (folder / HF_QUANT_CONFIG).exists():
+        config[HF_QUANT_CONFIG] = _read_json(folder / HF_QUANT_CONFIG, problems)
     on_disk = sorted(path.name for path in folder.glob("*.safetensors"))
     weight_map: dict[str, str] | None = None
     if (folder / INDEX).exists():

@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from formats.orbax import custom_metadata, find_items, read_arrays
 from formats.safetensors import open_checkpoint
@@ -51,8 +52,26 @@ def _orbax(items: Path) -> int:
     total = sum(math.prod(array.spec.shape) * array.spec.dtype.itemsize for array in arrays)
     print(f"\n{items}: {len(arrays):,} arrays, {report.human(total)}")
     if custom := custom_metadata(items.parent):
-        print("custom metadata: " + json.dumps(custom))
+        _provenance(custom)
     return 0
+
+
+def _provenance(custom: dict[str, Any]) -> None:
+    """Where the checkpoint comes from, as far as it says."""
+    about = custom.get("weightbeam")
+    if not isinstance(about, dict) or not isinstance(about.get("versions"), dict):
+        print("custom metadata: " + json.dumps(custom))
+        return
+    rows = report.table("", "")
+    for name in ("source", "family", "plan"):
+        rows.add_row(name, str(about.get(name)))
+    rows.add_row("options", ", ".join(f"{name}={value}" for name, value in about.get("options", {}).items() if value not in (None, [])))
+    rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    for reason, times in about.get("dropped", {}).items():
+        rows.add_row("left out", f"{report.count(times, 'tensor')}: {reason}")
+    if lossy := about.get("lossy"):
+        rows.add_row("rounded", f"{report.count(len(lossy), 'array')}, e.g. {next(iter(lossy.values()))}")
+    report.CONSOLE.print(rows)
 
 
 def _safetensors(folder: Path) -> int:

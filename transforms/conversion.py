@@ -14,19 +14,21 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from formats.encodings import Encoding, stored_bytes
 from formats.orbax import Staging
+from formats.provenance import versions
 from formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
 from formats.sources import open_source
 from formats.zarr import Format
 from model_mappings.audit import audit
 from model_mappings.config import Config, ConfigError, Layout
 from model_mappings.family import Family
-from model_mappings.plan import Array, Plan, Problem, expand, make_arrays
+from model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, make_arrays
 from model_mappings.registry import UnknownFamilyError, family_of
 from transforms.grid import Grid, UnitBytesError, make_grid
 from transforms.mesh import Mesh, base_rules
@@ -120,6 +122,20 @@ class Conversion:
             add([(block.array, block.shards) for block in unit])
         return identity.hexdigest()
 
+    def record(self) -> dict[str, Any]:
+        """Where the checkpoint comes from, see `formats/provenance.py`."""
+        shards = [{"name": shard.name, "size": shard.size, "mtime_ns": shard.mtime_ns, "sha256": shard.sha256} for shard in self.checkpoint.shards]
+        return {
+            "source": self.checkpoint.root,
+            "shards": shards,
+            "plan": self.hash,
+            "family": self.plan.family,
+            "options": dataclasses.asdict(self.options),
+            "versions": versions(),
+            "lossy": {array.key: array.lossy for array in self.plan.arrays if array.lossy},
+            "dropped": dict(self.plan.dropped),
+        }
+
     def stage(self) -> bytes:
         """The inputs, compressed; `load` makes the same conversion of them."""
         shards = [
@@ -206,7 +222,7 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         source = source.renamed(family.aliases)
         problems = [*checkpoint.problems, *source.problems, *_check_options(options, family)]
         specs = source.specs()
-        layout = _layout(options, frozenset(specs))
+        layout = _layout(options, specs)
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
     except (ConfigError, UnknownFamilyError) as e:
@@ -216,9 +232,9 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), ())
     arrays = make_arrays(parts, specs, SAVE_DTYPES[options.save_dtype])
     dropped, found = audit(arrays, specs, drops, family.name)
-    if checkpoint.shards or not problems:
+    if (checkpoint.shards or not problems) and not any(problem.kind == "quantised" for problem in problems):
         # A tensor that its file or its scale already stands against needs no second line.
-        explained = {problem.subject for problem in problems} | checkpoint.lost
+        explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost
         problems += [problem for problem in found if problem.subject not in explained]
     grids, units, warnings = (), (), []
     if not problems:
@@ -228,11 +244,11 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
             warnings = [warning for grid in grids for warning in grid.warnings]
         except UnitBytesError as e:
             problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
-    plan = Plan(family.name, arrays, dropped, tuple(problems), note)
+    plan = Plan(family.name, arrays, {**dropped, **source.dropped}, tuple(problems), note)
     return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings))
 
 
-def _layout(options: Options, names: frozenset[str]) -> Layout:
+def _layout(options: Options, specs: Mapping[str, TensorSpec]) -> Layout:
     return Layout(
         scan=options.scan_layers,
         scan_axis=options.param_scan_axis,
@@ -240,7 +256,8 @@ def _layout(options: Options, names: frozenset[str]) -> Layout:
         mtp=options.mtp,
         multimodal=options.multimodal,
         model=options.maxtext_model,
-        names=names,
+        names=frozenset(specs),
+        shapes={name: spec.shape for name, spec in specs.items()},
     )
 
 

@@ -8,12 +8,10 @@ goes by reference. Every stage counts its bytes and its milliseconds, under its 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import apache_beam as beam
 from apache_beam.metrics import Metrics
@@ -23,7 +21,7 @@ from formats.safetensors import read_boxes
 from formats.storage import StorageError
 from formats.zarr import Format
 from transforms.arena import borrowed
-from transforms.conversion import Conversion, load_staged
+from transforms.conversion import load_staged
 from transforms.stack import stack
 from transforms.units import Unit
 from transforms.work import Work, total_bytes
@@ -226,15 +224,8 @@ def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool) -
             if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
                 raise StorageError(f"{shard.path} changed while it was converted; start anew with --overwrite")
         specs = [grid.spec for grid in conversion.grids]
-        assemble(staging, specs, conversion.format, len(conversion.units), custom_metadata(conversion), overwrite)
+        assemble(staging, specs, conversion.format, len(conversion.units), conversion.options.scan_layers, conversion.record(), overwrite)
     return written
-
-
-def custom_metadata(conversion: Conversion) -> dict[str, Any]:
-    """What MaxText reads back (`scan_layers`), and where the checkpoint comes from."""
-    options = conversion.options
-    about = {"source": conversion.checkpoint.root, "plan": conversion.hash, "family": conversion.plan.family, "options": dataclasses.asdict(options)}
-    return {"scan_layers": options.scan_layers, "weightbeam": about}
 
 
 def unit_ranges(units: int, size: int = 16) -> Sequence[tuple[int, int]]:

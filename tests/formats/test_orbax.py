@@ -62,7 +62,7 @@ def write_all(staging: Staging, format: Format, done: tuple[int, ...] = ()) -> N
 
 
 def finish(staging: Staging, format: Format = DEFAULT, overwrite: bool = False) -> None:
-    assemble(staging, SPECS, format, len(units()), {"scan_layers": True}, overwrite)
+    assemble(staging, SPECS, format, len(units()), True, {"source": "here", "dropped": {"a": "why", "b": "why"}}, overwrite)
 
 
 def restored(staging: Staging) -> dict[str, np.ndarray]:
@@ -76,7 +76,7 @@ def assert_whole(staging: Staging) -> None:
         got = restored(staging)[spec.key]
         assert (got.dtype, got.shape, got.tobytes()) == (spec.dtype, spec.shape, values(spec).tobytes())
     assert [path.name for path in staging.output.iterdir()] == ["0"]
-    assert {path.name for path in staging.final.iterdir()} == {"items", "_CHECKPOINT_METADATA", "commit_success.txt"}
+    assert {path.name for path in staging.final.iterdir()} == {"items", "_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json"}
     assert (staging.final / "items" / "commit_success.txt").exists()
 
 
@@ -93,7 +93,10 @@ def test_units_become_a_checkpoint(tmp_path: Path, format: Format) -> None:
     finish(staging, format)
     assert_whole(staging)
     metadata = json.loads((staging.final / "_CHECKPOINT_METADATA").read_bytes())
-    assert metadata["custom_metadata"] == {"scan_layers": True}
+    record = json.loads((staging.final / "conversion.json").read_bytes())
+    assert record["source"] == "here"
+    assert set(record["digests"]) == {spec.key for spec in SPECS}
+    assert metadata["custom_metadata"] == {"scan_layers": True, "weightbeam": record | {"dropped": {"why": 2}}}
 
 
 @pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False, use_zarr3=False)], ids=str)
