@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from model_mappings.config import Config, Layout
+from model_mappings.config import Config, ConfigError, Layout
 from model_mappings.ops import Op
 from model_mappings.rules import Rule, Segment, Stack, rule, stack
 
@@ -28,6 +28,19 @@ def common_dims(c: Config) -> dict[str, int]:
     )
 
 
+def text_part(c: Config) -> Config:
+    """The text model's part of `config.json`; a model with towers says outside of it whether the head is tied, or else in it."""
+    if "text_config" not in c:
+        return c
+    text = c.part("text_config")
+    return Config(text | {"tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings"))})
+
+
+def with_defaults(c: Config, **defaults: object) -> Config:
+    """`c`, with transformers' defaults for fields that releases leave out (or null)."""
+    return Config(defaults | {key: value for key, value in c.items() if value is not None})
+
+
 def layers(layout: Layout, target: str, ids: Iterable[int], table: Table, source: str = LAYER, name: str = "layers") -> list[Stack]:
     """Alike layers `ids`: one stack, or `target_0`, `target_1`, … where the layout isn't scanned."""
     ids = list(ids)
@@ -38,17 +51,74 @@ def layers(layout: Layout, target: str, ids: Iterable[int], table: Table, source
     return [stack(f"{target}_{i}", source, layer, table) for i, layer in enumerate(ids)]
 
 
-def top(c: Config, layout: Layout, *ops: Op, hf: str = "model.", norm_ops: tuple[Op, ...] = ()) -> Stack:
-    """Embedding, final norm and head. `Layout.vocab` pads the vocabulary with zeros, or cuts it."""
+def cycles(layout: Layout, count: int, tables: Sequence[Table], source: str = LAYER, place: str = "layers") -> list[Stack]:
+    """Layers 0 to `count` whose kinds repeat, a table for each place of the cycle.
+
+    Scanned, `decoder/layers/layers_0`, `layers_1`, … hold the layers of one place each, over the whole cycles, and
+    `decoder/layers_remainder` the rest, not stacked; `place` is the word in front of the number.
+    """
+    n = len(tables)
+    if not layout.scan:
+        return [stack(f"decoder/layers_{layer}", source, layer, tables[layer % n]) for layer in range(count)]
+    whole = count - count % n
+    stacked = [stack(f"decoder/layers/{place}_{i}", source, range(i, whole, n), tables[i], "layers") for i in range(n if whole else 0)]
+    return stacked + [stack(f"decoder/layers_remainder/{place}_{i}", source, whole + i, tables[i]) for i in range(count - whole)]
+
+
+def check_cycle(c: Config, kinds: Sequence[str]) -> None:
+    """Checks the pattern of the layers, where `config.json` says it, against the cycle that MaxText's model repeats.
+
+    Raises:
+      ConfigError: another pattern.
+    """
+    types, n = c.get("layer_types"), c.size("num_hidden_layers")
+    if types is not None and types != [kinds[layer % len(kinds)] for layer in range(n)]:
+        raise ConfigError(f"config.json: 'layer_types' isn't the pattern that MaxText repeats over the {n} layers: {', '.join(kinds)}")
+    if types is None and c.get("sliding_window_pattern") not in (None, len(kinds)):  # older configs say the length of the cycle
+        raise ConfigError(f"config.json: 'sliding_window_pattern' is {c['sliding_window_pattern']!r}; MaxText repeats {len(kinds)} layers: {', '.join(kinds)}")
+
+
+def check_whole(c: Config, layout: Layout, cycle: int) -> None:
+    """Checks that MaxText's scan takes every layer, where it takes a `cycle` of them at a time and leaves the rest out.
+
+    Raises:
+      ConfigError: it doesn't.
+    """
+    n = c.size("num_hidden_layers")
+    if layout.scan and n % cycle:
+        raise ConfigError(f"config.json: {n} layers, but MaxText scans this model in cycles of {cycle}; --scan_layers false has no such bound")
+
+
+def vocabulary(c: Config, layout: Layout) -> tuple[str, Segment]:
+    """The window of the vocabulary's rows that `Layout.vocab` keeps, and their place: it pads with zeros, or cuts."""
     size = c.size("vocab_size")
     total = layout.vocab or size
-    rows = f"[:{total}]" if total < size else ""
-    vocab = Segment(0, min(size, total), total, fill=0.0 if total > size else None)
-    head = f"lm_head.weight{rows}"
+    return f"[:{total}]" if total < size else "", Segment(0, min(size, total), total, fill=0.0 if total > size else None)
+
+
+def beyond_vocabulary(c: Config, layout: Layout, *names: str) -> dict[str, str]:
+    """The rows of these tensors that `Layout.vocab` cuts, for a family's drops."""
+    if not layout.vocab or layout.vocab >= c.size("vocab_size"):
+        return {}
+    return {f"{name}[{layout.vocab}:]": f"beyond --vocab_size={layout.vocab}" for name in names}
+
+
+def top(
+    c: Config,
+    layout: Layout,
+    *ops: Op,
+    hf: str = "model.",
+    norm_ops: tuple[Op, ...] = (),
+    norm: str = "norm",
+    embed: str = "embed_tokens",
+    head: str = "lm_head",
+) -> Stack:
+    """Embedding, final norm and head; `norm` is MaxText's logical name of the norm's axis."""
+    rows, vocab = vocabulary(c, layout)
     table = [
-        rule("token_embedder/embedding", f"{hf}embed_tokens.weight{rows}", "vocab embed", "vocab embed_vocab", *ops, vocab=vocab),
-        rule("decoder/decoder_norm/scale", f"{hf}norm.weight", "embed", "norm", *norm_ops),
-        rule("decoder/logits_dense/kernel", head, "vocab embed -> embed vocab", "embed_vocab vocab", vocab=vocab, when=not is_tied(c)),
+        rule("token_embedder/embedding", f"{hf}{embed}.weight{rows}", "vocab embed", "vocab embed_vocab", *ops, vocab=vocab),
+        rule("decoder/decoder_norm/scale", f"{hf}norm.weight", "embed", norm, *norm_ops),
+        rule("decoder/logits_dense/kernel", f"{head}.weight{rows}", "vocab embed -> embed vocab", "embed_vocab vocab", vocab=vocab, when=not is_tied(c)),
     ]
     return stack("", "", 0, table)
 
@@ -58,15 +128,12 @@ def is_tied(c: Config) -> bool:
     return c.flag("tie_word_embeddings")
 
 
-def common_drops(c: Config, layout: Layout, hf: str = "model.") -> dict[str, str]:
+def common_drops(c: Config, layout: Layout, hf: str = "model.", embed: str = "embed_tokens", head: str = "lm_head") -> dict[str, str]:
     """Tensors, or parts of them, that are left out on purpose, as `{pattern or window: reason}`."""
     drops = {f"{hf}layers.*.self_attn.rotary_emb.inv_freq": "computed, not learned"}
     if is_tied(c):
-        drops["lm_head.weight"] = "the head is tied to the embedding"
-    if layout.vocab and layout.vocab < c.size("vocab_size"):
-        for name in (f"{hf}embed_tokens.weight", "lm_head.weight"):
-            drops[f"{name}[{layout.vocab}:]"] = f"beyond --vocab_size={layout.vocab}"
-    return drops
+        drops[f"{head}.weight"] = "the head is tied to the embedding"
+    return drops | beyond_vocabulary(c, layout, f"{hf}{embed}.weight", f"{head}.weight")
 
 
 NORMS: Table = [
@@ -75,7 +142,18 @@ NORMS: Table = [
 ]
 
 
-def attention(*query_ops: Op, paired_rope: bool = False) -> Table:
+def sandwich_norms(*ops: Op, suffix: str = "") -> Table:
+    """Norms before and behind attention and MLP, as Gemma has them."""
+    names = dict(
+        pre_self_attention_norm="input_layernorm",
+        post_self_attention_norm="post_attention_layernorm",
+        pre_ffw_norm="pre_feedforward_layernorm",
+        post_ffw_norm="post_feedforward_layernorm",
+    )
+    return [rule(f"{target}{suffix}/scale", f"{source}.weight", "embed", "norm", *ops) for target, source in names.items()]
+
+
+def attention(*query_ops: Op, paired_rope: bool = False, target: str = "self_attention") -> Table:
     """Grouped-query attention.
 
     Hugging Face keeps the two halves of a head's rotary dimensions apart (h0 h0 … h1 h1 …); where MaxText pairs them
@@ -83,19 +161,20 @@ def attention(*query_ops: Op, paired_rope: bool = False) -> Table:
     """
     split, joined = ("two half", "(half two)") if paired_rope else ("dim", "dim")
     return [
-        rule("self_attention/query/kernel", "self_attn.q_proj.weight", f"(heads {split}) embed -> embed heads {joined}", "embed q_heads kv", *query_ops),
-        rule("self_attention/key/kernel", "self_attn.k_proj.weight", f"(kv {split}) embed -> embed kv {joined}", "embed kv_heads kv_head_dim"),
-        rule("self_attention/value/kernel", "self_attn.v_proj.weight", "(kv dim) embed -> embed kv dim", "embed kv_heads kv_head_dim"),
-        rule("self_attention/out/kernel", "self_attn.o_proj.weight", "embed (heads dim) -> heads dim embed", "heads kv embed"),
+        rule(f"{target}/query/kernel", "self_attn.q_proj.weight", f"(heads {split}) embed -> embed heads {joined}", "embed q_heads kv", *query_ops),
+        rule(f"{target}/key/kernel", "self_attn.k_proj.weight", f"(kv {split}) embed -> embed kv {joined}", "embed kv_heads kv_head_dim"),
+        rule(f"{target}/value/kernel", "self_attn.v_proj.weight", "(kv dim) embed -> embed kv dim", "embed kv_heads kv_head_dim"),
+        rule(f"{target}/out/kernel", "self_attn.o_proj.weight", "embed (heads dim) -> heads dim embed", "heads kv embed"),
     ]
 
 
-def gated_mlp(target: str = "mlp", source: str = "mlp", width: str = "mlp") -> Table:
+def gated_mlp(target: str = "mlp", source: str = "mlp", width: str = "mlp", projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Table:
     """Gate, up and down projections of one expert or of a dense layer; `width` is the axis word of the hidden size."""
+    gate, up, down = (f"{source}.{projection}.weight" for projection in projections)
     return [
-        rule(f"{target}/wi_0/kernel", f"{source}.gate_proj.weight", f"{width} embed -> embed {width}", "embed mlp"),
-        rule(f"{target}/wi_1/kernel", f"{source}.up_proj.weight", f"{width} embed -> embed {width}", "embed mlp"),
-        rule(f"{target}/wo/kernel", f"{source}.down_proj.weight", f"embed {width} -> {width} embed", "mlp embed"),
+        rule(f"{target}/wi_0/kernel", gate, f"{width} embed -> embed {width}", "embed mlp"),
+        rule(f"{target}/wi_1/kernel", up, f"{width} embed -> embed {width}", "embed mlp"),
+        rule(f"{target}/wo/kernel", down, f"embed {width} -> {width} embed", "mlp embed"),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 MAX_SIZE = 2**31 - 1  # of an axis
 MAX_COUNT = {"num_hidden_layers": 10_000, "first_k_dense_replace": 10_000, "num_experts": 100_000, "num_local_experts": 100_000, "n_routed_experts": 100_000}
@@ -75,6 +76,7 @@ class Layout:
       multimodal: convert the vision and audio towers too (MaxText's `use_multimodal`).
       model: the MaxText model, where `config.json` can't settle it.
       names: the checkpoint's tensors; a table may ask whether one is there, where releases spell a model in two ways.
+      shapes: of these tensors; a table may ask for one where both ways have the same names.
     """
 
     scan: bool = True
@@ -84,3 +86,4 @@ class Layout:
     multimodal: bool = False
     model: str | None = None
     names: frozenset[str] = frozenset()
+    shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)

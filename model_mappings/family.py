@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
+import re
 from collections.abc import Callable, Mapping
 
 from model_mappings.config import Config, Layout
@@ -60,11 +62,21 @@ def rename(name: str, aliases: Mapping[str, str]) -> str:
     An alias is a literal prefix of whole components; `*` stands for one component that stays as it is, such as a layer's
     number: `{"model.layers.*.attn": "layers.*.self_attn"}`. The longest alias that fits is used, and only once.
     """
-    given = name.split(".")
-    for alias in sorted(aliases, key=lambda alias: -alias.count(".")):
-        prefix = alias.split(".")
-        if len(prefix) <= len(given) and all(ours in ("*", theirs) for ours, theirs in zip(prefix, given, strict=False)):
-            kept = iter([theirs for ours, theirs in zip(prefix, given, strict=False) if ours == "*"])
-            renamed = [next(kept) if part == "*" else part for part in aliases[alias].split(".") if part]
-            return ".".join([*renamed, *given[len(prefix) :]])
-    return name
+    pattern, prefixes = _compiled(tuple(aliases.items()))
+    match = pattern.match(name)
+    if not match or not match.lastindex:
+        return name
+    prefix = prefixes[match.lastindex]
+    kept = match.groups()[match.lastindex : match.lastindex + prefix.count("*")]
+    return ".".join(part for part in (prefix.replace("*", "{}").format(*kept), name[match.end() + 1 :]) if part)
+
+
+@functools.cache
+def _compiled(aliases: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], dict[int, str]]:
+    """All aliases as one pattern, longest first, each a group that holds a group for each `*`; and the table's prefix by the group's number."""
+    groups, prefixes, number = [], {}, 1
+    for alias, prefix in sorted(aliases, key=lambda entry: -entry[0].count(".")):
+        groups.append("(" + re.escape(alias).replace(r"\*", "([^.]*)") + ")")
+        prefixes[number] = prefix
+        number += 1 + alias.count("*")
+    return re.compile(rf"(?:{'|'.join(groups)})(?=\.|$)"), prefixes

@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 from model_mappings.config import Config
-from model_mappings.families import deepseek, llama, mixtral, qwen
+from model_mappings.families import (
+    deepseek,
+    deepseek_v4,
+    gemma2,
+    gemma3,
+    gemma4,
+    gemma4_small,
+    gpt_oss,
+    llama,
+    llama4,
+    mixtral,
+    olmo3,
+    qwen,
+    qwen3_5,
+    qwen3_next,
+    qwen3_omni,
+    qwen3_vl,
+)
 from model_mappings.family import Family
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen.FAMILY, mixtral.FAMILY, deepseek.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    qwen.FAMILY,
+    mixtral.FAMILY,
+    deepseek.FAMILY,
+    deepseek_v4.FAMILY,
+    olmo3.FAMILY,
+    gpt_oss.FAMILY,
+    llama4.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    gemma4.FAMILY,
+    gemma4_small.FAMILY,
+    qwen3_next.FAMILY,
+    qwen3_5.FAMILY,
+    qwen3_vl.FAMILY,
+    qwen3_omni.FAMILY,
+)
 
 
 class UnknownFamilyError(ValueError):

@@ -87,7 +87,12 @@ def _alone(staging: Staging) -> Iterator[None]:
             raise RefusedError(f"  output: {staging.folder}: {e}") from e
         except OSError as e:
             raise RefusedError(f"  output: {staging.output}: {e.strerror or e}") from e
-        yield
+        try:
+            yield
+        finally:
+            stack.close()
+            with contextlib.suppress(OSError):  # it isn't empty, unless nothing came of it
+                staging.output.rmdir()
 
 
 def execute(conversion: Conversion, staging: Staging, options: PipelineOptions, resume: bool = False, overwrite: bool = False) -> PipelineResult | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from typing import NoReturn
 
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
+from apache_beam.runners.runner import create_runner
 
 from pipelines.arguments import add_conversion, add_output
 from pipelines.errors import RefusedError
@@ -37,6 +39,10 @@ def check_options(arguments: Sequence[str]) -> None:
     Raises:
       RefusedError: names those that aren't, or a wrong value.
     """
+    runner = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    runner.add_argument("--runner")
+    with contextlib.suppress(ValueError, ImportError):  # an unknown runner, or one that isn't installed, is refused later
+        create_runner(runner.parse_known_args(list(arguments))[0].runner or LOCAL_RUNNER)  # a runner's options are known once it is loaded
     parser = _Parser(add_help=False, allow_abbrev=False)
     for options in {cls.__name__: cls for cls in PipelineOptions.__subclasses__()}.values():
         options._add_argparse_args(parser)

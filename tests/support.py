@@ -57,11 +57,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def restore(step: Path) -> dict[str, np.ndarray]:
-    """The parameters of a checkpoint as stock Orbax restores them, without `params.params.`"""
+    """The parameters of a checkpoint as stock Orbax restores them, without `params.params.`; variables of other collections without `params.`"""
     tree = ocp.PyTreeCheckpointer().restore(step / "items")
     assert set(tree) == {"step", "params", "opt_state"}
-    assert (tree["step"], tree["opt_state"], set(tree["params"])) == (int(step.name), {}, {"params"})
-    return flatten(tree["params"]["params"])
+    assert (tree["step"], tree["opt_state"]) == (int(step.name), {})
+    return flatten(tree["params"].pop("params")) | flatten(tree["params"])
 
 
 def converted(source: Path, output: Path, *options: str) -> dict[str, np.ndarray]:
@@ -239,8 +239,10 @@ def split(tensors: Mapping[str, np.ndarray], parts: int) -> list[dict[str, np.nd
     return [dict(list(tensors.items())[part::parts]) for part in range(parts)]
 
 
-def headers_only(config: Mapping[str, Any], dtype: np.dtype = BF16, shard_bytes: int = 5_000_000_000) -> Checkpoint:
-    """A checkpoint that is known by its headers, without files, whatever its size."""
+def headers_only(
+    config: Mapping[str, Any], dtype: np.dtype = BF16, shard_bytes: int = 5_000_000_000, known: Mapping[str, tuple[int, ...]] | None = None
+) -> Checkpoint:
+    """A checkpoint that is known by its headers, without files, whatever its size; its tensors are those `known`, else `shapes(config)`."""
     shards: list[Shard] = []
     tensors: list[Tensor] = []
     offset = 0
@@ -251,7 +253,7 @@ def headers_only(config: Mapping[str, Any], dtype: np.dtype = BF16, shard_bytes:
         tensors.clear()
         offset = 0
 
-    for name, shape in shapes(config).items():
+    for name, shape in (known or shapes(config)).items():
         tensors.append(Tensor(name, dtype, shape, f"model-{len(shards):05}.safetensors", offset))
         offset += tensors[-1].nbytes
         if offset >= shard_bytes:

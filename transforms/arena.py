@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -56,16 +55,19 @@ class Arena:
 _FREE: list[Arena] = []  # pop and append are atomic
 
 
-@contextlib.contextmanager
-def borrowed(capacity: int) -> Iterator[Arena]:
-    """An arena with room for `capacity` bytes, for one unit.
-
-    After an error it isn't used again: writes that were started may still read from it.
-    """
+def take(capacity: int) -> Arena:
+    """An arena with room for `capacity` bytes, for one unit."""
     try:
         arena = _FREE.pop()
     except IndexError:
         arena = Arena()
     arena.reset(capacity)
-    yield arena
+    return arena
+
+
+def give_back(arena: Arena) -> None:
+    """Takes an arena back whose arrays nobody uses any more.
+
+    After an error it isn't given back: writes that were started may still read from it.
+    """
     _FREE.append(arena)

@@ -20,7 +20,7 @@ from formats.orbax import Staging, assemble, plan_of, write_unit
 from formats.safetensors import read_boxes
 from formats.storage import StorageError
 from formats.zarr import Format
-from transforms.arena import borrowed
+from transforms.arena import give_back, take
 from transforms.conversion import load_staged
 from transforms.stack import stack
 from transforms.units import Unit
@@ -79,8 +79,7 @@ class _ReadBoxesFn(StageFn):
 
     def process(self, descriptor: bytes) -> Iterator[Work]:
         unit = Unit.unpack(descriptor)
-        with borrowed(unit.working_bytes) as arena:  # until the stages behind this one are through with it
-            yield self.timed(Work(unit, arena))
+        yield self.timed(Work(unit, take(unit.working_bytes)))  # WriteChunks gives the arena back
 
 
 class _DequantizeFn(StageFn):
@@ -123,7 +122,9 @@ class _WriteChunksFn(StageFn):
         return nbytes
 
     def process(self, work: Work) -> Iterator[int]:
-        yield self.timed(work).unit.id
+        self.timed(work)
+        give_back(work.arena)
+        yield work.unit.id
 
 
 class ExpandUnits(beam.PTransform):

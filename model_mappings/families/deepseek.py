@@ -1,12 +1,15 @@
-"""DeepSeek V2, V3, R1, V3.1, V3.2 and Kimi K2: latent attention, a dense prefix, shared experts, an indexer (V3.2).
+"""DeepSeek V2, V3, R1, V3.1, V3.2 and Kimi K2 to K2.6: latent attention, a dense prefix, shared experts, an indexer (V3.2).
 
 Latent and rotary parts stay side by side in MaxText as in Hugging Face, and the rotary part is interleaved on both sides:
 no permutation. The multi-token-prediction module is the layer behind the last; its copies of embedding and head, and its
 own last norm, have no array in MaxText, which applies the model's (AI-Hypercomputer/maxtext,
 src/maxtext/layers/multi_token_prediction.py and decoders.py, e591f30).
+
+Kimi K2.5 and K2.6 are Kimi K2 behind `language_model.`, with a vision tower that MaxText doesn't have. transformers (v5.23.0)
+says `model.language_model.` in memory, and its `save_pretrained` writes `blocks` for `layers`, the tower's word.
 """
 
-from model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, layers, top
+from model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, layers, text_part, top
 from model_mappings.family import Family
 from model_mappings.rules import rule, stack
 
@@ -15,6 +18,7 @@ ROUTER = f"{MOE}/MoeBlock_0"
 
 
 def dims(c, layout):
+    c = text_part(c)
     nope, rope, v_dim, kv_lora = (c.size(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
     moe_mlp = c.size("moe_intermediate_size")
     return common_dims(c) | dict(
@@ -44,6 +48,7 @@ def latent_attention(c):
 
 
 def stacks(c, layout):
+    c = text_part(c)
     dense, n = c.count("first_k_dense_replace"), c.size("num_hidden_layers")
     fused = f"model.layers.{dense}.mlp.experts.gate_up_proj" in layout.names
     routed = [
@@ -73,10 +78,13 @@ def stacks(c, layout):
 
 
 def drops(c, layout):
+    c = text_part(c)
     mtp = f"model.layers.{c.size('num_hidden_layers')}."
+    towers = ("vision_tower.*", "mm_projector.*", "model.vision_tower.*", "model.mm_projector.*")
+    common = common_drops(c, layout) | dict.fromkeys(towers, "vision tower, MaxText's Kimi K2 has none")
     if not layout.mtp:
-        return common_drops(c, layout) | {f"{mtp}*": "multi-token prediction, convert it with --mtp"}
-    return common_drops(c, layout) | {
+        return common | {f"{mtp}*": "multi-token prediction, convert it with --mtp"}
+    return common | {
         f"{mtp}embed_tokens.weight": "a copy of the embedding, MaxText shares it",
         f"{mtp}shared_head.*": "MaxText's MTP block shares the model's head and last norm",
     }
@@ -88,11 +96,12 @@ FAMILY = Family(
         "deepseek2-[0-9]*": ("deepseek_v2",),
         "deepseek3-*": ("deepseek_v3",),
         "deepseek3.2-*": ("deepseek_v32",),
-        "kimi-k2-[0-9]*": ("kimi_k2", "deepseek_v3"),
+        "kimi-k2-[0-9]*": ("kimi_k2", "deepseek_v3", "kimi_k25"),
     },
     dims=dims,
     stacks=stacks,
     drops=drops,
     mtp=True,
-    releases="DeepSeek V2, V2-Lite, V3, R1, V3.1, V3.2, Kimi K2",
+    aliases={"language_model": "", "language_model.model.blocks": "model.layers", "model.language_model": "model"},
+    releases="DeepSeek V2, V2-Lite, V3, R1, V3.1, V3.2, Kimi K2, K2-Thinking, K2.5, K2.6",
 )

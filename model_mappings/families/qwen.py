@@ -10,15 +10,28 @@ def is_moe(c):
     return c["model_type"] == "qwen3_moe"
 
 
-def dims(c, layout):
-    moe = is_moe(c) and dict(expert=c.size("num_experts", c.count("num_local_experts") or None), moe_mlp=c.size("moe_intermediate_size"))
-    return common_dims(c) | (moe or {})
+def text_dims(c, moe):
+    """The axis words of the text model, with `moe` those of experts too."""
+    sizes = moe and dict(expert=c.size("num_experts", c.count("num_local_experts") or None), moe_mlp=c.size("moe_intermediate_size"))
+    return common_dims(c) | (sizes or {})
 
 
-def stacks(c, layout):
-    if is_moe(c) and (c.get("mlp_only_layers") or c.size("decoder_sparse_step", 1) != 1):
+def moe_mlp(c, routed):
+    """Router and `routed` experts, in every layer."""
+    if c.get("mlp_only_layers") or c.size("decoder_sparse_step", 1) != 1:
         raise ConfigError("config.json mixes dense and MoE layers (mlp_only_layers, decoder_sparse_step); MaxText's Qwen 3 MoE has no dense layers")
-    biased, n = c["model_type"] == "qwen2", c.size("num_hidden_layers")
+    return [rule("moe_block/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed -"), *routed]
+
+
+def routed_experts(c, layout, hf="model."):
+    """Experts in one tensor each, or fused as transformers v5 holds them."""
+    fused = f"{hf}layers.0.mlp.experts.gate_up_proj" in layout.names
+    return experts("moe_block", "mlp.experts", c.size("moe_intermediate_size"), fused)
+
+
+def decoder(c, layout, mlp, hf="model.", head="lm_head"):
+    """The text model; `mlp` are the rules of a layer's MLP, `hf` is the prefix of the tensors, and `head` the head's name."""
+    biased = c.get("model_type") == "qwen2"
     table = [
         *NORMS,
         *attention(),
@@ -27,16 +40,17 @@ def stacks(c, layout):
         rule("self_attention/value/bias", "self_attn.v_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim", when=biased),
         rule("self_attention/query_norm/scale", "self_attn.q_norm.weight", "dim", "norm", when=not biased),
         rule("self_attention/key_norm/scale", "self_attn.k_norm.weight", "dim", "norm", when=not biased),
+        *mlp,
     ]
-    if is_moe(c):
-        fused = "model.layers.0.mlp.experts.gate_up_proj" in layout.names
-        table += [
-            rule("moe_block/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed -"),
-            *experts("moe_block", "mlp.experts", c.size("moe_intermediate_size"), fused),
-        ]
-    else:
-        table += gated_mlp()
-    return [top(c, layout), *layers(layout, "decoder/layers", range(n), table)]
+    return [top(c, layout, hf=hf, head=head), *layers(layout, "decoder/layers", range(c.size("num_hidden_layers")), table, f"{hf}layers.{{layer}}.")]
+
+
+def dims(c, layout):
+    return text_dims(c, is_moe(c))
+
+
+def stacks(c, layout):
+    return decoder(c, layout, moe_mlp(c, routed_experts(c, layout)) if is_moe(c) else gated_mlp())
 
 
 FAMILY = Family(

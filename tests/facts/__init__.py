@@ -10,10 +10,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from model_mappings.config import Layout
-from model_mappings.family import Family
+from model_mappings.config import Config, Layout
 from model_mappings.plan import TensorSpec
-from model_mappings.registry import FAMILIES
+from model_mappings.registry import family_of
 
 HERE = Path(__file__).parent
 
@@ -71,7 +70,6 @@ class Headers:
 def load_headers() -> dict[str, Headers]:
     """Every checkpoint by its name."""
     found = json.loads(gzip.decompress((HERE / "headers.json.gz").read_bytes()))
-    found = {name: entry for name, entry in found.items() if entry["config"]["model_type"] in {k for f in FAMILIES for k in f.model_types}}  # TEMPORARY
     return {name: Headers(entry["config"], {tensor: _spec(*header) for tensor, header in entry["tensors"].items()}) for name, entry in found.items()}
 
 
@@ -79,9 +77,10 @@ def _spec(dtype: str, *shape: int) -> TensorSpec:
     return TensorSpec(shape, np.dtype(getattr(ml_dtypes, dtype, dtype)), "model.safetensors")
 
 
-def layouts_of(family: Family) -> dict[str, Layout]:
-    """Every layout that a family has, by name: `scanned`, `unscanned`, and both with its towers."""
+def layouts_of(config: dict) -> dict[str, Layout]:
+    """Every layout that a model's family has, by name: `scanned`, `unscanned`, and both with the model's towers, if it has any."""
+    family = family_of(Config(config))
     layouts = {name: Layout(scan=name == "scanned") for name in family.layouts}
-    if family.towers:
+    if family.towers and not {"vision_config", "thinker_config"}.isdisjoint(config):
         layouts |= {f"multimodal-{name}": Layout(scan=name == "scanned", multimodal=True) for name in family.layouts}
     return layouts

@@ -12,8 +12,7 @@ import pytest
 from facts import layouts_of, load_headers
 from facts.tiny import CONFIGS, shapes
 
-from model_mappings.config import Config, Layout
-from model_mappings.registry import family_of
+from model_mappings.config import Layout
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLANS = {  # name: (config, fused experts, layout)
@@ -25,7 +24,7 @@ PLANS = {  # name: (config, fused experts, layout)
     "deepseek_v3-mtp-scanned": ("deepseek_v3", False, Layout(mtp=True)),
 }
 HEADERS = load_headers()
-PLANS |= {f"{name}-{key}": (name, False, layout) for name, entry in HEADERS.items() for key, layout in layouts_of(family_of(Config(entry.config))).items()}
+PLANS |= {f"{name}-{key}": (name, False, layout) for name, entry in HEADERS.items() for key, layout in layouts_of(entry.config).items()}
 
 
 def render(checked):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from facts import load_headers, load_trees
 from facts.tiny import CONFIGS
 
 from model_mappings.config import Config, ConfigError, Layout
+from model_mappings.family import rename
 from model_mappings.plan import expand
 from model_mappings.registry import FAMILIES, UnknownFamilyError, family_of, supported
 
@@ -24,7 +26,20 @@ LLAMA_31 = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.3-70b")
         ("deepseek_v2", "deepseek"),
         ("deepseek_v3", "deepseek"),
         ("deepseek_v32", "deepseek"),
+        ("deepseek_v4", "deepseek_v4"),
         ("kimi_k2", "deepseek"),
+        ("kimi_k25", "deepseek"),
+        ("gpt_oss", "gpt_oss"),
+        ("llama4", "llama4"),
+        ("llama4_text", "llama4"),
+        ("olmo3", "olmo3"),
+        ("gemma2", "gemma2"),
+        ("gemma3", "gemma3"),
+        ("gemma3_text", "gemma3"),
+        ("qwen3_vl", "qwen3_vl"),
+        ("qwen3_vl_moe", "qwen3_vl"),
+        ("qwen3_omni_moe", "qwen3_omni"),
+        ("qwen3_omni_moe_thinker", "qwen3_omni"),
     ],
 )
 def test_family_by_model_type(kind, family):
@@ -32,13 +47,17 @@ def test_family_by_model_type(kind, family):
     assert family_of(Config(model_type=kind)).name == family
 
 
-def test_model_types_are_unambiguous():
-    """No `model_type` belongs to two families: the order of the registry means nothing."""
-    kinds = [kind for family in FAMILIES for kind in family.model_types]
-    assert len(kinds) == len(set(kinds)) == 10
+KNOWN = {name: tree.config for name, tree in load_trees().items() if tree.config.get("model_type")} | {n: h.config for n, h in load_headers().items()}
 
 
-@pytest.mark.parametrize("config", [{"model_type": "gpt2"}, {"model_type": "Llama"}, {"model_type": "llama4"}, {}])
+@pytest.mark.parametrize("name", KNOWN)
+def test_one_family_fits(name):
+    """Families that share a `model_type` tell themselves apart: the order of the registry means nothing."""
+    config = Config(KNOWN[name])
+    assert len([family for family in FAMILIES if config["model_type"] in family.model_types and family.fits(config)]) == 1
+
+
+@pytest.mark.parametrize("config", [{"model_type": "gpt2"}, {"model_type": "Llama"}, {"model_type": "gptj"}, {}])
 def test_unknown_model_type(config):
     """Says what was found and everything that is supported."""
     with pytest.raises(UnknownFamilyError) as error:
@@ -60,9 +79,14 @@ def test_unknown_model_type(config):
         ("mistral", "mixtral-8x7b", "mistral-*"),
         ("deepseek_v2", "deepseek3-671b", "deepseek2-*"),
         ("deepseek_v3", "deepseek3.2-671b", "deepseek3-*"),
+        ("deepseek_v4", "deepseek3-671b", "deepseek4-*"),
         ("llama", "gpt3-175b", "llama2-*"),
         ("llama", "", "llama2-*"),
         ("llama", "my-llama3.1-8b", "llama2-*"),
+        ("gemma2", "gemma-2b", "gemma2-*"),
+        ("gemma3", "gemma2-2b", "gemma3-4b, gemma3-12b, gemma3-27b"),
+        ("gemma3_text", "gemma3-1b", "gemma3-4b, gemma3-12b, gemma3-27b"),
+        ("olmo3", "olmo2-7b", "olmo3-*"),
     ],
 )
 def test_model_of_another_family(kind, model, hint):
@@ -83,6 +107,10 @@ def test_model_of_another_family(kind, model, hint):
         ("llama", "mistral-7b"),
         ("kimi_k2", "kimi-k2-1t"),
         ("deepseek_v3", "kimi-k2-1t"),
+        ("olmo3", "olmo3-7b-pt"),
+        ("gemma2", "gemma2-27b"),
+        ("gemma3", "gemma3-12b"),
+        ("gemma3_text", "gemma3-4b"),
     ],
 )
 def test_model_of_the_family(kind, model):
@@ -185,3 +213,28 @@ def test_experts_by_either_name():
     assert family_of(config).dims(config, Layout())["expert"] == 3
     del config["num_experts"]
     assert family_of(config).dims(config, Layout())["expert"] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "renamed"),
+    [
+        ("model.layers.12.attn.wq_a.weight", "layers.12.self_attn.wq_a.weight"),
+        ("model.layers.12.attn.norm.weight", "layers.12.self_attn.kv_norm.weight"),
+        ("model.layers.12.attn_norm.weight", "layers.12.attn_norm.weight"),
+        ("model.layers.1.experts.20.down", "layers.1.20.w2"),
+        ("model.norm.weight", "norm.weight"),
+        ("models.norm.weight", "models.norm.weight"),
+        ("lm_head.weight", "head.weight"),
+        ("lm_head", "head"),
+        ("lm_head_weight", "lm_head_weight"),
+        ("visual.model.norm.weight", "visual.model.norm.weight"),
+    ],
+)
+def test_aliases_are_whole_components(name, renamed):
+    """The longest prefix that fits is replaced, once; `*` keeps its component; a part of a component is no prefix."""
+    aliases = {
+        "model": "", "lm_head": "head", "model.layers.*.attn": "layers.*.self_attn", "model.layers.*.attn.norm": "layers.*.self_attn.kv_norm",
+        "model.layers.*.experts.*.down": "layers.*.*.w2",
+    }  # fmt: skip
+    assert rename(name, aliases) == renamed
+    assert rename(name, {}) == name

@@ -1,0 +1,185 @@
+"""DeepSeek V4: compressed attention, residual streams joined by hyper-connections, hash routing in the first layers.
+
+The table's names are the hub's own. The aliases are transformers' names in memory, most of which MaxText's mapping expects, and
+the mixture that its `save_pretrained` writes (huggingface/transformers, conversion_mapping.py, models/deepseek_v4, v5.23.0). A
+hyper-connection's rows are those of pre, post and residual, in this order, and so are its three scalars; MaxText's norm of it
+has a weight, which is 1. Rotary dimensions are interleaved pairs at the end of a head on both sides: no permutation.
+
+To MaxText, routing tables and the routers' biases aren't parameters but variables of other collections, which the scan stacks on
+their first axis and its converter leaves out. The scan takes pairs of an HCA and a CSA layer behind the hash-routed ones. The
+converter stacks the experts of those first, unscanned layers on the scan's axis; here they are as the model has them
+(AI-Hypercomputer/maxtext, src/maxtext/models/deepseek4.py, layers/moe.py, mhc.py, attention_compressed.py and nnx_scan.py, and
+checkpoint_conversion/to_maxtext.py, e591f30).
+"""
+
+from model_mappings.blocks import beyond_vocabulary, common_drops, experts, gated_mlp, top, vocabulary
+from model_mappings.config import ConfigError
+from model_mappings.family import Family
+from model_mappings.rules import rule, segments, stack
+
+LAYER = "layers.{layer}."
+MOE = "mlp/MoeBlock_0"
+TOP = dict(hf="", embed="embed", head="head")
+RATES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}  # tokens compressed into one
+PAIR = [128, 4]  # the rates of the layers that MaxText scans
+NAMES = {  # the hub's: transformers'
+    "hc_attn_fn": "attn_hc.fn", "hc_attn_base": "attn_hc.base", "hc_attn_scale": "attn_hc.scale",
+    "hc_ffn_fn": "ffn_hc.fn", "hc_ffn_base": "ffn_hc.base", "hc_ffn_scale": "ffn_hc.scale",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn": "self_attn", "ffn": "mlp",
+    "attn.attn_sink": "self_attn.sinks", "attn.q_norm": "self_attn.q_a_norm",
+    "attn.wq_a": "self_attn.q_a_proj", "attn.wq_b": "self_attn.q_b_proj", "attn.wkv": "self_attn.kv_proj",
+    "attn.wo_a": "self_attn.o_a_proj", "attn.wo_b": "self_attn.o_b_proj",
+    **{f"attn.{ours}.{leaf}": f"self_attn.{theirs}.{name}"
+       for ours, theirs in (("compressor", "compressor"), ("indexer.compressor", "compressor.indexer"))
+       for leaf, name in (("wkv", "kv_proj"), ("wgate", "gate_proj"), ("ape", "position_bias"), ("norm", "kv_norm"))},
+    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj", "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
+    "ffn.gate.bias": "mlp.gate.e_score_correction_bias", "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "ffn.shared_experts.w3": "mlp.shared_experts.up_proj", "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "attn.kv_norm": "attn.norm",  # as save_pretrained writes it
+}  # fmt: skip
+
+
+def compress_ratios(c):
+    """The rate of each layer: 0, 4 with an indexer (CSA), or a higher one without (HCA). The ratios beyond the last layer's are the MTP layers'."""
+    n, field = c.size("num_hidden_layers"), "compress_ratios" if c.get("layer_types") is None else "layer_types"
+    rates = RATES if c.get("compress_rates") is None else RATES | c.part("compress_rates")
+    ratios = found = c[field]
+    if field == "layer_types" and isinstance(found, list):
+        ratios = [rates.get(str(kind)) for kind in found]
+    if not isinstance(ratios, list) or len(ratios) < n or not all(type(ratio) is int and (ratio == 0 or ratio >= 4) for ratio in ratios[:n]):
+        raise ConfigError(f"config.json: {field!r} should say for each of {n} layers whether and how it compresses what MaxText knows, but is {found!r}")
+    return ratios[:n]
+
+
+def hash_layers(c):
+    """How many layers, from the first on, choose experts by the token alone."""
+    n, types = c.size("num_hidden_layers"), c.get("mlp_layer_types")
+    if types is None:
+        return min(n, 3 if c.get("num_hash_layers") is None else c.count("num_hash_layers"))
+    count = types[:n].count("hash_moe") if isinstance(types, list) else 0
+    if not isinstance(types, list) or types[:n] != ["hash_moe"] * count + ["moe"] * (n - count):
+        raise ConfigError(f"config.json: 'mlp_layer_types' should be 'hash_moe' for the first of {n} layers and 'moe' for the others, but is {types!r}")
+    return count
+
+
+def dims(c, layout):
+    embed, heads, dim, moe_mlp, hc = (c.size(key) for key in ("hidden_size", "num_attention_heads", "head_dim", "moe_intermediate_size", "hc_mult"))
+    index_heads, index_dim, groups = c.size("index_n_heads"), c.size("index_head_dim"), c.size("o_groups")
+    return dict(
+        embed=embed, heads=heads, kv=c.size("num_key_value_heads", 1), dim=dim, q_lora=c.size("q_lora_rank"),
+        group=groups, group_dim=heads * dim // groups, o_lora=c.size("o_lora_rank"),
+        wide=2 * dim, index_dim=index_dim, index_wide=2 * index_dim, index_heads=index_heads, index_query=index_heads * index_dim,
+        **{f"rate_{rate}": rate for rate in compress_ratios(c)},
+        expert=c.size("n_routed_experts"), moe_mlp=moe_mlp, shared_mlp=moe_mlp * c.size("n_shared_experts"), chosen=c.size("num_experts_per_tok"), block=1,
+        stream=hc, mixed=hc, streams=hc * embed,
+    )  # fmt: skip
+
+
+def hyper_connection(target, source, n):
+    """`n` streams are mixed into one (pre), spread again (post), and mixed among themselves (res)."""
+    parts = [("pre", 0, n, "stream", "-"), ("post", n, 2 * n, "stream", "-"), ("res", 2 * n, (2 + n) * n, "stream mixed", "- -")]
+    table = [rule(f"{target}/mhc_norm/scale", None, "streams", "norm", fill=1.0)]
+    for i, (part, start, stop, axes, names) in enumerate(parts):
+        table += [
+            rule(f"{target}/{part}_alpha", f"{source}_fn[{start}:{stop}]", f"({axes}) streams -> streams ({axes})", "activation_embed -"),
+            rule(f"{target}/{part}_beta", f"{source}_base[{start}:{stop}]", f"({axes}) -> {axes}", names),
+            rule(f"{target}/{part}_alpha_scale", f"{source}_scale[{i}:{i + 1}]", "1", "-"),
+        ]
+    return table
+
+
+def compressor(target, source, rate, dim, wide):
+    return [
+        rule(f"{target}/kv_proj/kernel", f"{source}.wkv.weight", f"{wide} embed -> embed {wide}", "embed kv"),
+        rule(f"{target}/gate_proj/kernel", f"{source}.wgate.weight", f"{wide} embed -> embed {wide}", "embed kv"),
+        rule(f"{target}/position_bias", f"{source}.ape", f"rate_{rate} {wide}", ""),
+        rule(f"{target}/kv_norm/scale", f"{source}.norm.weight", dim, "norm"),
+    ]
+
+
+def attention(rate):
+    csa = "self_attention/csa_compressor"
+    table = [
+        rule("self_attention/wq_a/kernel", "attn.wq_a.weight", "q_lora embed -> embed q_lora", "embed q_lora"),
+        rule("self_attention/q_norm/scale", "attn.q_norm.weight", "q_lora", "norm"),
+        rule("self_attention/wq_b/kernel", "attn.wq_b.weight", "(heads dim) q_lora -> q_lora heads dim", "q_lora q_heads kv"),
+        rule("self_attention/wkv/kernel", "attn.wkv.weight", "(kv dim) embed -> embed kv dim", "embed kv_heads kv_head_dim"),
+        rule("self_attention/kv_norm/scale", "attn.kv_norm.weight", "dim", "norm"),
+        rule("self_attention/sinks", "attn.attn_sink", "heads", "-"),
+        rule("self_attention/o_a_proj/kernel", "attn.wo_a.weight", "(group o_lora) group_dim -> group group_dim o_lora", "o_groups q_heads o_lora_up_proj"),
+        rule("self_attention/o_b_proj/kernel", "attn.wo_b.weight", "embed (group o_lora) -> (group o_lora) embed", "o_lora_up_proj embed"),
+    ]
+    if rate > 4:
+        table += compressor("self_attention/hca_compressor", "attn.compressor", rate, "dim", "dim")
+    elif rate:
+        table += [
+            *compressor(csa, "attn.compressor", rate, "dim", "wide"),
+            *compressor(f"{csa}/indexer", "attn.indexer.compressor", rate, "index_dim", "index_wide"),
+            rule(f"{csa}/indexer/q_proj/kernel", "attn.indexer.wq_b.weight", "index_query q_lora -> q_lora index_query", "q_lora indexer_q"),
+            rule(f"{csa}/indexer/weights_proj/kernel", "attn.indexer.weights_proj.weight", "index_heads embed -> embed index_heads", "embed indexer_weights"),
+        ]
+    return table
+
+
+def decoder_layer(c, layout, rate):
+    fused = "layers.0.ffn.experts.gate_up_proj" in layout.names
+    return [
+        rule("pre_self_attention_layer_norm/scale", "attn_norm.weight", "embed", "norm"),
+        rule("post_self_attention_layer_norm/scale", "ffn_norm.weight", "embed", "norm"),
+        *hyper_connection("mhc_attention", "hc_attn", c.size("hc_mult")),
+        *hyper_connection("mhc_mlp", "hc_ffn", c.size("hc_mult")),
+        *attention(rate),
+        rule(f"{MOE}/gate/kernel", "ffn.gate.weight", "expert embed -> embed expert", "embed_moe -"),
+        *experts(MOE, "ffn.experts", c.size("moe_intermediate_size"), fused, ("w1", "w3", "w2")),
+        *gated_mlp("mlp/shared_experts", "ffn.shared_experts", "shared_mlp", ("w1", "w3", "w2")),
+    ]
+
+
+def stacks(c, layout):
+    ratios, hashed, n = compress_ratios(c), hash_layers(c), c.size("num_hidden_layers")
+    if layout.scan and ratios[hashed:] != PAIR * ((n - hashed) // 2):
+        raise ConfigError(
+            f"config.json: behind the {hashed} hash-routed layers MaxText scans pairs with the compress ratios {PAIR}, but they are {ratios[hashed:]}; "
+            "convert with --scan_layers false"
+        )
+    rows, vocab = vocabulary(c, layout)
+    routing = [rule("tid2eid", f"ffn.gate.tid2eid{rows}", "vocab chosen", "", integer=True, vocab=vocab)]
+    head = [
+        rule("hc_fn", "hc_head_fn", "stream streams -> streams stream", "activation_embed -"),
+        rule("hc_base", "hc_head_base", "stream", "-"),
+        rule("hc_scale", "hc_head_scale", "1", "-"),
+    ]
+    out = [top(c, layout, **TOP), stack("decoder/hc_head", "", 0, head)]
+    out += [stack(f"decoder/layers_{i}", LAYER, i, decoder_layer(c, layout, ratios[i])) for i in range(hashed if layout.scan else n)]
+    out += [stack(f"decoder/layers_{i}/{MOE}", LAYER, i, routing, collection="Tid2EidVar") for i in range(hashed)]
+    for place, rate in enumerate(PAIR if layout.scan and hashed < n else ()):
+        ids, target = range(hashed + place, n, 2), f"decoder/scanned_blocks/layers_{place}"
+        out.append(stack(target, LAYER, ids, decoder_layer(c, layout, rate), "scanned_blocks"))
+        for i, block in zip(ids, segments(*[1] * len(ids)), strict=True):
+            bias = rule("gate/bias", "ffn.gate.bias", "(block expert) -> block expert", "scanned_blocks -", block=block)
+            out.append(stack(f"{target}/{MOE}", LAYER, i, [bias], collection="MoEBiasVar"))
+    if not layout.scan:
+        bias = rule("gate/bias", "ffn.gate.bias", "expert", "-")
+        out += [stack(f"decoder/layers_{i}/{MOE}", LAYER, i, [bias], collection="MoEBiasVar") for i in range(hashed, n)]
+    return out
+
+
+def drops(c, layout):
+    return {
+        **common_drops(c, layout, **TOP),
+        **beyond_vocabulary(c, layout, *(f"layers.{i}.ffn.gate.tid2eid" for i in range(hash_layers(c)))),
+        "mtp.*": "multi-token prediction, which MaxText's DeepSeek V4 doesn't have",
+    }
+
+
+FAMILY = Family(
+    name="deepseek_v4",
+    models={"deepseek4-*": ("deepseek_v4",)},
+    dims=dims,
+    stacks=stacks,
+    drops=drops,
+    releases="DeepSeek V4",
+    aliases={f"model.layers.*.{theirs}": f"layers.*.{ours}" for ours, theirs in NAMES.items()}
+    | {f"model.hc_head.hc_{leaf}": f"hc_head_{leaf}" for leaf in ("fn", "base", "scale")}
+    | {"model": "", "model.embed_tokens": "embed", "lm_head": "head"},
+)

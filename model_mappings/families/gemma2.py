@@ -1,0 +1,57 @@
+"""Gemma 2: a local and a global layer make one of MaxText's, norms on both sides of attention and MLP, a tied head.
+
+MaxText folds into the weights what Hugging Face's model computes: norms hold 1 + w, the embedding is multiplied by √embed and
+the query by 1/√query_pre_attn_scalar, since its attention doesn't scale (AI-Hypercomputer/maxtext, src/maxtext/models/gemma2.py
+and layers/attentions.py, e591f30). MaxText's converter takes 1/√head_dim for the query, which is the same for 2B and the hub's
+9B but not for 27B, 144 against 128; its stand-alone script takes 144 too (convert_gemma2_chkpt.py).
+"""
+
+import dataclasses
+
+from model_mappings.blocks import attention, check_cycle, common_dims, common_drops, gated_mlp, layers, sandwich_norms, top, with_defaults
+from model_mappings.config import ConfigError
+from model_mappings.family import Family
+from model_mappings.ops import Scale, Shift
+
+DEFAULTS = dict(vocab_size=256_000, head_dim=256, query_pre_attn_scalar=256, tie_word_embeddings=True)  # transformers v5.23.0, configuration_gemma2.py
+
+
+def padded(c, layout):
+    """The layout with MaxText's rows of the vocabulary: the next multiple of 128 above, 256,128 for 256,000."""
+    return dataclasses.replace(layout, vocab=layout.vocab or (c.size("vocab_size") // 128 + 1) * 128)
+
+
+def dims(c, layout):
+    return common_dims(with_defaults(c, **DEFAULTS))
+
+
+def stacks(c, layout):
+    c = with_defaults(c, **DEFAULTS)
+    n, one, scale = c.size("num_hidden_layers"), Shift(1.0), Scale(c.size("query_pre_attn_scalar") ** -0.5)
+    check_cycle(c, ("sliding_attention", "full_attention"))
+    if n % 2:
+        raise ConfigError(f"config.json: 'num_hidden_layers' is {n}; MaxText's Gemma 2 has layers in pairs, a local and a global one")
+
+    def half(kind):
+        return [*attention(scale, target=f"self_attention_{kind}"), *gated_mlp(f"mlp_{kind}"), *sandwich_norms(one, suffix=f"_{kind}")]
+
+    return [
+        top(c, padded(c, layout), Scale(c.size("hidden_size") ** 0.5), norm_ops=(one,)),
+        *layers(layout, "decoder/layers", range(0, n, 2), half("local")),
+        *layers(layout, "decoder/layers", range(1, n, 2), half("global")),
+    ]
+
+
+def drops(c, layout):
+    c = with_defaults(c, **DEFAULTS)
+    return common_drops(c, padded(c, layout))
+
+
+FAMILY = Family(
+    name="gemma2",
+    models={"gemma2-[0-9]*": ("gemma2",)},
+    dims=dims,
+    stacks=stacks,
+    drops=drops,
+    releases="Gemma 2 2B, 9B, 27B",
+)

@@ -1,0 +1,182 @@
+"""Gemma 4 26B-A4B (experts beside a dense MLP) and 31B: five local layers and a global one repeat.
+
+* MaxText scans twice, over the blocks of six and over the five local layers of each (`Gemma4ScannableBlock`). transformers
+  makes the last layer a global one in any case (`Gemma4TextConfig.__post_init__`), MaxText every sixth. So layers behind the
+  last whole block would be other ones in each, and are refused; MaxText's converter and its model don't agree on them either.
+* The global layers have heads of another size, and with `attention_k_eq_v` their keys are their values too: neither side has
+  a value projection. transformers 5 saves their sizes as `per_layer_config`; the hub's `config.json` has `global_head_dim`.
+* Norms are plain weights, not 1 + w. √embed is folded into the embedding, not rounded to bfloat16 first.
+* The hub fuses the experts; quantised releases have one tensor each, some below `moe.` (vllm-project/vllm, #39045 and #41206).
+* MaxText's vision tower has no clipped linear layers. Where the release doesn't standardize, its std_scale and std_bias are
+  constants. The position table is summed over x and y, its first axis and MaxText's second (`factorized_posemb`).
+
+AI-Hypercomputer/maxtext, src/maxtext/models/gemma4.py and gemma4_vision.py, checkpoint_conversion/utils/param_mapping.py,
+e591f30; huggingface/transformers, models/gemma4/{configuration,modeling}_gemma4.py, v5.23.0.
+"""
+
+import numpy as np
+
+from model_mappings.blocks import check_cycle, common_dims, common_drops, cycles, experts, gated_mlp, sandwich_norms, top, with_defaults
+from model_mappings.config import Config, ConfigError
+from model_mappings.family import Family
+from model_mappings.ops import Scale
+from model_mappings.rules import rule, stack
+
+HF = "model.language_model."
+LAYER = HF + "layers.{layer}."
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+CYCLE = (LOCAL,) * 5 + (GLOBAL,)
+DEFAULTS = dict(num_key_value_heads=4, head_dim=256, global_head_dim=512, vocab_size_per_layer_input=262_144, hidden_size_per_layer_input=256)
+VISION_DEFAULTS = dict(num_key_value_heads=12, head_dim=64, patch_size=16, position_embedding_size=10_240)
+TEXT_PARTS = ("embed_tokens", "layers", "norm", "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+ALIASES = {f"model.{part}": HF + part for part in TEXT_PARTS}  # of a text-only release
+TOWER, PROJECTOR = "vision_encoder/Gemma4VisionEncoderLayer_0", "vision_encoder/Gemma4VisionProjector_0"
+
+
+def text(c):
+    """The text model's part of `config.json`: all of it in a text-only release. Whether the head is tied, the outer level says."""
+    tied = with_defaults(c, tie_word_embeddings=True)["tie_word_embeddings"]
+    part = c.part("text_config") if "text_config" in c else c
+    return Config(with_defaults(part, **DEFAULTS) | {"tie_word_embeddings": tied})
+
+
+def is_small(c):
+    """E2B and E4B: their layers have inputs of their own."""
+    return text(c).count("hidden_size_per_layer_input") > 0
+
+
+def text_dims(t, cycle):
+    n = t.size("num_hidden_layers")
+    check_cycle(t, cycle)
+    if n % len(cycle):
+        raise ConfigError(f"config.json: 'num_hidden_layers' is {n}; MaxText has a global layer every {len(cycle)} layers, transformers also as the last")
+    dim, kv = global_sizes(t, range(len(cycle) - 1, n, len(cycle)))
+    return common_dims(t) | dict(global_dim=dim, global_kv=kv)
+
+
+def global_sizes(t, layers):
+    """The size of a head of the global `layers`, and the number of their key and value heads."""
+    kv = t.size("num_key_value_heads")
+    if "per_layer_config" not in t:
+        return t.size("global_head_dim"), t.size("num_global_key_value_heads", kv) if t.flag("attention_k_eq_v") else kv
+    given = t.part("per_layer_config")
+    sizes = [given.part(layer) for layer in given] or [Config()]
+    ids = sorted(int(layer) if layer.isdecimal() else -1 for layer in given)
+    if ids not in ([], [*layers]) or any(own != sizes[0] for own in sizes) or not {"head_dim", "num_key_value_heads"}.issuperset(sizes[0]):
+        raise ConfigError("config.json: MaxText's global layers differ from the others, all alike, in head_dim and num_key_value_heads; 'per_layer_config' says something else")
+    return sizes[0].size("head_dim", t.size("head_dim")), sizes[0].size("num_key_value_heads", kv)
+
+
+def dims(c, layout):
+    t = text(c)
+    if t.count("num_kv_shared_layers"):
+        raise ConfigError("config.json: 'num_kv_shared_layers' isn't 0; in MaxText only Gemma 4 E2B and E4B share keys and values between layers")
+    moe = dict(expert=t.size("num_experts"), moe_mlp=t.size("moe_intermediate_size")) if t.flag("enable_moe_block") else {}
+    return text_dims(t, CYCLE) | moe | (vision_dims(vision(c)) if layout.multimodal else {})
+
+
+def attention(kind, key=True, value=True):
+    dim, kv = ("global_dim", "global_kv") if kind == GLOBAL else ("dim", "kv")
+    return [
+        rule("self_attention/query/kernel", "self_attn.q_proj.weight", f"(heads {dim}) embed -> embed heads {dim}", "embed q_heads kv"),
+        rule("self_attention/query_norm/scale", "self_attn.q_norm.weight", dim, "norm"),
+        rule("self_attention/key/kernel", "self_attn.k_proj.weight", f"({kv} {dim}) embed -> embed {kv} {dim}", "embed kv_heads kv_head_dim", when=key),
+        rule("self_attention/key_norm/scale", "self_attn.k_norm.weight", dim, "norm", when=key),
+        rule("self_attention/value/kernel", "self_attn.v_proj.weight", f"({kv} {dim}) embed -> embed {kv} {dim}", "embed kv_heads kv_head_dim", when=value),
+        rule("self_attention/out/kernel", "self_attn.o_proj.weight", f"embed (heads {dim}) -> heads {dim} embed", "heads kv embed"),
+    ]
+
+
+AROUND = [*sandwich_norms(), rule("layer_scalar", "layer_scalar", "1", "-")]  # attention and MLP
+
+
+def routed(t, layout):
+    """The experts, and the dense MLP beside them that MaxText calls shared."""
+    block, fused = "mlp/moe_block/MoeBlock_0", f"{HF}layers.0.experts.gate_up_proj" in layout.names
+    norms = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+    return [
+        *gated_mlp("mlp/moe_block/shared_experts"),
+        *(rule(f"mlp/{norm}/scale", f"{norm}.weight", "embed", "norm") for norm in norms),
+        rule("mlp/pre_forward_scale_2", "router.scale", "embed", "embed"),
+        rule(f"{block}/gate/kernel", "router.proj.weight", "expert embed -> embed expert", "embed_moe -"),
+        rule(f"{block}/per_expert_scale", "router.per_expert_scale", "expert", "exp"),
+        *experts(block, "experts", t.size("moe_intermediate_size"), fused),
+    ]
+
+
+def stacks(c, layout):
+    t = text(c)
+    n, mlp = t.size("num_hidden_layers"), routed(t, layout) if t.flag("enable_moe_block") else gated_mlp()
+    local = [*attention(LOCAL), *AROUND, *mlp]
+    whole = [*attention(GLOBAL, value=not t.flag("attention_k_eq_v")), *AROUND, *mlp]
+    out = [top(t, layout, Scale(t.size("hidden_size") ** 0.5), hf=HF)]
+    if layout.scan:
+        blocks = np.arange(n).reshape(-1, len(CYCLE))
+        out.append(stack("decoder/scanned_blocks/local_layers", LAYER, blocks[:, :-1], local, "layers local_layers"))
+        out.append(stack("decoder/scanned_blocks/global_layer", LAYER, blocks[:, -1], whole, "layers"))
+    else:
+        out += cycles(layout, n, [local] * 5 + [whole], LAYER)
+    return out + (tower(vision(c)) if layout.multimodal else [])
+
+
+def vision(c):
+    return with_defaults(c.part("vision_config"), **VISION_DEFAULTS)
+
+
+def vision_dims(v):
+    embed, heads, dim = v.size("hidden_size"), v.size("num_attention_heads"), v.size("head_dim")
+    if embed != heads * dim or heads != v.size("num_key_value_heads") or v.flag("use_clipped_linears"):
+        raise ConfigError("config.json: MaxText's vision tower has heads that fill hidden_size, as many for keys, and no clipped linear layers; vision_config differs")
+    return dict(
+        v_embed=embed, v_heads=heads, v_dim=dim, v_mlp=v.size("intermediate_size"), patch=3 * v.size("patch_size") ** 2, xy=2,
+        position=v.size("position_embedding_size"),
+    )  # fmt: skip
+
+
+def tower(v):
+    scale, bias = ("std_scale", "std_bias") if v.flag("standardize") else (None, None)
+    ends = [
+        rule("vision_entry/input_projection/kernel", "patch_embedder.input_proj.weight", "v_embed patch -> patch v_embed", ""),
+        rule("vision_entry/pos_emb_param", "patch_embedder.position_embedding_table", "xy position v_embed -> position xy v_embed", ""),
+        rule("std_scale", scale, "v_embed", "-", fill=None if scale else 1.0),
+        rule("std_bias", bias, "v_embed", "-", fill=None if bias else 0.0),
+    ]
+    names = dict(query="q_heads kv", key="kv_heads kv_head_dim", value="kv_heads kv_head_dim")
+    layer = [
+        *(rule(f"attention/{to}/kernel", f"self_attn.{to[0]}_proj.linear.weight", "(v_heads v_dim) v_embed -> v_embed v_heads v_dim", f"embed {names[to]}") for to in names),
+        rule("attention/out/kernel", "self_attn.o_proj.linear.weight", "v_embed (v_heads v_dim) -> v_heads v_dim v_embed", "heads kv embed"),
+        rule("attention/query_norm/scale", "self_attn.q_norm.weight", "v_dim", "norm"),
+        rule("attention/key_norm/scale", "self_attn.k_norm.weight", "v_dim", "norm"),
+        rule("pre_attention_norm/scale", "input_layernorm.weight", "v_embed", "norm"),
+        rule("post_attention_norm/scale", "post_attention_layernorm.weight", "v_embed", "norm"),
+        rule("pre_ffw_norm/scale", "pre_feedforward_layernorm.weight", "v_embed", "norm"),
+        rule("post_ffw_norm/scale", "post_feedforward_layernorm.weight", "v_embed", "norm"),
+        rule("mlp/wi_0/kernel", "mlp.gate_proj.linear.weight", "v_mlp v_embed -> v_embed v_mlp", "embed mlp"),
+        rule("mlp/wi_1/kernel", "mlp.up_proj.linear.weight", "v_mlp v_embed -> v_embed v_mlp", "embed mlp"),
+        rule("mlp/wo/kernel", "mlp.down_proj.linear.weight", "v_embed v_mlp -> v_mlp v_embed", "mlp embed"),
+    ]
+    projector = [rule("projection/kernel", "embedding_projection.weight", "embed v_embed -> v_embed embed", "embed mlp")]
+    return [
+        stack(TOWER, "model.vision_tower.", 0, ends),
+        *(stack(f"{TOWER}/layer_{i}", "model.vision_tower.encoder.layers.{layer}.", i, layer) for i in range(v.size("num_hidden_layers"))),
+        stack(PROJECTOR, "model.embed_vision.", 0, projector),
+    ]
+
+
+def drops(c, layout):
+    vision, audio = "vision tower, convert it with --multimodal true", "MaxText has no audio tower for Gemma 4"
+    found = common_drops(text(c), layout, HF) | {"model.audio_tower.*": audio, "model.embed_audio.*": audio}
+    return found | ({} if layout.multimodal else {"model.vision_tower.*": vision, "model.embed_vision.*": vision})
+
+
+FAMILY = Family(
+    name="gemma4",
+    models={"gemma4-[0-9]*": ("gemma4", "gemma4_text")},
+    dims=dims,
+    stacks=stacks,
+    drops=drops,
+    releases="Gemma 4 26B-A4B, 31B",
+    towers="vision",
+    aliases=ALIASES | {f"{prefix}layers.*.moe.experts": f"{HF}layers.*.experts" for prefix in ("model.", HF)},
+    fits=lambda c: not is_small(c),
+)

@@ -1,0 +1,52 @@
+"""gpt-oss: sliding and full attention in turn, sinks, biases everywhere; an expert's gate and up alternate in one tensor.
+
+MaxText scans a sliding and a full layer as one step. Its layers apply 1/√dim to the query themselves and keep the rotary
+halves apart (`rope_interleave: false`), so nothing is scaled or permuted; `wi_0` is the gate (AI-Hypercomputer/maxtext,
+src/maxtext/models/gpt_oss.py and layers/moe.py `apply_ffn_activation`, e591f30). Experts lie in the files as MaxText has them,
+(expert, in, out): their matrices may be square, so no shape would tell (huggingface/transformers,
+models/gpt_oss/modeling_gpt_oss.py, v5.23.0).
+"""
+
+from model_mappings.blocks import NORMS, attention, check_cycle, check_whole, common_dims, common_drops, cycles, top
+from model_mappings.family import Family
+from model_mappings.rules import rule
+
+ATTENTION, MOE = "GptOssAttention", "GptOssMlp"
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+TABLE = [
+    *NORMS,
+    *attention(target=ATTENTION),
+    rule(f"{ATTENTION}/query/bias", "self_attn.q_proj.bias", "(heads dim) -> heads dim", "q_heads kv"),
+    rule(f"{ATTENTION}/key/bias", "self_attn.k_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim"),
+    rule(f"{ATTENTION}/value/bias", "self_attn.v_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim"),
+    rule(f"{ATTENTION}/out/bias", "self_attn.o_proj.bias", "embed", "embed"),
+    rule(f"{ATTENTION}/sinks", "self_attn.sinks", "heads", "-"),
+    rule(f"{MOE}/gate/kernel", "mlp.router.weight", "expert embed -> embed expert", "embed -"),
+    rule(f"{MOE}/gate/bias", "mlp.router.bias", "expert", "-"),
+    rule(f"{MOE}/wi_0", f"{GATE_UP}[..., 0::2]", "expert embed mlp", "exp embed_moe mlp_moe"),
+    rule(f"{MOE}/wi_1", f"{GATE_UP}[..., 1::2]", "expert embed mlp", "exp embed_moe mlp_moe"),
+    rule(f"{MOE}/wi_0_bias", f"{GATE_UP}_bias[..., 0::2]", "expert mlp", "exp activation_mlp"),
+    rule(f"{MOE}/wi_1_bias", f"{GATE_UP}_bias[..., 1::2]", "expert mlp", "exp activation_mlp"),
+    rule(f"{MOE}/wo", DOWN, "expert mlp embed", "exp mlp_moe embed_moe"),
+    rule(f"{MOE}/wo_bias", f"{DOWN}_bias", "expert embed", "exp activation_embed"),
+]
+
+
+def dims(c, layout):
+    return common_dims(c) | dict(expert=c.size("num_local_experts"))
+
+
+def stacks(c, layout):
+    check_cycle(c, ("sliding_attention", "full_attention"))
+    check_whole(c, layout, 2)
+    return [top(c, layout), *cycles(layout, c.size("num_hidden_layers"), [TABLE, TABLE])]
+
+
+FAMILY = Family(
+    name="gpt_oss",
+    models={"gpt-oss-[0-9]*": ("gpt_oss",)},
+    dims=dims,
+    stacks=stacks,
+    drops=common_drops,
+    releases="gpt-oss 20b, 120b",
+)

@@ -1,0 +1,78 @@
+"""Llama 4 Scout and Maverick, the text model: every layer (16 experts) or every second (128) is MoE, every fourth has no RoPE.
+
+MaxText scans four layers as one step. Its layers apply 1/√dim to the query themselves, and their norm of query and key has
+no weights. Rotary halves are paired in the files already, as in MaxText: nothing is permuted
+(huggingface/transformers, models/llama4/modeling_llama4.py `apply_rotary_emb`, v5.23.0; AI-Hypercomputer/maxtext,
+src/maxtext/models/llama4.py, layers/attentions.py, checkpoint_conversion/standalone_scripts/llama4_ckpt_unscanned.py, e591f30).
+
+Fused experts lie in the files as in MaxText, (expert, in, out), gate before up; some quantised releases have a linear layer
+for each (transformers, quantizers/base.py `SequentialLlama4TextExperts`). The table's names are those of the text model
+alone; the releases say `language_model.` in front of them.
+"""
+
+from model_mappings.blocks import NORMS, attention, check_whole, common_dims, common_drops, cycles, experts, gated_mlp, text_part, top
+from model_mappings.config import ConfigError
+from model_mappings.family import Family
+from model_mappings.rules import rule
+
+CYCLE = 4
+MOE = "Llama4MoEBlock_0"
+ROUTED, SHARED = f"{MOE}/MoeBlock_0", f"{MOE}/shared_experts"
+
+
+def moe_step(t):
+    """Every how many layers there is an MoE layer; the first has number step - 1."""
+    n, step = t.size("num_hidden_layers"), t.size("interleave_moe_layer_step", 1)
+    rope = [int((layer + 1) % CYCLE != 0) for layer in range(n)]
+    kinds = ["chunked_attention" if has_rope else "full_attention" for has_rope in rope]
+    pattern = dict(no_rope_layer_interval=CYCLE, no_rope_layers=rope, layer_types=kinds, moe_layers=list(range(step - 1, n, step)))
+    for key, wanted in pattern.items():
+        if t.get(key) not in (None, [], wanted):  # released configs leave them out, or leave them empty
+            raise ConfigError(f"config.json: {key!r} should be {wanted}, as MaxText's Llama 4 has it, but is {t[key]!r}")
+    if CYCLE % step:
+        raise ConfigError(f"config.json: 'interleave_moe_layer_step' is {step}, which MaxText's cycle of {CYCLE} layers isn't a multiple of")
+    return step
+
+
+def dims(c, layout):
+    t = text_part(c)
+    moe_mlp = t.size("intermediate_size")
+    return common_dims(t) | dict(mlp=t.size("intermediate_size_mlp", 16384), expert=t.size("num_local_experts", 16), moe_mlp=moe_mlp, shared_mlp=moe_mlp)
+
+
+def stacks(c, layout):
+    t = text_part(c)
+    check_whole(t, layout, CYCLE)
+    step, width, gate_up = moe_step(t), t.size("intermediate_size"), "feed_forward.experts.gate_up_proj"
+    fused = [
+        rule(f"{ROUTED}/wi_0", f"{gate_up}[..., :{width}]", "expert embed moe_mlp", "exp embed_moe mlp_moe"),
+        rule(f"{ROUTED}/wi_1", f"{gate_up}[..., {width}:]", "expert embed moe_mlp", "exp embed_moe mlp_moe"),
+        rule(f"{ROUTED}/wo", "feed_forward.experts.down_proj", "expert moe_mlp embed", "exp mlp_moe embed_moe"),
+    ]
+    single = f"model.layers.{step - 1}.feed_forward.experts.0.gate_proj.weight" in layout.names
+    dense = [*NORMS, *attention(), *gated_mlp(source="feed_forward")]
+    moe = [
+        *NORMS,
+        *attention(),
+        rule(f"{ROUTED}/gate/kernel", "feed_forward.router.weight", "expert embed -> embed expert", "embed_moe -"),
+        *(experts(ROUTED, "feed_forward.experts", width, fused=False) if single else fused),
+        *gated_mlp(SHARED, "feed_forward.shared_expert", "shared_mlp"),
+    ]
+    tables = [dense if (place + 1) % step else moe for place in range(CYCLE)]
+    return [top(t, layout), *cycles(layout, t.size("num_hidden_layers"), tables)]
+
+
+def drops(c, layout):
+    reason = "vision tower; Weightbeam converts Llama 4's text model"
+    return common_drops(text_part(c), layout) | {"vision_model.*": reason, "multi_modal_projector.*": reason}
+
+
+FAMILY = Family(
+    name="llama4",
+    models={"llama4-*": ("llama4", "llama4_text")},
+    dims=dims,
+    stacks=stacks,
+    drops=drops,
+    aliases={"language_model": ""},
+    releases="Llama 4 Scout, Maverick (text)",
+)

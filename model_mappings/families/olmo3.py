@@ -1,0 +1,41 @@
+"""OLMo 3: norms behind attention and MLP instead of before them, query and key normed over all heads at once.
+
+Three local layers and a global one repeat, and MaxText scans whole cycles of four. The norms of query and key are as long as
+all heads together, in MaxText too (AI-Hypercomputer/maxtext, src/maxtext/models/olmo3.py; `GlobalRMSNorm` in
+layers/normalizations.py, e591f30). Long-context and base models, `olmo3-7b` and `olmo3-7b-pt`, differ in RoPE only.
+"""
+
+from model_mappings.blocks import attention, check_cycle, check_whole, common_dims, common_drops, cycles, gated_mlp, top
+from model_mappings.family import Family
+from model_mappings.rules import rule
+
+CYCLE = ("sliding_attention",) * 3 + ("full_attention",)
+
+
+def dims(c, layout):
+    d = common_dims(c)
+    return d | dict(all_heads=d["heads"] * d["dim"], all_kv=d["kv"] * d["dim"])
+
+
+def stacks(c, layout):
+    check_cycle(c, CYCLE)
+    check_whole(c, layout, len(CYCLE))
+    table = [
+        *attention(target="attention"),
+        rule("attention/query_norm/scale", "self_attn.q_norm.weight", "all_heads", "norm"),
+        rule("attention/key_norm/scale", "self_attn.k_norm.weight", "all_kv", "norm"),
+        rule("post_self_attention_layer_norm/scale", "post_attention_layernorm.weight", "embed", "norm"),
+        *gated_mlp(),
+        rule("post_mlp_layer_norm/scale", "post_feedforward_layernorm.weight", "embed", "norm"),
+    ]
+    return [top(c, layout), *cycles(layout, c.size("num_hidden_layers"), [table] * len(CYCLE))]
+
+
+FAMILY = Family(
+    name="olmo3",
+    models={"olmo3-[0-9]*": ("olmo3",)},
+    dims=dims,
+    stacks=stacks,
+    drops=common_drops,
+    releases="OLMo 3 7B, 32B",
+)

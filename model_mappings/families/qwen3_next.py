@@ -1,0 +1,84 @@
+"""Qwen 3 Next: three gated delta nets and one attention with an output gate repeat; every layer has experts and a gated shared one.
+
+The delta net's rows lie together by key head, its query, key, values and gates z in turn, in the files and in MaxText's layer; a
+head's query lies beside its output gate. Norms hold w of 1 + w on both sides, the delta net's holds w (AI-Hypercomputer/maxtext,
+src/maxtext/models/qwen3.py and layers/normalizations.py, e591f30). Multi-token prediction is left out: MaxText's block can't make
+the one attention layer of it, but only a whole cycle of layers (models/models.py, layers/multi_token_prediction.py). MaxText's own
+shapes of the files can't be used, `QWEN3_NEXT_HF_WEIGHTS_TO_SHAPE` returns nothing and mistakes `head_dim` for the size of a value
+head (checkpoint_conversion/utils/hf_shape.py); the sizes here are those of its parameters.
+"""
+
+from model_mappings.blocks import check_cycle, check_whole, common_drops, cycles, experts, gated_mlp, top
+from model_mappings.config import ConfigError
+from model_mappings.family import Family
+from model_mappings.rules import rule
+
+CYCLE = ("linear_attention",) * 3 + ("full_attention",)
+QKVZ, BA = "attention/in_proj_qkvz/kernel", "attention/in_proj_ba/kernel"
+IN_PROJ = [
+    rule(QKVZ, "linear_attn.in_proj_qkvz.weight", "qkvz embed -> embed qkvz", "embed gdn_head"),
+    rule(BA, "linear_attn.in_proj_ba.weight", "ba embed -> embed ba", "embed gdn_head"),
+]
+DELTA_NET = [
+    rule("attention/conv1d/kernel", "linear_attn.conv1d.weight", "qkv 1 taps -> taps 1 qkv", ""),
+    rule("attention/A_log", "linear_attn.A_log", "value_heads", ""),
+    rule("attention/dt_bias", "linear_attn.dt_bias", "value_heads", ""),
+    rule("attention/norm/rms_norm/scale", "linear_attn.norm.weight", "value_dim", "-"),
+    rule("attention/out_proj/kernel", "linear_attn.out_proj.weight", "embed (value_heads value_dim) -> (value_heads value_dim) embed", "gdn_head embed"),
+]
+ATTENTION = [
+    rule("attention/attention/query/kernel", "self_attn.q_proj.weight", "(heads query_gate) embed -> embed heads query_gate", "embed q_heads kv"),
+    rule("attention/attention/key/kernel", "self_attn.k_proj.weight", "(kv dim) embed -> embed kv dim", "embed kv_heads kv_head_dim"),
+    rule("attention/attention/value/kernel", "self_attn.v_proj.weight", "(kv dim) embed -> embed kv dim", "embed kv_heads kv_head_dim"),
+    rule("attention/attention/out/kernel", "self_attn.o_proj.weight", "embed (heads dim) -> (heads dim) embed", "mlp embed"),
+    rule("attention/attention/query_norm/scale", "self_attn.q_norm.weight", "dim", "-"),
+    rule("attention/attention/key_norm/scale", "self_attn.k_norm.weight", "dim", "-"),
+]
+MTP = {"mtp.*": "multi-token prediction, MaxText has no block for this model's"}
+
+
+def dims(c, layout):
+    keys, values, key_dim, value_dim = (c.size(f"linear_{key}") for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+    if values % keys:
+        raise ConfigError(f"config.json: {values} value heads can't be shared out among {keys} key heads (linear_num_value_heads, linear_num_key_heads)")
+    dim, z = c.size("head_dim", 256), values * value_dim
+    return dict(
+        embed=c.size("hidden_size"), heads=c.size("num_attention_heads"), kv=c.size("num_key_value_heads"), dim=dim, query_gate=2 * dim,
+        key_heads=keys, value_heads=values, key_dim=key_dim, value_dim=value_dim, qkv=2 * keys * key_dim + z, qkvz=2 * keys * key_dim + 2 * z, ba=2 * values,
+        taps=c.size("linear_conv_kernel_dim"), expert=c.size("num_experts"), moe_mlp=c.size("moe_intermediate_size"),
+    )  # fmt: skip
+
+
+def decoder(c, layout, in_proj, hf="model."):
+    """The text model; `in_proj` are the rules of the delta net's input projections, and `hf` the prefix of the tensors."""
+    moe_mlp, shared_mlp = c.size("moe_intermediate_size"), c.size("shared_expert_intermediate_size")
+    check_cycle(c, CYCLE)
+    check_whole(c, layout, len(CYCLE))
+    if c.size("full_attention_interval", len(CYCLE)) != len(CYCLE):
+        raise ConfigError(f"config.json: full attention is one layer in {c['full_attention_interval']}, in MaxText's model one in {len(CYCLE)}")
+    if c.get("mlp_only_layers") or c.size("decoder_sparse_step", 1) != 1:
+        raise ConfigError("config.json mixes dense and MoE layers (mlp_only_layers, decoder_sparse_step); MaxText's model has no dense layers")
+    if shared_mlp != moe_mlp:
+        raise ConfigError(f"config.json: the shared expert's size is {shared_mlp}, a routed one's {moe_mlp}; MaxText gives both the same")
+    fused = f"{hf}layers.0.mlp.experts.gate_up_proj" in layout.names
+    moe = [
+        rule("input_layernorm/scale", "input_layernorm.weight", "embed", "-"),
+        rule("post_attention_layernorm/scale", "post_attention_layernorm.weight", "embed", "-"),
+        rule("mlp/routed_experts/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed -"),
+        *experts("mlp/routed_experts", "mlp.experts", moe_mlp, fused),
+        *gated_mlp("mlp/shared_expert", "mlp.shared_expert", "moe_mlp"),
+        rule("mlp/shared_expert_gate/kernel", "mlp.shared_expert_gate.weight", "1 embed -> embed 1", "embed -"),
+    ]
+    delta_net, attention = [*in_proj, *DELTA_NET, *moe], [*ATTENTION, *moe]
+    tables = [attention if kind == "full_attention" else delta_net for kind in CYCLE]
+    return [top(c, layout, hf=hf, norm="-"), *cycles(layout, c.size("num_hidden_layers"), tables, f"{hf}layers.{{layer}}.", place="layer")]
+
+
+FAMILY = Family(
+    name="qwen3_next",
+    models={"qwen3-next-[0-9]*": ("qwen3_next",)},
+    dims=dims,
+    stacks=lambda c, layout: decoder(c, layout, IN_PROJ),
+    drops=lambda c, layout: common_drops(c, layout) | MTP,
+    releases="Qwen 3 Next 80B-A3B, Qwen 3 Coder Next",
+)

@@ -1,0 +1,100 @@
+"""Vision towers that families share. Their axis words begin with `v_` where a text model has the word too."""
+
+from __future__ import annotations
+
+from model_mappings.blocks import Table
+from model_mappings.config import Config, ConfigError
+from model_mappings.rules import Stack, rule, stack
+
+
+def qwen_vision_dims(v: Config) -> dict[str, int]:
+    """The axis words of `qwen_vision`; `v` is the tower's part of `config.json`."""
+    embed, heads, patch = v.size("hidden_size"), v.size("num_heads"), v.size("patch_size")
+    merged = embed * v.size("spatial_merge_size") ** 2  # of a square of patches
+    return dict(
+        v_embed=embed, v_heads=heads, v_dim=embed // heads, v_mlp=v.size("intermediate_size"), v_merged=merged, v_hidden=merged,
+        v_out=v.size("out_hidden_size"), positions=v.size("num_position_embeddings"), rgb=v.size("in_channels", 3), frames=v.size("temporal_patch_size"),
+        patch_rows=patch, patch_columns=patch,
+    )  # fmt: skip
+
+
+def deepstack_mergers(v: Config) -> int:
+    """How many layers of the tower reach the text model by a merger of their own.
+
+    Raises:
+      ConfigError: `deepstack_visual_indexes` isn't a list of layers.
+    """
+    indexes = v["deepstack_visual_indexes"]
+    if not isinstance(indexes, list) or not all(type(index) is int and 0 <= index < v.size("depth") for index in indexes):
+        raise ConfigError(f"config.json: 'deepstack_visual_indexes' should be a list of the tower's layers, but is {indexes!r}")
+    return len(indexes)
+
+
+def qwen_vision(
+    v: Config,
+    name: str,
+    source: str,
+    deepstack: int = 0,
+    mergers: str = "deepstack_merger_list",
+    norm: str = "norm",
+    linear: tuple[str, str] = ("linear_fc1", "linear_fc2"),
+) -> list[Stack]:
+    """The tower of Qwen 3 VL, 3.5 and 3 Omni: patches of several frames, blocks with biases, a merger in front of the text model.
+
+    Query, key and value are thirds of one tensor. The blocks aren't stacked, whatever the layout.
+
+    Args:
+      v: the tower's part of `config.json`.
+      name: what the names of MaxText's classes begin with.
+      source: prefix of the tensors.
+      deepstack: how many mergers more there are, whose results go to text layers, and `mergers` their name in the files.
+      norm, linear: names of a merger's layers.
+    """
+    encoder, projector, embed = f"vision_encoder/{name}VisionEncoder_0", f"vision_encoder/{name}VisionProjector_0", v.size("hidden_size")
+    patches = [
+        rule("proj/kernel", "proj.weight", "v_embed rgb frames patch_rows patch_columns -> frames patch_rows patch_columns rgb v_embed", ""),
+        rule("proj/bias", "proj.bias", "v_embed", ""),
+    ]
+    block = [
+        *layer_norm("ln1", "norm1", "v_embed"),
+        *layer_norm("ln2", "norm2", "v_embed"),
+        *linear_layer("mlp", "mlp.linear_fc1", "v_mlp", "v_embed"),
+        *linear_layer("mlp_out", "mlp.linear_fc2", "v_embed", "v_mlp"),
+        rule("attn/attn/out/kernel", "attn.proj.weight", "v_embed (v_heads v_dim) -> v_heads v_dim v_embed", "heads kv embed"),
+        rule("attn/attn/out/bias", "attn.proj.bias", "v_embed", "embed"),
+    ]
+    for third, (target, names) in enumerate(dict(query="q_heads kv", key="kv_heads kv_head_dim", value="kv_heads kv_head_dim").items()):
+        rows = f"[{third * embed}:{(third + 1) * embed}]"
+        block += [
+            rule(f"attn/attn/{target}/kernel", f"attn.qkv.weight{rows}", "(v_heads v_dim) v_embed -> v_embed v_heads v_dim", f"embed {names}"),
+            rule(f"attn/attn/{target}/bias", f"attn.qkv.bias{rows}", "(v_heads v_dim) -> v_heads v_dim", names),
+        ]
+
+    def merger(width: str) -> Table:
+        """`width`: whether the norm comes before the patches are merged, `v_embed`, or behind it, `v_merged`."""
+        return [
+            *layer_norm("ln_q", norm, width),
+            *linear_layer("mlp_0", linear[0], "v_hidden", "v_merged"),
+            *linear_layer("mlp_2", linear[1], "v_out", "v_hidden"),
+        ]
+
+    return [
+        stack(f"{encoder}/patch_embed", f"{source}patch_embed.", 0, patches),
+        stack(encoder, source, 0, [rule("pos_embed_interpolate/pos_embed", "pos_embed.weight", "positions v_embed", "")]),
+        *(stack(f"{encoder}/blocks_{i}", f"{source}blocks.{{layer}}.", i, block) for i in range(v.size("depth"))),
+        *(stack(f"{encoder}/merger_{i}", f"{source}{mergers}.{{layer}}.", i, merger("v_merged")) for i in range(deepstack)),
+        stack(f"{projector}/merger", f"{source}merger.", 0, merger("v_embed")),
+    ]
+
+
+def layer_norm(target: str, source: str, axis: str) -> Table:
+    """A norm with a bias, without logical axes."""
+    return [rule(f"{target}/scale", f"{source}.weight", axis, ""), rule(f"{target}/bias", f"{source}.bias", axis, "")]
+
+
+def linear_layer(target: str, source: str, out: str, into: str, *names: str) -> Table:
+    """A projection with a bias; `names` are MaxText's logical names of the kernel's axes, if it has them."""
+    return [
+        rule(f"{target}/kernel", f"{source}.weight", f"{out} {into} -> {into} {out}", " ".join(names)),
+        rule(f"{target}/bias", f"{source}.bias", out, names[-1] if names else ""),
+    ]

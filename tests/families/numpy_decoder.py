@@ -1,0 +1,85 @@
+"""What MaxText's dense decoders compute, in numpy over arrays in MaxText's layout, to be compared with transformers' own forward.
+
+Written after MaxText's layers (src/maxtext/models/gemma2.py, gemma3.py, olmo3.py and layers/attentions.py, e591f30): a norm
+multiplies by its scale and adds nothing, and attention scales only where the layer asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def below(arrays: Arrays, prefix: str) -> dict[str, np.ndarray]:
+    """The arrays below a prefix, without it."""
+    return {key.removeprefix(prefix): values for key, values in arrays.items() if key.startswith(prefix)}
+
+
+def numbered(arrays: Arrays, prefix: str) -> list[dict[str, np.ndarray]]:
+    """The arrays below `prefix0.`, `prefix1.`, … in order."""
+    found: list[dict[str, np.ndarray]] = []
+    while layer := below(arrays, f"{prefix}{len(found)}."):
+        found.append(layer)
+    return found
+
+
+def in_order(arrays: Arrays, is_scanned: bool) -> list[dict[str, np.ndarray]]:
+    """Each layer's arrays as MaxText runs them: the cycles in turn, each place by place, then what didn't fill a cycle."""
+    if not is_scanned:
+        return numbered(arrays, "decoder.layers_")
+    places = numbered(arrays, "decoder.layers.layers_") or [below(arrays, "decoder.layers.")]
+    turns = range(next(iter(places[0].values())).shape[1])
+    cycles = [{key: values[:, turn] for key, values in place.items()} for turn in turns for place in places]
+    return cycles + numbered(arrays, "decoder.layers_remainder.layers_")
+
+
+def rms_norm(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * scale
+
+
+def rope(x: np.ndarray, theta: float) -> np.ndarray:
+    """(length, heads, dim), whose dimension i turns with i + dim/2."""
+    half = x.shape[-1] // 2
+    angles = np.arange(len(x))[:, None, None] * theta ** (-np.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    raised = np.exp(x - x.max(-1, keepdims=True))
+    return raised / raised.sum(-1, keepdims=True)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def attend(x: np.ndarray, layer: Arrays, *, theta: float, window: int | None, epsilon: float, scale: float = 1.0, cap: float | None = None) -> np.ndarray:
+    """Causal attention of (length, embed) over the last `window` positions; `scale` is the layer's `query_pre_attn_scalar`."""
+    query, key, value = (np.einsum("le,ehd->lhd", x, layer[f"{name}.kernel"]) for name in ("query", "key", "value"))
+
+    def prepared(states: np.ndarray, name: str) -> np.ndarray:
+        if f"{name}_norm.scale" in layer:  # over a head, or over all of them
+            norm = layer[f"{name}_norm.scale"]
+            states = rms_norm(states.reshape(len(x), -1, norm.size), norm, epsilon).reshape(states.shape)
+        return rope(states, theta)
+
+    query, key = prepared(query, "query") * scale, prepared(key, "key")
+    key, value = (np.repeat(states, query.shape[1] // states.shape[1], axis=1) for states in (key, value))
+    scores = np.einsum("lhd,mhd->hlm", query, key)
+    if cap:
+        scores = np.tanh(scores / cap) * cap
+    behind = np.arange(len(x))[:, None] - np.arange(len(x))
+    scores = np.where((behind >= 0) & (behind < (window or len(x))), scores, -np.inf)
+    return np.einsum("hlm,mhd,hde->le", softmax(scores), value, layer["out.kernel"])
+
+
+def gated(x: np.ndarray, layer: Arrays, act: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    return (act(x @ layer["wi_0.kernel"]) * (x @ layer["wi_1.kernel"])) @ layer["wo.kernel"]

@@ -1,0 +1,152 @@
+"""Qwen 3 VL: the tower computes what transformers' does, the text model is Qwen 3's, and experts are read in every spelling."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from families.numpy_decoder import below, silu, softmax
+from families.qwen_towers import Arrays, assert_close, check_vision
+from support import assert_same_bits, call, converted, read_config, read_file, read_tensors, save, unfuse
+
+from model_mappings.config import Config, ConfigError, Layout
+from model_mappings.families.qwen3_vl import FAMILY
+from model_mappings.plan import expand
+
+CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
+UNSCANNED, TOWER, FLOAT32 = ("--scan_layers", "false"), ("--multimodal", "true"), ("--save_dtype", "float32")
+HF = "model.language_model.layers.0.mlp.experts."
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def both(generated: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[torch.nn.Module, Arrays]:
+    """transformers' model, and the converted arrays, in float32, of the files' bfloat16."""
+    folder = generated / "models" / request.param
+    model = getattr(transformers, CLASSES[request.param]).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.model, converted(folder, tmp_path_factory.mktemp("all"), *UNSCANNED, *TOWER, *FLOAT32)
+
+
+@torch.no_grad()
+def test_the_towers_layers_compute_what_transformers_do(both: tuple[torch.nn.Module, Arrays]) -> None:
+    """Patches, positions, norms, attention by thirds of one tensor, MLPs and mergers, one by one and together."""
+    model, arrays = both
+    assert check_vision(model.visual, arrays, "Qwen3VL") == 1 + 3 * 6 + 2 + 1
+
+
+@torch.no_grad()
+def test_the_experts_compute_what_transformers_do(both: tuple[torch.nn.Module, Arrays]) -> None:
+    """transformers reads the hub's fused experts; gate and up could change places without an error anywhere."""
+    model, arrays = both
+    x = np.random.default_rng(0).standard_normal((7, model.language_model.config.hidden_size))
+    for number, layer in enumerate(model.language_model.layers):
+        w = {key: values.astype(np.float64) for key, values in below(arrays, f"decoder.layers_{number}.").items()}
+        wanted = layer.mlp(torch.tensor(x, dtype=torch.float32)[None])[0].double().numpy()
+        if "mlp.wi_0.kernel" in w:
+            assert_close((silu(x @ w["mlp.wi_0.kernel"]) * (x @ w["mlp.wi_1.kernel"])) @ w["mlp.wo.kernel"], wanted)
+            continue
+        w = below(w, "moe_block.")
+        share = softmax(x @ w["gate.kernel"])
+        share = np.where(share >= np.sort(share)[:, -model.language_model.config.num_experts_per_tok, None], share, 0)
+        up = silu(np.einsum("le,xem->xlm", x, w["wi_0"])) * np.einsum("le,xem->xlm", x, w["wi_1"])
+        assert_close(np.einsum("xlm,xme,lx->le", up, w["wo"], share / share.sum(-1, keepdims=True)), wanted)
+
+
+def load(generated: Path, model: str) -> tuple[dict, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Config, tensors of the files, and the model's `state_dict()`, whose experts are transposed."""
+    folder = generated / "models" / model
+    return read_config(folder), read_tensors(folder), read_file(generated / "models" / f"{model}.state.safetensors")
+
+
+@pytest.mark.parametrize("model", CLASSES)
+def test_the_text_model_is_qwen_3s(generated: Path, tmp_path: Path, model: str) -> None:
+    """The same arrays as from its tensors alone, spelled as Qwen 3's or Qwen 3 MoE's, of which MaxText's own bits are known."""
+    config, _, state = load(generated, model)
+    alone = config["text_config"] | {"model_type": "qwen3_moe" if "moe" in model else "qwen3", "tie_word_embeddings": config["tie_word_embeddings"]}
+    if is_tied := config["tie_word_embeddings"]:
+        del state["lm_head.weight"]
+    text = {name.replace("model.language_model.", "model."): values for name, values in state.items() if "visual" not in name}
+    wanted = converted(save(tmp_path / "alone", alone, unfuse(alone, text)), tmp_path / "wanted", *UNSCANNED)
+    assert ("decoder.logits_dense.kernel" in wanted) != is_tied
+    assert_same_bits(converted(generated / "models" / model, tmp_path / "made", *UNSCANNED), wanted)
+
+
+def test_the_outer_flag_says_whether_the_head_is_tied(generated: Path) -> None:
+    """The inner one, which transformers doesn't use, says the opposite in both."""
+    for model, tied in {"qwen3_vl": True, "qwen3_vl_moe": False}.items():
+        config, tensors, _ = load(generated, model)
+        assert (config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]) == (tied, not tied)
+        assert ("lm_head.weight" in tensors) != tied
+
+
+@pytest.mark.parametrize("embed_is_two_experts", [False, True])
+def test_experts_in_every_spelling(generated: Path, tmp_path: Path, embed_is_two_experts: bool) -> None:
+    """As the hub's files fuse them, as transformers v5 saves them, and one tensor each; also where a tensor alone would fit two ways."""
+    config, tensors, state = load(generated, "qwen3_vl_moe")
+    fused = [f"{HF}gate_up_proj", f"{HF}down_proj"]
+    assert_same_bits({name: tensors[name] for name in fused}, {name: state[name].swapaxes(1, 2) for name in fused})
+    if embed_is_two_experts:
+        config["text_config"]["moe_intermediate_size"] = 32
+        assert config["text_config"]["hidden_size"] == 64
+        rng = np.random.default_rng(0)
+        for name in [name for name in state if ".experts." in name]:
+            values = rng.standard_normal((5, 64, 32) if "down" in name else (5, 64, 64)).astype(state[name].dtype)
+            state[name], tensors[name] = values, np.ascontiguousarray(values.swapaxes(1, 2))
+    spellings = {"hub": tensors, "v5": state, "apart": unfuse({"model_type": "qwen3_vl_moe"}, state)}
+    assert f"{HF}4.up_proj.weight" in spellings["apart"]
+    made = {name: converted(save(tmp_path / name, config, spelled), tmp_path / f"from_{name}", *UNSCANNED) for name, spelled in spellings.items()}
+    for arrays in made.values():
+        assert_same_bits(arrays, made["hub"])
+    gate, up = np.split(state[f"{HF}gate_up_proj"].swapaxes(1, 2), 2, axis=-1)
+    wanted = {"wi_0": gate, "wi_1": up, "wo": state[f"{HF}down_proj"].swapaxes(1, 2)}
+    assert_same_bits({name: made["v5"][f"decoder.layers_0.moe_block.{name}"] for name in wanted}, wanted)
+
+
+def test_experts_of_neither_shape_are_refused(generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One tensor transposed and the other not is no spelling."""
+    config, tensors, state = load(generated, "qwen3_vl_moe")
+    folder = save(tmp_path / "in", config, tensors | {f"{HF}down_proj": state[f"{HF}down_proj"]})
+    assert call("plan", "--source", folder, *UNSCANNED) != 0
+    printed = capsys.readouterr()
+    assert re.search(rf"shape: {re.escape(HF)}down_proj: \(5, 64, 48\)", printed.out + printed.err)
+
+
+def test_the_tower_is_left_out_by_name(generated: Path, tmp_path: Path) -> None:
+    _, tensors, _ = load(generated, "qwen3_vl")
+    folder = generated / "models" / "qwen3_vl"
+    assert call("plan", "--source", folder, *UNSCANNED, "--json", tmp_path / "plan.json") == 0
+    tower = [name for name in tensors if name.startswith("model.visual.")]
+    assert len(tower) == 57
+    dropped = json.loads((tmp_path / "plan.json").read_text())["dropped"]
+    assert dropped == dict.fromkeys(tower, "vision tower, convert it with --multimodal true")
+
+
+def test_scanned_is_refused(generated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MaxText refuses it; the message says what to do."""
+    assert call("plan", "--source", generated / "models" / "qwen3_vl") != 0
+    printed = capsys.readouterr()
+    assert "MaxText has qwen3_vl models unscanned only; convert with --scan_layers false" in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(text_config=dict(mlp_only_layers=[0])), "mixes dense and MoE layers"),
+        (dict(text_config=dict(decoder_sparse_step=2)), "mixes dense and MoE layers"),
+        (dict(text_config=dict(num_local_experts=0)), "config.json has no 'num_experts'"),
+        (dict(text_config=dict(moe_intermediate_size="48")), "'moe_intermediate_size' should be a positive integer, but is '48'"),
+        (dict(vision_config=dict(deepstack_visual_indexes=None)), "'deepstack_visual_indexes' should be a list of the tower's layers, but is None"),
+        (dict(vision_config=dict(deepstack_visual_indexes=[0, 3])), "'deepstack_visual_indexes' should be a list of the tower's layers, but is [0, 3]"),
+        (dict(vision_config=dict(patch_size=[4, 4])), "'patch_size' should be a positive integer, but is [4, 4]"),
+        (dict(vision_config=dict(depth=True)), "'depth' should be a positive integer, but is True"),
+    ],
+)
+def test_configs_that_maxtext_has_no_model_for(generated: Path, change: dict, message: str) -> None:
+    config, layout = read_config(generated / "models" / "qwen3_vl_moe"), Layout(scan=False, multimodal=True)
+    expand(FAMILY, Config(config), layout)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        expand(FAMILY, Config(config | {part: config[part] | fields for part, fields in change.items()}), layout)

@@ -1,0 +1,108 @@
+"""Other engines than the one in this process: the portable job service with a worker of its own, and Dask on two worker processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from support import digests, given_arrays, restore
+
+ROOT = Path(__file__).parents[2]
+CASE = "qwen3-moe"
+TIMEOUT = 120  # seconds
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        return listening.getsockname()[1]
+
+
+@contextmanager
+def running(log: Path, *command: object) -> Iterator[subprocess.Popen]:
+    """A process and its children, until the end of the block; what they say is in `log`."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as out:
+        process = subprocess.Popen([str(part) for part in command], stdout=out, stderr=out, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(log: Path, text: str) -> str:
+    """Waits until a process has said `text`, a pattern; returns what it matched."""
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        if found := re.search(text, log.read_text()):
+            return found[0]
+        time.sleep(0.1)
+    raise AssertionError(f"{log.name} never said {text}:\n{log.read_text()}")
+
+
+def listening(port: int) -> None:
+    """Waits until someone listens on a port."""
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"nobody listens on {port}")
+
+
+def convert(source: Path, output: Path, *options: object) -> None:
+    """`weightbeam convert`, as a process of its own."""
+    command = [sys.executable, "-m", "pipelines.convert", "--source", source, "--output", output, "--unit_bytes", 100_000, *options]
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def source(generated: Path) -> Path:
+    return generated / "cases" / CASE
+
+
+def check(output: Path) -> None:
+    """MaxText's bits, and nothing left over."""
+    assert digests(restore(output / "0")) == given_arrays(CASE, "scanned")
+    assert [path.name for path in output.iterdir()] == ["0"]
+
+
+def test_a_job_service_and_a_worker_of_its_own(source: Path, tmp_path: Path) -> None:
+    """What Flink, Spark and Dataflow do: the job goes to a service by gRPC, and the DoFns run in another process."""
+    jobs, workers = free_port(), free_port()
+    with ExitStack() as stack:
+        stack.enter_context(running(tmp_path / "jobs.log", sys.executable, "-m", "apache_beam.runners.portability.local_job_service_main", "--port", jobs))
+        pool = (sys.executable, "-m", "apache_beam.runners.worker.worker_pool_main", "--service_port", workers)
+        stack.enter_context(running(tmp_path / "workers.log", *pool))
+        listening(jobs)
+        listening(workers)
+        service = (f"--job_endpoint=localhost:{jobs}", "--environment_type=EXTERNAL", f"--environment_config=localhost:{workers}")
+        convert(source, tmp_path / "out", "--runner=PortableRunner", *service)
+    check(tmp_path / "out")
+
+
+def test_dask_on_two_worker_processes(source: Path, tmp_path: Path) -> None:
+    """A scheduler and two workers of one thread each."""
+    port = free_port()
+    with ExitStack() as stack:
+        stack.enter_context(running(tmp_path / "scheduler.log", sys.executable, "-m", "distributed.cli.dask_scheduler", "--port", port, "--no-dashboard"))
+        listening(port)
+        for number in range(2):
+            worker = (sys.executable, "-m", "distributed.cli.dask_worker", f"localhost:{port}", "--nthreads", 1, "--no-dashboard", "--no-nanny")
+            stack.enter_context(running(tmp_path / f"worker{number}.log", *worker, "--local-directory", tmp_path / f"dask{number}"))
+            wait_for(tmp_path / f"worker{number}.log", "Registered to")
+        convert(source, tmp_path / "out", "--runner=apache_beam.runners.dask.dask_runner.DaskRunner", f"--dask_client_address=localhost:{port}")
+    check(tmp_path / "out")
