@@ -17,7 +17,18 @@ EXTRAS = {
     "gcp": ["apache-beam[gcp]>=2.77,<3", "google-cloud-storage>=3", "gcsfs"],
     "hub": ["huggingface_hub>=1"],
     "verify": ["torch==2.13.0", "transformers==5.23.0"],
-    "test": ["dask>=2024.4.2", "distributed>=2024.4.2", "flax==0.12.8", "hypothesis>=6.150", "psutil>=7", "pyright[nodejs]==1.1.414", "pytest>=9", "pytest-xdist>=3.8", "ruff==0.17.5"],
+    "test": [
+        "compressed-tensors>=0.20.0",
+        "dask>=2024.4.2",
+        "distributed>=2024.4.2",
+        "flax==0.12.8",
+        "hypothesis>=6.150",
+        "psutil>=7",
+        "pyright[nodejs]==1.1.414",
+        "pytest-xdist>=3.8",
+        "pytest>=9",
+        "ruff==0.17.5",
+    ],
 }
 
 setup(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 MAX_SIZE = 2**31 - 1  # of an axis
 MAX_COUNT = {"num_hidden_layers": 10_000, "first_k_dense_replace": 10_000, "num_experts": 100_000, "num_local_experts": 100_000, "n_routed_experts": 100_000}
@@ -75,8 +75,7 @@ class Layout:
       mtp: convert the multi-token-prediction layers too.
       multimodal: convert the vision and audio towers too (MaxText's `use_multimodal`).
       model: the MaxText model, where `config.json` can't settle it.
-      names: the checkpoint's tensors; a table may ask whether one is there, where releases spell a model in two ways.
-      shapes: of these tensors; a table may ask for one where both ways have the same names.
+      shapes: of the checkpoint's tensors, by name; a table may ask where releases spell a model in two ways.
     """
 
     scan: bool = True
@@ -85,5 +84,9 @@ class Layout:
     mtp: bool = False
     multimodal: bool = False
     model: str | None = None
-    names: frozenset[str] = frozenset()
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def names(self) -> Collection[str]:
+        """The checkpoint's tensors."""
+        return self.shapes

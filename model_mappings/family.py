@@ -22,7 +22,9 @@ class Family:
       dims: the axis words of the table and their sizes.
       stacks: the table itself.
       drops: tensors left out on purpose: `{pattern or window: reason}`.
-      releases: the releases it covers, for the README's table.
+      releases: the releases it covers.
+      checked: MaxText's models whose parameter trees, at full size, the table is compared with in the tests.
+      missing: parts of these releases that aren't converted.
       mtp: whether MaxText has its multi-token-prediction layers.
       towers: what `--multimodal true` converts besides the text model; empty where MaxText has nothing.
       layouts: "scanned" and "unscanned", or the one that MaxText has.
@@ -38,6 +40,8 @@ class Family:
     stacks: Callable[[Config, Layout], list[Stack]]
     drops: Callable[[Config, Layout], Mapping[str, str]]
     releases: str
+    checked: tuple[str, ...] = ()
+    missing: str = ""
     mtp: bool = False
     towers: str = ""
     layouts: tuple[str, ...] = ("scanned", "unscanned")
@@ -50,6 +54,17 @@ class Family:
     def model_types(self) -> tuple[str, ...]:
         """Every `model_type` of the family, in the order of the table."""
         return tuple(dict.fromkeys(kind for kinds in self.models.values() for kind in kinds))
+
+    @property
+    def support(self) -> str:
+        """What is supported, in a line: layouts, towers, what the table was compared with, and what isn't supported."""
+        parts = [" and ".join(self.layouts) + ("" if len(self.layouts) > 1 else " only"), f"compared with MaxText's {', '.join(self.checked)}"]
+        extras = [
+            self.towers and f"{self.towers} (--multimodal true)",
+            "multi-token prediction (--mtp true)" if self.mtp else "",
+            self.missing and f"without {self.missing}",
+        ]
+        return "; ".join([parts[0], *filter(None, extras), parts[1]])
 
     def types_of(self, model: str) -> tuple[str, ...]:
         """The `model_type`s that MaxText's `model` may stand for; empty where it isn't of this family."""

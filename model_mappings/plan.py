@@ -93,6 +93,7 @@ class Plan:
       dropped: tensors (or windows) left out on purpose, with the reason.
       problems: everything that stands against it; empty for a plan that can be carried out.
       note: what was inferred.
+      support: what of the family is supported.
     """
 
     family: str
@@ -100,6 +101,7 @@ class Plan:
     dropped: Mapping[str, str]
     problems: tuple[Problem, ...]
     note: str = ""
+    support: str = ""
 
 
 def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Part]]:

@@ -79,10 +79,12 @@ def family_of(config: Config, model: str | None = None) -> Family:
 
 def support_table() -> str:
     """The families as a Markdown table, for the README."""
-    rows = ["| family | releases | `model_type` | MaxText models |", "|---|---|---|---|"]
+    rows = ["| family | releases | `model_type` | MaxText models | layouts | on request | not converted | compared with MaxText's |", "|" + "---|" * 8]
     for family in FAMILIES:
         types, models = (", ".join(f"`{name}`" for name in names) for names in (family.model_types, map(shown, family.models)))
-        rows.append(f"| {family.name} | {family.releases} | {types} | {models} |")
+        extras = ", ".join(filter(None, [family.towers, "MTP" if family.mtp else ""]))
+        layouts = "both" if len(family.layouts) > 1 else f"{''.join(family.layouts)} only"
+        rows.append(f"| {family.name} | {family.releases} | {types} | {models} | {layouts} | {extras} | {family.missing} | {', '.join(family.checked)} |")
     return "\n".join(rows)
 
 

@@ -103,6 +103,7 @@ def print_plan(conversion: Conversion, threads: int) -> None:
     source, read = conversion.source_bytes, conversion.read_bytes
     totals = table("", "")
     totals.add_row("family", plan.family + (f": {plan.note}" if plan.note else ""))
+    totals.add_row("supported", plan.support)
     totals.add_row(
         "layout", ("scanned" if options.scan_layers else "unscanned") + ", " + (f"for {', '.join(options.mesh)}" if options.mesh else "for any mesh")
     )

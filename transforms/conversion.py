@@ -244,7 +244,7 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
             warnings = [warning for grid in grids for warning in grid.warnings]
         except UnitBytesError as e:
             problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
-    plan = Plan(family.name, arrays, {**dropped, **source.dropped}, tuple(problems), note)
+    plan = Plan(family.name, arrays, {**dropped, **source.dropped}, tuple(problems), note, family.support)
     return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings))
 
 
@@ -256,7 +256,6 @@ def _layout(options: Options, specs: Mapping[str, TensorSpec]) -> Layout:
         mtp=options.mtp,
         multimodal=options.multimodal,
         model=options.maxtext_model,
-        names=frozenset(specs),
         shapes={name: spec.shape for name, spec in specs.items()},
     )
 

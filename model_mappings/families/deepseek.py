@@ -104,4 +104,6 @@ FAMILY = Family(
     mtp=True,
     aliases={"language_model": "", "language_model.model.blocks": "model.layers", "model.language_model": "model"},
     releases="DeepSeek V2, V2-Lite, V3, R1, V3.1, V3.2, Kimi K2, K2-Thinking, K2.5, K2.6",
+    checked=("deepseek2-16b", "deepseek3-671b", "deepseek3.2-671b", "kimi-k2-1t"),
+    missing="Kimi K2.5's vision tower",
 )

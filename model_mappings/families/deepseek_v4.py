@@ -179,6 +179,8 @@ FAMILY = Family(
     stacks=stacks,
     drops=drops,
     releases="DeepSeek V4",
+    checked=("deepseek4-284b", "deepseek4-tiny"),
+    missing="multi-token prediction",
     aliases={f"model.layers.*.{theirs}": f"layers.*.{ours}" for ours, theirs in NAMES.items()}
     | {f"model.hc_head.hc_{leaf}": f"hc_head_{leaf}" for leaf in ("fn", "base", "scale")}
     | {"model": "", "model.embed_tokens": "embed", "lm_head": "head"},

@@ -54,4 +54,5 @@ FAMILY = Family(
     stacks=stacks,
     drops=drops,
     releases="Gemma 2 2B, 9B, 27B",
+    checked=("gemma2-2b", "gemma2-9b"),
 )

@@ -122,6 +122,7 @@ FAMILY = Family(
     stacks=stacks,
     drops=drops,
     releases="Gemma 3 4B, 12B, 27B",
+    checked=("gemma3-4b", "gemma3-27b"),
     towers="vision",
     aliases={
         "model.language_model": "language_model.model",

@@ -49,4 +49,5 @@ FAMILY = Family(
     stacks=stacks,
     drops=common_drops,
     releases="gpt-oss 20b, 120b",
+    checked=("gpt-oss-20b",),
 )

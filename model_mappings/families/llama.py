@@ -56,6 +56,8 @@ FAMILY = Family(
     stacks=stacks,
     drops=common_drops,
     releases="Llama 2, 3, 3.1, 3.2, 3.3, Mistral",
+    checked=("llama2-7b", "llama2-70b", "llama3-8b", "llama3.1-8b", "llama3.1-8b-Instruct", "llama3.1-70b", "llama3.3-70b", "mistral-7b"),
+    missing="Llama 3.2's vision models",
     undecided=undecided,
     note=lambda c, layout: "rotary halves " + ("paired (Llama 3.1's RoPE)" if is_paired(layout) else "kept apart (as in Llama 2, 3, 3.3 and Mistral)"),
 )

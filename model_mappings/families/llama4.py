@@ -75,4 +75,6 @@ FAMILY = Family(
     drops=drops,
     aliases={"language_model": ""},
     releases="Llama 4 Scout, Maverick (text)",
+    checked=("llama4-17b-16e", "llama4-17b-128e"),
+    missing="the vision tower",
 )

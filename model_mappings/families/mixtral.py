@@ -34,4 +34,5 @@ FAMILY = Family(
     stacks=stacks,
     drops=common_drops,
     releases="Mixtral 8x7B, 8x22B",
+    checked=("mixtral-8x7b",),
 )

@@ -38,4 +38,5 @@ FAMILY = Family(
     stacks=stacks,
     drops=common_drops,
     releases="OLMo 3 7B, 32B",
+    checked=("olmo3-7b", "olmo3-7b-pt"),
 )

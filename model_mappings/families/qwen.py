@@ -53,6 +53,11 @@ def stacks(c, layout):
     return decoder(c, layout, moe_mlp(c, routed_experts(c, layout)) if is_moe(c) else gated_mlp())
 
 
+CHECKED = (
+    "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-1.7b-base", "qwen3-4b", "qwen3-4b-base", "qwen3-4b-thinking-2507",
+    "qwen3-8b", "qwen3-8b-base", "qwen3-14b-base", "qwen3-32b", "qwen3-30b-a3b", "qwen3-30b-a3b-base", "qwen3-coder-480b-a35b",
+)  # fmt: skip
+
 FAMILY = Family(
     name="qwen",
     models={
@@ -64,4 +69,6 @@ FAMILY = Family(
     stacks=stacks,
     drops=common_drops,
     releases="Qwen 2.5, Qwen 3, Qwen 3 MoE, Qwen 3 Coder",
+    checked=CHECKED,
+    missing="Qwen 3 MoE with dense layers among the others",
 )

@@ -56,4 +56,6 @@ FAMILY = Family(
     towers="vision",
     aliases={f"model.{part}": f"{HF}{part}" for part in ("embed_tokens", "layers", "norm")},
     releases="Qwen 3.5 with experts (MaxText has no dense ones)",
+    checked=("qwen3.5-35b-a3b", "qwen3.5-397b-a17b"),
+    missing="dense models; multi-token prediction",
 )

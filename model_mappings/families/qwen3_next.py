@@ -81,4 +81,6 @@ FAMILY = Family(
     stacks=lambda c, layout: decoder(c, layout, IN_PROJ),
     drops=lambda c, layout: common_drops(c, layout) | MTP,
     releases="Qwen 3 Next 80B-A3B, Qwen 3 Coder Next",
+    checked=("qwen3-next-80b-a3b",),
+    missing="multi-token prediction",
 )

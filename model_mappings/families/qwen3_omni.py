@@ -102,4 +102,6 @@ FAMILY = Family(
     | {f"{prefix}model.language_model": "thinker.model" for prefix in ("", "thinker.")}
     | {f"{prefix}{tower}": f"thinker.{tower}" for prefix in ("", "model.", "thinker.model.") for tower in ("visual", "audio_tower")},
     releases="Qwen 3 Omni 30B-A3B Instruct, Thinking, Captioner (the thinker)",
+    checked=("qwen3-omni-30b-a3b",),
+    missing="talker and code2wav",
 )

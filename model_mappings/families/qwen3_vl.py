@@ -62,4 +62,5 @@ FAMILY = Family(
     towers="vision",
     layouts=("unscanned",),
     releases="Qwen 3 VL, dense and with experts",
+    checked=("qwen3-vl-2b", "qwen3-vl-30b-a3b"),
 )

@@ -36,7 +36,7 @@ def _check(config: Mapping, tensors: Mapping[str, TensorSpec], layout: Layout = 
     config = Config(config)
     family = family or family_of(config, layout.model)
     tensors = {rename(name, family.aliases): spec for name, spec in tensors.items()}
-    layout = dataclasses.replace(layout, names=frozenset(tensors), shapes={name: spec.shape for name, spec in tensors.items()})
+    layout = dataclasses.replace(layout, shapes={name: spec.shape for name, spec in tensors.items()})
     arrays = make_arrays(expand(family, config, layout), tensors, BFLOAT16)
     return Checked(arrays, *audit(arrays, tensors, family.drops(config, layout), family.name))
 
