@@ -45,21 +45,26 @@ class View(NamedTuple):  # a tuple, as Piece is: a unit may have thousands, and 
     Attributes:
       box: range of each axis of the array.
       steps: 1, or the distance between the indices that count.
-      factors: the axes' factors, all of them in one tuple.
-      index: a range for each factor, or the one index of a factor that drops out.
+      factors: the sizes of the factors of each axis.
+      picks: for each axis, a range of each of its factors, or the one index of a factor that drops out.
     """
 
     box: Box
     steps: tuple[int, ...]
-    factors: tuple[int, ...]
-    index: tuple[Range | int, ...]  # type: ignore[assignment]  # tuple.index isn't missed
+    factors: tuple[tuple[int, ...], ...]
+    picks: tuple[tuple[Range | int, ...], ...]
 
     def of(self, array: np.ndarray, origin: tuple[int, ...]) -> np.ndarray:
         """The view into `array`, whose first element is the one at `origin`. Never a copy."""
         ranges = zip(self.box, self.steps, origin, strict=True)
         cut = array[(*(slice(start - at, stop - at, step) for (start, stop), step, at in ranges), ...)]  # `...`: a view even without axes
-        split = np.reshape(cut, self.factors, copy=False)
-        return split[(*(i if isinstance(i, int) else slice(*i) for i in self.index), ...)]
+        split = np.reshape(cut, tuple(itertools.chain(*self.factors)), copy=False)
+        return split[(*map(selection, itertools.chain(*self.picks)), ...)]
+
+
+def selection(pick: Range | int) -> slice | int:
+    """A pick as a numpy index."""
+    return pick if isinstance(pick, int) else slice(*pick)
 
 
 class Piece(NamedTuple):
@@ -149,6 +154,11 @@ class Part:
         return self.template.format(layer=int(self.layers[layer]), **dict(zip(self.rule.name_axes, name, strict=True)))
 
     @property
+    def factors(self) -> Iterator[int]:
+        """The size of every factor, of the tensor and of the array."""
+        return itertools.chain(*self.source_factors, (factor.size for axis in self.target_axes for factor in axis))
+
+    @property
     def elements(self) -> int:
         """Elements of the array that the part makes; none for a constant."""
         if self.rule.source is None:
@@ -197,45 +207,48 @@ class Part:
     def _piece(self, cell: Cell, tensor: str, factor_box: tuple[tuple[Range, ...], ...]) -> Piece | None:
         """The piece for a product of factor ranges of the array's axes; None where the cell has no share in it."""
         wanted: dict[int, Range] = {}  # range of each of the tensor's factors
-        target_box, target_factors, target_index, kept = [], [], [], []
+        target_box, target_factors, target_picks, kept = [], [], [], []
         for axis, ranges in zip(self.target_axes, factor_box, strict=True):
             target_box.append(hull(ranges, [f.size for f in axis])[1])
+            target_factors.append(tuple(stop - start for start, stop in ranges))
+            picks: list[Range | int] = []
             for factor, (start, stop) in zip(axis, ranges, strict=True):
-                target_factors.append(stop - start)
                 if factor.kind != "free":
                     at = (cell.layer if factor.kind == "layer" else cell.name)[factor.which]
                     if not start <= at < stop:
                         return None
-                    target_index.append(at - start)
+                    picks.append(at - start)
                     continue
-                size = self._flat[factor.which]
+                size = self.flat_sizes[factor.which]
                 low, high = max(start, factor.start), min(stop, factor.start + size)
                 if low >= high:
                     return None
                 wanted[factor.which] = (low - factor.start, high - factor.start)
-                target_index.append((low - start, high - start))
+                picks.append((low - start, high - start))
                 kept.append(factor.which)
+            target_picks.append(tuple(picks))
 
-        source_box, source_factors, source_index, flat = [], [], [], 0
+        source_box, source_factors, source_picks, flat = [], [], [], 0
         for sizes, start, step in zip(self.source_factors, self.starts, self.steps, strict=True):
             ranges = [wanted[flat + i] for i in range(len(sizes))]
             widened, (low, high) = hull(ranges, sizes)
             source_box.append((start + low * step, start + (high - 1) * step + 1))
-            source_factors += [stop - start for start, stop in widened]
-            source_index += [(a - start, b - start) for (a, b), (start, _) in zip(ranges, widened, strict=True)]
+            source_factors.append(tuple(stop - start for start, stop in widened))
+            source_picks.append(tuple((a - start, b - start) for (a, b), (start, _) in zip(ranges, widened, strict=True)))
             flat += len(sizes)
 
         ones = (1,) * len(target_box)
         return Piece(
             tensor,
-            View(tuple(source_box), self.steps, tuple(source_factors), tuple(source_index)),
-            View(tuple(target_box), ones, tuple(target_factors), tuple(target_index)),
+            View(tuple(source_box), self.steps, tuple(source_factors), tuple(source_picks)),
+            View(tuple(target_box), ones, tuple(target_factors), tuple(target_picks)),
             tuple(kept),
             self.rule.ops,
         )
 
     @functools.cached_property
-    def _flat(self) -> tuple[int, ...]:
+    def flat_sizes(self) -> tuple[int, ...]:
+        """The sizes of the tensor's factors, those of all its axes in one."""
         return tuple(itertools.chain(*self.source_factors))
 
 

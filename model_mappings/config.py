@@ -6,11 +6,18 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 MAX_SIZE = 2**31 - 1  # of an axis
-MAX_COUNT = {"num_hidden_layers": 10_000, "first_k_dense_replace": 10_000, "num_experts": 100_000, "num_local_experts": 100_000, "n_routed_experts": 100_000}
+MAX_MESSAGE = 1000  # characters: it quotes what it found
+MAX_COUNT = {  # of what has tensors of its own
+    **dict.fromkeys(("num_hidden_layers", "first_k_dense_replace", "depth", "encoder_layers"), 2_000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 100_000),
+}
 
 
 class ConfigError(ValueError):
     """`config.json` lacks a field that the family's table needs, or it holds something else."""
+
+    def __init__(self, message: str):
+        super().__init__(message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} …")
 
 
 class Config(dict):

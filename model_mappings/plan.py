@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 
 from model_mappings.cells import Box, Cell, Part
-from model_mappings.config import Config, Layout
+from model_mappings.config import MAX_SIZE, Config, ConfigError, Layout
 from model_mappings.family import Family
 
+MIN_CELLS, CELLS_PER_TENSOR = 200_000, 20  # a table that needs more than these makes doesn't describe the checkpoint, and would take hours to say so
 PREFIX = "params"  # where MaxText's TrainState keeps the collections of the model's variables
 
 
@@ -108,14 +109,20 @@ def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Par
     """The parts of each array of a family's table, by the array's path.
 
     Raises:
-      ConfigError: `config.json` lacks what the table needs.
+      ConfigError: `config.json` lacks what the table needs, or says sizes that nobody can mean.
       ValueError: two rules disagree about an array (a fault of the table).
     """
     dims = dict(family.dims(config, layout))
     parts: dict[str, list[Part]] = {}
+    cells, most = 0, MIN_CELLS + CELLS_PER_TENSOR * len(layout.names)
     for stack in family.stacks(config, layout):
         for rule in stack.rules:
             part = Part(stack, rule, dims, layout.scan_axis)
+            if (size := max(part.factors, default=0)) > MAX_SIZE:
+                raise ConfigError(f"config.json: its sizes make {part.path} {size:,} long; more than {MAX_SIZE:,} can't be meant")
+            cells += part.layers.size * math.prod(part.name_shape)
+            if cells > most:
+                raise ConfigError(f"config.json: its layers and experts ask for more than {most:,} tensors, the files hold {len(layout.names):,}")
             same = parts.setdefault(part.path, [])
             if same and (same[0].shape, same[0].names) != (part.shape, part.names):
                 raise ValueError(f"{part.path}: two rules disagree: {same[0].shape} {same[0].names}, {part.shape} {part.names}")

@@ -8,12 +8,12 @@ goes by reference. Every stage counts its bytes and its milliseconds, under its 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
 import apache_beam as beam
+import numpy as np
 from apache_beam.metrics import Metrics
 
 from formats.orbax import Staging, assemble, plan_of, write_unit
@@ -93,7 +93,7 @@ class _DequantizeFn(StageFn):
 class _ReshapeFn(StageFn):
     def run(self, work: Work) -> int:
         origins = [tuple(start for start, _ in fetch.box) for fetch in work.unit.fetches]
-        for job in work.unit.shards:
+        for job in work.unit.jobs:
             views = [(piece, piece.source.of(work.values[i], origins[i]).transpose(piece.order)) for i, piece in job.pieces]
             work.views.append(views)
         return sum(view.nbytes for views in work.views for _, view in views)
@@ -101,7 +101,7 @@ class _ReshapeFn(StageFn):
 
 class _StackFn(StageFn):
     def run(self, work: Work) -> int:
-        work.shards = [stack(job, views, work.arena.empty) for job, views in zip(work.unit.shards, work.views, strict=True)]
+        work.shards = [stack(job, views, work.arena.empty) for job, views in zip(work.unit.jobs, work.views, strict=True)]
         work.values, work.views = [], []
         return total_bytes(work.shards)
 
@@ -114,7 +114,11 @@ class _WriteChunksFn(StageFn):
     def run(self, work: Work) -> int:
         if work.unit.is_done:
             return 0
-        shards = [(job.spec, job.box, values) for job, values in zip(work.unit.shards, work.shards, strict=True)]
+        shards = [
+            (job.spec, box, made[index])
+            for job, made in zip(work.unit.jobs, work.shards, strict=True)
+            for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
+        ]
         write_unit(self.staging, work.unit.id, shards, self.format)
         nbytes = total_bytes(work.shards)
         work.shards = []
@@ -221,9 +225,7 @@ def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool) -
     if not is_published(staging, plan_hash):
         conversion = load_staged(staging, plan_hash)
         for shard in conversion.checkpoint.shards:
-            stat = os.stat(shard.path)
-            if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
-                raise StorageError(f"{shard.path} changed while it was converted; start anew with --overwrite")
+            shard.check()
         specs = [grid.spec for grid in conversion.grids]
         assemble(staging, specs, conversion.format, len(conversion.units), conversion.options.scan_layers, conversion.record(), overwrite)
     return written

@@ -114,20 +114,35 @@ class Fetch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ShardJob:
-    """A shard to make.
+class Job:
+    """Neighbouring shards to make in one go.
 
     Attributes:
-      spec: its array.
-      box: its elements.
-      fill: the value of elements that no piece supplies; None where the pieces tile the shard.
-      pieces: what it is made of, each with the number of the fetch that holds its source.
+      spec: their array.
+      shards: range of shard numbers on each axis; along an axis with more than one all shards have the same length.
+      fill: the value of elements that no piece supplies; None where the pieces tile the shards.
+      pieces: what they are made of, each with the number of the fetch that holds its source. Along an axis with more than one
+        shard a piece is a whole number of shards long, or lies within one.
     """
 
     spec: ArraySpec
-    box: Box
+    shards: Box
     fill: float | None
     pieces: tuple[tuple[int, Piece], ...]
+
+    @property
+    def box(self) -> Box:
+        """The elements of all the shards."""
+        return element_box(self.spec, self.shards)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many shards there are on each axis."""
+        return extent(self.shards)
+
+    def boxes(self) -> Iterator[Box]:
+        """The elements of each shard, in C order."""
+        return (self.spec.shard_box(index) for index in itertools.product(*(range(start, stop) for start, stop in self.shards)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +151,7 @@ class Unit:
 
     id: int
     fetches: tuple[Fetch, ...]
-    shards: tuple[ShardJob, ...]
+    jobs: tuple[Job, ...]
 
     @classmethod
     def done(cls, id: int) -> Unit:
@@ -145,12 +160,12 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        return not self.shards
+        return not self.jobs
 
     @property
     def working_bytes(self) -> int:
         """Memory for all of its arrays: stored, decoded and made."""
-        total = sum(aligned(volume(job.box) * job.spec.dtype.itemsize) for job in self.shards)
+        total = sum(aligned(volume(job.box) * job.spec.dtype.itemsize) for job in self.jobs)
         for fetch in self.fetches:
             total += sum(aligned(read.nbytes) for read in fetch.encoding.reads(fetch.box))
             if fetch.encoding.label is not None:
@@ -208,15 +223,35 @@ def expand_unit(
             dtype = np.dtype(np.float32) if computed else save_dtype
             numbers.setdefault(tensor, []).append((box, len(fetches)))
             fetches.append(Fetch(encodings[tensor], box, dtype))
-    shards = []
+    jobs = []
     for block in blocks:
         array, spec = arrays[block.array], grids[block.array].spec
-        for index in itertools.product(*(range(start, stop) for start, stop in block.shards)):
-            box = spec.shard_box(index)
+        joined = _joined_axes(array, spec, block.shards)
+        steps = [stop - start if axis in joined else 1 for axis, (start, stop) in enumerate(block.shards)]
+        for first in itertools.product(*(range(start, stop, step) for (start, stop), step in zip(block.shards, steps, strict=True))):
+            shards = tuple((at, at + step) for at, step in zip(first, steps, strict=True))
+            box = element_box(spec, shards)
             pieces = [piece for cell in array.cells(box) for piece in cell.pieces(box)]
             placed = tuple((_find(numbers[piece.tensor], piece.source.box), piece) for piece in pieces)
-            shards.append(ShardJob(spec, box, array.fill, placed))
-    return Unit(id, tuple(fetches), tuple(shards))
+            jobs.append(Job(spec, shards, array.fill, placed))
+    return Unit(id, tuple(fetches), tuple(jobs))
+
+
+def _joined_axes(array: Array, spec: ArraySpec, shards: Box) -> set[int]:
+    """The axes along which a range of shards is made in one go: where no shard is cut short, and every piece fits in with them.
+
+    A piece is as long as the range along an axis that is one whole axis of its tensor, and one index long along layers.
+    """
+
+    def fits(part: Part, axis: int) -> bool:
+        factors = part.target_axes[axis]
+        return len(factors) == 1 and (factors[0].kind != "free" or factors[0].size == part.flat_sizes[factors[0].which])
+
+    return {
+        axis
+        for axis, (start, stop) in enumerate(shards)
+        if stop - start > 1 and stop * spec.shard[axis] <= spec.shape[axis] and all(fits(part, axis) for part in array.parts)
+    }
 
 
 def _find(fetches: Sequence[tuple[Box, int]], wanted: Box) -> int:

@@ -20,8 +20,8 @@ class Work:
       arena: makes the arrays.
       stored: by fetch, the arrays that were read (set by ReadBoxes).
       values: by fetch, the decoded values (Dequantize).
-      views: by shard, the pieces and views of `values` in the array's layout (Reshape).
-      shards: by shard, an array of its own, in C order (Stack).
+      views: by job, the pieces and views of `values` in the array's layout (Reshape).
+      shards: by job, one array whose first axes count shards; each shard is in C order (Stack).
     """
 
     __slots__ = ("arena", "shards", "stored", "unit", "values", "views")

@@ -74,7 +74,8 @@ QWEN_AUDIO = dict(
 )  # fmt: skip
 QWEN_TALKER = dict(
     text_config=BASE | MOE | dict(num_hidden_layers=1, shared_expert_intermediate_size=48),
-    code_predictor_config=BASE | dict(num_hidden_layers=1, num_code_groups=2), num_code_groups=2, thinker_hidden_size=64, accept_hidden_layer=1, spatial_merge_size=2,
+    code_predictor_config=BASE | dict(num_hidden_layers=1, num_code_groups=2), num_code_groups=2,
+    thinker_hidden_size=64, accept_hidden_layer=1, spatial_merge_size=2,
 )  # fmt: skip
 QWEN_CODE2WAV = dict(
     codebook_size=16, hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24, num_hidden_layers=1, num_quantizers=2,

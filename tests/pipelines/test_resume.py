@@ -75,7 +75,7 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
         result = execute(conversion, Staging(output, 0), pipeline_options([]), resume=True)
     assert result is not None
     (written,) = [c.result for c in result.metrics().query()["counters"] if (c.key.metric.namespace, c.key.metric.name) == ("WriteChunks", "bytes")]
-    assert written == sum(math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for unit in rest for job in unit.shards)
+    assert written == sum(math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for unit in rest for job in unit.jobs)
     used = {path.name.removeprefix(ATTEMPT) for path in (output / "0" / "items").glob(f"{ATTEMPT}*")}
     assert set(second.values()) <= used
     assert_same_bits(restore(output / "0"), reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16))

@@ -1,0 +1,90 @@
+"""The copies: whatever the strides, what is copied is what plain numpy assigns; and shards made together are those made alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import DEEPSEEK, QWEN3_MOE, headers_only
+
+from model_mappings.ops import Scale, Shift
+from transforms.conversion import prepare
+from transforms.options import Options
+from transforms.stack import copy, stack
+from transforms.units import Job
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def filled(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Values that tell every element from its neighbours, in any dtype."""
+    count = math.prod(shape)
+    return (np.arange(count) % 251 - 100).astype(np.float32).reshape(shape).astype(dtype)
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """A view with axes in any order, and a target whose axes lie in memory in any other order, some of them cut out of longer ones."""
+    shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 8, 12, 40, 64, 130]), min_size=1, max_size=5)))
+    while math.prod(shape) > 300_000:
+        shape = shape[:-1]
+    rank = len(shape)
+    dtype, into = draw(st.sampled_from([(BF16, BF16), (np.dtype(np.float32),) * 2, (BF16, np.dtype(np.float32)), (np.dtype(np.float32), BF16)]))
+    inner, outer = draw(st.permutations(range(rank))), draw(st.permutations(range(rank)))
+    source = filled(tuple(shape[axis] for axis in inner), dtype).transpose(np.argsort(inner))
+    padded = [shape[axis] + draw(st.sampled_from([0, 0, 4])) for axis in outer]
+    target = np.zeros(padded, into)[tuple(slice(0, shape[axis]) for axis in outer)].transpose(np.argsort(outer))
+    return source, target
+
+
+@settings(max_examples=400, deadline=None)
+@given(copies(), st.sampled_from([(), (Scale(0.3),), (Shift(1.0), Scale(2.0))]))
+def test_copy_is_an_assignment(pair: tuple[np.ndarray, np.ndarray], ops: tuple) -> None:
+    """Bit for bit, with one cast."""
+    source, target = pair
+    wanted = source.astype(np.float32)
+    for op in ops:
+        wanted = op.forward(wanted)
+    copy(source, target, ops)
+    np.testing.assert_array_equal(target.astype(np.float32), wanted.astype(target.dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize("config", [QWEN3_MOE, DEEPSEEK], ids=["qwen3_moe", "deepseek"])
+@pytest.mark.parametrize("mesh", [("fsdp=4",), ("fsdp=2,tensor=2",), ("expert=4,fsdp=2",)], ids=str)
+@pytest.mark.parametrize("scan", [True, False])
+def test_shards_made_together_are_those_made_alone(config: dict, mesh: tuple[str, ...], scan: bool) -> None:
+    """A job of many shards, cut up into jobs of one shard each."""
+    conversion = prepare(Options(mesh=mesh, scan_layers=scan), headers_only(config))
+    together = 0
+    for number in range(len(conversion.units)):
+        unit = conversion.expand(number)
+        values = [filled(tuple(b - a for a, b in fetch.box), BF16) for fetch in unit.fetches]
+        origins = [tuple(start for start, _ in fetch.box) for fetch in unit.fetches]
+        arrays = {grid.spec.key: array for array, grid in zip(conversion.plan.arrays, conversion.grids, strict=True)}
+        for job in unit.jobs:
+            views = [(piece, piece.source.of(values[i], origins[i]).transpose(piece.order)) for i, piece in job.pieces]
+            made = stack(job, views)
+            together += made.size > 0 and math.prod(job.counts) > 1
+            fetched = {fetch.encoding.weight.name: i for i, fetch in enumerate(unit.fetches)}
+            for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True):
+                shards = tuple((start + at, start + at + 1) for (start, _), at in zip(job.shards, index, strict=True))
+                pieces = [piece for cell in arrays[job.spec.key].cells(box) for piece in cell.pieces(box)]
+                alone = dataclasses.replace(job, shards=shards, pieces=tuple((fetched[piece.tensor], piece) for piece in pieces))
+                assert isinstance(alone, Job)
+                views = [(piece, piece.source.of(values[i], origins[i]).transpose(piece.order)) for i, piece in alone.pieces]
+                np.testing.assert_array_equal(made[index].view(np.uint16), stack(alone, views).reshape(made[index].shape).view(np.uint16))
+    assert together > 5
+
+
+def test_jobs_hold_every_shard_once() -> None:
+    """However they are put together."""
+    conversion = prepare(Options(mesh=("fsdp=4,expert=2",), unit_bytes=60_000), headers_only(DEEPSEEK))
+    made = [(job.spec.key, box) for number in range(len(conversion.units)) for job in conversion.expand(number).jobs for box in job.boxes()]
+    wanted = [(grid.spec.key, grid.spec.shard_box(index)) for grid in conversion.grids for index in itertools.product(*map(range, grid.spec.grid))]
+    assert sorted(made) == sorted(wanted)
