@@ -1,7 +1,8 @@
 """Checkpoints as safetensors files: strict headers, single or sharded with an index, and reads of boxes.
 
 The file format: huggingface/safetensors, safetensors/src/tensor.rs. A header that breaks one of its rules is refused, and so
-are two things that it lets pass: duplicate keys, and control characters in names.
+are things that it lets pass: duplicate keys, names that are empty, have control characters or lead elsewhere as paths, more
+than `MAX_RANK` dimensions, and more than `MAX_VALUES` values.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import operator
 import os
 import re
+import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +24,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from formats.storage import StorageError, read_ranges
+from formats.storage import StorageError, open_file, read_ranges
 from model_mappings.cells import Box, extent
 from model_mappings.plan import Problem
 
-MAX_HEADER = 100_000_000  # bytes
+MAX_HEADER = 100_000_000  # bytes; of an index or a config too
+MAX_VALUES = 5_000_000  # of JSON, so that its objects in memory are bounded too: a tensor of rank 2 is 11 of them
+MAX_DEPTH = 64  # of JSON
 MAX_RANK = 32  # more than numpy's dimensions need
 INDEX = "model.safetensors.index.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
@@ -40,7 +44,9 @@ DTYPES: Mapping[str, np.dtype] = {
 }  # fmt: skip
 
 
-_BAD_NAME = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]|^[/\\]|(^|[/\\])\.\.([/\\]|$)")  # control characters, half characters, ways out
+_UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\ud800-\udfff"  # control characters, half characters
+_BAD_NAME = re.compile(rf"[{_UNPRINTABLE}]|^[/\\]|(^|[/\\])\.\.([/\\]|$)")  # or ways out
+_FILE_NAME = re.compile(rf"[^/\\{_UNPRINTABLE}]+\.safetensors")
 
 
 class HeaderError(ValueError):
@@ -70,13 +76,28 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A safetensors file and what identifies it: its size in bytes, its time of change in nanoseconds, its hash where it is known."""
+    """A safetensors file and what identifies it: its size in bytes, its time of change in nanoseconds, its inode, its hash where it is known."""
 
     name: str
     path: str
     size: int
     mtime_ns: int
     tensors: tuple[Tensor, ...]
+    inode: int = 0
+
+    def check(self) -> None:
+        """Checks that the file is the one that was opened.
+
+        Raises:
+          StorageError: it isn't, or is gone.
+        """
+        try:
+            stat = os.stat(self.path)
+        except OSError as e:
+            raise StorageError(f"{self.path}: {e.strerror}; it was there when it was planned") from e
+        found = dict(size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
+        if changed := [field for field, value in found.items() if value != getattr(self, field)]:
+            raise StorageError(f"{self.path} changed while it was converted ({', '.join(changed)}); start anew with --overwrite")
 
     @property
     def sha256(self) -> str | None:
@@ -124,6 +145,30 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
+def _parse_json(raw: bytes, allow_constants: bool = True) -> Any:
+    """JSON from a stranger.
+
+    Raises:
+      HeaderError: it isn't UTF-8 or JSON, has a key twice, or is larger than anything that is meant.
+    """
+    if sum(raw.count(mark) for mark in b"{[:,") > MAX_VALUES:
+        raise HeaderError(f"more than {MAX_VALUES:,} values")
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=None if allow_constants else _refuse_constant)
+    except UnicodeDecodeError as e:
+        raise HeaderError(f"isn't UTF-8: {e}") from e
+    except HeaderError:
+        raise
+    except (ValueError, RecursionError) as e:
+        raise HeaderError(f"isn't JSON: {e}") from e
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for parent in level if isinstance(parent, dict | list) for child in (parent.values() if isinstance(parent, dict) else parent)]
+    if level:
+        raise HeaderError(f"objects and lists within each other, more than {MAX_DEPTH} deep")
+    return value
+
+
 def read_header(path: str) -> tuple[Tensor, ...]:
     """The tensors of a file in the order of their offsets.
 
@@ -131,8 +176,13 @@ def read_header(path: str) -> tuple[Tensor, ...]:
       HeaderError: the file breaks a rule of the format.
       OSError: it can't be read.
     """
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
+    return _read_shard("", path).tensors
+
+
+def _read_shard(name: str, path: str) -> Shard:
+    with open(open_file(path), "rb") as file:
+        stat = os.fstat(file.fileno())
+        size = stat.st_size
         start = file.read(8)
         if start == b"version " and b"git-lfs" in start + file.read(100):
             raise HeaderError("a git-lfs pointer, not the file itself; run `git lfs pull`")
@@ -145,7 +195,7 @@ def read_header(path: str) -> tuple[Tensor, ...]:
             raise HeaderError(f"a header of {length:,} bytes in a file of {size:,}; truncated?")
         file.seek(8)
         raw = file.read(length)
-    return parse_header(raw, size, path)
+    return Shard(name, path, size, stat.st_mtime_ns, parse_header(raw, size, path), stat.st_ino)
 
 
 def parse_header(raw: bytes, size: int, path: str) -> tuple[Tensor, ...]:
@@ -153,13 +203,9 @@ def parse_header(raw: bytes, size: int, path: str) -> tuple[Tensor, ...]:
     if not raw.startswith(b"{"):
         raise HeaderError("the header doesn't start with '{'")
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_refuse_constant)
-    except UnicodeDecodeError as e:
-        raise HeaderError(f"the header isn't UTF-8: {e}") from e
-    except HeaderError:
-        raise
-    except (ValueError, RecursionError) as e:
-        raise HeaderError(f"the header isn't JSON: {e}") from e
+        header = _parse_json(raw, allow_constants=False)
+    except HeaderError as e:
+        raise HeaderError(f"the header: {e}") from e
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError("__metadata__ must map strings to strings")
@@ -176,22 +222,22 @@ def parse_header(raw: bytes, size: int, path: str) -> tuple[Tensor, ...]:
 
 
 def _refuse_constant(text: str) -> None:
-    raise HeaderError(f"{text} in the header")
+    raise HeaderError(f"{text} isn't JSON")
 
 
 def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
     if not name or _BAD_NAME.search(name):
         raise HeaderError(f"the tensor name {name[:80]!a} is empty, has control characters, or is a path that leads elsewhere")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise HeaderError(f"{name}: an entry has dtype, shape and data_offsets, this is {str(entry)[:80]}")
+        raise HeaderError(f"{name}: an entry has dtype, shape and data_offsets, this is {reprlib.repr(entry)}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_is_count, shape)):
-        raise HeaderError(f"{name}: the shape {str(shape)[:80]} isn't a list of at most {MAX_RANK} sizes")
+        raise HeaderError(f"{name}: the shape {reprlib.repr(shape)} isn't a list of at most {MAX_RANK} sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise HeaderError(f"{name}: data_offsets {str(offsets)[:80]} aren't [begin, end]")
+        raise HeaderError(f"{name}: data_offsets {reprlib.repr(offsets)} aren't [begin, end]")
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
-        raise HeaderError(f"{name}: unknown dtype {entry['dtype']!r}")
+        raise HeaderError(f"{name}: unknown dtype {reprlib.repr(entry['dtype'])}")
     if any(n >= 2**63 for n in itertools.accumulate(shape, operator.mul)):
         raise HeaderError(f"{name}: the sizes {str(shape)[:80]} overflow any number of bytes")
     tensor = Tensor(name, dtype, tuple(shape), path, data_start + offsets[0])
@@ -209,12 +255,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise StorageError(f"{folder}: no such folder")
     problems: list[Problem] = []
-    config = _read_json(folder / "config.json", problems)
-    if config and (folder / HF_QUANT_CONFIG).exists():
-        config[HF_QUANT_CONFIG] = _read_json(folder / HF_QUANT_CONFIG, problems)
-    on_disk = sorted(path.name for path in folder.glob("*.safetensors"))
+    config = _read_json(folder, "config.json", problems)
+    if config and os.path.lexists(folder / HF_QUANT_CONFIG):
+        config[HF_QUANT_CONFIG] = _read_json(folder, HF_QUANT_CONFIG, problems)
+    on_disk = sorted(path.name for path in folder.glob("*.safetensors") if _FILE_NAME.fullmatch(path.name))
     weight_map: dict[str, str] | None = None
-    if (folder / INDEX).exists():
+    if os.path.lexists(folder / INDEX):
         weight_map = _read_index(folder, problems)
         names = sorted(set(weight_map.values()))
     elif len(on_disk) > 1:
@@ -236,10 +282,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(str(folder), config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
 
 
-def _read_json(path: Path, problems: list[Problem]) -> dict[str, Any]:
+def _read_json(folder: Path, name: str, problems: list[Problem]) -> dict[str, Any]:
     """A JSON object, or an empty one and a problem."""
     try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)
+        _check_inside(folder, folder / name)
+        with open(open_file(str(folder / name)), "rb") as file:
+            raw = file.read(MAX_HEADER + 1)
+        if len(raw) > MAX_HEADER:
+            raise HeaderError(f"more than {MAX_HEADER:,} bytes")
+        value = _parse_json(raw)
         if isinstance(value, dict) and value:
             return value
         message = "is empty" if value == {} else f"should be a JSON object, is a {type(value).__name__}"
@@ -247,15 +298,15 @@ def _read_json(path: Path, problems: list[Problem]) -> dict[str, Any]:
         message = "no such file"
     except OSError as e:
         message = str(e.strerror)
-    except (ValueError, RecursionError) as e:
-        message = f"not JSON: {e}"
-    problems.append(Problem("missing" if message == "no such file" else "corrupt", path.name, message))
+    except HeaderError as e:
+        message = str(e)
+    problems.append(Problem("missing" if message == "no such file" else "corrupt", name, message))
     return {}
 
 
 def _read_index(folder: Path, problems: list[Problem]) -> dict[str, str]:
     """The index's `weight_map`, without the entries that can't be right."""
-    index = _read_json(folder / INDEX, problems)
+    index = _read_json(folder, INDEX, problems)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         if index:
@@ -263,20 +314,20 @@ def _read_index(folder: Path, problems: list[Problem]) -> dict[str, str]:
         return {}
     good = {}
     for name, file in weight_map.items():
-        if isinstance(file, str) and re.fullmatch(r"[^/\\\x00-\x1f]+\.safetensors", file):
+        if not name or _BAD_NAME.search(name):
+            problems.append(Problem("index", ascii(name), "the name of a tensor that is empty, has control characters, or is a path that leads elsewhere"))
+        elif isinstance(file, str) and _FILE_NAME.fullmatch(file):
             good[name] = file
         else:
-            problems.append(Problem("index", name, f"the index names {file!r}, which isn't a plain name of a safetensors file"))
+            problems.append(Problem("index", name, f"the index names {reprlib.repr(file)}, which isn't a plain name of a safetensors file"))
     return good
 
 
 def _open_shard(folder: Path, name: str, problems: list[Problem]) -> Shard | None:
     path = folder / name
     try:
-        if not _is_inside(folder, path):
-            raise HeaderError("a symbolic link that leads out of the folder")
-        stat = path.stat()
-        return Shard(name, str(path), stat.st_size, stat.st_mtime_ns, read_header(str(path)))
+        _check_inside(folder, path)
+        return _read_shard(name, str(path))
     except FileNotFoundError:
         problems.append(Problem("missing", name, f"the index names this file, but it isn't in {folder}"))
     except OSError as e:
@@ -286,10 +337,18 @@ def _open_shard(folder: Path, name: str, problems: list[Problem]) -> Shard | Non
     return None
 
 
-def _is_inside(folder: Path, path: Path) -> bool:
-    """Links may lead within the folder, and from a hub cache's snapshot to its blobs."""
-    root, target = folder.resolve(), path.resolve()
-    return target.is_relative_to(root) or (root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs")
+def _check_inside(folder: Path, path: Path) -> None:
+    """Links may lead within the folder, and from a hub cache's snapshot to its blobs.
+
+    Raises:
+      HeaderError: this one leads elsewhere, or to itself.
+    """
+    try:
+        root, target = folder.resolve(), path.resolve()
+    except RuntimeError as e:
+        raise HeaderError("a symbolic link that leads back to itself") from e
+    if not target.is_relative_to(root) and not (root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"):
+        raise HeaderError("a symbolic link that leads out of the folder")
 
 
 def _check_index(weight_map: Mapping[str, str], shards: Sequence[Shard]) -> Iterator[Problem]:

@@ -1,23 +1,36 @@
 """The checkpoint as the tables see it: views over the stored tensors, raw -> dequantised.
 
 A view takes the companions of a quantised tensor (its scales) out of sight and shows the tensor under its own name with its
-logical shape. What can't be paired is a problem: no weight is ever used without its scale.
+logical shape. What can't be paired is a problem: no weight is ever used without its scale. Which tensors belong together is
+told by their names and dtypes (`encodings/table.py`); `quantization_config` must agree, and settles what headers can't tell.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from formats.encodings import EIGHT_BIT_FLOATS, SCALE_DTYPES, SCALED_DTYPES, Encoding, Plain, ScaledBlocks
+from formats.encodings import Encoding, Plain
+from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, UnknownBlockError
+from formats.encodings.fp8 import FLOAT8, find_block
+from formats.encodings.quantization import Quantization
+from formats.encodings.scaled import E8M0
+from formats.encodings.table import COMPRESSED_TENSORS, DROPPED, FORMATS, METHODS, REFUSED_METHODS, REFUSED_NAMES
 from formats.safetensors import Checkpoint, Tensor
 from model_mappings.family import rename
 from model_mappings.plan import Problem, TensorSpec
 
-SCALE_SUFFIXES = ("_scale_inv", "_scales_inv")  # transformers v5 writes either for fused experts (integrations/finegrained_fp8.py)
+Match = tuple[QuantizedFormat, Parts]
+
+INTEGERS = frozenset(map(np.dtype, (np.uint8, np.int8, np.int32)))  # what codes are packed into
+NEVER_WEIGHTS = FLOAT8 | {E8M0}  # by themselves
+SCALES = {companion.suffix: companion.telling for entry in FORMATS for companion in entry.companions}
+ORPHANS = tuple(suffix if telling else f"weight{suffix}" for suffix, telling in SCALES.items())
+ALL_DROPPED, ALL_REFUSED = (tuple(ending for endings in table.values() for ending in endings) for table in (DROPPED, REFUSED_NAMES))
+BY_DTYPE = {dtype: tuple(entry for entry in FORMATS if dtype in entry.dtypes) for dtype in frozenset().union(*(entry.dtypes for entry in FORMATS))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +40,14 @@ class Source:
     Attributes:
       encodings: how each is stored.
       problems: quantised tensors that can't be decoded.
+      dropped: tensors of the quantisation that no weight needs, with the reason.
+      lost: the weights that problems stand against; they aren't missing.
     """
 
     encodings: Mapping[str, Encoding]
     problems: tuple[Problem, ...]
+    dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
 
     def specs(self) -> dict[str, TensorSpec]:
         """What the tables see: a quantised tensor's values are float32."""
@@ -45,7 +62,7 @@ class Source:
             if name in encodings:
                 problems.append(Problem("overlap", given, f"another spelling of {encodings[name].weight.name}, which is there too"))
             encodings.setdefault(name, encoding)
-        return Source(encodings, tuple(problems))
+        return Source(encodings, tuple(problems), self.dropped, frozenset(rename(name, aliases) for name in self.lost))
 
 
 def _spec(name: str, encoding: Encoding) -> TensorSpec:
@@ -56,78 +73,187 @@ def _spec(name: str, encoding: Encoding) -> TensorSpec:
 
 
 def open_source(checkpoint: Checkpoint) -> Source:
-    """The views over a checkpoint, chosen by dtypes and names; `quantization_config` must agree."""
+    """The views over a checkpoint, with everything that stands against them."""
     tensors = checkpoint.tensors
-    problems: list[Problem] = []
-    quantization = checkpoint.config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method not in (None, "fp8"):
-        problems.append(Problem("quantised", "config.json", f"quant_method {method!r} isn't supported; supported: fp8 in blocks, and unquantised weights"))
-    scaled = {name: found for name in tensors if (found := [name + suffix for suffix in SCALE_SUFFIXES if name + suffix in tensors])}
-    block = _block_size(tensors, scaled, quantization if isinstance(quantization, dict) else {}, problems)
+    said = Quantization.of(checkpoint.config)
+    matches = {name: found for name, tensor in tensors.items() if (found := _matches(tensor, tensors, said))}
+    said, problems = find_block(said, (parts for found in matches.values() for entry, parts in found if entry.in_blocks))
+    problems += [*_check_method(said, matches), *_check_names(tensors)]
+    claimed = {part.name for found in matches.values() for _, parts in found for part in parts.companions.values()}
+    is_quantized = bool(matches or said.fields)
+
     encodings: dict[str, Encoding] = {}
-    used: set[str] = set()
+    dropped: dict[str, str] = {}
+    lost: set[str] = set()
     for name, tensor in tensors.items():
-        if name in scaled:
-            used.update(scaled[name])
-            if encoding := _scaled(tensor, [tensors[scale] for scale in scaled[name]], block, problems):
-                encodings[name] = encoding
-        elif tensor.dtype in EIGHT_BIT_FLOATS:
-            problems.append(Problem("unscaled", name, f"{tensor.dtype.name} without its scale {name}{SCALE_SUFFIXES[0]}; its values can't be known"))
-        elif name.endswith(SCALE_SUFFIXES):
+        if name in claimed:
             continue
+        if is_quantized and name.endswith(ALL_DROPPED) and (reason := _ending(name, DROPPED)):
+            dropped[name] = reason
+            continue
+        logical = matches[name][0][1].name if name in matches else name
+        try:
+            encoding = _decodable(matches[name], said) if name in matches else _plain(tensor, tensors)
+        except UnknownBlockError:
+            lost.add(logical)  # one problem for all of them is there already
+        except SourceError as e:
+            lost |= {logical, *_logical_names(tensor)}
+            problems.append(Problem(e.kind, name, str(e)))
         else:
-            encodings[name] = Plain(tensor)
+            if logical in encodings:
+                problems.append(Problem("overlap", name, f"holds {logical}, as {encodings[logical].weight.name} does"))
+            encodings.setdefault(logical, encoding)
+    return Source(encodings, tuple(problems), dropped, frozenset(lost))
+
+
+class SourceError(ValueError):
+    """A tensor can't be used; the kind is a `Problem`'s."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+def _matches(tensor: Tensor, tensors: Mapping[str, Tensor], said: Quantization) -> list[Match]:
+    """The formats that a tensor and its companions have by their names and dtypes; those with most companions."""
+    found: list[Match] = []
+    for entry in BY_DTYPE.get(tensor.dtype, ()):
+        if not tensor.name.endswith(entry.suffix):
+            continue
+        stem = tensor.name.removesuffix(entry.suffix)
+        companions: dict[str, Tensor] = {}
+        for companion in entry.companions:
+            part = tensors.get(stem + companion.suffix)
+            if part is not None and part.dtype in companion.dtypes:
+                companions[companion.suffix] = part
+            elif companion.required:
+                break
+        else:
+            parts = Parts(stem + entry.logical, tensor, companions, said)
+            if entry.fits(parts):
+                found.append((entry, parts))
+    if len(found) < 2:
+        return found
+    names = [{part.name for part in parts.companions.values()} for _, parts in found]
+    return [match for match, mine in zip(found, names, strict=True) if not any(mine < others for others in names)]
+
+
+def _decodable(matches: Sequence[Match], said: Quantization) -> Encoding:
+    """The encoding of a quantised weight.
+
+    Raises:
+      SourceError, UnknownBlockError: its parts don't fit together.
+    """
+    if len(matches) > 1:
+        scales = dict.fromkeys(part.name for _, parts in matches for part in parts.companions.values())
+        raise SourceError("scale", f"has two kinds of scales: {', '.join(scales)}")
+    entry, parts = matches[0]
+    try:
+        return entry.make(dataclasses.replace(parts, quantization=said))
+    except UnknownBlockError:
+        raise
+    except MismatchError as e:
+        raise SourceError("scale", str(e)) from e
+
+
+def _plain(tensor: Tensor, tensors: Mapping[str, Tensor]) -> Plain:
+    """A tensor that belongs to no format, as it is.
+
+    Raises:
+      SourceError: it isn't values, but codes without scales or a scale without codes.
+    """
+    if tensor.name.endswith(ORPHANS) or tensor.dtype == E8M0:
+        beside = [other for other in _codes_of(tensor.name) if other in tensors]
+        found = f"{beside[0]}, which is {tensors[beside[0]].dtype.name}: no format that is supported has that" if beside else "no weight that it belongs to"
+        raise SourceError("orphan scale", f"a scale ({tensor.dtype.name} {tensor.shape}) beside {found}")
+    near = [entry for entry in BY_DTYPE.get(tensor.dtype, ()) if tensor.name.endswith(entry.suffix)]
+    packed = any(entry.suffix and entry.suffix != entry.logical for entry in near)
+    if tensor.dtype in NEVER_WEIGHTS or packed or (tensor.dtype in INTEGERS and len(tensor.shape) > 1 and _siblings(tensor.name, tensors)):
+        raise SourceError("unscaled", _missing(tensor, tensors, near))
+    return Plain(tensor)
+
+
+def _missing(tensor: Tensor, tensors: Mapping[str, Tensor], near: Sequence[QuantizedFormat]) -> str:
+    """What codes lack to be of the format that they are nearest to."""
+    kind = f"{tensor.dtype.name} {tensor.shape}"
+    if not near:
+        return f"{kind} has {', '.join(_siblings(tensor.name, tensors))}, but no format that is supported has such codes"
+
+    def present(entry: QuantizedFormat) -> int:
+        """How many companions there are; those of a right dtype count twice."""
+        names = _companions(entry, tensor.name)
+        return sum(2 if tensors[name].dtype in companion.dtypes else 1 for name, companion in names.items() if name in tensors)
+
+    entry = max(near, key=present)
+    faults = []
+    for name, companion in _companions(entry, tensor.name).items():
+        if name not in tensors and companion.required:
+            faults.append(f"{name} is missing")
+        elif name in tensors and tensors[name].dtype not in companion.dtypes:
+            allowed = ", ".join(sorted(dtype.name for dtype in companion.dtypes))
+            faults.append(f"{name} is {tensors[name].dtype.name} (supported: {allowed})")
+    return f"{kind} is nearest to {entry.name}, but {'; '.join(faults) or 'has nothing that tells it apart'}; its values can't be known"
+
+
+def _companions(entry: QuantizedFormat, codes: str) -> dict[str, Companion]:
+    """The companions that codes of this name have in a format, by their names."""
+    stem = codes.removesuffix(entry.suffix)
+    return {stem + companion.suffix: companion for companion in entry.companions}
+
+
+def _logical_names(tensor: Tensor) -> Iterator[str]:
+    """The names that the weight may have whose codes a tensor is."""
+    for entry in BY_DTYPE.get(tensor.dtype, ()):
+        if tensor.name.endswith(entry.suffix):
+            yield tensor.name.removesuffix(entry.suffix) + entry.logical
+
+
+def _siblings(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    """What lies beside a tensor under the name of a scale."""
+    stems = dict.fromkeys((name, name.removesuffix(".weight")))
+    return [stem + suffix for stem in stems for suffix in SCALES if stem + suffix in tensors]
+
+
+def _codes_of(scale: str) -> Iterator[str]:
+    """The names of the codes that a scale of this name may belong to."""
+    for entry in FORMATS:
+        for companion in entry.companions:
+            if scale.endswith(companion.suffix):
+                yield scale.removesuffix(companion.suffix) + entry.suffix
+
+
+def _ending(name: str, endings: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The key whose endings a name has one of."""
+    return next((key for key, these in endings.items() if name.endswith(these)), None)
+
+
+def _check_names(tensors: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """Formats that give themselves away by names and aren't supported, each once."""
+    found: dict[str, list[str]] = defaultdict(list)
     for name in tensors:
-        if name.endswith(SCALE_SUFFIXES) and name not in used:
-            problems.append(Problem("orphan scale", name, "a scale, but the weight it belongs to is missing"))
-    return Source(encodings, tuple(problems))
+        if name.endswith(ALL_REFUSED) and (kind := _ending(name, REFUSED_NAMES)):
+            found[kind].append(name)
+    for kind, names in found.items():
+        more = f", and {len(names) - 1:,} more tensors like it" if len(names) > 1 else ""
+        yield Problem("quantised", names[0], f"belongs to {kind}, which isn't supported{more}")
 
 
-def _block_size(
-    tensors: Mapping[str, Tensor], scaled: Mapping[str, list[str]], quantization: Mapping[str, Any], problems: list[Problem]
-) -> tuple[int, int] | None:
-    """Rows and columns of a block: what the config says, else the only power of two that every shape allows."""
-    said = quantization.get("weight_block_size")
-    if said is not None:
-        if isinstance(said, list) and len(said) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in said):
-            return said[0], said[1]
-        problems.append(Problem("quantised", "config.json", f"weight_block_size should be two positive integers, is {said!r}"))
-        return None
-    if not scaled:
-        return None
-    sizes = []
-    for axis in (-2, -1):
-        fits = {2**power for power in range(1, 16)}
-        for name, (scale, *_) in scaled.items():
-            shapes = tensors[name].shape, tensors[scale].shape
-            if len(shapes[0]) == len(shapes[1]) >= 2:
-                fits = {size for size in fits if -(-shapes[0][axis] // size) == shapes[1][axis]}
-        if len(fits) != 1:
-            problems.append(Problem("quantised", "config.json", "quantization_config has no weight_block_size, and the scales' shapes allow several or none"))
-            return None
-        sizes.append(fits.pop())
-    return sizes[0], sizes[1]
-
-
-def _scaled(weight: Tensor, scales: list[Tensor], block: tuple[int, int] | None, problems: list[Problem]) -> ScaledBlocks | None:
-    """A tensor with its scale, or a problem."""
-    scale = scales[0]
-    message = None
-    if len(scales) > 1:
-        message = f"has two scales: {', '.join(tensor.name for tensor in scales)}"
-    elif weight.dtype not in SCALED_DTYPES:
-        message = f"has the scale {scale.name}, but is {weight.dtype.name}; supported: float8_e4m3fn"
-    elif scale.dtype not in SCALE_DTYPES:
-        message = f"the scale {scale.name} is {scale.dtype.name}; supported: float32, bfloat16, float16"
-    elif len(weight.shape) < 2:
-        message = f"{weight.shape} has a scale, but no rows and columns"
-    if message is None and block is not None:
-        sizes = (1,) * (len(weight.shape) - 2) + block
-        expected = tuple(-(-n // size) for n, size in zip(weight.shape, sizes, strict=True))
-        if scale.shape == expected:
-            return ScaledBlocks(weight, scale, sizes)
-        message = f"{weight.shape} in blocks of {block[0]} × {block[1]} needs scales {expected}, {scale.name} is {scale.shape}"
-    if message is not None:
-        problems.append(Problem("scale", weight.name, message))
-    return None
+def _check_method(said: Quantization, matches: Mapping[str, Sequence[Match]]) -> Iterator[Problem]:
+    """What the checkpoint says, against what it may say and against what it holds."""
+    if said.method is None:
+        return
+    if said.method not in METHODS:
+        supported = ", ".join(sorted(METHODS))
+        yield Problem("quantised", said.file, f"quant_method {REFUSED_METHODS.get(said.method, said.method)!r} isn't supported; supported: {supported}")
+        return
+    if said.method == "compressed-tensors" and (unknown := said.formats() - COMPRESSED_TENSORS):
+        supported = ", ".join(sorted(COMPRESSED_TENSORS))
+        yield Problem("quantised", said.file, f"compressed-tensors' {', '.join(sorted(unknown))} isn't supported; supported: {supported}")
+    others: dict[str, list[str]] = defaultdict(list)
+    for name, found in matches.items():
+        for entry, _ in found:
+            if said.method not in entry.methods and len(found) == 1:
+                others[entry.name].append(name)
+    for entry, names in others.items():
+        more = f", and {len(names) - 1:,} more" if len(names) > 1 else ""
+        yield Problem("quantised", names[0], f"is {entry}{more}, but {said.file} says quant_method {said.method!r}")

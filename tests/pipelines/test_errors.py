@@ -105,9 +105,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
         ["scale", "mlp.x.weight_scale_inv"],
     ),
     "a scale beside plain weights": (lambda s: change(s, **{f"{UP}_scale_inv": np.zeros((1, 1), np.float32)}), ["scale", UP, "bfloat16"]),
-    "a scale of another scheme": (
-        lambda s: change(s, **{UP: np.zeros((48, 32), FP8), UP.replace("weight", "weight_scale"): np.zeros((48, 1), np.float32)}),
-        ["unscaled", UP, "weight_scale"],
+    "a scale of a dtype that no format has": (
+        lambda s: change(s, **{UP: np.zeros((48, 32), FP8), UP.replace("weight", "weight_scale"): np.zeros((48, 1), np.int64)}),
+        ["unscaled", UP, "weight_scale", "int64"],
     ),
     "scales of a wrong shape": (
         lambda s: (
@@ -148,7 +148,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
     "a config without a model_type": (lambda s: configure(s, model_type=None), ["model_type", "llama", "deepseek_v3"]),
     "a rope that two MaxText models read differently": (lambda s: configure(s, **LLAMA3_ROPE), ["--maxtext_model", "llama3.1-8b", "llama3.3-70b"]),
     "a rope_scaling that isn't an object": (lambda s: configure(s, rope_scaling="llama3"), ["config.json", "rope_scaling"]),
-    "a quantisation that isn't supported": (lambda s: configure(s, quantization_config={"quant_method": "gptq"}), ["gptq", "config.json"]),
+    "a quantisation that isn't supported": (lambda s: configure(s, quantization_config={"quant_method": "hqq"}), ["hqq", "config.json"]),
     "a block size that makes no sense": (
         lambda s: (
             configure(s, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from support import (
     BF16,
+    DEEPSEEK,
     F32,
     FP8,
     LLAMA,
@@ -30,7 +31,7 @@ from support import (
     unfuse,
 )  # fmt: skip
 
-from formats.encodings import ScaledBlocks
+from formats.encodings import Scaled, ScaleError
 from formats.safetensors import Tensor, read_boxes, read_header
 
 CODES = np.arange(256, dtype=np.uint8).view(FP8)
@@ -120,13 +121,13 @@ def test_equals_numpy(generated: Path, tmp_path: Path, name: str, dtype: np.dtyp
     assert_same_bits(arrays, reference(config, dequantise(stored, block), dtype))
 
 
-@pytest.mark.parametrize("block", [(128, 128), (32, 16)])
+@pytest.mark.parametrize("block", [(128, 128), (32, 16), (24, 40)], ids=str)
 def test_the_block_size_is_found_where_the_config_is_silent(generated: Path, tmp_path: Path, block: tuple[int, int]) -> None:
-    """Scales whose shapes allow one power of two alone need no `weight_block_size`; (128, 128) doesn't follow from 128 rows, and is refused."""
+    """It is the power of two that all shapes allow: any where a weight is one block, and none is found for 24 × 40, which is refused."""
     config, tensors = deepseek(generated)
     stored = quantise(tensors, block, F32)
     source = save(tmp_path / "hf", config | quantization(None), stored)
-    if block == (128, 128):  # 128 rows are one block of 128, and of 256
+    if block == (24, 40):
         assert call("convert", "--source", source, "--output", tmp_path / "out") == 2
         assert not (tmp_path / "out").exists()
     else:
@@ -168,10 +169,40 @@ def test_fused_experts_in_fp8(generated: Path, tmp_path: Path) -> None:
     assert_same_bits(arrays, reference(config, unfuse(config, decoded), BF16))
 
 
+KINDS: dict[str, Callable[[tuple[int, int], np.random.Generator], tuple[str, np.ndarray]]] = {
+    "one scale": lambda shape, rng: ("weight_scale", rng.uniform(0.01, 1, ()).astype(np.float32)),
+    "one scale, inv": lambda shape, rng: ("weight_scale_inv", rng.uniform(0.01, 1, ()).astype(BF16)),
+    "rows": lambda shape, rng: ("weight_scale", rng.uniform(0.01, 1, (shape[0], 1)).astype(BF16)),
+    "rows, one axis": lambda shape, rng: ("weight_scale", rng.uniform(0.01, 1, shape[:1]).astype(np.float32)),
+    "exponents": lambda shape, rng: ("scale", np.exp2(rng.integers(-9, 3, (-(-shape[0] // 16), -(-shape[1] // 8)))).astype(ml_dtypes.float8_e8m0fnu)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", ["", "--save_dtype float32 --unit_bytes 20000 --mesh fsdp=2"])
+def test_scales_of_every_kind(tmp_path: Path, kind: str, options: str) -> None:
+    """A DeepSeek-V3 converts to what its twin converts to whose weights were dequantised to float32 before; activation scales are left out."""
+    rng = np.random.default_rng(0)
+    stored, twin = random_tensors(DEEPSEEK), random_tensors(DEEPSEEK)
+    for name in [name for name in stored if is_linear(name)]:
+        suffix, scale = KINDS[kind](stored[name].shape, rng)
+        stored[name] = stored[name].astype(FP8)
+        stored |= {name.replace("weight", suffix): scale, name.replace("weight", "input_scale"): np.ones((), np.float32)}
+        wide = scale.astype(np.float32)
+        if kind == "exponents":
+            wide = np.repeat(np.repeat(wide, 16, 0), 8, 1)[: twin[name].shape[0], : twin[name].shape[1]]
+        elif wide.ndim == 1:
+            wide = wide[:, None]
+        twin[name] = stored[name].astype(np.float32) * wide
+    said = quantization((16, 8) if kind == "exponents" else None)
+    arrays = converted(save(tmp_path / "fp8", DEEPSEEK | said, *split(stored, 2)), tmp_path / "a", *options.split())
+    assert_same_bits(arrays, converted(save(tmp_path / "plain", DEEPSEEK, twin), tmp_path / "b", *options.split()))
+
+
 def test_every_code_and_every_nan(tmp_path: Path) -> None:
     """All 256 codes with scales from subnormal to huge: NaN stays NaN, -0 stays -0, overflow is infinite, as numpy and ml_dtypes have it."""
-    codes = np.broadcast_to(CODES, (10, 256)).copy()
-    scales = np.array([1, -1, 1e-38, 1e-45, 3e38, np.inf, np.nan, 0, 0.1, 2.0**-127], np.float32)[:, None]
+    codes = np.broadcast_to(CODES, (8, 256)).copy()
+    scales = np.array([1, -1, 1e-38, 1e-45, 3e38, 0, 0.1, 2.0**-127], np.float32)[:, None]
     values = decode_whole(tmp_path, codes, np.repeat(scales, 2, 1), (1, 128), np.float32)
     with np.errstate(all="ignore"):
         wanted = codes.astype(np.float32) * scales
@@ -182,6 +213,27 @@ def test_every_code_and_every_nan(tmp_path: Path) -> None:
     assert np.isnan(values[0]).sum() == 2
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path, bad: float) -> None:
+    """When it is met, by its name; a box that doesn't touch its block is decoded."""
+    scales = np.array([[1, bad]], np.float32)
+    tensors = stored_tensors(tmp_path, np.zeros((4, 256), FP8), scales)
+    with pytest.raises(ScaleError, match="w_scale_inv"):
+        decode(scaled_blocks(tensors, (128, 128)), ((0, 4), (0, 256)), F32)
+    assert decode(scaled_blocks(tensors, (128, 128)), ((0, 4), (0, 128)), F32).shape == (4, 128)
+
+
+def test_a_conversion_that_meets_one_stops(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The message names the tensor, and no checkpoint appears."""
+    stored = quantise(random_tensors(LLAMA), (16, 8), F32)
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    stored[name][-1, -1] = np.nan
+    source = save(tmp_path / "hf", LLAMA | quantization((16, 8)), stored)
+    assert call("convert", "--source", source, "--output", tmp_path / "out", "--maxtext_model", "llama3.1-8b") == 1
+    assert name in capfd.readouterr().err
+    assert not (tmp_path / "out" / "0").exists()
+
+
 def stored_tensors(folder: Path, codes: np.ndarray, scales: np.ndarray) -> dict[str, Tensor]:
     file = folder / "x.safetensors"
     save_file({"w": codes, "w_scale_inv": scales}, file)
@@ -190,10 +242,14 @@ def stored_tensors(folder: Path, codes: np.ndarray, scales: np.ndarray) -> dict[
 
 def decode_whole(folder: Path, codes: np.ndarray, scales: np.ndarray, block: tuple[int, ...], dtype: Any) -> np.ndarray:
     tensors = stored_tensors(folder, codes, scales)
-    return decode(ScaledBlocks(tensors["w"], tensors["w_scale_inv"], block), tuple((0, n) for n in codes.shape), dtype)
+    return decode(scaled_blocks(tensors, block), tuple((0, n) for n in codes.shape), dtype)
 
 
-def decode(encoding: ScaledBlocks, box: tuple[tuple[int, int], ...], dtype: Any) -> np.ndarray:
+def scaled_blocks(tensors: Mapping[str, Tensor], block: tuple[int, ...]) -> Scaled:
+    return Scaled(tensors["w"], "float8_e4m3fn", tensors["w_scale_inv"], block, "FP8")
+
+
+def decode(encoding: Scaled, box: tuple[tuple[int, int], ...], dtype: Any) -> np.ndarray:
     with np.errstate(all="ignore"):
         return encoding.decode(read_boxes(encoding.reads(box))[0], box, np.dtype(dtype))
 
@@ -219,7 +275,7 @@ def test_a_box_decodes_like_the_slice_of_the_whole(tmp_path_factory: pytest.Temp
     codes = rng.integers(0, 256, shape, np.uint8).view(FP8)
     scales = rng.uniform(-2, 2, tuple(-(-n // size) for n, size in zip(shape, block, strict=True))).astype(scale_dtype)
     tensors = stored_tensors(tmp_path_factory.mktemp("box"), codes, scales)
-    encoding = ScaledBlocks(tensors["w"], tensors["w_scale_inv"], block)
+    encoding = scaled_blocks(tensors, block)
     whole = decode(encoding, tuple((0, n) for n in shape), dtype)
     index = np.indices(shape)
     wanted = codes.astype(np.float32) * scales.astype(np.float32)[tuple(at // size for at, size in zip(index, block, strict=True))]
@@ -234,6 +290,6 @@ def test_a_box_decodes_like_the_slice_of_the_whole(tmp_path_factory: pytest.Temp
 def test_a_box_reads_its_own_codes_and_blocks_alone(tmp_path: Path) -> None:
     """The codes of the box, and the scales of the blocks that it touches: no more bytes."""
     tensors = stored_tensors(tmp_path, np.zeros((300, 500), FP8), np.ones((3, 4), np.float32))
-    encoding = ScaledBlocks(tensors["w"], tensors["w_scale_inv"], (128, 128))
+    encoding = scaled_blocks(tensors, (128, 128))
     codes, scales = encoding.reads(((100, 129), (128, 384)))
     assert (codes.nbytes, scales.nbytes) == (29 * 256, 2 * 2 * 4)

@@ -1,0 +1,259 @@
+"""bitsandbytes: 4-bit codes of a table with the largest magnitude of each block, and 8-bit rows (bitsandbytes 0.50.2)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+
+from formats.encodings.encoding import Encoding
+from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
+from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
+from formats.safetensors import BoxRead, Empty, Tensor
+from model_mappings.axes import Range
+from model_mappings.cells import Box, extent, whole
+
+PER_RECIPROCAL = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes writes it (_ops.py, int8_vectorwise_dequant)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nested:
+    """Magnitudes that are quantised themselves: `magnitude[b] = meanings[code[b]] · scale[b // block] + offset`.
+
+    Attributes:
+      meanings: `nested_quant_map`, the value of each of 256 codes.
+      scale: `nested_absmax`, float32.
+      block: magnitudes with one scale.
+      offset: added at last.
+    """
+
+    meanings: Tensor
+    scale: Tensor
+    block: int
+    offset: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockCodes:
+    """nf4 and fp4: two codes a byte, the first in the high nibble, in blocks that follow each other through the whole tensor.
+
+        value[k] = meanings[code[k]] · magnitude[k // block],  k the number of the element in C order
+
+    (backends/default/ops.py, `dequantize_4bit`; functional.py, `QuantState`.)
+
+    Attributes:
+      weight: the bytes, as a tensor of any dtype (`bnb_4bit_quant_storage`).
+      shape: of the values.
+      kind: `nf4` or `fp4`.
+      meanings: `quant_map`, the value of each of 16 codes.
+      magnitude: `absmax`, one for each block: float32, or the codes of a `nested` quantisation.
+      block: elements with one magnitude; even.
+    """
+
+    weight: Tensor
+    shape: tuple[int, ...]
+    kind: str
+    meanings: Tensor
+    magnitude: Tensor
+    block: int
+    nested: Nested | None = None
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shape)))
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} in blocks of {self.block}" + (", magnitudes in 8 bits" if self.nested else "")
+
+    @property
+    def bytes(self) -> Tensor:
+        """The weight as what it is."""
+        return dataclasses.replace(self.weight, dtype=np.dtype(np.uint8), shape=(self.weight.nbytes,))
+
+    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+        reads = [BoxRead(self.meanings, whole(self.meanings.shape))]
+        if self.nested:
+            reads.append(BoxRead(self.nested.meanings, whole(self.nested.meanings.shape)))
+        for start, stop in self._runs(box):
+            blocks = _cover((start, stop), self.block)
+            reads += [BoxRead(self.bytes, (_cover((start, stop), 2),)), BoxRead(self.magnitude, (blocks,))]
+            if self.nested:
+                reads.append(BoxRead(self.nested.scale, (_cover(blocks, self.nested.block),)))
+        return tuple(reads)
+
+    def _runs(self, box: Box) -> Iterator[Range]:
+        """The ranges of elements that make a box, in C order."""
+        cut = max((axis for axis, span in enumerate(box) if span != (0, self.shape[axis])), default=0)
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        length = math.prod(extent(box[cut:]))
+        first = sum(start * stride for (start, _), stride in zip(box[cut:], strides[cut:], strict=True))
+        for index in itertools.product(*(range(*span) for span in box[:cut])):
+            at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
+            yield at, at + length
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        rest = iter(stored)
+        table = byte_table(finite(next(rest), self.meanings), high_first=True)
+        nested = finite(next(rest), self.nested.meanings) if self.nested else None
+        values = empty(extent(box), dtype)
+        flat, at = values.reshape(-1), 0
+        for start, stop in self._runs(box):
+            octets, magnitudes = next(rest), next(rest)
+            if self.nested:
+                first = start // self.block
+                which = np.arange(first, first + len(magnitudes)) // self.nested.block - first // self.nested.block
+                scales = finite(next(rest), self.nested.scale)[which]
+                magnitudes = nested[magnitudes] * scales + np.float32(self.nested.offset)
+            self._decode_run(octets, table, finite(magnitudes, self.magnitude), (start, stop), flat[at : at + stop - start])
+            at += stop - start
+        return values
+
+    def _decode_run(self, octets: np.ndarray, table: np.ndarray, magnitudes: np.ndarray, run: Range, values: np.ndarray) -> None:
+        """Neighbouring elements: whole blocks as rows, what is cut off from a block at either end by itself."""
+        start, stop = run
+        head = min(stop, -(-start // self.block) * self.block)
+        tail = max(head, stop // self.block * self.block)
+        for first, last, rows in ((start, head, 1), (head, tail, (tail - head) // self.block), (tail, stop, 1)):
+            if first < last:
+                packed = octets[first // 2 - start // 2 : -(-last // 2) - start // 2].reshape(rows, -1)
+                scales = magnitudes[first // self.block - start // self.block :][:rows, np.newaxis]
+                decode_rows(packed, table, scales, self.block, values[first - start : last - start].reshape(rows, -1), first)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScaledRows8:
+    """LLM.int8(): `value[o, i] = code[o, i] · magnitude[o] / 127`, multiplied in this order with 1/127 in float32.
+
+    Attributes:
+      weight: int8.
+      magnitude: `SCB`, float32, one for each row.
+    """
+
+    weight: Tensor
+    magnitude: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shape)))
+
+    @property
+    def label(self) -> str:
+        return "int8 with a scale for each output"
+
+    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+        return BoxRead(self.weight, box), BoxRead(self.magnitude, box[:1])
+
+    @np.errstate(over="ignore")  # a value beyond the largest float is infinite
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        codes, magnitudes = stored[0], finite(stored[1], self.magnitude)[:, np.newaxis]
+        values = empty(codes.shape, dtype)
+        strip = max(1, STRIP_ELEMENTS // max(1, codes.shape[1]))
+        for row in range(0, len(codes), strip):
+            here = slice(row, row + strip)
+            part = codes[here].astype(np.float32)
+            part *= magnitudes[here]
+            part *= PER_RECIPROCAL
+            values[here] = part
+        return values
+
+
+def _cover(span: Range, size: int) -> Range:
+    """The blocks of `size` that a range touches."""
+    return span[0] // size, -(-span[1] // size)
+
+
+STATE = "quant_state.bitsandbytes__"  # followed by the kind
+
+
+def make_blocks(parts: Parts) -> Encoding:
+    """nf4 or fp4. Its shape and its blocks stand as JSON in a tensor, which is read."""
+    weight, magnitude, meanings = parts.codes, parts[".absmax"], parts[".quant_map"]
+    tensor = next(tensor for suffix, tensor in parts.companions.items() if suffix.startswith("." + STATE))
+    kind = tensor.name.rpartition("__")[2]
+    try:
+        state = json.loads(parts.read(tensor).tobytes().decode())
+        shape, block = tuple(state["shape"]), state["blocksize"]
+        offset, nested_block = state.get("nested_offset"), state.get("nested_blocksize")
+    except (ValueError, KeyError, TypeError) as e:
+        raise MismatchError(f"{tensor.name} isn't JSON with a shape and a blocksize: {e!r}") from e
+    if not all(isinstance(n, int) and n >= 0 for n in shape) or not isinstance(block, int) or block < 2 or block % 2 or state.get("quant_type") != kind:
+        raise MismatchError(f"{tensor.name} says {state}; expected quant_type {kind}, a shape, and an even blocksize")
+    elements = math.prod(shape)
+    octets, size = -(-elements // 2), weight.dtype.itemsize
+    if weight.nbytes != -(-octets // size) * size or (len(weight.shape) == 2 and weight.shape[0] == 1 and weight.shape[1] > 1):
+        raise MismatchError(f"should be a column of {octets:,} bytes for {shape}, is {weight.shape} of {weight.dtype.name}")
+    blocks = -(-elements // block)
+    if magnitude.shape != (blocks,) or meanings.shape != (16,):
+        raise MismatchError(f"{shape} in blocks of {block} needs {blocks} magnitudes and 16 meanings; found {magnitude.shape} and {meanings.shape}")
+    return BlockCodes(weight, shape, kind, meanings, magnitude, block, _nested(parts, blocks, nested_block, offset))
+
+
+def _nested(parts: Parts, blocks: int, block: object, offset: object) -> Nested | None:
+    """How the magnitudes are quantised themselves, if they are."""
+    magnitude, scale, meanings = parts[".absmax"], parts.get(".nested_absmax"), parts.get(".nested_quant_map")
+    if magnitude.dtype == np.float32 and scale is None and meanings is None:
+        return None
+    if magnitude.dtype != np.uint8 or scale is None or meanings is None or not isinstance(block, int) or block < 1 or not isinstance(offset, float):
+        raise MismatchError(
+            f"{magnitude.name} is {magnitude.dtype.name}; in 8 bits it needs nested_absmax, nested_quant_map, nested_blocksize and nested_offset"
+        )
+    if scale.shape != (-(-blocks // block),) or meanings.shape != (256,) or not math.isfinite(offset):
+        raise MismatchError(
+            f"{blocks} magnitudes in blocks of {block} need {-(-blocks // block)} of their own and 256 meanings; found {scale.shape} and {meanings.shape}"
+        )
+    return Nested(meanings, scale, block, offset)
+
+
+def make_rows8(parts: Parts) -> Encoding:
+    """LLM.int8(), row by row; layouts for old GPUs are refused."""
+    weight, magnitude, layout = parts.codes, parts[".SCB"], parts.get(".weight_format")
+    if len(weight.shape) != 2 or magnitude.shape != weight.shape[:1]:
+        raise MismatchError(f"{weight.shape} should be a matrix with a magnitude for each row, {magnitude.name} is {magnitude.shape}")
+    if layout is not None and (number := int(parts.read(layout).reshape(-1)[0])) != 0:
+        names = {1: "col32", 2: "col_turing", 3: "col_ampere"}
+        raise MismatchError(f"laid out as {names.get(number, number)}; supported: row")
+    return ScaledRows8(weight, magnitude)
+
+
+def _four_bits(kind: str) -> QuantizedFormat:
+    f32, u8 = dtypes(np.float32), dtypes(np.uint8)
+    return QuantizedFormat(
+        name=f"bitsandbytes {kind}",
+        suffix="",
+        dtypes=dtypes(np.uint8, np.int8, np.float16, ml_dtypes.bfloat16, np.float32, np.float64),
+        companions=(
+            Companion(".absmax", f32 | u8, telling=True),
+            Companion(".quant_map", f32, telling=True),
+            Companion(f".{STATE}{kind}", u8, telling=True),
+            Companion(".nested_absmax", f32, required=False, telling=True),
+            Companion(".nested_quant_map", f32, required=False, telling=True),
+        ),
+        make=make_blocks,
+        releases="unsloth *-bnb-4bit",
+        methods=("bitsandbytes",),
+    )
+
+
+FORMATS = (
+    _four_bits("nf4"),
+    _four_bits("fp4"),
+    QuantizedFormat(
+        name="bitsandbytes int8",
+        suffix=".weight",
+        dtypes=dtypes(np.int8),
+        companions=(Companion(".SCB", dtypes(np.float32), telling=True), Companion(".weight_format", dtypes(np.uint8), required=False, telling=True)),
+        make=make_rows8,
+        logical=".weight",
+        methods=("bitsandbytes",),
+    ),
+)

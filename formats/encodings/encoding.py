@@ -1,0 +1,109 @@
+"""What an encoding is, and the two that hold no numbers of their own: values as they are, and values stored transposed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from formats.safetensors import BoxRead, Empty, Tensor
+from model_mappings.cells import Box, whole
+
+
+class Encoding(Protocol):
+    """How the values of a tensor are stored. Implementations are small, immutable and picklable."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The stored tensor that gives the values' name and file."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values."""
+        ...
+
+    @property
+    def label(self) -> str | None:
+        """For the plan; None for values stored as they are."""
+        ...
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes of the values as they are stored, the slowest first; `(0, 2, 1)` for matrices that are stored transposed."""
+        ...
+
+    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+        """The stored boxes that the values of `box` need."""
+        ...
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        """The values of `box`, from what `reads` fetched; computed ones have `dtype` and lie in an array that `empty` makes.
+
+        Raises:
+          ScaleError: a scale is NaN or infinite.
+        """
+        ...
+
+
+def stored_bytes(encoding: Encoding) -> int:
+    """Bytes of a tensor as it is stored, its scales included."""
+    return sum(read.nbytes for read in encoding.reads(whole(encoding.shape)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plain:
+    """Values stored as they are."""
+
+    weight: Tensor
+    label = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shape)))
+
+    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+        return (BoxRead(self.weight, box),)
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        return stored[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transposed:
+    """Values whose axes are stored in another order than the tables know them.
+
+    Attributes:
+      stored: the encoding, with the axes as they are stored.
+      order: the axes of the values in that order.
+    """
+
+    stored: Encoding
+    order: tuple[int, ...]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.stored.weight
+
+    @property
+    def label(self) -> str | None:
+        return self.stored.label
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stored.shape[self.order.index(axis)] for axis in range(len(self.order)))
+
+    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+        return self.stored.reads(self._as_stored(box))
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        values = self.stored.decode(stored, self._as_stored(box), dtype, empty)
+        return values.transpose([self.order.index(axis) for axis in range(len(self.order))])
+
+    def _as_stored(self, box: Box) -> Box:
+        return tuple(box[axis] for axis in self.order)

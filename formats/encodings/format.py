@@ -1,0 +1,112 @@
+"""What an entry in the table of formats says: which tensors are codes, which belong to them, and how they become an encoding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from formats.encodings.encoding import Encoding
+from formats.encodings.quantization import Quantization
+from formats.safetensors import BoxRead, Tensor, read_boxes
+from model_mappings.cells import whole
+
+
+class MismatchError(ValueError):
+    """Tensors that belong together don't fit together; the message says what was expected and what was found."""
+
+
+class UnknownBlockError(MismatchError):
+    """Nothing says how large the blocks of a weight are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Companion:
+    """A tensor that belongs to the codes and holds no weights by itself.
+
+    Attributes:
+      suffix: what its name has in place of the codes' suffix.
+      dtypes: those it may have; another makes the format not fit.
+      required: whether the format needs it.
+      telling: whether any name with this suffix is such a tensor. `_scale` isn't telling: models have weights whose names end
+        like that. It is one behind `weight` only (`weight_scale`).
+    """
+
+    suffix: str
+    dtypes: frozenset[np.dtype]
+    required: bool = True
+    telling: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The tensors of one quantised weight, as a format's `make` gets them.
+
+    Attributes:
+      name: the weight's logical name.
+      codes: the tensor with the codes.
+      companions: those that are there, by their suffix.
+      quantization: what the checkpoint says about it.
+    """
+
+    name: str
+    codes: Tensor
+    companions: Mapping[str, Tensor]
+    quantization: Quantization
+
+    def __getitem__(self, suffix: str) -> Tensor:
+        return self.companions[suffix]
+
+    def get(self, suffix: str) -> Tensor | None:
+        return self.companions.get(suffix)
+
+    @staticmethod
+    def read(tensor: Tensor) -> np.ndarray:
+        """A small tensor's values, where a shape can't be known without them. It is read while the plan is made: use it sparingly.
+
+        Raises:
+          MismatchError: it can't be read.
+        """
+        try:
+            return read_boxes([BoxRead(tensor, whole(tensor.shape))])[0][0]
+        except OSError as e:
+            raise MismatchError(f"{tensor.name}, without which the weight's shape isn't known, can't be read: {e}") from e
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedFormat:
+    """An entry in the table of formats.
+
+    A tensor is of this format if its dtype is one of `dtypes`, its name ends in `suffix`, and all required companions are
+    there with the dtypes they may have. Where several entries fit, the one with the most companions is meant; if that isn't
+    one alone, the checkpoint is refused.
+
+    Attributes:
+      name: for messages, and for the README's table.
+      suffix: of the tensor with the codes; may be empty.
+      dtypes: of the codes.
+      companions: see `Companion`.
+      make: the encoding; raises MismatchError where the parts don't fit together.
+      logical: what stands in the weight's name in place of `suffix`.
+      releases: who publishes it, for the README's table.
+      methods: the `quant_method`s that may go with it; empty for any.
+      fits: tells formats apart that look alike otherwise.
+      in_blocks: whether its scales may lie in blocks of a size that the shapes don't tell (`fp8.find_block`).
+    """
+
+    name: str
+    suffix: str
+    dtypes: frozenset[np.dtype]
+    companions: tuple[Companion, ...]
+    make: Callable[[Parts], Encoding]
+    logical: str = ""
+    releases: str = ""
+    methods: tuple[str, ...] = ()
+    fits: Callable[[Parts], bool] = lambda parts: True
+    in_blocks: bool = False
+
+
+def dtypes(*names: object) -> frozenset[np.dtype]:
+    """A set of dtypes, from whatever numpy takes for one."""
+    return frozenset(np.dtype(name) for name in names)

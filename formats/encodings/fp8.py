@@ -1,0 +1,210 @@
+"""Formats with one byte a code: FP8 with scales of every kind, MXFP8, and int8.
+
+Who writes which: DeepSeek, Qwen, GLM, MiniMax and transformers `weight_scale_inv` (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md;
+transformers 5.23, integrations/finegrained_fp8.py), which multiplies for all its name; compressed-tensors, ModelOpt and fbgemm
+`weight_scale`; DeepSeek-V4 `scale` in place of `weight`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from formats.encodings.encoding import Encoding
+from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, UnknownBlockError, dtypes
+from formats.encodings.quantization import Quantization
+from formats.encodings.scaled import E8M0, Scaled
+from formats.safetensors import Tensor
+from model_mappings.plan import Problem
+
+FLOAT8 = dtypes(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz)
+FLOATS = dtypes(np.float32, ml_dtypes.bfloat16, np.float16)
+EXPONENTS = dtypes(E8M0, np.uint8)
+INT8 = dtypes(np.int8)
+WEIGHT_SCALE = ("compressed-tensors", "modelopt", "fbgemm_fp8", "fp8", "mxfp8")  # who writes that
+
+
+def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The same bytes with other axes."""
+    return dataclasses.replace(tensor, shape=tuple(shape))
+
+
+def exponents(scale: Tensor, quantization: Quantization) -> Tensor:
+    """Scales of bytes as the exponents that they are.
+
+    Raises:
+      MismatchError: nothing says that they are exponents.
+    """
+    mx = any("mxfp8" in name for name in (*quantization.formats(), quantization.method or ""))
+    if not mx and quantization.fields.get("scale_fmt") != "ue8m0":
+        raise MismatchError(f"the scale {scale.name} is uint8, but {quantization.place} doesn't say that its bytes are exponents (scale_fmt ue8m0)")
+    return dataclasses.replace(scale, dtype=E8M0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """How scales lie over a weight.
+
+    Attributes:
+      shape: of the scales, with the weight's axes.
+      block: elements on each axis that share one.
+      text: for the plan.
+    """
+
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+    text: str
+
+
+def blocks_over(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    """How many blocks there are on each axis; the last may be partial."""
+    return tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
+
+
+def simple_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid | None:
+    """The grid of scales that the shapes alone settle: on each axis either one scale, or one for each index.
+
+    A scale may have fewer axes than the weight: none or one for the whole; (O,) for each row; (E,) for each expert,
+    (E, O) for each expert's rows.
+    """
+    if math.prod(scale) == 1:
+        return Grid((1,) * len(shape), shape, "with one scale")
+    if len(scale) < len(shape) and scale == shape[: len(scale)]:
+        scale += (1,) * (len(shape) - len(scale))
+    if len(scale) != len(shape) or not all(n in (1, size) for n, size in zip(scale, shape, strict=True)):
+        return None
+    block = tuple(1 if n == size else size for n, size in zip(scale, shape, strict=True))
+    *experts, rows, columns = (n > 1 for n in scale)
+    which = [name for name, varies in (("expert", any(experts)), ("row", rows), ("column", columns)) if varies]
+    return Grid(scale, block, f"with a scale for each {' and '.join(which)}")
+
+
+def grid_of(shape: tuple[int, ...], scale: Tensor, quantization: Quantization, groups: bool) -> Grid:
+    """How `scale` lies over a weight.
+
+    Args:
+      shape: the weight's.
+      scale: as it is stored.
+      quantization: says the size of a block where shapes allow several.
+      groups: whether scales for each row are groups of equal length, as compressed-tensors writes them.
+
+    Raises:
+      MismatchError: it doesn't lie over the weight.
+      UnknownBlockError: it lies in blocks of unknown size.
+    """
+    if len(shape) < 2:
+        raise MismatchError(f"{shape} has a scale, but no rows and columns")
+    squeezed = squeeze(shape, scale.shape)
+    size = quantization.block
+    lead = (1,) * (len(shape) - 2)
+    if size is not None and squeezed == blocks_over(shape, lead + size):
+        return Grid(squeezed, lead + size, f"in blocks of {size[0]} × {size[1]}")
+    if grid := simple_grid(shape, squeezed):
+        return grid
+    said = quantization.weights("group_size")
+    if groups and len(squeezed) == len(shape) and squeezed[:-1] == shape[:-1] and squeezed[-1] > 0 and shape[-1] % squeezed[-1] == 0:
+        group = shape[-1] // squeezed[-1]
+        if said in (None, group):
+            return Grid(squeezed, (1,) * (len(shape) - 1) + (group,), f"in groups of {group}")
+        raise MismatchError(f"{shape} with the scales {scale.name} {scale.shape} has groups of {group}, {quantization.place} says {said}")
+    if size is None and len(squeezed) == len(shape):
+        raise UnknownBlockError(f"{shape} with the scales {scale.name} {scale.shape}: no field of {quantization.place} says how large their blocks are")
+    if size is None:
+        raise MismatchError(f"{shape}: the scale {scale.name} is {scale.shape}; it fits neither the weight, its experts, rows, groups nor blocks")
+    raise MismatchError(f"{shape} in blocks of {size[0]} × {size[1]} needs scales {blocks_over(shape, lead + size)}, {scale.name} is {scale.shape}")
+
+
+def find_block(quantization: Quantization, weights: Iterable[Parts]) -> tuple[Quantization, list[Problem]]:
+    """The quantisation with rows and columns of a block: what the config says, else the power of two that every shape allows.
+
+    Several powers fit an axis only where each weight has one block there; then they mean the same.
+
+    Args:
+      quantization: what the checkpoint says.
+      weights: those whose scales may lie in blocks.
+    """
+    said = quantization.fields.get("weight_block_size") or quantization.weights("block_structure")
+    if said is not None:
+        if isinstance(said, list) and len(said) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in said):
+            return dataclasses.replace(quantization, block=(said[0], said[1])), []
+        return quantization, [Problem("quantised", quantization.file, f"weight_block_size should be two positive integers, is {said!r}")]
+    fits = [{2**power for power in range(1, 32)} for _ in range(2)]
+    none = True
+    for shape, scales in {pair for parts in weights if (pair := _in_blocks(parts, quantization))}:
+        none = False
+        for axis, sizes in enumerate(fits, -2):
+            sizes &= {size for size in sizes if -(-shape[axis] // size) == scales[axis]}
+    if none:
+        return quantization, []
+    if not all(fits):
+        return quantization, [Problem("quantised", quantization.file, "no weight_block_size, and the scales' shapes allow no power of two for all weights")]
+    return dataclasses.replace(quantization, block=(min(fits[0]), min(fits[1]))), []
+
+
+def _in_blocks(parts: Parts, quantization: Quantization) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shapes of a weight and its scales where only the size of a block tells how they lie."""
+    for suffix, scale in parts.companions.items():
+        try:
+            grid_of(parts.codes.shape, scale, quantization, groups=_in_groups(suffix))
+        except UnknownBlockError:
+            return parts.codes.shape, squeeze(parts.codes.shape, scale.shape)
+        except MismatchError:
+            return None
+    return None
+
+
+def _in_groups(suffix: str) -> bool:
+    """Whether one scale for some columns of each row is a group of equal length: so `weight_scale` has them."""
+    return not suffix.endswith("_inv")
+
+
+def squeeze(shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, ...]:
+    """ModelOpt's FP8_PB_WO has (rows, 1, columns, 1) for blocks of rows and columns (NVIDIA/TensorRT-LLM#17433)."""
+    return (scale[0], scale[2]) if len(shape) == 2 and len(scale) == 4 and scale[1] == scale[3] == 1 else scale
+
+
+def _fp8(parts: Parts, suffix: str) -> Encoding:
+    said, scale = parts.quantization, parts[suffix]
+    if scale.dtype == np.uint8:
+        scale = exponents(scale, said)
+    grid = grid_of(parts.codes.shape, scale, said, groups=_in_groups(suffix))
+    kind = "MXFP8" if scale.dtype == E8M0 and grid.block[-2:] == (1, 32) else "FP8"
+    return Scaled(parts.codes, parts.codes.dtype.name, reshaped(scale, grid.shape), grid.block, f"{kind} {grid.text}")
+
+
+def _int8(parts: Parts, suffix: str) -> Encoding:
+    grid = grid_of(parts.codes.shape, parts[suffix], parts.quantization, groups=True)
+    zero = parts.get("_zero_point")
+    if zero and zero.shape != parts[suffix].shape:
+        raise MismatchError(f"the zeros {zero.name} are {zero.shape}, the scales {parts[suffix].name} {parts[suffix].shape}; they should be alike")
+    zero = reshaped(zero, grid.shape) if zero else None
+    return Scaled(parts.codes, "int8", reshaped(parts[suffix], grid.shape), grid.block, f"int8 {grid.text}" + (" and zeros" if zero else ""), zero)
+
+
+def _entry(name: str, suffix: str, releases: str, methods: tuple[str, ...], codes: str = "", telling: bool = True) -> QuantizedFormat:
+    """FP8 whose scale has this suffix in place of the codes'."""
+    scale = Companion(suffix, FLOATS | EXPONENTS, telling=telling)
+    return QuantizedFormat(name, codes, FLOAT8, (scale,), functools.partial(_fp8, suffix=suffix), codes, releases, methods, in_blocks=True)
+
+
+FORMATS = (
+    _entry("FP8, `weight_scale_inv`", "_scale_inv", "DeepSeek V3 to V3.2, Kimi-K2-Instruct, Qwen3, GLM, MiniMax, Mistral", ("fp8", "mxfp8")),
+    _entry("FP8, `scales_inv`", "_scales_inv", "fused experts as transformers writes them", ("fp8",)),
+    _entry("FP8 or MXFP8, `weight_scale`", "_scale", "compressed-tensors, ModelOpt, fbgemm", WEIGHT_SCALE, telling=False),
+    _entry("FP8, fused `weight_scale`", "_weight_scale", "ModelOpt's Llama 4", WEIGHT_SCALE),
+    _entry("FP8, `scale`", ".scale", "DeepSeek-V4", ("fp8",), ".weight", telling=False),
+    QuantizedFormat(
+        "int8, `weight_scale`",
+        "",
+        INT8,
+        (Companion("_scale", FLOATS), Companion("_zero_point", INT8, required=False)),
+        functools.partial(_int8, suffix="_scale"),
+        releases="compressed-tensors",
+        methods=("compressed-tensors",),
+    ),
+)

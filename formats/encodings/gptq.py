@@ -1,0 +1,266 @@
+"""GPTQ, and AWQ's `gemm`: integers in 32-bit words along the inputs or the outputs, with a scale and a zero for each group of inputs.
+
+Both store weights as (I, O). They have the same names; the shape of `qweight` tells them apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from formats.encodings.encoding import Encoding, Transposed
+from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat
+from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, finite
+from formats.encodings.packed import BYTEWISE, INT32, SCALES, WORD, PackedError, groups, in_range, label, unpack, width, words
+from formats.safetensors import BoxRead, Empty, Tensor
+from model_mappings.axes import Range
+from model_mappings.cells import Box, extent, whole
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gptq:
+    """GPTQ: (I, O), words along the inputs, which may have been quantised in another order (`desc_act`).
+
+        value[i, o] = (code[i, o] - zero[g, o]) · scale[g, o],  g = i // group, or index[i]
+
+    The format's first version stores zero - 1. A stored zero of all ones is then refused: AutoGPTQ wraps it to 0, llama.cpp
+    takes it for 2 ** bits. Where the quantisation is symmetric the zero is the middle of the range, in whichever version it
+    is written: GPTQModel 5 labels files of the second version as ones of the first (vllm-project/vllm#38966).
+
+    Attributes:
+      weight: `qweight`, (words of I, O) int32.
+      scale: `scales`, (groups of I, O).
+      zero: `qzeros`, (groups of I, words of O) int32.
+      bits: of a code; 1, 2, 4 or 8.
+      group: how many inputs have one scale; I where all have one.
+      index: `g_idx`, the group of each input, (I,).
+      ordered: whether groups lie side by side (no `desc_act`); `index` must then say so too.
+      first_version: whether zeros are stored minus 1.
+      symmetric: whether all zeros are the middle of the range.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor
+    bits: int
+    group: int
+    index: Tensor | None = None
+    ordered: bool = True
+    first_version: bool = True
+    symmetric: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape[0] * WORD // self.bits, self.weight.shape[1]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return 0, 1
+
+    @property
+    def label(self) -> str:
+        return label("GPTQ ", self.bits, self.group, self.shape[0], not self.symmetric)
+
+    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+        inputs, outputs = box
+        these = groups(inputs, self.group) if self.ordered else whole(self.scale.shape)[0]
+        reads = (
+            BoxRead(self.weight, (words(inputs, self.bits), outputs)),
+            BoxRead(self.scale, (these, outputs)),
+            BoxRead(self.zero, (these, words(outputs, self.bits))),
+        )
+        return (*reads, BoxRead(self.index, (inputs,))) if self.index else reads
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        packed, scales, zeros, *index = stored
+        inputs, outputs = box
+        scales, zeros = finite(scales, self.scale), self._zeros(unpack(zeros, outputs, self.bits))
+        which = self._which(index[0] if index else None, inputs)
+        values = empty(extent(box), dtype)
+        per_word, start = WORD // self.bits, words(inputs, self.bits)[0] * WORD // self.bits
+        strip = max(1, STRIP_ELEMENTS // max(1, values.shape[1] * per_word))  # of words
+        buffer = np.empty((min(strip, len(packed)), per_word, values.shape[1]), np.float32)
+        for word in range(0, len(packed), strip):
+            part = buffer[: len(packed) - word]
+            for at in range(per_word):  # one input of each word at a time: its outputs lie side by side
+                part[:, at] = packed[word : word + strip] >> self.bits * at & (1 << self.bits) - 1
+            first = start + word * per_word
+            begin, end = max(first, inputs[0]), min(first + len(part) * per_word, inputs[1])
+            rows, here = part.reshape(-1, values.shape[1])[begin - first : end - first], slice(begin - inputs[0], end - inputs[0])
+            _scale_rows(rows, scales, zeros, which[here])
+            values[here] = rows
+        return values
+
+    def _zeros(self, stored: np.ndarray) -> np.ndarray:
+        """Zeros as they are meant, float32."""
+        middle, ones = 1 << self.bits - 1, (1 << self.bits) - 1
+        if self.symmetric:
+            if not np.isin(stored, (middle - 1, middle)).all():
+                raise PackedError(f"{self.zero.name} has other zeros than {middle - 1} and {middle}, but quantization_config says that they are symmetric")
+            return np.full(stored.shape, middle, np.float32)
+        if self.first_version and (stored == ones).any():
+            raise PackedError(f"{self.zero.name} has a stored zero of {ones}, which means 0 to some readers of GPTQ's first version and {ones + 1} to others")
+        return stored.astype(np.float32) + self.first_version
+
+    def _which(self, index: np.ndarray | None, inputs: Range) -> np.ndarray:
+        """For each input its group, counted from the first that was read."""
+        if not self.ordered:
+            return in_range(index, self.index, self.scale.shape[0])
+        which = np.arange(*inputs) // self.group
+        if index is not None and not np.array_equal(index, which):
+            raise PackedError(f"{self.index.name} doesn't put the inputs into groups of {self.group} in their order, but quantization_config has no desc_act")
+        return which - groups(inputs, self.group)[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Awq:
+    """AWQ's `gemm`: (I, O), words along the outputs, each with 8 of them in an order of its own (`in_order`).
+
+        value[i, o] = (code[i, o] - zero[g, o]) · scale[g, o],  g = i // group
+
+    Attributes:
+      weight: `qweight`, (I, words of O) int32.
+      scale: `scales`, (groups of I, O).
+      zero: `qzeros`, (groups of I, words of O) int32.
+      group: how many inputs have one scale; I where all have one.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape[0], self.scale.shape[1]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return 0, 1
+
+    @property
+    def label(self) -> str:
+        return label("AWQ ", 4, self.group, self.shape[0], True)
+
+    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+        inputs, outputs = box
+        these, packed = groups(inputs, self.group), words(outputs, 4)
+        return BoxRead(self.weight, (inputs, packed)), BoxRead(self.scale, (these, outputs)), BoxRead(self.zero, (these, packed))
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        packed, scales, zeros = stored
+        inputs, outputs = box
+        scales, zeros = finite(scales, self.scale), unpack(in_order(zeros), outputs, 4).astype(np.float32)
+        which = np.arange(*inputs) // self.group - groups(inputs, self.group)[0]
+        values = empty(extent(box), dtype)
+        table, skip = byte_table(np.arange(16)), outputs[0] % 8
+        strip = max(1, STRIP_ELEMENTS // max(1, packed.shape[1] * 8))
+        buffer = np.empty((min(strip, len(packed)), packed.shape[1] * 4, 2), np.float32)
+        for row in range(0, len(packed), strip):
+            here = slice(row, min(row + strip, len(packed)))
+            codes = buffer[: here.stop - row]
+            np.take(table, in_order(packed[here]).view(np.uint8), axis=0, mode="clip", out=codes)
+            rows = codes.reshape(len(codes), -1)[:, skip : skip + values.shape[1]]
+            _scale_rows(rows, scales, zeros, which[here])
+            values[here] = rows
+        return values
+
+
+def in_order(packed: np.ndarray) -> np.ndarray:
+    """AWQ's words with their 8 codes in order, the first in the lowest bits: a perfect shuffle of the halves' nibbles."""
+    packed = packed.view(np.uint32).copy()
+    for distance, mask in ((8, 0x0000FF00), (4, 0x00F000F0)):  # exchanges two bytes, then two nibbles in each half
+        different = (packed ^ packed >> distance) & mask
+        packed ^= different | different << distance
+    return packed
+
+
+@np.errstate(over="ignore", invalid="ignore")  # a value beyond the largest float is infinite
+def _scale_rows(rows: np.ndarray, scales: np.ndarray, zeros: np.ndarray, which: np.ndarray) -> None:
+    """`rows = (rows - zeros) · scales` in place, with the group of each row; neighbours of one group at a time."""
+    edges = np.flatnonzero(np.diff(which)) + 1
+    if 4 * len(edges) > len(rows):
+        rows -= np.take(zeros, which, axis=0)
+        rows *= np.take(scales, which, axis=0)
+        return
+    for first, last in zip([0, *edges], [*edges, len(rows)], strict=True):
+        rows[first:last] -= zeros[which[first]]
+        rows[first:last] *= scales[which[first]]
+
+
+def make_qweight(parts: Parts) -> Encoding:
+    """GPTQ or AWQ: both have the same names; the shape of `qweight` says which, and `quant_method` must agree."""
+    weight, scale, zero, said = parts.codes, parts[".scales"], parts[".qzeros"], parts.quantization
+    if not len(weight.shape) == len(scale.shape) == len(zero.shape) == 2 or scale.shape[0] != zero.shape[0]:
+        raise MismatchError(f"{weight.shape}, scales {scale.shape} and qzeros {zero.shape} should be matrices, with as many rows of scales as of zeros")
+    methods = {scale.shape[1]: "gptq", scale.shape[1] // 8: "awq"}
+    method = methods.get(weight.shape[1])
+    if method is None or method != said.method:
+        shaped = f"has the shape of {method}" if method else "has neither the shape of gptq nor that of awq (gemm)"
+        raise MismatchError(f"{weight.shape} with the scales {scale.name} {scale.shape} {shaped}; {said.place} says {said.method}")
+    made = _make_gptq(parts) if method == "gptq" else _make_awq(parts)
+    return Transposed(made, (1, 0))
+
+
+def _make_gptq(parts: Parts) -> Gptq:
+    weight, scale, zero, index, said = parts.codes, parts[".scales"], parts[".qzeros"], parts.get(".g_idx"), parts.quantization.fields
+    version = said.get("checkpoint_format") or said.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise MismatchError(f"stored in GPTQ's format {version!r}; supported: gptq, gptq_v2")
+    bits, per_type = said.get("bits"), "dynamic" in said  # GPTQModel's `dynamic` gives modules bits and groups of their own
+    if per_type:
+        bits = zero.shape[1] * WORD / max(1, scale.shape[1])
+    if bits not in BYTEWISE:
+        raise MismatchError(f"codes of {bits} bits; supported: {', '.join(map(str, BYTEWISE))} (others straddle words)")
+    bits = int(bits)
+    if zero.shape[1] != width(scale.shape[1], bits):
+        raise MismatchError(f"{zero.name} should hold {width(scale.shape[1], bits)} words of {bits}-bit zeros in a row, is {zero.shape}")
+    inputs, ordered = weight.shape[0] * WORD // bits, not said.get("desc_act", False)
+    if index and index.shape != (inputs,):
+        raise MismatchError(f"{index.name} should be {(inputs,)}, is {index.shape}")
+    if not ordered and not index:
+        raise MismatchError(f"{parts.quantization.place} says desc_act, but {weight.name.removesuffix('qweight')}g_idx is missing")
+    exact = inputs // scale.shape[0] if per_type and index and scale.shape[0] and inputs % scale.shape[0] == 0 else None
+    group = _group(parts, said.get("group_size"), inputs, exact)
+    return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", bool(said.get("sym", False)))
+
+
+def _make_awq(parts: Parts) -> Awq:
+    weight, scale, zero, said = parts.codes, parts[".scales"], parts[".qzeros"], parts.quantization.fields
+    version, bits = str(said.get("version", "gemm")).lower(), said.get("bits", said.get("w_bit"))
+    if version != "gemm":
+        raise MismatchError(f"stored in AWQ's format {version!r}, which lays words out differently; supported: gemm")
+    if bits != 4:
+        raise MismatchError(f"codes of {bits} bits; AWQ's gemm has 4")
+    if zero.shape[1] != weight.shape[1]:
+        raise MismatchError(f"{weight.shape} should have as many words in a row as {zero.name} {zero.shape}")
+    if index := parts.get(".g_idx"):
+        raise MismatchError(f"AWQ has no {index.name}")
+    return Awq(weight, scale, zero, _group(parts, said.get("group_size", said.get("q_group_size")), weight.shape[0]))
+
+
+def _group(parts: Parts, said: object, inputs: int, exact: int | None = None) -> int:
+    """Inputs that have one scale: what the config says (-1: all), or `exact` where it may say otherwise for some modules."""
+    scale = parts[".scales"]
+    if isinstance(said, int):
+        group = said if said > 0 else max(1, inputs)
+        if -(-inputs // group) == scale.shape[0]:
+            return group
+    if exact is None:
+        raise MismatchError(f"{scale.name} {scale.shape} doesn't fit {inputs} inputs with group_size {said!r}")
+    return exact
+
+
+FORMATS = (
+    QuantizedFormat(
+        "GPTQ; AWQ (gemm)",
+        ".qweight",
+        INT32,
+        (Companion(".scales", SCALES), Companion(".qzeros", INT32, telling=True), Companion(".g_idx", INT32, required=False, telling=True)),
+        make_qweight,
+        logical=".weight",
+        releases="Qwen, ModelCloud, TheBloke; casperhansen",
+        methods=("gptq", "awq"),
+    ),
+)

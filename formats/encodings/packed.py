@@ -1,0 +1,276 @@
+"""Integers packed into 32-bit words, the first in a word's lowest bits; and compressed-tensors' `pack-quantized`, made of them.
+
+Words are read whole, and cut in memory. GPTQ and AWQ pack along other axes: `gptq.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from formats.encodings.encoding import Encoding
+from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
+from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
+from formats.encodings.quantization import Quantization
+from formats.safetensors import BoxRead, Empty, Tensor
+from model_mappings.axes import Range
+from model_mappings.cells import Box, extent, whole
+
+WORD = 32  # bits
+BYTEWISE = (1, 2, 4, 8)  # bits of codes that never straddle a byte
+
+
+class PackedError(ValueError):
+    """What the packed tensors hold contradicts the plan or itself; the message names the tensor."""
+
+
+def positions(span: Range, bits: int, dense: bool) -> np.ndarray:
+    """The first bit of each code of a row, from the row's first. Where not `dense`, no code straddles a word."""
+    number = np.arange(*span)
+    per_word = WORD // bits
+    return number * bits if dense else number // per_word * WORD + number % per_word * bits
+
+
+def words(span: Range, bits: int, dense: bool = True) -> Range:
+    """The words that hold a range of codes."""
+    start, stop = span
+    if start == stop:
+        return 0, 0
+    first, last = positions((start, start + 1), bits, dense), positions((stop - 1, stop), bits, dense)
+    return int(first[0]) // WORD, (int(last[0]) + bits - 1) // WORD + 1
+
+
+def width(codes: int, bits: int, dense: bool = True) -> int:
+    """How many words a row of `codes` takes."""
+    return words((0, codes), bits, dense)[1]
+
+
+def unpack(packed: np.ndarray, span: Range, bits: int, dense: bool = True) -> np.ndarray:
+    """The codes of a range, from the words that `words` names: (row, word) to (row, code), uint8. Any number of bits to 8."""
+    at = positions(span, bits, dense) - words(span, bits, dense)[0] * WORD
+    octets = np.ascontiguousarray(packed).view(np.uint8)
+    low = np.take(octets, at // 8, axis=1).astype(np.uint16)
+    high = np.take(octets, at // 8 + 1, axis=1, mode="clip").astype(np.uint16)  # beyond the end only where nothing straddles
+    return ((low | high << 8) >> (at % 8).astype(np.uint16) & (1 << bits) - 1).astype(np.uint8)
+
+
+def groups(span: Range, group: int) -> Range:
+    """The groups that a range of codes touches."""
+    start, stop = span
+    return start // group, -(-stop // group)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedRows:
+    """compressed-tensors' `pack-quantized`: rows of codes of 1 to 8 bits, with an offset of half their range.
+
+        value[o, i] = (code[o, i] - zero[o, g]) · scale[o, g],  g = i // group, or index[i]
+
+    Zeros carry the same offset, so it cancels; without zeros it is subtracted. Leading axes are stacks of such matrices
+    (vllm-project/compressed-tensors 0.20.0, compressors/pack_quantized). `weight_g_idx` comes with `actorder: group`, which that release
+    no longer has; it was left out where groups lie side by side (vllm-project/compressed-tensors#143).
+
+    Attributes:
+      weight: `weight_packed`, (…, O, words) int32.
+      scale: (…, O, groups).
+      shape: of the values, (…, O, I).
+      bits: of a code.
+      group: how many codes of a row have one scale; I where a row has one.
+      dense: whether codes straddle words; where their size divides 32 it makes no difference.
+      zero: `weight_zero_point`, packed along O: (…, words, groups) int32.
+      index: `weight_g_idx`, the group of each column, (I,); all -1 stands for i // group.
+      said: `weight_shape`, the shape once more.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    shape: tuple[int, ...]
+    bits: int
+    group: int
+    dense: bool = True
+    zero: Tensor | None = None
+    index: Tensor | None = None
+    said: Tensor | None = None
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(range(len(self.shape)))
+
+    @property
+    def label(self) -> str:
+        return label("", self.bits, self.group, self.shape[-1], self.zero is not None)
+
+    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+        *lead, rows, columns = box
+        spans = whole(self.scale.shape)[-1] if self.index else groups(columns, self.group)
+        reads = [BoxRead(self.weight, (*lead, rows, words(columns, self.bits, self.dense))), BoxRead(self.scale, (*lead, rows, spans))]
+        if self.zero:
+            reads.append(BoxRead(self.zero, (*lead, words(rows, self.bits, self.dense), spans)))
+        reads += [BoxRead(tensor, whole(tensor.shape)) for tensor in (self.index, self.said) if tensor]
+        return tuple(reads)
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        packed, scales, *rest = stored
+        scales = finite(scales, self.scale)
+        zeros = rest.pop(0) if self.zero else None
+        index = self._index(rest.pop(0), box[-1]) if self.index else None
+        if self.said and tuple(rest[0].tolist()) != self.shape:
+            raise PackedError(f"{self.said.name} says {tuple(rest[0].tolist())}, but the shapes of {self.weight.name} and its scale say {self.shape}")
+        if self.index and index is None:  # all groups were read, those of the box are needed
+            needed = slice(*groups(box[-1], self.group))
+            scales, zeros = scales[..., needed], None if zeros is None else zeros[..., needed]
+        values = empty(extent(box), dtype)
+        for lead in np.ndindex(values.shape[:-2]):
+            zero = None if zeros is None else unpack(zeros[lead].T, box[-2], self.bits, self.dense).T.astype(np.float32)
+            self._decode_matrix(packed[lead], scales[lead], zero, self.group if index is None else index, values[lead], box[-1])
+        return values
+
+    def _index(self, index: np.ndarray, columns: Range) -> np.ndarray | None:
+        """The group of each column of the box; None where groups lie side by side."""
+        if (index == -1).all():
+            return None
+        return in_range(index, self.index, self.scale.shape[-1])[slice(*columns)]
+
+    def _decode_matrix(
+        self, packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group: int | np.ndarray, values: np.ndarray, columns: Range
+    ) -> None:
+        start, size = columns[0], 1 << self.bits
+        meanings = np.arange(size) - (size >> 1 if zeros is None else 0)
+        if self.bits in BYTEWISE:
+            skip = start * self.bits // 8 - words(columns, self.bits)[0] * WORD // 8
+            decode_rows(packed.view(np.uint8)[:, skip:], byte_table(meanings), scales, group, values, start, zeros)
+            return
+        table = byte_table(np.resize(meanings, 256))  # of codes in a byte each
+        strip = max(1, STRIP_ELEMENTS // max(1, values.shape[1]))
+        for row in range(0, len(values), strip):
+            these = slice(row, row + strip)
+            codes = unpack(packed[these], columns, self.bits, self.dense)
+            decode_rows(codes, table, scales[these], group, values[these], start, None if zeros is None else zeros[these])
+
+
+def in_range(index: np.ndarray, tensor: Tensor, count: int) -> np.ndarray:
+    if index.size and not 0 <= index.min() <= index.max() < count:
+        raise PackedError(f"{tensor.name} names groups from {index.min()} to {index.max()}, there are {count}")
+    return index
+
+
+def label(maker: str, bits: int, group: int, width: int, zeros: bool) -> str:
+    """For the plan: `int4 in groups of 32`."""
+    return f"{maker}int{bits} " + (f"in groups of {group}" if group < width else "with a scale for each output") + (" and zeros" if zeros else "")
+
+
+class Scheme(NamedTuple):
+    """What a config says about the weights of a group of modules.
+
+    Attributes:
+      bits: of a code.
+      group: codes of a row with one scale; None where a row has one.
+      symmetric: whether there are no zeros.
+    """
+
+    bits: int
+    group: int | None
+    symmetric: bool
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits in " + (f"groups of {self.group}" if self.group else "channels")
+
+
+class Reading(NamedTuple):
+    """A way to read packed rows that fits their shapes."""
+
+    scheme: Scheme
+    inputs: int
+    dense: bool
+
+
+def schemes_of(quantization: Quantization) -> list[Scheme]:
+    """The schemes of integer weights in groups or channels that a config names."""
+    schemes = []
+    for modules in quantization.groups:
+        said = modules.get("weights")
+        if isinstance(said, Mapping) and said.get("type", "int") == "int" and said.get("num_bits") in range(1, 9):
+            size = said.get("group_size")
+            grouped = isinstance(size, int) and size > 0
+            strategy = said.get("strategy") or ("group" if grouped else "channel" if size == -1 else None)
+            if strategy == "channel" or (strategy == "group" and grouped):
+                schemes.append(Scheme(said["num_bits"], size if strategy == "group" else None, said.get("symmetric", True)))
+    return list(dict.fromkeys(schemes))
+
+
+def readings(schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, inputs: int | None, zeros: int | None) -> Iterator[Reading]:
+    """The ways to read a tensor that fit its shapes.
+
+    Args:
+      schemes: those to choose from.
+      packed: the shape of its words, (…, rows, words).
+      scales: how many a row has.
+      inputs: how many codes a row has, if that is known.
+      zeros: how many words the zeros of a column of scales take; None if there are no zeros.
+    """
+    rows, words = packed[-2:]
+    for scheme in schemes:
+        columns = scheme.group * scales if scheme.group else inputs if scales == 1 else None
+        if columns is None or inputs not in (None, columns):
+            continue
+        longest = max(columns, rows if zeros is not None else 0)
+        alike = scheme.bits in BYTEWISE or longest <= WORD // scheme.bits  # nothing could straddle a word
+        for dense in (True,) if alike else (True, False):
+            if width(columns, scheme.bits, dense) == words and zeros in (None, width(rows, scheme.bits, dense)):
+                yield Reading(scheme, columns, dense)
+
+
+def make_rows(parts: Parts) -> Encoding:
+    """`pack-quantized`. The schemes of the config that fit the shapes settle it; `weight_shape` is read where that isn't one alone."""
+    packed, scale, zero, index, said = parts.codes, parts["_scale"], parts.get("_zero_point"), parts.get("_g_idx"), parts.get("_shape")
+    place, shape = parts.quantization.place, packed.shape
+    if len(shape) < 2 or scale.shape[:-1] != shape[:-1]:
+        raise MismatchError(f"{shape} needs one or several scales for each row, {scale.name} is {scale.shape}")
+    if said and said.shape != (len(shape),):
+        raise MismatchError(f"{said.name} should hold {len(shape)} sizes, is {said.shape}")
+    schemes = schemes_of(parts.quantization)
+    told = ", ".join(map(str, schemes)) or "no integers in groups or channels"
+    count = scale.shape[-1]
+    if zero and (len(zero.shape) != len(shape) or zero.shape[:-2] != shape[:-2] or zero.shape[-1] != count):
+        raise MismatchError(f"{shape} with {count} scales in a row needs as many zeros in a row, {zero.name} is {zero.shape}")
+    find = functools.partial(readings, schemes, shape, count, zeros=zero.shape[-2] if zero else None)
+    fits = list(find(inputs=None))
+    if said and (len(fits) != 1 or (count == 1 and any(scheme.group is None for scheme in schemes))):
+        fits = list(find(inputs=int(parts.read(said)[-1])))
+    if len(fits) != 1:
+        ways = "can be read in several ways" if fits else "can't be read"
+        hint = "" if said else f"; {parts.name}_shape, which would tell, is missing"
+        more = f" and the zeros {zero.name} {zero.shape}" if zero else ""
+        raise MismatchError(f"{shape} with the scales {scale.name} {scale.shape}{more} {ways} by {place}, which names {told}{hint}")
+    ((scheme, inputs, dense),) = fits
+    if not zero and not scheme.symmetric:
+        raise MismatchError(f"{place} says that it isn't symmetric, but {parts.name}_zero_point is missing")
+    if index and index.shape != (inputs,):
+        raise MismatchError(f"{inputs} inputs in an order of their own need as many groups, {index.name} is {index.shape}")
+    return PackedRows(packed, scale, (*shape[:-1], inputs), scheme.bits, scheme.group or inputs, dense, zero, index, said)
+
+
+INT32, SCALES = dtypes(np.int32), dtypes(np.float32, ml_dtypes.bfloat16, np.float16)
+INDEX = dtypes(np.int32, np.int64)
+
+FORMATS = (
+    QuantizedFormat(
+        "int1 to int8, `weight_packed`",
+        "_packed",
+        INT32,
+        (
+            Companion("_scale", SCALES),
+            Companion("_shape", INDEX, required=False),
+            Companion("_zero_point", INT32, required=False),
+            Companion("_g_idx", INDEX, required=False),
+        ),
+        make_rows,
+        releases="compressed-tensors `pack-quantized`: Kimi-K2-Thinking, K2.5, K2.6; RedHatAI w4a16, w8a16",
+        methods=("compressed-tensors",),
+    ),
+)

@@ -1,0 +1,72 @@
+"""What a checkpoint says about its quantisation, wherever its writer put it. It settles what headers can't tell; no more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from formats.safetensors import HF_QUANT_CONFIG
+
+# Where older and multimodal releases have it (llm-compressor before 2025; Kimi-K2.5, Qwen3.5).
+PLACES = (("quantization_config",), ("text_config", "quantization_config"), ("compression_config",), (HF_QUANT_CONFIG, "quantization"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """`quantization_config`, or what stands for it.
+
+    Attributes:
+      fields: its content; empty where the checkpoint says nothing.
+      file, place: where it stands, for messages.
+      block: rows and columns of a block, where one size fits all shapes (`fp8.find_block`).
+    """
+
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    file: str = "config.json"
+    place: str = "quantization_config"
+    block: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Quantization:
+        """The first that a checkpoint's config holds."""
+        for path in PLACES:
+            found: Any = config
+            for key in path:
+                found = found.get(key) if isinstance(found, Mapping) else None
+            if isinstance(found, Mapping) and found:
+                file = HF_QUANT_CONFIG if path[0] == HF_QUANT_CONFIG else "config.json"
+                return cls(found, file, ".".join(path if file == "config.json" else path[1:]))
+        return cls()
+
+    @property
+    def method(self) -> str | None:
+        """`quant_method` in lower case; `modelopt` for all that ModelOpt writes, which may name an algorithm instead."""
+        method = self.fields.get("quant_method")
+        if method is None:
+            return "modelopt" if "quant_algo" in self.fields else None
+        return "modelopt" if str(method).lower().startswith("modelopt") else str(method).lower()
+
+    @property
+    def groups(self) -> tuple[Mapping[str, Any], ...]:
+        """compressed-tensors' and ModelOpt's groups of modules that are quantised alike."""
+        groups = self.fields.get("config_groups")
+        return tuple(group for group in groups.values() if isinstance(group, Mapping)) if isinstance(groups, Mapping) else ()
+
+    def weights(self, field: str) -> Any:
+        """A field of the groups' `weights`, such as `num_bits`, where all groups say the same; else None."""
+        said = [weights[field] for group in self.groups if isinstance(weights := group.get("weights"), Mapping) and weights.get(field) is not None]
+        return said[0] if said and all(value == said[0] for value in said) else None
+
+    def formats(self) -> frozenset[str]:
+        """Every name of a format in it: compressed-tensors' `format`, of groups and of sparsity too, and ModelOpt's `quant_algo`."""
+        return frozenset(str(value).lower() for value in self._formats() if value)
+
+    def _formats(self) -> Iterator[Any]:
+        yield from (self.fields.get("format"), self.fields.get("quant_algo"))
+        yield from (group.get("format") for group in self.groups)
+        if isinstance(sparsity := self.fields.get("sparsity_config"), Mapping):
+            yield sparsity.get("format")
+        layers = self.fields.get("quantized_layers")
+        if isinstance(layers, Mapping):
+            yield from (layer.get("quant_algo") for layer in layers.values() if isinstance(layer, Mapping))

@@ -1,0 +1,232 @@
+"""GPTQ and AWQ, against formulas in plain Python, for boxes that cut words and groups anywhere; how they are told apart; what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stored import AWQ_COLUMNS, assert_decodes, boxes, decode, encoding_of, message_of, pack, pack_awq
+
+from formats.encodings.nibbles import ScaleError
+from formats.encodings.packed import PackedError
+
+
+def pack_down(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Words along the first axis."""
+    return np.ascontiguousarray(pack(codes.T, bits).T)
+
+
+def dequantise(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """(code - zero) · scale with the group of each input, rounded to float32 once; (O, I), from what is stored as (I, O)."""
+    return np.ascontiguousarray(((codes.astype(np.int64) - zeros[group]).astype(np.float32) * scales.astype(np.float32)[group]).T)
+
+
+def gptq(**fields: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False} | fields
+
+
+def awq(**fields: Any) -> dict[str, Any]:
+    return {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"} | fields
+
+
+# --- any box --------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def gptq_cases(draw: st.DrawFn) -> dict[str, Any]:
+    bits = draw(st.sampled_from([1, 2, 4, 4, 8]))
+    inputs, outputs = 32 // bits * draw(st.integers(1, 12 * bits)), draw(st.integers(1, 40))
+    return dict(
+        bits=bits, inputs=inputs, outputs=outputs, group=draw(st.sampled_from([-1, 1, 5, 8, 32, 64])), version=draw(st.sampled_from(["gptq", "gptq_v2", None])),
+        index=draw(st.sampled_from(["none", "plain", "shuffled"])), symmetric=draw(st.booleans()), dtype=draw(st.sampled_from([np.float16, np.float32])),
+        box=draw(boxes((outputs, inputs))), seed=draw(st.integers(0, 2**32 - 1)),
+    )  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=gptq_cases())
+def test_gptq(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any]) -> None:
+    """Both versions, 1 to 8 bits, groups and one group, with and without `desc_act`, symmetric and not: any box is the formula's slice."""
+    rng = np.random.default_rng(case["seed"])
+    bits, inputs, outputs = case["bits"], case["inputs"], case["outputs"]
+    size = case["group"] if case["group"] > 0 else inputs
+    groups = -(-inputs // size)
+    first = case["version"] != "gptq_v2"
+    codes = rng.integers(0, 1 << bits, (inputs, outputs))
+    zeros = rng.integers(1 if first else 0, 1 << bits, (groups, outputs))
+    if case["symmetric"]:
+        zeros[...] = 1 << bits - 1
+    scales = rng.uniform(-2, 2, zeros.shape).astype(case["dtype"])
+    group = np.arange(inputs) // size
+    if case["index"] == "shuffled":
+        group = rng.permutation(group)
+    tensors = {"x.qweight": pack_down(codes, bits), "x.qzeros": pack(zeros - first, bits), "x.scales": scales}
+    if case["index"] != "none":
+        tensors["x.g_idx"] = group.astype(np.int32)
+    config = gptq(bits=bits, group_size=case["group"], desc_act=case["index"] == "shuffled", sym=case["symmetric"])
+    if case["version"]:
+        config["checkpoint_format"] = case["version"]
+    encoding = encoding_of(tmp_path_factory.mktemp("gptq"), tensors, config)
+    assert encoding.order == (1, 0)
+    assert_decodes(encoding, dequantise(codes, zeros, scales, group), case["box"])
+
+
+@st.composite
+def awq_cases(draw: st.DrawFn) -> dict[str, Any]:
+    inputs, outputs = draw(st.integers(1, 70)), 8 * draw(st.integers(1, 8))
+    return dict(
+        inputs=inputs,
+        outputs=outputs,
+        group=draw(st.sampled_from([-1, 1, 5, 16, 64])),
+        box=draw(boxes((outputs, inputs))),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=awq_cases(), dtype=st.sampled_from([np.float16, ml_dtypes.bfloat16]))
+def test_awq(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any], dtype: Any) -> None:
+    """Any box is the formula's slice."""
+    rng = np.random.default_rng(case["seed"])
+    inputs, outputs = case["inputs"], case["outputs"]
+    size = case["group"] if case["group"] > 0 else inputs
+    codes, zeros = rng.integers(0, 16, (inputs, outputs)), rng.integers(0, 16, (-(-inputs // size), outputs))
+    scales = rng.uniform(-2, 2, zeros.shape).astype(dtype)
+    tensors = {"x.qweight": pack_awq(codes), "x.qzeros": pack_awq(zeros), "x.scales": scales}
+    encoding = encoding_of(tmp_path_factory.mktemp("awq"), tensors, awq(group_size=case["group"]))
+    assert encoding.order == (1, 0)
+    assert_decodes(encoding, dequantise(codes, zeros, scales, np.arange(inputs) // size), case["box"])
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_every_byte(tmp_path: Path, method: str) -> None:
+    """All 256 bytes in each of a word's four places, with scales of all sizes."""
+    scales = np.array([1, -1, 6e-8, 65504, 0, -0.0, 0.1, 3e-5], np.float16)
+    words = (np.arange(256, dtype=np.uint32)[:, None] << np.uint32([0, 8, 16, 24])).reshape(-1)
+    nibbles = words[:, None] >> np.uint32(4 * np.arange(8)) & 15
+    if method == "gptq":  # 1024 words below each other, in 8 outputs
+        codes = np.repeat(nibbles.reshape(-1, 1), 8, 1)
+        tensors = {"x.qweight": np.repeat(words[:, None], 8, 1).view(np.int32), "x.qzeros": pack(np.full((1, 8), 6), 4)}
+        config = gptq(group_size=-1)
+    else:
+        codes = nibbles[:, np.argsort(AWQ_COLUMNS)]
+        tensors = {"x.qweight": words[:, None].view(np.int32), "x.qzeros": pack_awq(np.full((1, 8), 7))}
+        config = awq(group_size=-1)
+    wanted = dequantise(codes, np.full((1, 8), 7), scales[None], np.zeros(len(codes), int))
+    assert_decodes(encoding_of(tmp_path, tensors | {"x.scales": scales[None]}, config), wanted, ((3, 6), (5, len(codes) - 3)))
+
+
+def test_boxes_read_their_own_words_and_groups_alone(tmp_path: Path) -> None:
+    box = ((9, 17), (60, 70))  # outputs, inputs
+    encoding = encoding_of(tmp_path / "gptq", gptq_tensors(128, 64, index=True), gptq())
+    reads = {read.tensor.name: read.box for read in encoding.reads(box)}
+    assert reads == {"x.qweight": ((7, 9), (9, 17)), "x.scales": ((1, 3), (9, 17)), "x.qzeros": ((1, 3), (1, 3)), "x.g_idx": ((60, 70),)}
+    encoding = encoding_of(tmp_path / "awq", awq_tensors(128, 64), awq())
+    reads = {read.tensor.name: read.box for read in encoding.reads(box)}
+    assert reads == {"x.qweight": ((60, 70), (1, 3)), "x.scales": ((1, 3), (9, 17)), "x.qzeros": ((1, 3), (1, 3))}
+
+
+# --- zeros ----------------------------------------------------------------------------------------------------------------------
+
+
+def gptq_tensors(inputs: int = 64, outputs: int = 16, zero: int = 7, index: bool = False) -> dict[str, np.ndarray]:
+    """Tensors of 4 bits in groups of 32 that are well."""
+    made = {
+        "x.qweight": np.zeros((inputs // 8, outputs), np.int32),
+        "x.qzeros": pack(np.full((inputs // 32, outputs), zero), 4),
+        "x.scales": np.ones((inputs // 32, outputs), np.float16),
+    }
+    return made | ({"x.g_idx": np.arange(inputs, dtype=np.int32) // 32} if index else {})
+
+
+def awq_tensors(inputs: int = 64, outputs: int = 16) -> dict[str, np.ndarray]:
+    return {
+        "x.qweight": np.zeros((inputs, outputs // 8), np.int32),
+        "x.qzeros": np.zeros((inputs // 32, outputs // 8), np.int32),
+        "x.scales": np.ones((inputs // 32, outputs), np.float16),
+    }
+
+
+def test_symmetric_zeros_of_the_second_version_under_the_name_of_the_first(tmp_path: Path) -> None:
+    """As in releases made by GPTQModel 5 (vllm-project/vllm#38966): stored as 8, and `checkpoint_format` says gptq. They mean 8, not 9."""
+    for stored in (7, 8):
+        encoding = encoding_of(tmp_path / str(stored), gptq_tensors(zero=stored), gptq(sym=True, checkpoint_format="gptq"))
+        assert (decode(encoding) == -8).all()
+    with pytest.raises(PackedError, match=r"x\.qzeros has other zeros than 7 and 8"):
+        decode(encoding_of(tmp_path / "6", gptq_tensors(zero=6), gptq(sym=True)))
+
+
+def test_a_zero_that_readers_disagree_about_is_refused_when_met(tmp_path: Path) -> None:
+    """15 + 1 is 16 to some, and wraps to 0 for others. In the second version it is 15."""
+    with pytest.raises(PackedError, match=r"stored zero of 15"):
+        decode(encoding_of(tmp_path / "1", gptq_tensors(zero=15), gptq()))
+    assert (decode(encoding_of(tmp_path / "2", gptq_tensors(zero=15), gptq(checkpoint_format="gptq_v2"))) == -15).all()
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_must_agree(tmp_path: Path) -> None:
+    """Without `desc_act` it must put groups in order; with it, it must name groups that there are."""
+    tensors = gptq_tensors(index=True)
+    tensors["x.g_idx"] = tensors["x.g_idx"][::-1].copy()
+    with pytest.raises(PackedError, match=r"x\.g_idx doesn't put the inputs into groups of 32"):
+        decode(encoding_of(tmp_path / "order", tensors, gptq()))
+    for wrong in (-1, 2):
+        tensors["x.g_idx"] = np.full(64, wrong, np.int32)
+        with pytest.raises(PackedError, match="there are 2"):
+            decode(encoding_of(tmp_path / str(wrong), tensors, gptq(desc_act=True)))
+
+
+@pytest.mark.parametrize(("tensors", "config"), [(gptq_tensors(), gptq()), (awq_tensors(), awq())], ids=["gptq", "awq"])
+def test_scales_that_are_no_numbers_are_refused_when_met(tmp_path: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+    tensors["x.scales"][1, 3] = np.inf
+    encoding = encoding_of(tmp_path, tensors, config)
+    assert decode(encoding, ((0, 16), (0, 32))).shape == (16, 32)
+    with pytest.raises(ScaleError, match=r"x\.scales"):
+        decode(encoding, ((3, 4), (31, 33)))
+
+
+REFUSED: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
+    "AWQ that says it is GPTQ": (awq_tensors(), gptq(), "has the shape of awq"),
+    "GPTQ that says it is AWQ": (gptq_tensors(), awq(), "has the shape of gptq"),
+    "nothing said": (gptq_tensors(), {}, "says None"),
+    "neither's shape": (gptq_tensors() | {"x.qweight": np.zeros((8, 4), np.int32)}, gptq(), "neither the shape"),
+    "GPTQ for Marlin": (gptq_tensors(), gptq(checkpoint_format="marlin"), "'marlin'"),
+    "GPTQ in planes": (gptq_tensors(), gptq(checkpoint_format="gptq_p"), "'gptq_p'"),
+    "GPTQ with 3 bits": (gptq_tensors(), gptq(bits=3), "codes of 3 bits"),
+    "GPTQ with other bits than said": (gptq_tensors(), gptq(bits=8), "8-bit zeros"),
+    "GPTQ with other groups than said": (gptq_tensors(), gptq(group_size=128), "group_size 128"),
+    "GPTQ in an order that isn't told": (gptq_tensors(), gptq(desc_act=True), "x.g_idx is missing"),
+    "GPTQ with a short index": (gptq_tensors() | {"x.g_idx": np.zeros(63, np.int32)}, gptq(), "should be (64,)"),
+    "AWQ for gemv": (awq_tensors(), awq(version="gemv"), "'gemv'"),
+    "AWQ for gemv_fast": (awq_tensors(), awq(version="gemv_fast"), "'gemv_fast'"),
+    "AWQ for Marlin": (awq_tensors(), awq(version="marlin"), "'marlin'"),
+    "AWQ with 8 bits": (awq_tensors(), awq(bits=8), "codes of 8 bits"),
+    "AWQ with an index": (awq_tensors() | {"x.g_idx": np.zeros(64, np.int32)}, awq(), "AWQ has no x.g_idx"),
+    "no scales": ({name: values for name, values in gptq_tensors().items() if name != "x.scales"}, gptq(), "x.scales is missing"),
+    "words of 16 bits": (gptq_tensors() | {"x.qweight": np.zeros((16, 16), np.int16)}, gptq(), "x.qzeros"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path: Path, case: str) -> None:
+    tensors, config, message = REFUSED[case]
+    assert message in message_of(tmp_path, tensors, config)
+
+
+def test_modules_may_have_bits_and_groups_of_their_own(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: bits by the zeros' width; groups by the scales, which `g_idx` must confirm."""
+    rng = np.random.default_rng(0)
+    codes, zeros, group = rng.integers(0, 256, (64, 8)), rng.integers(0, 256, (4, 8)), np.arange(64) // 16
+    scales = rng.uniform(-2, 2, zeros.shape).astype(np.float16)
+    tensors = {"x.qweight": pack_down(codes, 8), "x.qzeros": pack(zeros, 8), "x.scales": scales, "x.g_idx": group.astype(np.int32)}
+    config = gptq(group_size=128, checkpoint_format="gptq_v2", dynamic={".*x": {"bits": 8, "group_size": 16}})
+    assert_decodes(encoding_of(tmp_path / "index", tensors, config), dequantise(codes, zeros, scales, group), ((1, 7), (15, 50)))
+    del tensors["x.g_idx"]
+    assert "group_size 128" in message_of(tmp_path / "without", tensors, config)
