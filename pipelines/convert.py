@@ -22,20 +22,20 @@ from formats.storage import StorageError, local_path, write_file
 from model_mappings.plan import Problem
 from pipelines import report
 from pipelines.errors import FailedError, RefusedError
-from pipelines.options import LOCAL_RUNNER, check_options, pipeline_options
+from pipelines.options import LOCAL_RUNNER, check_options, pipeline_options, threads_of
 from pipelines.prepare import prepare_conversion, refuse
 from pipelines.progress import ShowProgress, quiet
 from transforms.conversion import Conversion, load, remember
 from transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks, unit_ranges
 
 
-def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, overwrite: bool = False) -> beam.PCollection:
-    """The graph."""
+def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, overwrite: bool = False, budget: int | None = None) -> beam.PCollection:
+    """The graph; `budget` bounds the bytes of the units that one process works on at a time."""
     return (
         pipeline
         | "Units" >> beam.Create(unit_ranges(len(conversion.units)))
         | ExpandUnits(staging, conversion.hash)
-        | ReadBoxes()
+        | ReadBoxes(budget)
         | Dequantize()
         | Reshape()
         | Stack()
@@ -128,7 +128,7 @@ def execute(conversion: Conversion, staging: Staging, options: PipelineOptions, 
             staging.create(conversion.stage())
         remember(conversion)
         left = int(conversion.target_bytes * _share_left(staging, conversion))
-        build(pipeline, conversion, staging, overwrite)
+        build(pipeline, conversion, staging, overwrite, threads_of(options) * conversion.options.unit_bytes)
         with ShowProgress(left, _written(conversion, staging, left, options)), quiet(noise):
             result = pipeline.run()
             result.wait_until_finish()
@@ -209,6 +209,8 @@ def _difference(staging: Staging, wanted: Conversion) -> str:
 def _shown(option: object) -> str:
     """An option's value as the user would write it."""
     values = option if isinstance(option, tuple) else (option,)
+    if values and isinstance(values[0], tuple):
+        return f"a file of {len(values)} rules"
     return " and ".join("not given" if value is None else str(value) for value in values) or "not given"
 
 

@@ -66,3 +66,9 @@ def pipeline_options(arguments: Sequence[str]) -> PipelineOptions:
         if "--direct_num_workers" not in given:
             direct.direct_num_workers = local_threads()
     return options
+
+
+def threads_of(options: PipelineOptions) -> int:
+    """Units that one process works on at a time."""
+    said = options.get_all_options(drop_default=True)
+    return int(said.get("number_of_worker_harness_threads") or said.get("direct_num_workers") or local_threads())

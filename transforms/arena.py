@@ -9,6 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,6 +30,7 @@ class Arena:
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
         self._used = 0
+        self.release: Callable[[], object] = lambda: None  # gives its bytes back to the budget
 
     def reset(self, capacity: int) -> None:
         """Begins anew with room for `capacity` bytes."""
@@ -52,22 +57,40 @@ class Arena:
         return array
 
 
-_FREE: list[Arena] = []  # pop and append are atomic
+_FREE: list[Arena] = []
+_CHANGED = threading.Condition()  # guards what follows and _FREE
+_HELD: Counter[int] = Counter()  # bytes of the arenas that each thread has taken, and that still exist
 
 
-def take(capacity: int) -> Arena:
-    """An arena with room for `capacity` bytes, for one unit."""
-    try:
-        arena = _FREE.pop()
-    except IndexError:
-        arena = Arena()
+def take(capacity: int, budget: int | None = None) -> Arena:
+    """An arena with room for `capacity` bytes, for one unit.
+
+    Waits while that would make the arenas of this process more than `budget` bytes and other threads hold some. A thread that
+    holds one already doesn't wait: an engine that runs a stage for all elements before the next would wait for itself.
+    """
+    me = threading.get_ident()
+    with _CHANGED:
+        while budget is not None and me not in _HELD and _HELD and _HELD.total() + capacity > budget:
+            _CHANGED.wait()
+        _HELD[me] += capacity
+        arena = _FREE.pop() if _FREE else Arena()
     arena.reset(capacity)
+    arena.release = weakref.finalize(arena, _release, me, capacity)
     return arena
 
 
 def give_back(arena: Arena) -> None:
     """Takes an arena back whose arrays nobody uses any more.
 
-    After an error it isn't given back: writes that were started may still read from it.
+    After an error it isn't given back: writes that were started may still read from it. Its bytes count until it is gone.
     """
+    arena.release()
     _FREE.append(arena)
+
+
+def _release(thread: int, nbytes: int) -> None:
+    with _CHANGED:
+        _HELD[thread] -= nbytes
+        if not _HELD[thread]:
+            del _HELD[thread]
+        _CHANGED.notify_all()

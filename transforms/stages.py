@@ -70,6 +70,10 @@ class StageFn(beam.DoFn):
 
 
 class _ReadBoxesFn(StageFn):
+    def __init__(self, budget: int | None):
+        super().__init__()
+        self.budget = budget
+
     def run(self, work: Work) -> int:
         reads = [fetch.encoding.reads(fetch.box) for fetch in work.unit.fetches]
         arrays, nbytes = read_boxes([read for group in reads for read in group], work.arena.empty)
@@ -79,7 +83,7 @@ class _ReadBoxesFn(StageFn):
 
     def process(self, descriptor: bytes) -> Iterator[Work]:
         unit = Unit.unpack(descriptor)
-        yield self.timed(Work(unit, take(unit.working_bytes)))  # WriteChunks gives the arena back
+        yield self.timed(Work(unit, take(unit.working_bytes, self.budget)))  # WriteChunks gives the arena back
 
 
 class _DequantizeFn(StageFn):
@@ -155,10 +159,14 @@ class _ExpandFn(beam.DoFn):
 
 
 class ReadBoxes(beam.PTransform):
-    """Descriptor of a unit -> Work with the stored boxes."""
+    """Descriptor of a unit -> Work with the stored boxes; waits while the units of this process would take more than `budget` bytes."""
+
+    def __init__(self, budget: int | None = None):
+        super().__init__()
+        self.budget = budget
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(_ReadBoxesFn()).with_output_types(Work)
+        return pcoll | beam.ParDo(_ReadBoxesFn(self.budget)).with_output_types(Work)
 
 
 class Dequantize(beam.PTransform):

@@ -1,0 +1,113 @@
+"""Memory as a promise: a hard limit far below the model's size, and a budget that threads wait for."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import LLAMA_8B, shapes
+
+from transforms import arena
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+WIDE = LLAMA_8B | dict(num_hidden_layers=4, vocab_size=64_000, num_key_value_heads=32, intermediate_size=11_008)
+VIRTUAL = 768 * MIB  # what threads and libraries reserve without using it; a limit on addresses counts it
+
+
+def sparse(folder: Path) -> Path:
+    """A checkpoint of 2.7 GB of zeros in bfloat16, which takes no room on the disk."""
+    header, offset = {}, 0
+    for name, shape in shapes(WIDE).items():
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    raw = json.dumps(header).encode()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(WIDE))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + offset)
+    return folder
+
+
+@pytest.fixture
+def group() -> Iterator[Path | None]:
+    """A control group whose memory can be limited; None where the system doesn't let us have one."""
+    for root in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup"):
+        made = Path(root) / f"weightbeam-{uuid.uuid4().hex[:8]}"
+        try:
+            made.mkdir()
+        except OSError:
+            continue
+        if any((made / name).exists() for name in ("memory.limit_in_bytes", "memory.max")):
+            yield made
+            made.rmdir()
+            return
+        made.rmdir()
+    yield None
+
+
+def run(command: list[str], limit: int, group: Path | None) -> subprocess.CompletedProcess:
+    """Runs a command that can't have more than `limit` bytes."""
+
+    def limited() -> None:
+        if group is None:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit + VIRTUAL, limit + VIRTUAL))
+        else:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    if group is not None:
+        file = group / "memory.limit_in_bytes"
+        (file if file.exists() else group / "memory.max").write_text(str(limit))
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=limited, check=False, timeout=100)
+
+
+def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> None:
+    """The process may have no more than `weightbeam plan` says that it needs, a sixth of the model's size. Far less doesn't do."""
+    source = sparse(tmp_path / "source")
+    options = [*("--source", str(source), "--mesh", "fsdp=16", "--unit_bytes", "48MiB"), "--direct_num_workers=2"]
+    subprocess.run([sys.executable, "-m", "pipelines.plan", *options, "--json", str(tmp_path / "plan.json")], cwd=ROOT, check=True, capture_output=True)
+    limit = json.loads((tmp_path / "plan.json").read_text())["memory"]["per_worker_bytes"]
+    assert 6 * limit < (source / "model.safetensors").stat().st_size < 7 * limit
+    command = [sys.executable, "-m", "pipelines.convert", *options, "--output", str(tmp_path / "out"), "--compression", "zstd"]
+    done = run(command, limit, group)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "0" / "commit_success.txt").exists()
+    if group is not None:
+        assert run([*command, "--overwrite"], limit // 4, group).returncode == -9, "the limit doesn't limit"
+
+
+def test_a_thread_waits_for_the_budget() -> None:
+    """Two arenas that don't fit together: the second comes when the first is given back, or is gone."""
+    for end in ("given back", "gone"):
+        first = arena.take(60, budget=100)
+        taken = threading.Event()
+        waiting = threading.Thread(target=lambda taken=taken: (arena.give_back(arena.take(60, budget=100)), taken.set()))
+        waiting.start()
+        time.sleep(0.05)
+        assert not taken.is_set()
+        if end == "given back":
+            arena.give_back(first)
+        del first
+        gc.collect()
+        waiting.join(5)
+        assert taken.is_set(), end
+
+
+def test_no_thread_waits_for_itself() -> None:
+    """A runner that reads all units of a bundle before it writes any takes more than the budget, and goes on."""
+    arenas = [arena.take(60, budget=100) for _ in range(3)]
+    for one in arenas:
+        arena.give_back(one)
