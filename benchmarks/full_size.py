@@ -131,9 +131,9 @@ def write(config: dict, files: int, folder: Path) -> int:
     return total
 
 
-def count_cells(config: dict, names: frozenset[str]) -> int:
+def count_cells(config: dict) -> int:
     """Cells of the scanned plan: places of arrays that a tensor fills."""
-    parts = expand(family_of(Config(config)), Config(config), Layout(names=names))
+    parts = expand(family_of(Config(config)), Config(config), Layout())
     return sum(part.layers.size * math.prod(part.name_shape) for same in parts.values() for part in same)
 
 
@@ -148,14 +148,13 @@ def measure(model: str, folder: Path, rounds: int) -> tuple[list[Figure], dict[s
     timed = [run(*command) for _ in range(rounds)]
     watched = run(*command, watch=True)
     plan = json.loads(plan_file.read_bytes())
-    names = frozenset(name for name, *_ in tensors(config))
     figures = [
         Figure("plan", model, statistics.median(one.seconds for one in timed), "s", MAX_SECONDS),
         Figure("plan, CPU", model, statistics.median(one.cpu_seconds for one in timed), "s"),
         Figure("plan, peak memory", model, watched.peak_bytes, "bytes", MAX_BYTES),
-        Figure("tensors", model, len(names)),
+        Figure("tensors", model, sum(1 for _ in tensors(config))),
         Figure("arrays", model, len(plan["arrays"])),
-        Figure("cells", model, count_cells(config, names)),
+        Figure("cells", model, count_cells(config)),
         Figure("units", model, plan["units"]),
         Figure("read amplification, planned", model, plan["bytes"]["read_amplification"], "", 1.02),
         Figure("memory bound of a worker", model, plan["memory"]["per_worker_bytes"], "bytes"),

@@ -53,12 +53,11 @@ def audit(arrays: Iterable[Array], tensors: Mapping[str, TensorSpec], drops: Map
     claims: dict[str, list[Claim]] = defaultdict(list)
     for array in arrays:
         problems += _check_tiling(array)
-        for cell in array.cells():
-            name = cell.tensor
-            if name is None:
-                continue
-            claims[name].append(cell.part.source_box())
-            problems += _check_cell(name, cell.part, array, tensors.get(name), dropped.get(name), family)
+        for part in array.parts:
+            claim = part.source_box()
+            for name in part.tensors:
+                claims[name].append(claim)
+                problems += _check_tensor(name, part, array, tensors.get(name), dropped.get(name), family)
     bad = {problem.subject for problem in problems}
     for name, boxes in claims.items():
         if name in tensors and name not in bad:
@@ -71,7 +70,7 @@ def audit(arrays: Iterable[Array], tensors: Mapping[str, TensorSpec], drops: Map
     return dropped, problems
 
 
-def _check_cell(name: str, part: Part, array: Array, spec: TensorSpec | None, drop: str | None, family: str) -> list[Problem]:
+def _check_tensor(name: str, part: Part, array: Array, spec: TensorSpec | None, drop: str | None, family: str) -> list[Problem]:
     """Name, dtype, shape and window of one tensor against one line of the table."""
     if spec is None:
         return [Problem("missing", name, f"the {family} table makes {array.key} of it, but no file holds it")]

@@ -158,6 +158,15 @@ class Part:
         """The size of every factor, of the tensor and of the array."""
         return itertools.chain(*self.source_factors, (factor.size for axis in self.target_axes for factor in axis))
 
+    @functools.cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors of all cells, in the cells' order."""
+        if self.template is None:
+            return ()
+        layers = [int(layer) for layer in self.layers.flat]
+        named = [dict(zip(self.rule.name_axes, name, strict=True)) for name in np.ndindex(self.name_shape)]
+        return tuple(self.template.format(layer=layer, **name) for layer in layers for name in named)
+
     @property
     def elements(self) -> int:
         """Elements of the array that the part makes; none for a constant."""

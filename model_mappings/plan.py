@@ -156,7 +156,7 @@ def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_
     dtype = save_dtype
     for part in parts:
         inexact = [op for op in part.rule.ops if not op.is_exact]
-        for stored, encoding in {(spec.dtype, spec.encoding): None for cell in part.cells() if cell.tensor and (spec := tensors.get(cell.tensor))}:
+        for stored, encoding in {(spec.dtype, spec.encoding): None for name in part.tensors if (spec := tensors.get(name))}:
             if part.rule.integer:
                 dtype = stored
             elif encoding:
