@@ -172,4 +172,6 @@ def report(figures: Sequence[Figure], details: Mapping[str, Any], json_file: Pat
     console.print(f"\n{here['cores']} cores, {here['memory_bytes'] / 2**30:.0f} GiB, {here['date']}, {versions}")
     if json_file:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({"machine": here, "figures": [figure.as_json() for figure in figures], "details": details}, indent=1))
+        held = json.loads(json_file.read_text()) if json_file.exists() else {}  # other benchmarks' figures stay
+        made = {"machine": here, "figures": [figure.as_json() for figure in figures], "details": details}
+        json_file.write_text(json.dumps(held | made, indent=1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from model_mappings.config import Config
 from model_mappings.families import (
     deepseek,
@@ -78,15 +80,25 @@ def family_of(config: Config, model: str | None = None) -> Family:
 
 
 def support_table() -> str:
-    """The families as a Markdown table, for the README."""
-    rows = ["| family | releases | `model_type` | MaxText models | layouts | on request | not converted | compared with MaxText's |", "|" + "---|" * 8]
+    """What is converted of each family, as a Markdown table, for the README."""
+    rows = ["| family | releases | `model_type` | layouts | on request | not converted |", "|" + "---|" * 6]
     for family in FAMILIES:
-        types, models = (", ".join(f"`{name}`" for name in names) for names in (family.model_types, map(shown, family.models)))
-        extras = ", ".join(filter(None, [family.towers, "MTP" if family.mtp else ""]))
         layouts = "both" if len(family.layouts) > 1 else f"{''.join(family.layouts)} only"
-        rows.append(f"| {family.name} | {family.releases} | {types} | {models} | {layouts} | {extras} | {family.missing} | {', '.join(family.checked)} |")
+        requests = ", ".join(filter(None, ["`--mtp`" if family.mtp else "", f"`--multimodal`: {family.towers}" if family.towers else ""]))
+        rows.append(f"| {family.name} | {family.releases} | {_code(family.model_types)} | {layouts} | {requests} | {family.missing} |")
     return "\n".join(rows)
 
 
+def models_table() -> str:
+    """The MaxText models of each family, as a Markdown table, for `docs/families.md`."""
+    rows = ["| family | MaxText models | compared with the trees of |", "|" + "---|" * 3]
+    rows += [f"| {family.name} | {_code(map(shown, family.models))} | {', '.join(family.checked)} |" for family in FAMILIES]
+    return "\n".join(rows)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 if __name__ == "__main__":
-    print(support_table())
+    print(support_table(), models_table(), sep="\n\n")

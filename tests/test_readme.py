@@ -2,11 +2,25 @@
 
 from pathlib import Path
 
-from model_mappings.registry import support_table
+import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+from formats.encodings import table
+from model_mappings import registry
+
+ROOT = Path(__file__).parent.parent
+FILES = {
+    registry.support_table: "README.md",
+    registry.models_table: "docs/families.md",
+    table.support_table: "README.md",
+    table.refused: "README.md",
+}
 
 
-def test_table_of_families_is_the_registrys() -> None:
-    """`python -m model_mappings.registry` prints the table anew."""
-    assert support_table() in README.read_text()
+@pytest.mark.parametrize("made", FILES, ids=lambda made: f"{made.__module__}.{made.__name__}")
+def test_what_is_supported_is_what_the_code_says(made) -> None:
+    """`python -m model_mappings.registry` and `python -m formats.encodings.table` print the tables anew."""
+    assert made() in (ROOT / FILES[made]).read_text()
+
+
+def test_every_format_says_who_publishes_it() -> None:
+    assert [entry.name for entry in table.FORMATS if not entry.releases] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,8 +13,10 @@ from model_mappings.cells import Piece, View, extent, selection
 from model_mappings.ops import Op
 from transforms.units import Job
 
-TILE = (32, 256)  # elements along the target's and the source's fastest axes: a cache line of each
-STRIP_ELEMENTS = 1 << 17  # elements handled at a time, so that a temporary form of them stays in the cache
+STRIP_ELEMENTS = 1 << 18  # elements that are cast at a time, so that a temporary form of them stays in the cache
+BLOCK = (256, 8192)  # rows, and bytes of each, that are transposed at a time
+PITCH = 64  # bytes between the rows of a block: rows a power of two apart would share a few lines of the cache
+RUN = 512  # bytes; shorter runs are copied as one element each
 
 
 def stack(job: Job, views: Sequence[tuple[Piece, np.ndarray]], empty: Empty = np.empty) -> np.ndarray:
@@ -108,58 +111,78 @@ def _copy_bits(source: np.ndarray, target: np.ndarray) -> None:
     if source.ndim < 2 or source.size < 1 << 10:
         target[...] = source
         return
-    near = min(range(source.ndim), key=lambda axis: source.strides[axis])
-    far = min(range(target.ndim), key=lambda axis: target.strides[axis])
-    if near == far or source.shape[near] * source.shape[far] < 1 << 10:
+    by_source, by_target = (sorted(range(source.ndim), key=lambda axis, side=side: side.strides[axis]) for side in (source, target))
+    near, far = by_source[0], by_target[0]
+    if near == far:
+        _copy_runs(np.moveaxis(source, near, -1), np.moveaxis(target, near, -1))
+        return
+    rows, count = [far], source.shape[far]
+    for axis in by_target[1:]:  # what goes on where a run of the target ends
+        if axis != near and count < BLOCK[0] and target.strides[axis] == count * target.itemsize:
+            rows.insert(0, axis)
+            count *= source.shape[axis]
+    columns, run = [near], source.strides[near] * source.shape[near]
+    for axis in by_source[1:]:  # what goes on where a run of the source ends
+        if axis not in rows and run < BLOCK[1] and source.strides[axis] == run:
+            columns.insert(0, axis)
+            run *= source.shape[axis]
+    for axis in by_target[1:]:  # what else lies near in the target, until it is worth while
+        if axis not in rows and axis not in columns and count < BLOCK[0]:
+            rows.insert(0, axis)
+            count *= source.shape[axis]
+    if count < 8:
         target[...] = source
         return
-    groups = [[*_before(source, axis, {near, far}), axis] for axis in (far, near)]  # what lies in rows, and in columns
-    if groups[0][0] == groups[1][0]:
-        groups[1] = [near]
-    moved = [*groups[0], *groups[1]]
-    others = [axis for axis in range(source.ndim) if axis not in moved]
-    rows, columns = ([source.shape[axis] for axis in group] for group in groups)
-    flat = source.transpose(*others, *moved)
-    flat = np.reshape(flat, (*flat.shape[: len(others)], math.prod(rows), math.prod(columns)), copy=False)
-    # (other axes, group of rows, group of columns, column, row)
-    turned = target.transpose(*others, *groups[0][:-1], *groups[1][:-1], near, far)
-    turned = np.reshape(
-        turned,
-        (*turned.shape[: len(others)], *([1] * (2 - len(rows))), *rows[:-1], *([1] * (2 - len(columns))), *columns[:-1], columns[-1], rows[-1]),
-        copy=False,
-    )
-    for index in np.ndindex(*flat.shape[: len(others)]):
-        _transpose(flat[index], turned[index])
+    others = [axis for axis in range(source.ndim) if axis not in columns and axis not in rows]
+    source, target = source.transpose(*others, *rows, *columns), target.transpose(*others, *columns, *rows)
+    for index in np.ndindex(*source.shape[: len(others)]):
+        _transpose(source[index], target[index], len(rows))
 
 
-def _before(source: np.ndarray, axis: int, taken: set[int]) -> list[int]:
-    """The axis, if there is one, that goes on where a run along `axis` ends."""
-    end = source.strides[axis] * source.shape[axis]
-    return [other for other in range(source.ndim) if other not in taken and source.strides[other] == end][:1]
+def _copy_runs(source: np.ndarray, target: np.ndarray) -> None:
+    """A copy along the last axis of both. Short runs are one element each of a type of their size, which saves a call for each."""
+    nbytes = source.shape[-1] * source.itemsize
+    if nbytes <= RUN and source.strides[-1] == target.strides[-1] == source.itemsize:
+        run = np.dtype((np.void, nbytes))
+        source, target = source.view(run), target.view(run)
+    target[...] = source
 
 
-def _transpose(source: np.ndarray, target: np.ndarray) -> None:
-    """`target[i, j, column, row] = source[i row, j column]`, for a source and parts of a target in C order.
+def _transpose(source: np.ndarray, target: np.ndarray, rank: int) -> None:
+    """`target[*column, *row] = source[*row, *column]`, where a row has `rank` axes.
 
-    16-bit elements are moved four at a time: first 64-bit words between rows, then elements within words. That takes a few
-    large calls, where tiles take many small ones; numpy's own transposition is 3 to 8 times slower.
+    numpy moves an element a nanosecond where it strides through memory on either side, and three or four where both sides are
+    in the cache. So a block of rows is copied as it is, and turned from there.
     """
-    row_groups, column_groups, columns, rows = target.shape
-    if source.itemsize == 2 and columns % 4 == 0 and source.strides[0] % 8 == 0 and source.strides[1] == 2 and source.ctypes.data % 8 == 0:
-        words = source.view(np.uint64)
-        step = min(256, max(32, STRIP_ELEMENTS // source.shape[1]))
-        several, step = (max(1, step // rows), rows) if step >= rows else (1, step)  # groups of rows at a time, or a part of one
-        for group in range(0, row_groups, several):
-            into = target[group : group + several].reshape(-1, column_groups, columns // 4, 4, rows, copy=False)
-            for row in range(0, rows, step):
-                first = group * rows + row
-                count = len(into) * rows if step == rows else min(step, rows - row)
-                strip = np.ascontiguousarray(words[first : first + count].T).view(np.uint16)
-                parts = strip.reshape(column_groups, columns // 4, len(into), -1, 4)
-                into[..., row : row + step] = parts.transpose(2, 0, 1, 4, 3)
-        return
-    for i, j in np.ndindex(row_groups, column_groups):
-        part = source[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-        for row in range(0, rows, TILE[0]):
-            for column in range(0, columns, TILE[1]):
-                target[i, j, column : column + TILE[1], row : row + TILE[0]] = part[row : row + TILE[0], column : column + TILE[1]].T
+    (slow, *fast), (wide, *narrow) = source.shape[:rank], source.shape[rank:]
+    inner_rows, inner_columns = math.prod(fast), math.prod(narrow)
+    step, width = min(slow, max(1, BLOCK[0] // inner_rows)), min(wide, max(1, BLOCK[1] // (inner_columns * source.itemsize)))
+    pitch = -(-width * inner_columns * source.itemsize // PITCH) * PITCH + PITCH
+    block = np.empty((step * inner_rows, pitch // source.itemsize), source.dtype)
+    for first in range(0, slow, step):
+        for column in range(0, wide, width):
+            part = source[(slice(first, first + step), *[slice(None)] * (rank - 1), slice(column, column + width))]
+            copied = block[: len(part) * inner_rows, : math.prod(part.shape[rank:])]
+            copied.reshape(part.shape, copy=False)[...] = part
+            turned = target[(slice(column, column + width), *[slice(None)] * len(narrow), slice(first, first + step))]
+            if source.itemsize == 2 and (len(narrow) == 0 or narrow[-1] % 2 == 0):
+                _turn_pairs(block[: len(copied)], turned, part.shape[:rank])
+            else:
+                turned[...] = copied.T.reshape(turned.shape, copy=False)
+
+
+def _turn_pairs(block: np.ndarray, target: np.ndarray, rows: tuple[int, ...]) -> None:
+    """`target = block.T` for 16-bit elements, as many as the target has; it has `rows`, and columns before them.
+
+    Two neighbours are turned as one of 32 bits, and taken apart by a cast, which is a vector instruction.
+    """
+    *slower, columns = target.shape[: target.ndim - len(rows)]
+    pairs = -(-columns // 2)  # the last may have one column only
+    words = np.ascontiguousarray(block.view(np.uint32)[:, : math.prod(slower) * pairs].T).reshape(*slower, pairs, *rows)
+    at = (slice(None),) * len(slower)
+    low, high = (0, 1) if sys.byteorder == "little" else (1, 0)
+    for half in (low, high):
+        into = target[(*at, slice(half, None, 2))]
+        np.copyto(into, words[(*at, slice(into.shape[len(slower)]))], casting="unsafe")
+        if half == low:
+            words >>= 16

@@ -225,7 +225,7 @@ def make_rows8(parts: Parts) -> Encoding:
     return ScaledRows8(weight, magnitude)
 
 
-def _four_bits(kind: str) -> QuantizedFormat:
+def _four_bits(kind: str, releases: str) -> QuantizedFormat:
     f32, u8 = dtypes(np.float32), dtypes(np.uint8)
     return QuantizedFormat(
         name=f"bitsandbytes {kind}",
@@ -239,14 +239,14 @@ def _four_bits(kind: str) -> QuantizedFormat:
             Companion(".nested_quant_map", f32, required=False, telling=True),
         ),
         make=make_blocks,
-        releases="unsloth *-bnb-4bit",
+        releases=releases,
         methods=("bitsandbytes",),
     )
 
 
 FORMATS = (
-    _four_bits("nf4"),
-    _four_bits("fp4"),
+    _four_bits("nf4", "unsloth's `…-bnb-4bit`"),
+    _four_bits("fp4", "transformers, its default of `load_in_4bit`"),
     QuantizedFormat(
         name="bitsandbytes int8",
         suffix=".weight",
@@ -254,6 +254,7 @@ FORMATS = (
         companions=(Companion(".SCB", dtypes(np.float32), telling=True), Companion(".weight_format", dtypes(np.uint8), required=False, telling=True)),
         make=make_rows8,
         logical=".weight",
+        releases="transformers' `load_in_8bit`",
         methods=("bitsandbytes",),
     ),
 )

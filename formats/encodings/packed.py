@@ -154,6 +154,11 @@ class PackedRows:
 
 
 def in_range(index: np.ndarray, tensor: Tensor, count: int) -> np.ndarray:
+    """The index, if all groups that it names are there.
+
+    Raises:
+      PackedError: some aren't.
+    """
     if index.size and not 0 <= index.min() <= index.max() < count:
         raise PackedError(f"{tensor.name} names groups from {index.min()} to {index.max()}, there are {count}")
     return index

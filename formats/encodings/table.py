@@ -62,5 +62,10 @@ def support_table() -> str:
     return "\n".join(rows)
 
 
+def refused() -> str:
+    """What is refused by its name, for the README."""
+    return ", ".join(sorted({*REFUSED_METHODS.values(), *REFUSED_NAMES}, key=str.lower))
+
+
 if __name__ == "__main__":
-    print(support_table())
+    print(support_table(), refused(), sep="\n\n")

@@ -88,3 +88,27 @@ def test_jobs_hold_every_shard_once() -> None:
     made = [(job.spec.key, box) for number in range(len(conversion.units)) for job in conversion.expand(number).jobs for box in job.boxes()]
     wanted = [(grid.spec.key, grid.spec.shard_box(index)) for grid in conversion.grids for index in itertools.product(*map(range, grid.spec.grid))]
     assert sorted(made) == sorted(wanted)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((700, 4100), (1, 0)),
+        ((4099, 301), (1, 0)),
+        ((1030, 4097), (1, 0)),
+        ((6, 2, 40, 4100), (3, 0, 2, 1)),  # rotary halves paired
+        ((5, 300, 3, 1500), (0, 2, 3, 1)),
+        ((300, 7, 5, 600), (2, 3, 1, 0)),
+        ((33, 9, 64), (1, 0, 2)),
+    ],
+    ids=str,
+)
+def test_blocks_of_a_transposition(shape: tuple[int, ...], order: tuple[int, ...], dtype: np.dtype) -> None:
+    """More rows and columns than one block has, and a rest on either side, odd ones too; with gaps in the target and without."""
+    source = filled(shape, dtype).transpose(order)
+    for gap in (0, 3):
+        target = np.zeros((*source.shape[:-1], source.shape[-1] + gap), dtype)
+        copy(source, target[..., : source.shape[-1]])
+        np.testing.assert_array_equal(target[..., : source.shape[-1]].astype(np.float32), source.astype(np.float32))
+        assert not target[..., source.shape[-1] :].any()

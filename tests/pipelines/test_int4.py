@@ -1,0 +1,154 @@
+"""Packed 4-bit releases, end to end: a conversion equals, bit for bit, that of the same model dequantised to float32 before.
+
+Kimi-K2.5 and K2.6 (compressed-tensors, experts only, behind `language_model.`), GPTQ, AWQ, and bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from stored import COMPRESSED, pack, pack_awq
+from support import BF16, DEEPSEEK, F32, LLAMA, assert_same_bits, call, converted, random_tensors, save, split
+
+GROUP = 32
+KIMI = DEEPSEEK | dict(hidden_size=96, moe_intermediate_size=64, n_routed_experts=4)
+LLAMA_64 = LLAMA | dict(hidden_size=64, intermediate_size=96, head_dim=16)
+QWEN3 = LLAMA_64 | dict(model_type="qwen3")
+
+Tensors = dict[str, np.ndarray]
+Quantised = tuple[Tensors, np.ndarray]  # what is stored for a weight, and its values in float32
+
+
+def codes_of(shape: tuple[int, ...], seed: int, symmetric: bool, scale_dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random codes (O, I), and zeros and scales (O, I / GROUP)."""
+    rng = np.random.default_rng(seed)
+    groups = (shape[0], shape[1] // GROUP)
+    zeros = np.full(groups, 8) if symmetric else rng.integers(1, 16, groups)
+    return rng.integers(0, 16, shape), zeros, rng.uniform(0.001, 0.03, groups).astype(scale_dtype)
+
+
+def values_of(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: np.ndarray) -> np.ndarray:
+    return (codes - zeros[:, group]).astype(np.float32) * scales.astype(np.float32)[:, group]
+
+
+def compressed(name: str, shape: tuple[int, ...], seed: int) -> Quantised:
+    codes, zeros, scales = codes_of(shape, seed, symmetric=True, scale_dtype=BF16)
+    stored = {f"{name}_packed": pack(codes, 4), f"{name}_scale": scales, f"{name}_shape": np.array(shape, np.int32)}
+    return stored, values_of(codes, zeros, scales, np.arange(shape[1]) // GROUP)
+
+
+def gptq(name: str, shape: tuple[int, ...], seed: int) -> Quantised:
+    """With `desc_act`: the inputs' groups in any order."""
+    codes, zeros, scales = codes_of(shape, seed, symmetric=False, scale_dtype=np.float16)
+    group = np.random.default_rng(seed).permutation(shape[1]) // GROUP
+    stem = name.removesuffix("weight")
+    packed = {"qweight": pack(codes, 4).T, "qzeros": pack(zeros.T - 1, 4), "scales": scales.T, "g_idx": group.astype(np.int32)}
+    return {stem + part: np.ascontiguousarray(values) for part, values in packed.items()}, values_of(codes, zeros, scales, group)
+
+
+def awq(name: str, shape: tuple[int, ...], seed: int) -> Quantised:
+    codes, zeros, scales = codes_of(shape, seed, symmetric=False, scale_dtype=np.float16)
+    stem = name.removesuffix("weight")
+    packed = {"qweight": pack_awq(codes.T), "qzeros": pack_awq(zeros.T), "scales": scales.T}
+    return {stem + part: np.ascontiguousarray(values) for part, values in packed.items()}, values_of(codes, zeros, scales, np.arange(shape[1]) // GROUP)
+
+
+def nf4(name: str, shape: tuple[int, ...], seed: int) -> Quantised:
+    """Magnitudes in 8 bits, and bytes that look like bfloat16, as for training over several hosts."""
+    rng = np.random.default_rng(seed)
+    elements = shape[0] * shape[1]
+    codes, meanings = rng.integers(0, 16, elements), np.linspace(-1, 1, 16, dtype=np.float32)
+    magnitudes, nested = rng.integers(0, 256, elements // 64).astype(np.uint8), rng.uniform(-1, 1, 256).astype(np.float32)
+    scale = rng.uniform(0.01, 1, -(-len(magnitudes) // 256)).astype(np.float32)
+    meant = nested[magnitudes] * scale[np.arange(len(magnitudes)) // 256] + np.float32(0.25)
+    state = dict(quant_type="nf4", blocksize=64, dtype="bfloat16", shape=shape, nested_blocksize=256, nested_dtype="float32", nested_offset=0.25)
+    stored = {
+        name: (codes[::2] << 4 | codes[1::2]).astype(np.uint8).view(BF16)[:, None],
+        f"{name}.absmax": magnitudes,
+        f"{name}.quant_map": meanings,
+        f"{name}.nested_absmax": scale,
+        f"{name}.nested_quant_map": nested,
+        f"{name}.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+    }
+    return stored, (meanings[codes] * np.repeat(meant, 64)).reshape(shape)
+
+
+def quantise(tensors: Mapping[str, np.ndarray], quantiser: Callable[[str, tuple[int, ...], int], Quantised], chosen: str) -> tuple[Tensors, Tensors]:
+    """A model with the weights whose names hold `chosen` quantised, and the same dequantised."""
+    stored, decoded = {}, {}
+    for seed, (name, values) in enumerate(tensors.items()):
+        made = quantiser(name, values.shape, seed) if chosen in name and name.endswith("_proj.weight") else ({name: values}, values)
+        stored |= made[0]
+        decoded[name] = made[1]
+    assert sum(values.dtype == np.float32 for values in decoded.values()) >= 10
+    return stored, decoded
+
+
+def kimi() -> tuple[dict[str, Any], Tensors, Tensors]:
+    """A K2.6: config, tensors, and the tensors dequantised; the tower is there, and left out."""
+    weights = dict(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=True, actorder=None)
+    said = COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*"]}
+    config = {"model_type": "kimi_k25", "text_config": KIMI | {"quantization_config": said}, "vision_config": {}, "tie_word_embeddings": False}
+    both = quantise(random_tensors(KIMI), compressed, ".mlp.experts.")
+    tower = {"vision_tower.patch_embed.proj.weight": np.ones((4, 4), BF16), "mm_projector.proj.0.weight": np.ones((4, 4), BF16)}
+    stored, decoded = ({f"language_model.{name}": values for name, values in tensors.items()} | tower for tensors in both)
+    return config, stored, decoded
+
+
+CASES: dict[str, Callable[[], tuple[dict[str, Any], Tensors, Tensors]]] = {
+    "Kimi-K2.6": kimi,
+    "GPTQ": lambda: (
+        LLAMA_64 | {"quantization_config": dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=True, sym=False)},
+        *quantise(random_tensors(LLAMA_64), gptq, ""),
+    ),
+    "AWQ": lambda: (
+        QWEN3 | {"quantization_config": dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm")},
+        *quantise(random_tensors(QWEN3), awq, ""),
+    ),
+    "nf4": lambda: (LLAMA_64 | {"quantization_config": dict(quant_method="bitsandbytes", load_in_4bit=True)}, *quantise(random_tensors(LLAMA_64), nf4, "")),
+}
+
+
+def unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without a word about the quantisation."""
+    return {key: unquantised(value) if key == "text_config" else value for key, value in config.items() if key != "quantization_config"}
+
+
+@pytest.mark.parametrize("options", ["", "--unit_bytes 30000", "--mesh fsdp=8,tensor=2 --unit_bytes 60000", "--save_dtype float32 --scan_layers false"])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_dequantised_model(tmp_path: Path, case: str, options: str) -> None:
+    """Whatever the units, the mesh and the dtype. For Llama the query is scaled and its halves are paired, in float32 until the one cast."""
+    config, stored, decoded = CASES[case]()
+    if config["model_type"] == "llama":
+        options += " --maxtext_model llama3.1-8b"
+    got = converted(save(tmp_path / "hf", config, *split(stored, 3)), tmp_path / "out", *options.split())
+    wanted = converted(save(tmp_path / "float", unquantised(config), decoded), tmp_path / "wanted", *options.split())
+    assert_same_bits(got, wanted)
+    dtype = F32 if "float32" in options else BF16
+    assert {values.dtype for values in got.values()} == {dtype}
+
+
+def test_the_plan_tells_the_formats(tmp_path: Path) -> None:
+    """`lossy` names the encoding where it is quantised."""
+    config, stored, _ = kimi()
+    source = save(tmp_path / "hf", config, stored)
+    assert call("plan", "--source", source, "--json", tmp_path / "plan.json") == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    lossy = {key.rpartition("decoder.")[2]: array["lossy"] for key, array in plan["arrays"].items() if array["lossy"]}
+    experts = [f"moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.{name}" for name in ("wi_0", "wi_1", "wo")]
+    assert lossy == dict.fromkeys(experts, "int4 in groups of 32, rounded once to bfloat16")
+
+
+def test_a_scale_that_is_no_number_stops_the_conversion(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The plan can't see it; the conversion names the tensor."""
+    config, stored, _ = kimi()
+    name = next(name for name in stored if name.endswith("_scale"))
+    stored[name][0, 0] = np.nan
+    assert call("convert", "--source", save(tmp_path / "hf", config, stored), "--output", tmp_path / "out") != 0
+    assert name in "".join(capfd.readouterr())
+    assert not (tmp_path / "out" / "0").exists()
