@@ -29,7 +29,7 @@ from model_mappings.plan import Array, holds, is_float
 from transforms.conversion import Conversion, load_bytes
 from transforms.stages import ByteCounter
 
-SLAB_ELEMENTS = 1 << 23  # compared at a time
+SLAB_ELEMENTS = 1 << 22  # compared at a time
 TASK_BYTES = 256 << 20  # of an array, compared in one go
 
 COMPARED = ByteCounter()  # elements
