@@ -17,6 +17,7 @@ from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions,
 from apache_beam.runners.runner import PipelineResult
 
 from formats import lease
+from formats.encodings import ContentError
 from formats.orbax import Staging, plan_of, publish
 from formats.storage import StorageError, local_path, write_file
 from model_mappings.plan import Problem
@@ -153,11 +154,15 @@ def _written(conversion: Conversion, staging: Staging, left: int, options: Pipel
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:
     """What to tell of a failure; the rest goes into a file beside the units."""
-    lines = [f"  {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"]
+    last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    content = isinstance(error, ContentError) or any(f"{kind.__name__}: " in last for kind in ContentError.__subclasses__())
+    lines = [f"  {last}"]
     with contextlib.suppress(OSError):
         staging.failure.write_text(f"{noise}\n{error}")
         lines.append(f"The whole story is in {staging.failure}.")
-    if staging.folder.exists():
+    if content:
+        lines.append("The source's files are at fault: another attempt would fail alike. Get them anew, or from who made them.")
+    elif staging.folder.exists():
         lines.append(f"What is done is kept in {staging.folder}; the same command with --resume goes on from there.")
     return "\n".join(lines)
 
@@ -200,7 +205,9 @@ def _difference(staging: Staging, wanted: Conversion) -> str:
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
         return "it was staged by another version of Weightbeam, or is damaged"
     if staged.hash == wanted.hash:
-        return ""
+        inodes = {shard.path: shard.inode for shard in staged.checkpoint.shards}  # not in the hash: the source may have moved, times and all
+        replaced = any(inodes.get(shard.path, shard.inode) != shard.inode for shard in wanted.checkpoint.shards)
+        return "the source's files have changed" if replaced else ""
     options = vars(wanted.options)
     changed = [f"--{name} was {_shown(old)}, is {_shown(options[name])}" for name, old in vars(staged.options).items() if options[name] != old]
     return "; ".join(changed) or "the source's files have changed"
