@@ -46,6 +46,11 @@ def find_drops(drops: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> t
     return dropped, windows
 
 
+def drop_reason(name: str, drops: Mapping[str, str]) -> str | None:
+    """Why a whole tensor of this name is dropped; None where it isn't."""
+    return next((reason for entry, reason in drops.items() if fnmatch.fnmatchcase(name, entry)), None)
+
+
 def audit(arrays: Iterable[Array], tensors: Mapping[str, TensorSpec], drops: Mapping[str, str], family: str) -> tuple[dict[str, str], list[Problem]]:
     """Checks a table against a checkpoint: `(what is dropped, the problems)`."""
     dropped, windows = find_drops(drops, tensors)

@@ -25,9 +25,9 @@ from formats.provenance import versions
 from formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
 from formats.sources import open_source
 from formats.zarr import Format
-from model_mappings.audit import audit
+from model_mappings.audit import audit, drop_reason
 from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.family import Family
+from model_mappings.family import Family, rename
 from model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, make_arrays
 from model_mappings.registry import UnknownFamilyError, family_of
 from transforms.grid import Grid, UnitBytesError, count_experts, make_grid
@@ -37,6 +37,7 @@ from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, m
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
+PAIRING = {"unscaled", "scale", "orphan scale"}  # problems of one quantised tensor, which don't count where it is dropped
 SAVE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 
 
@@ -228,20 +229,25 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
     meshes = [Mesh.parse(text, axes) for text in options.mesh]
     source = open_source(checkpoint)
     config = Config(checkpoint.config)
-    problems = [*checkpoint.problems, *source.problems]
+    asked: list[Problem] = []
     try:
         family = family_of(config, options.maxtext_model)
+        asked += _check_options(options, family)
         source = source.renamed(family.aliases)
-        problems = [*checkpoint.problems, *source.problems, *_check_options(options, family)]
         specs = source.specs()
         layout = _layout(options, specs)
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
     except (ConfigError, UnknownFamilyError) as e:
+        problems = [*checkpoint.problems, *source.problems, *asked]
         if checkpoint.config:  # else that it is missing, or empty, is a problem already
             kind = "config" if isinstance(e, ConfigError) else UNKNOWN_FAMILY
-            problems.append(Problem(kind, "config.json", str(e).removeprefix("config.json: ")))
+            problems.append(Problem(kind, "config.json", str(e).removeprefix("config.json: ").removeprefix("config.json ")))
         return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), ())
+    unneeded = {
+        problem: reason for problem in source.problems if problem.kind in PAIRING and (reason := drop_reason(rename(problem.subject, family.aliases), drops))
+    }
+    problems = [*checkpoint.problems, *(problem for problem in source.problems if problem not in unneeded), *asked]
     arrays = make_arrays(parts, specs, SAVE_DTYPES[options.save_dtype])
     dropped, found = audit(arrays, specs, drops, family.name)
     if (checkpoint.shards or not problems) and not any(problem.kind == "quantised" for problem in problems):
@@ -258,7 +264,8 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
             warnings = [warning for grid in grids for warning in grid.warnings]
         except UnitBytesError as e:
             problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
-    plan = Plan(family.name, arrays, {**dropped, **source.dropped}, tuple(problems), note, family.support)
+    dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
+    plan = Plan(family.name, arrays, dropped, tuple(problems), note, family.support)
     return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -293,3 +294,16 @@ def test_a_box_reads_its_own_codes_and_blocks_alone(tmp_path: Path) -> None:
     encoding = scaled_blocks(tensors, (128, 128))
     codes, scales = encoding.reads(((100, 129), (128, 384)))
     assert (codes.nbytes, scales.nbytes) == (29 * 256, 2 * 2 * 4)
+
+
+def test_what_is_left_out_anyway_needs_no_scale(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A multi-token-prediction layer whose scale is missing doesn't stand against the model without it; with `--mtp` it does."""
+    tensors = random_tensors(DEEPSEEK)
+    weight = tensors["model.layers.2.self_attn.o_proj.weight"].astype(FP8)
+    source = save(tmp_path / "source", DEEPSEEK, tensors | {"model.layers.3.self_attn.o_proj.weight": weight})
+    arrays = converted(source, tmp_path / "out")
+    assert_same_bits(arrays, reference(DEEPSEEK, tensors, BF16))
+    left_out = json.loads((tmp_path / "out" / "0" / "conversion.json").read_text())["dropped"]
+    assert left_out == {"model.layers.3.self_attn.o_proj.weight": "multi-token prediction, convert it with --mtp"}
+    assert call("convert", "--source", source, "--output", tmp_path / "mtp", "--mtp", "true") == 2
+    assert "unscaled: model.layers.3.self_attn.o_proj.weight" in capfd.readouterr().err
