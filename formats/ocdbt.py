@@ -9,6 +9,7 @@ from typing import Any
 import tensorstore as ts
 
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
+CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}, "file_io_concurrency": {"limit": 16}}
 
 
@@ -35,7 +36,7 @@ def database(folder: Path) -> dict[str, Any]:
         "assume_config": True,
         "cache_pool": "cache_pool#ocdbt",
         "target_data_file_size": 2**31,
-        "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
+        "config": CONFIG,
     }
 
 

@@ -138,6 +138,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--compression", choices=("none", "zstd"), default=DEFAULTS.compression, help="zstd saves about a fifth of the disk and slows loading")
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--step", type=natural, default=DEFAULTS.step, metavar="N", help="the step under which the checkpoint is written")
+    add("--virtual", action="store_true", default=False, help="refer to the source's files for every array that lies in them already")
 
 
 def add_verification(parser: argparse.ArgumentParser) -> None:
@@ -156,6 +157,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     """The options that say where the checkpoint goes."""
     add = parser.add_argument
     add("--output", metavar="FOLDER", help="the checkpoint's folder; it must not hold that step yet")
+    add("--link", choices=("hard", "symlink", "copy"), default="hard", help="how --virtual puts the source's files into the checkpoint")
     add("--resume", action="store_true", default=False, help="go on with a stopped conversion")
     add("--overwrite", action="store_true", default=False, help="replace a checkpoint, or throw a stopped conversion away")
 

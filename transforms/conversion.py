@@ -22,6 +22,7 @@ import numpy as np
 from formats.encodings import Encoding, stored_bytes
 from formats.orbax import Staging
 from formats.provenance import versions
+from formats.references import Reference
 from formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
 from formats.sources import open_source
 from formats.zarr import Format
@@ -34,6 +35,7 @@ from transforms.grid import Grid, UnitBytesError, make_grid
 from transforms.mesh import Mesh, base_rules
 from transforms.options import Options
 from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, make_blocks, pack
+from transforms.virtual import Placement, place_arrays, problems_of, references, warnings_of
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
@@ -56,6 +58,7 @@ class Conversion:
       grids: one for each array; empty if the plan has problems.
       units: the blocks of each unit; empty if the plan has problems.
       warnings: what the user should know.
+      placements: for each array whether it is virtual; empty without `--virtual`, or if the plan has problems.
     """
 
     options: Options
@@ -65,6 +68,7 @@ class Conversion:
     grids: tuple[Grid, ...]
     units: tuple[tuple[Block, ...], ...]
     warnings: tuple[str, ...]
+    placements: tuple[Placement, ...] = ()
 
     @property
     def save_dtype(self) -> np.dtype:
@@ -99,6 +103,23 @@ class Conversion:
         return sum(array.nbytes for array in self.plan.arrays)
 
     @property
+    def virtual_bytes(self) -> int:
+        """Bytes of the arrays that stay in the source's files."""
+        return sum(array.nbytes for array, placement in zip(self.plan.arrays, self.placements) if placement.spec)  # noqa: B905: none without --virtual
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes that the units write."""
+        return self.target_bytes - self.virtual_bytes
+
+    def references(self) -> Iterator[Reference]:
+        """Every chunk of the virtual arrays, as a range of a file that has the name it has in the source."""
+        names = {shard.path: shard.name for shard in self.checkpoint.shards}
+        for array, placement in zip(self.plan.arrays, self.placements):  # noqa: B905: none without --virtual
+            if placement.spec:
+                yield from references(array, placement.spec, self.encodings, names)
+
+    @property
     def unit_working_bytes(self) -> int:
         """Memory of the largest unit."""
         return max((sum(block.working_bytes for block in blocks) for blocks in self.units), default=0)
@@ -117,7 +138,7 @@ class Conversion:
         for array in self.plan.arrays:
             add(array.key, array.shape, array.fill, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
         for grid in self.grids:
-            add(grid.spec.chunk, grid.spec.shard)
+            add(grid.spec.chunk, grid.spec.shard, grid.spec.order)
         for unit in self.units:
             add([(block.array, block.shards) for block in unit])
         return identity.hexdigest()
@@ -236,16 +257,22 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         # A tensor that its file or its scale already stands against needs no second line.
         explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost
         problems += [problem for problem in found if problem.subject not in explained]
-    grids, units, warnings = (), (), []
+    grids, units, warnings, placements = (), (), [], ()
     if not problems:
         try:
             grids = tuple(_grids(options, arrays, source.encodings, meshes))
-            units = tuple(_units(options, arrays, grids, source.encodings))
             warnings = [warning for grid in grids for warning in grid.warnings]
+            if options.virtual:
+                placements = place_arrays(arrays, source.encodings, meshes, grids)
+                problems += problems_of(arrays, placements, format_of(options))
+                grids = tuple(dataclasses.replace(grid, spec=at.spec) if at.spec else grid for grid, at in zip(grids, placements, strict=True))
+                warnings += warnings_of(arrays, placements)
+            made = [number for number in range(len(arrays)) if not (placements and placements[number].spec)]
+            units = tuple(_units(options, arrays, made, grids, source.encodings)) if not problems else ()
         except UnitBytesError as e:
             problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
     plan = Plan(family.name, arrays, {**dropped, **source.dropped}, tuple(problems), note, family.support)
-    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings))
+    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings), placements)
 
 
 def _layout(options: Options, specs: Mapping[str, TensorSpec]) -> Layout:
@@ -289,9 +316,13 @@ def _grids(options: Options, arrays: Sequence[Array], encodings: dict[str, Encod
     return grids
 
 
-def _units(options: Options, arrays: Sequence[Array], grids: Sequence[Grid], encodings: Mapping[str, Encoding]) -> list[tuple[Block, ...]]:
+def _units(
+    options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding]
+) -> list[tuple[Block, ...]]:
+    """The units that make the arrays of these numbers."""
     blocks: list[tuple[Block, ...]] = []
-    for group in find_twins(arrays):
+    for twins in find_twins([arrays[number] for number in made]):
+        group = [made[twin] for twin in twins]
         cut = [make_blocks(number, arrays[number], grids[number], encodings, options.unit_bytes // len(group)) for number in group]
         blocks += zip(*cut, strict=True)
     return pack(blocks, options.unit_bytes)

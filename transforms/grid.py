@@ -117,7 +117,7 @@ def make_grid(array: Array, source_bytes: int, order: Sequence[int] | None, mesh
     shape, itemsize = array.shape, array.dtype.itemsize
     assignments = partition_spec(array.names, rules)
     if meshes:
-        finest, warnings = _finest_shard(array, assignments, meshes)
+        finest, warnings = finest_shard(array, assignments, meshes)
     else:
         finest, warnings = _common_shard(array, assignments), ()
     selecting = selecting_axes(array)
@@ -153,7 +153,7 @@ def make_grid(array: Array, source_bytes: int, order: Sequence[int] | None, mesh
     return dataclasses.replace(grid, spec=dataclasses.replace(grid.spec, chunk=tuple(chunk), shard=tuple(shard)))
 
 
-def _finest_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) -> tuple[list[int], tuple[str, ...]]:
+def finest_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) -> tuple[list[int], tuple[str, ...]]:
     """The greatest extents that divide the shards of all meshes, and a warning for each axis that a mesh doesn't divide."""
     finest, warnings = list(array.shape), []
     for mesh in meshes:
