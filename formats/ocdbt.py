@@ -44,18 +44,18 @@ class IncompleteError(ValueError):
     """A merged database doesn't hold exactly the keys that it should."""
 
 
-def merge(items: Path, attempts: Iterable[str], more: Iterable[tuple[str, bytes]], expected: Sequence[str]) -> None:
-    """Merges the databases of `attempts`, and the objects `more`, into the one of `items`, atomically.
+def merge(items: Path, folders: Iterable[Path], more: Iterable[tuple[str, bytes]], expected: Sequence[str]) -> None:
+    """Merges the databases in `folders` below `items`, and the objects `more`, into the one of `items`, atomically.
 
-    No array bytes are moved: the merged database refers to the attempts' files.
+    No array bytes are moved: the merged database refers to the others' files.
 
     Raises:
-      IncompleteError: a key of `expected` is missing, one is there that shouldn't be, or two attempts hold the same.
+      IncompleteError: a key of `expected` is missing, one is there that shouldn't be, or two databases hold the same.
     """
     shared = context()
     transaction = ts.Transaction(atomic=True)
     merged = ts.KvStore.open(database(items), context=shared).result().with_transaction(transaction)
-    children = [ts.KvStore.open(database(items / f"{ATTEMPT}{attempt}"), context=shared).result() for attempt in attempts]
+    children = [ts.KvStore.open(database(folder), context=shared).result() for folder in folders]
     counts = [child.list() for child in children]
     copies = [child.experimental_copy_range_to(merged) for child in children]
     for copy in copies:

@@ -33,7 +33,9 @@ def print_placements(conversion: Conversion) -> None:
     virtual = sum(placement.spec is not None for placement in conversion.placements)
     totals = table("", "")
     totals.add_row("virtual", f"{count(virtual, 'array')} of {len(conversion.placements):,}, {share(conversion.virtual_bytes, total)} of the bytes")
-    totals.add_row("written", f"{human(conversion.made_bytes)} in arrays, and an index of about {human(index_bytes(references))} for {len(references):,} chunks")
+    totals.add_row(
+        "written", f"{human(conversion.made_bytes)} in arrays, and an index of about {human(index_bytes(references))} for {len(references):,} chunks"
+    )
     CONSOLE.print()
     CONSOLE.print(totals)
 

@@ -105,7 +105,7 @@ class Conversion:
     @property
     def virtual_bytes(self) -> int:
         """Bytes of the arrays that stay in the source's files."""
-        return sum(array.nbytes for array, placement in zip(self.plan.arrays, self.placements) if placement.spec)  # noqa: B905: none without --virtual
+        return sum(array.nbytes for array, placement in zip(self.plan.arrays, self.placements, strict=False) if placement.spec)  # none without --virtual
 
     @property
     def made_bytes(self) -> int:
@@ -115,7 +115,7 @@ class Conversion:
     def references(self) -> Iterator[Reference]:
         """Every chunk of the virtual arrays, as a range of a file that has the name it has in the source."""
         names = {shard.path: shard.name for shard in self.checkpoint.shards}
-        for array, placement in zip(self.plan.arrays, self.placements):  # noqa: B905: none without --virtual
+        for array, placement in zip(self.plan.arrays, self.placements, strict=False):  # none without --virtual
             if placement.spec:
                 yield from references(array, placement.spec, self.encodings, names)
 
@@ -316,9 +316,7 @@ def _grids(options: Options, arrays: Sequence[Array], encodings: dict[str, Encod
     return grids
 
 
-def _units(
-    options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding]
-) -> list[tuple[Block, ...]]:
+def _units(options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding]) -> list[tuple[Block, ...]]:
     """The units that make the arrays of these numbers."""
     blocks: list[tuple[Block, ...]] = []
     for twins in find_twins([arrays[number] for number in made]):

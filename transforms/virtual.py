@@ -25,7 +25,7 @@ from transforms.grid import MAX_CHUNK, MIN_CHUNK, Grid, finest_shard
 from transforms.mesh import Mesh
 
 WARN_SHARE = 0.8  # of the bytes; where fewer are virtual, most of the promise is gone
-LEAST_CHUNK = 64 << 10  # bytes; rows that don't divide into parts of this size up to `MAX_CHUNK` make larger chunks
+LEAST_CHUNK = 64 << 10  # bytes; a tensor isn't cut into smaller ones, but for a mesh
 
 
 class MaterialError(ValueError):
@@ -257,6 +257,9 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
     while tail and strides[free[tail - 1]] == run:
         tail -= 1
         run *= array.shape[free[tail]]
+    stretch = run * array.dtype.itemsize
+    if stretch < LEAST_CHUNK and any(array.names[axis] != "exp" for axis in free[:tail]):
+        raise MaterialError(f"lies in its tensors in stretches of {stretch:,} bytes, too short to refer to each")
     for axis in free[:tail]:
         chunk[axis] = 1
     allowed = [_common_divisor(array, axis) for axis in range(len(chunk))]
