@@ -20,6 +20,7 @@ from formats.safetensors import HF_QUANT_CONFIG, INDEX, Checkpoint
 from formats.storage import TEMPORARY, StorageError, sync_folder, write_file
 
 SOURCE = "source"  # below the item
+SUMS = "SHA256SUMS"  # beside the files, if their hashes were asked for; `sha256sum -c` reads it
 HARD, SYMBOLIC, COPY = "hard", "symlink", "copy"
 
 
@@ -27,8 +28,14 @@ class LinkError(StorageError):
     """A file can't be put into the checkpoint in the way that was asked for."""
 
 
-def put_source(folder: Path, checkpoint: Checkpoint, how: str) -> None:
+def put_source(folder: Path, checkpoint: Checkpoint, how: str, hashed: bool = False) -> None:
     """Puts a checkpoint's files into `folder`, durably. What an earlier attempt left there is replaced; a finished copy is kept.
+
+    Args:
+      folder: where.
+      checkpoint: whose files.
+      how: hard or symbolic links, or copies.
+      hashed: read each file, and write the hashes beside them.
 
     Raises:
       LinkError: says why not, and what to do.
@@ -39,6 +46,9 @@ def put_source(folder: Path, checkpoint: Checkpoint, how: str) -> None:
     for name in ("config.json", INDEX, HF_QUANT_CONFIG):
         with contextlib.suppress(FileNotFoundError):
             write_file(folder / name, (Path(checkpoint.root) / name).read_bytes())
+    if hashed:
+        lines = [f"{shard.sha256 or sha256(folder / shard.name)}  {shard.name}\n" for shard in checkpoint.shards]
+        write_file(folder / SUMS, "".join(lines).encode())
     sync_folder(folder)
 
 
@@ -123,26 +133,22 @@ class Identity:
         return (folder / self.name).stat().st_ino != self.inode
 
 
-def identify(folder: Path, checkpoint: Checkpoint, hashed: bool = False) -> list[Identity]:
+def identify(folder: Path, checkpoint: Checkpoint) -> list[Identity]:
     """What identifies the files that `put_source` put into a folder.
-
-    Args:
-      folder: the files'.
-      checkpoint: the source.
-      hashed: read every file whose hash isn't known otherwise.
 
     Raises:
       StorageError: a file isn't what the source was when it was planned.
     """
     found = []
+    sums = (folder / SUMS).read_text().splitlines() if (folder / SUMS).exists() else ()
+    hashes = {name: known for known, name in (line.split("  ", 1) for line in sums)}
     for shard in checkpoint.shards:
         path = folder / shard.name
         stat = path.stat()
         link = SYMBOLIC if path.is_symlink() else HARD if stat.st_ino == shard.inode else COPY
         if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
             raise StorageError(f"{shard.path} changed while it was converted; start anew with --overwrite")
-        known = shard.sha256 or (sha256(path) if hashed else None)
-        found.append(Identity(shard.name, stat.st_size, stat.st_mtime_ns, stat.st_ino, link, known))
+        found.append(Identity(shard.name, stat.st_size, stat.st_mtime_ns, stat.st_ino, link, shard.sha256 or hashes.get(shard.name)))
     return found
 
 

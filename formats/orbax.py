@@ -255,6 +255,15 @@ def custom_metadata(step: Path) -> dict[str, Any]:
     return custom if isinstance(custom, dict) else {}
 
 
+def record_of(items: Path) -> dict[str, Any]:
+    """Where a checkpoint comes from, in full; empty where nothing says it, as where the item was copied without its step."""
+    try:
+        record = json.loads((items.parent / RECORD).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def _json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value).encode()
 

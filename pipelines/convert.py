@@ -72,7 +72,7 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
 def _publish_index(conversion: Conversion, staging: Staging, args: argparse.Namespace) -> None:
     """A conversion without units: every array is virtual, and a pipeline would have nothing to do."""
     try:
-        if stage(conversion, staging, args.resume, args.link):
+        if stage(conversion, staging, args.resume, args.link, args.sha256):
             assemble_checkpoint(conversion, staging, args.overwrite)
         else:
             publish(staging, args.overwrite)

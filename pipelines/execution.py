@@ -40,12 +40,12 @@ def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, ove
 def run_units(conversion: Conversion, staging: Staging, rest: Sequence[str], args: argparse.Namespace) -> int:
     """Runs the pipeline as the command line says; returns the bytes that this process wrote."""
     before = WRITTEN.total
-    execute(conversion, staging, pipeline_options(rest), args.resume, args.overwrite, args.link)
+    execute(conversion, staging, pipeline_options(rest), args.resume, args.overwrite, args.link, args.sha256)
     return WRITTEN.total - before
 
 
 def execute(
-    conversion: Conversion, staging: Staging, options: PipelineOptions, resume: bool = False, overwrite: bool = False, link: str = HARD
+    conversion: Conversion, staging: Staging, options: PipelineOptions, resume: bool = False, overwrite: bool = False, link: str = HARD, hashed: bool = False
 ) -> PipelineResult | None:
     """Stages the plan and runs the pipeline to its end.
 
@@ -56,6 +56,7 @@ def execute(
       resume: go on with what is staged there.
       overwrite: replace a checkpoint that has the same place.
       link: how the source's files get into a virtual checkpoint.
+      hashed: read them once, so that their hashes are known.
 
     Returns:
       The pipeline's result; None where only publishing was left to do.
@@ -70,7 +71,7 @@ def execute(
         raise RefusedError(str(e)) from e
     noise = io.StringIO()
     try:
-        if not stage(conversion, staging, resume, link):
+        if not stage(conversion, staging, resume, link, hashed):
             publish(staging, overwrite)
             return None
         remember(conversion)

@@ -1,15 +1,21 @@
-"""What a person sees of a virtual checkpoint's plan: which arrays stay in the source's files, why others can't, and what the index takes."""
+"""Virtual checkpoints at the terminal: what a plan says of them, and whether the files that one refers to are still those it was made of."""
 
 from __future__ import annotations
 
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from formats.links import SOURCE, SYMBOLIC, find_changes, identities
+from formats.orbax import record_of
 from formats.references import Reference, encode_leaf
+from formats.safetensors import Checkpoint, open_checkpoint
+from formats.storage import StorageError, local_path
 from model_mappings.cells import pattern
 from model_mappings.plan import Array
+from pipelines.errors import FailedError, RefusedError
 from pipelines.report import CONSOLE, count, human, shape_text, table
 from transforms.conversion import Conversion
 from transforms.virtual import share
@@ -53,3 +59,39 @@ def json_report(conversion: Conversion) -> dict[str, Any]:
     references = list(conversion.references())
     sizes = {"virtual": conversion.virtual_bytes, "written": conversion.made_bytes, "index": index_bytes(references)}
     return {"virtual": {"arrays": why, "bytes": sizes, "references": len(references)}}
+
+
+def check_files(items: Path) -> bool:
+    """Makes sure that the files which a checkpoint refers to are those that it was made of; returns whether it is virtual.
+
+    Raises:
+      FailedError: some aren't, or can't be told.
+    """
+    files = identities(record_of(items))
+    if changes := find_changes(items, files):
+        raise FailedError("\n".join(f"  {change}" for change in changes))
+    if files:
+        moved = sum(file.is_moved(items / SOURCE) for file in files)
+        copies = f"; {moved} are copies made since" if moved else ""
+        print(f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made{copies}")
+    return bool(files)
+
+
+def open_own_source(items: Path) -> Checkpoint:
+    """The source of a virtual checkpoint whose files `check_files` found right: its own folder, or where its links lead.
+
+    Raises:
+      RefusedError: the folder that the links lead to isn't what it was.
+    """
+    record = record_of(items)
+    files = {file.name: file for file in identities(record)}
+    if all(file.link != SYMBOLIC for file in files.values()):
+        return open_checkpoint(items / SOURCE)
+    try:
+        checkpoint = open_checkpoint(local_path(record["source"]))
+    except StorageError as e:
+        raise RefusedError(f"  {e}; the links in {items / SOURCE} lead there") from e
+    found = {shard.name: (shard.size, shard.mtime_ns, shard.inode) for shard in checkpoint.shards}
+    if changed := sorted(found.items() ^ {name: (file.size, file.mtime_ns, file.inode) for name, file in files.items()}.items()):
+        raise RefusedError(f"  {checkpoint.root}/{changed[0][0]} isn't the file that the checkpoint was made of")
+    return checkpoint

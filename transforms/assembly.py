@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import shutil
 
-from formats.links import SOURCE, identify, put_source
+from formats.links import HARD, SOURCE, identify, put_source
 from formats.orbax import Staging, assemble, plan_of
 from formats.storage import StorageError, write_file
 from transforms.conversion import Conversion
 
 
-def stage(conversion: Conversion, staging: Staging, resume: bool, link: str) -> bool:
+def stage(conversion: Conversion, staging: Staging, resume: bool, link: str = HARD, hashed: bool = False) -> bool:
     """Prepares the staging folder: the plan, and with `--virtual` the source's files.
 
     Args:
@@ -19,6 +19,7 @@ def stage(conversion: Conversion, staging: Staging, resume: bool, link: str) -> 
       staging: where.
       resume: go on with what is staged there.
       link: how the source's files get there.
+      hashed: read them once, so that their hashes are known.
 
     Returns:
       Whether anything is left to do but publishing.
@@ -36,7 +37,7 @@ def stage(conversion: Conversion, staging: Staging, resume: bool, link: str) -> 
         staging.create(conversion.stage())
     if conversion.virtual_bytes:
         try:
-            put_source(staging.items / SOURCE, conversion.checkpoint, link)
+            put_source(staging.items / SOURCE, conversion.checkpoint, link, hashed)
         except StorageError:
             if not resumed:
                 shutil.rmtree(staging.folder)

@@ -114,7 +114,7 @@ class Conversion:
 
     def references(self) -> Iterator[Reference]:
         """Every chunk of the virtual arrays, as a range of a file that has the name it has in the source."""
-        names = {shard.path: shard.name for shard in self.checkpoint.shards}
+        names = {tensor.path: shard.name for shard in self.checkpoint.shards for tensor in shard.tensors[:1]}
         for array, placement in zip(self.plan.arrays, self.placements, strict=False):  # none without --virtual
             if placement.spec:
                 yield from references(array, placement.spec, self.encodings, names)
