@@ -2,13 +2,16 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test soak lint format bench clean
 
 demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 	$(RUN)/python -m examples.demo out/demo
 
 test: .venv/test ## everything that CI runs but the linters
 	$(RUN)/python -m pytest -n $(WORKERS)
+
+soak: .venv/test ## kill and resume hundreds of conversions, change every field of every config: half an hour
+	PYTHONPATH=.:tests $(RUN)/python tests/soak.py
 
 lint: .venv/test ## style, types and the direction of imports
 	$(RUN)/ruff check .
@@ -22,6 +25,8 @@ format: .venv/test ## mend what can be mended
 
 bench: .venv/test ## measure what the README claims: some minutes, 11 GB of disk
 	$(RUN)/python -m benchmarks.bench
+	$(RUN)/python -m benchmarks.load
+	$(RUN)/python -m benchmarks.kernels
 
 .venv/core: setup.py
 	$(PYTHON) -m venv .venv

@@ -10,6 +10,7 @@ CORE = [
     "safetensors>=0.8",
     "jax>=0.10",  # reading back and inspecting only: no worker imports jax or orbax-checkpoint
     "orbax-checkpoint>=0.12.8",
+    "pyyaml>=6",
     "rich>=14",
     "xxhash>=3.5",
 ]

@@ -125,10 +125,10 @@ def decoders() -> Iterator[Kernel]:
 
     count = ROWS * COLUMNS // 64
     nested = Nested(tensor("meant", np.float32, 256), tensor("scales", np.float32, count // 256), 256, 0.5)
-    meanings, magnitude = tensor("meanings", np.float32, 16), tensor("magnitude", np.uint8, count)
+    quant_map, absmax = tensor("quant_map", np.float32, 16), tensor("absmax", np.uint8, count)
     flat = tensor("codes", np.uint8, ROWS * COLUMNS // 2, 1)
-    yield decoding("nf4, magnitudes in 8 bits", BlockCodes(flat, (ROWS, COLUMNS), "nf4", meanings, magnitude, 64, nested), FOUR_BIT_RATE)
-    yield decoding("LLM.int8()", ScaledRows8(tensor("codes", np.int8, ROWS, COLUMNS), tensor("magnitude", np.float32, ROWS)), None)
+    yield decoding("nf4, magnitudes in 8 bits", BlockCodes(flat, (ROWS, COLUMNS), "nf4", quant_map, absmax, 64, nested), FOUR_BIT_RATE)
+    yield decoding("LLM.int8()", ScaledRows8(tensor("codes", np.int8, ROWS, COLUMNS), tensor("absmax", np.float32, ROWS)), None)
 
 
 def copies() -> Iterator[Kernel]:

@@ -1,7 +1,7 @@
 """Where a checkpoint comes from, and digests that tell whether it still is what was written.
 
-The record lies in `<step>/conversion.json`; all of it but the lists of files and of dropped tensors is in the checkpoint's
-custom metadata too.
+The record lies in `<step>/conversion.json`; all of it but the lists of files, of logical axes and of dropped tensors is in the
+checkpoint's custom metadata too.
 
 An array's digest is the sum, modulo 2¹²⁸, of the XXH3 digests of its shards: each over the array's key, dtype and the
 shard's box, and the bytes of the shard in C order. It comes out the same in whatever order units are done, costs nothing
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record without its long lists, for the custom metadata."""
-    short = {key: value for key, value in record.items() if key not in ("shards", "dropped")}
+    short = {key: value for key, value in record.items() if key not in ("shards", "axes", "dropped")}
     if "references" in record:
         short["references"] = {key: value for key, value in record["references"].items() if key != "files"}
     return short | {"dropped": dict(Counter(record.get("dropped", {}).values()))}

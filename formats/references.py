@@ -116,7 +116,7 @@ def _varints(numbers: Iterable[int]) -> bytes:
 def _front_code(texts: Sequence[bytes]) -> tuple[list[int], list[int], list[bytes]]:
     """For each text how many bytes it shares with the one before, how many are left, and these."""
     shared = [0] * min(1, len(texts))
-    shared += [len(os.path.commonprefix((a, b))) for a, b in itertools.pairwise(texts)]  # noqa: RUF071: bytes, not parts of paths
+    shared += [len(os.path.commonprefix((a, b))) for a, b in itertools.pairwise(texts)]  # noqa: RUF071
     tails = [text[n:] for text, n in zip(texts, shared, strict=True)]
     return shared, [len(tail) for tail in tails], tails
 

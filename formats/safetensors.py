@@ -1,8 +1,8 @@
 """Checkpoints as safetensors files: strict headers, single or sharded with an index, and reads of boxes.
 
 The file format: huggingface/safetensors, safetensors/src/tensor.rs. A header that breaks one of its rules is refused, and so
-are things that it lets pass: duplicate keys, names that are empty, have control characters or lead elsewhere as paths, more
-than `MAX_RANK` dimensions, and more than `MAX_VALUES` values.
+are things that it lets pass: duplicate keys, names that are empty, have control characters or lead elsewhere as paths, fields
+that the format doesn't have, more than `MAX_RANK` dimensions, more than `MAX_VALUES` values, and elements of less than a byte.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ MAX_DEPTH = 64  # of JSON
 MAX_RANK = 32  # more than numpy's dimensions need
 INDEX = "model.safetensors.index.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
+GPTQ_CONFIG, AWQ_CONFIG = "quantize_config.json", "quant_config.json"  # where AutoGPTQ and AutoAWQ do
+QUANT_CONFIGS = (HF_QUANT_CONFIG, GPTQ_CONFIG, AWQ_CONFIG)
 
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -112,7 +114,7 @@ class Checkpoint:
 
     Attributes:
       root: the folder.
-      config: `config.json`; with `hf_quant_config.json` under that name, if there is one.
+      config: `config.json`; with each of `QUANT_CONFIGS` that there is, under the file's name.
       shards: the files that hold the model, in order of their names.
       ignored: safetensors files in the folder that the index doesn't name.
       lost: tensors that the index places in files which can't be read.
@@ -141,12 +143,17 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _check_pointer(start: bytes) -> None:
+    if start.startswith(b"version ") and b"git-lfs" in start[:108]:
+        raise HeaderError("a git-lfs pointer, not the file itself; run `git lfs pull`")
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _parse_json(raw: bytes, allow_constants: bool = True) -> Any:
-    """JSON from a stranger.
+def _parse_json(raw: bytes, lenient: bool = True) -> Any:
+    """JSON from a stranger; `lenient` with NaN, infinity and −0, which Python reads and writes.
 
     Raises:
       HeaderError: it isn't UTF-8 or JSON, has a key twice, or is larger than anything that is meant.
@@ -154,7 +161,8 @@ def _parse_json(raw: bytes, allow_constants: bool = True) -> Any:
     if sum(raw.count(mark) for mark in b"{[:,") > MAX_VALUES:
         raise HeaderError(f"more than {MAX_VALUES:,} values")
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=None if allow_constants else _refuse_constant)
+        strict = {} if lenient else {"parse_constant": _refuse_constant, "parse_int": _parse_int}
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, **strict)
     except UnicodeDecodeError as e:
         raise HeaderError(f"isn't UTF-8: {e}") from e
     except HeaderError:
@@ -184,8 +192,8 @@ def _read_shard(name: str, path: str) -> Shard:
         stat = os.fstat(file.fileno())
         size = stat.st_size
         start = file.read(8)
-        if start == b"version " and b"git-lfs" in start + file.read(100):
-            raise HeaderError("a git-lfs pointer, not the file itself; run `git lfs pull`")
+        if start == b"version ":
+            _check_pointer(start + file.read(100))
         if len(start) < 8:
             raise HeaderError(f"{size} bytes are too few for a safetensors file")
         length = int.from_bytes(start, "little")
@@ -203,11 +211,11 @@ def parse_header(raw: bytes, size: int, path: str) -> tuple[Tensor, ...]:
     if not raw.startswith(b"{"):
         raise HeaderError("the header doesn't start with '{'")
     try:
-        header = _parse_json(raw, allow_constants=False)
+        header = _parse_json(raw, lenient=False)
     except HeaderError as e:
         raise HeaderError(f"the header: {e}") from e
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         raise HeaderError("__metadata__ must map strings to strings")
     data_start = 8 + len(raw)
     tensors = sorted((_parse_entry(name, entry, path, data_start) for name, entry in header.items()), key=lambda tensor: (tensor.offset, tensor.nbytes))
@@ -223,6 +231,12 @@ def parse_header(raw: bytes, size: int, path: str) -> tuple[Tensor, ...]:
 
 def _refuse_constant(text: str) -> None:
     raise HeaderError(f"{text} isn't JSON")
+
+
+def _parse_int(text: str) -> int:
+    if text == "-0":  # a floating-point number, to other readers
+        raise HeaderError("-0 isn't a size")
+    return int(text)
 
 
 def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
@@ -256,8 +270,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise StorageError(f"{folder}: no such folder")
     problems: list[Problem] = []
     config = _read_json(folder, "config.json", problems)
-    if config and os.path.lexists(folder / HF_QUANT_CONFIG):
-        config[HF_QUANT_CONFIG] = _read_json(folder, HF_QUANT_CONFIG, problems)
+    if config:
+        config |= {name: _read_json(folder, name, problems) for name in QUANT_CONFIGS if os.path.lexists(folder / name)}
     on_disk = sorted(path.name for path in folder.glob("*.safetensors") if _FILE_NAME.fullmatch(path.name))
     weight_map: dict[str, str] | None = None
     if os.path.lexists(folder / INDEX):
@@ -290,6 +304,7 @@ def _read_json(folder: Path, name: str, problems: list[Problem]) -> dict[str, An
             raw = file.read(MAX_HEADER + 1)
         if len(raw) > MAX_HEADER:
             raise HeaderError(f"more than {MAX_HEADER:,} bytes")
+        _check_pointer(raw)
         value = _parse_json(raw)
         if isinstance(value, dict) and value:
             return value

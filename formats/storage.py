@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -26,6 +28,19 @@ def local_path(url: str) -> Path:
     return Path(url).expanduser().absolute()
 
 
+def open_file(path: str) -> int:
+    """Opens a regular file for reading, without waiting as a pipe would have us do; returns its descriptor.
+
+    Raises:
+      OSError: it can't be opened, or is a pipe, a device or a folder.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "isn't a regular file", path)
+    return fd
+
+
 def read_ranges(path: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
     """Reads ranges of a file into buffers: `(offset, buffer)` each, as long as its buffer.
 
@@ -36,12 +51,12 @@ def read_ranges(path: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
       Bytes read from the file.
 
     Raises:
-      StorageError: the file ends before a range does.
+      StorageError: the file can't be read, or ends before a range does.
     """
     scratch = memoryview(bytearray(PAGE))
     total = 0
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_file(path)
     except OSError as e:
         raise StorageError(f"{path}: {e.strerror}") from e
     try:
@@ -71,7 +86,10 @@ def _read_all(fd: int, buffers: Sequence[memoryview], offset: int, path: str) ->
     wanted = sum(len(buffer) for buffer in buffers)
     done = 0
     while done < wanted:
-        n = os.preadv(fd, rest, offset + done)
+        try:
+            n = os.preadv(fd, rest, offset + done)
+        except OSError as e:
+            raise StorageError(f"{path}: at byte {offset + done}: {e.strerror}") from e
         if n == 0:
             raise StorageError(f"{path}: ends at byte {offset + done}, expected {wanted - done} more; was it changed after it was planned?")
         done += n

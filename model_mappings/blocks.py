@@ -178,6 +178,30 @@ def gated_mlp(target: str = "mlp", source: str = "mlp", width: str = "mlp", proj
     ]
 
 
+def attention_biases(target: str = "self_attention", when: object = True) -> Table:
+    """The biases of query, key and value."""
+    return [
+        rule(f"{target}/query/bias", "self_attn.q_proj.bias", "(heads dim) -> heads dim", "q_heads kv", when=when),
+        rule(f"{target}/key/bias", "self_attn.k_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim", when=when),
+        rule(f"{target}/value/bias", "self_attn.v_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim", when=when),
+    ]
+
+
+def check_all_moe(c: Config) -> None:
+    """Checks that no layer is dense, as Qwen's `config.json` could say and MaxText's models don't have.
+
+    Raises:
+      ConfigError: some are.
+    """
+    if c.get("mlp_only_layers") or c.size("decoder_sparse_step", 1) != 1:
+        raise ConfigError("config.json mixes dense and MoE layers (mlp_only_layers, decoder_sparse_step); MaxText's model has no dense layers")
+
+
+def is_fused(layout: Layout, source: str) -> bool:
+    """Whether the experts below `source` are fused, as transformers v5 holds them, or are tensors of their own."""
+    return f"{source}.gate_up_proj" in layout.names
+
+
 def experts(
     target: str,
     source: str,
@@ -198,4 +222,13 @@ def experts(
         rule(f"{target}/wi_0", f"{source}.{gate}", "expert moe_mlp embed -> expert embed moe_mlp", "exp embed_moe mlp_moe"),
         rule(f"{target}/wi_1", f"{source}.{up}", "expert moe_mlp embed -> expert embed moe_mlp", "exp embed_moe mlp_moe"),
         rule(f"{target}/wo", f"{source}.{down}", "expert embed moe_mlp -> expert moe_mlp embed", "exp mlp_moe embed_moe"),
+    ]
+
+
+def experts_in_out(target: str, source: str, width: int) -> Table:
+    """Fused experts that lie in the files as in MaxText: `gate_up_proj` (expert, embed, 2 · moe_mlp), gate first."""
+    return [
+        rule(f"{target}/wi_0", f"{source}.gate_up_proj[..., :{width}]", "expert embed moe_mlp", "exp embed_moe mlp_moe"),
+        rule(f"{target}/wi_1", f"{source}.gate_up_proj[..., {width}:]", "expert embed moe_mlp", "exp embed_moe mlp_moe"),
+        rule(f"{target}/wo", f"{source}.down_proj", "expert moe_mlp embed", "exp mlp_moe embed_moe"),
     ]

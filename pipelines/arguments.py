@@ -42,6 +42,14 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 INSPECT = """\
 Shows what a checkpoint holds: the arrays of an Orbax checkpoint (ours or anyone's; its root, a step or an item), or the
 tensors of a folder of safetensors files: shapes, dtypes, chunks and bytes.
+
+With --mesh it says what loading an Orbax checkpoint costs on that mesh: bytes read by the bytes needed, and the number of
+reads, for hosts with one device each (one with several reads no more than they do together). That needs the logical axes of
+the arrays: Weightbeam's checkpoints tell them; for others, --source names a folder with the model's config.json.
+
+  weightbeam inspect ckpt
+  weightbeam inspect ckpt --mesh fsdp=16 --mesh fsdp=8,tensor=2
+  weightbeam inspect maxtext/0/items --mesh fsdp=16 --source ~/models/Llama-3.1-8B --maxtext_model llama3.1-8b
 """
 
 
@@ -142,6 +150,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--param_scan_axis", type=natural, default=DEFAULTS.param_scan_axis, metavar="N", help="where the stacked axis goes, as in MaxText")
     add("--save_dtype", choices=("bfloat16", "float32"), default=DEFAULTS.save_dtype, help="dtype of every float array; computed in float32, cast once")
     add("--mesh", action="append", metavar="AXES", help="target sharding, such as fsdp=16,expert=4; repeat it to serve several meshes")
+    add("--sharding_rules", metavar="FILE", help="your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
     add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where config.json can't settle it")
     add("--vocab_size", type=positive, metavar="N", help="rows of MaxText's embedding: more pads with zeros, fewer cuts")
     add("--mtp", type=boolean, default=DEFAULTS.mtp, metavar="true|false", help="convert the multi-token-prediction layers too")
@@ -164,6 +173,16 @@ def add_verification(parser: argparse.ArgumentParser) -> None:
     add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it")
     add("--scan_layers", type=boolean, metavar="true|false", help="whether layers are stacked")
     add("--param_scan_axis", type=natural, metavar="N", help="where the stacked axis is (default: 1)")
+
+
+def add_inspection(parser: argparse.ArgumentParser) -> None:
+    """The options of an inspection; None stands for what the checkpoint says."""
+    add = parser.add_argument
+    add("checkpoint", metavar="PATH", help="an Orbax checkpoint, or a folder of safetensors files")
+    add("--mesh", action="append", metavar="AXES", help="what loading costs on a mesh, such as fsdp=16,expert=4; may be repeated")
+    add("--sharding_rules", metavar="FILE", help="your logical_axis_rules, as for convert (default: those that it was made for)")
+    add("--source", metavar="FOLDER", help="folder with the model's config.json, for a checkpoint that doesn't tell its logical axes")
+    add("--maxtext_model", metavar="NAME", help="the MaxText model, where neither config.json nor the checkpoint can settle it")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -210,5 +229,5 @@ def make_parser() -> argparse.ArgumentParser:
     add_verification(verify)
     add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", MATERIALIZE))
     inspect = command("inspect", "show what a checkpoint holds", INSPECT)
-    inspect.add_argument("checkpoint", metavar="PATH", help="an Orbax checkpoint, or a folder of safetensors files")
+    add_inspection(inspect)
     return parser

@@ -147,7 +147,9 @@ def _difference(staging: Staging, wanted: Conversion) -> str:
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
         return "it was staged by another version of Weightbeam, or is damaged"
     if staged.hash == wanted.hash:
-        return ""
+        inodes = {shard.path: shard.inode for shard in staged.checkpoint.shards}  # not in the hash: the source may have moved, times and all
+        replaced = any(inodes.get(shard.path, shard.inode) != shard.inode for shard in wanted.checkpoint.shards)
+        return "the source's files have changed" if replaced else ""
     options = vars(wanted.options)
     changed = [f"--{name} was {_shown(old)}, is {_shown(options[name])}" for name, old in vars(staged.options).items() if options[name] != old]
     return "; ".join(changed) or "the source's files have changed"

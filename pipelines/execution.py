@@ -11,6 +11,7 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
 from apache_beam.runners.runner import PipelineResult
 
+from formats.encodings import ContentError
 from formats.links import HARD, LinkError
 from formats.orbax import Staging, publish
 from pipelines.convert import share_left
@@ -98,10 +99,14 @@ def _written(conversion: Conversion, staging: Staging, left: int, options: Pipel
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:
     """What to tell of a failure; the rest goes into a file beside the units."""
-    lines = [f"  {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"]
+    last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    content = isinstance(error, ContentError) or any(f"{kind.__name__}: " in last for kind in ContentError.__subclasses__())
+    lines = [f"  {last}"]
     with contextlib.suppress(OSError):
         staging.failure.write_text(f"{noise}\n{error}")
         lines.append(f"The whole story is in {staging.failure}.")
-    if staging.folder.exists():
+    if content:
+        lines.append("The source's files are at fault: another attempt would fail alike. Get them anew, or from who made them.")
+    elif staging.folder.exists():
         lines.append(f"What is done is kept in {staging.folder}; the same command with --resume goes on from there.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`weightbeam inspect`: what a checkpoint holds."""
+"""`weightbeam inspect`: what a checkpoint holds, and what loading it costs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,39 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.orbax import custom_metadata, find_items, read_arrays
+from formats.orbax import STEP, custom_metadata, find_items, open_arrays, read_arrays
+from formats.provenance import RECORD
 from formats.safetensors import open_checkpoint
 from formats.storage import StorageError, local_path
+from formats.zarr import ArraySpec
 from model_mappings.cells import pattern
 from pipelines import report
 from pipelines.errors import RefusedError
-from pipelines.prepare import describe
+from pipelines.prepare import PARAMETERS, describe, options_of, refuse, sharding_rules
+from transforms.conversion import prepare
+from transforms.load import Load, load_of, total
+from transforms.mesh import Mesh, MeshError, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
+
+MAX_DEVICES = 1 << 18
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Prints the tree of an Orbax checkpoint, or the tensors of a folder of safetensors files."""
+    """Prints the tree of an Orbax checkpoint, or the tensors of a folder of safetensors files; with meshes the load of the checkpoint."""
     if rest:
         raise RefusedError(f"unknown options: {' '.join(rest)}; see weightbeam inspect --help")
     try:
         path = local_path(args.checkpoint)
         if (path / "config.json").exists() or any(path.glob("*.safetensors")):
+            if args.mesh:
+                raise RefusedError(f"{path}: --mesh is for Orbax checkpoints")
             return _safetensors(path)
-        return _orbax(find_items(path))
-    except StorageError as e:
+        items = find_items(path)
+        return _load(items, args) if args.mesh else _orbax(items)
+    except (StorageError, MeshError) as e:
         raise RefusedError(str(e)) from e
     except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged
         raise RefusedError(f"{args.checkpoint}: can't be read: {e}") from e
@@ -56,6 +66,77 @@ def _orbax(items: Path) -> int:
     return 0
 
 
+def _load(items: Path, args: argparse.Namespace) -> int:
+    """What the hosts of each mesh read of a checkpoint."""
+    arrays = [array.spec for array in read_arrays(items) if array.spec.key != STEP.key]
+    rules, axes = _axes(items, args)
+    meshes = [Mesh.parse(text, axes_in(rules)) for text in args.mesh]
+    for mesh in meshes:
+        if mesh.devices > MAX_DEVICES:
+            raise RefusedError(f"--mesh={mesh.text}: {mesh.devices:,} devices; {MAX_DEVICES:,} are what can be counted")
+    known = [spec for spec in arrays if len(axes.get(spec.key, ())) == len(spec.shape) and spec.key in axes]
+    if not known:
+        raise RefusedError(f"{items}: none of its {len(arrays):,} arrays is one of {args.source}'s, e.g. {arrays[0].key if arrays else 'none'}")
+    groups = defaultdict(list)
+    for spec in known:
+        groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, tuple(axes[spec.key])].append(spec)
+    for mesh in meshes:
+        _print_load(mesh, rules, groups)
+    if unknown := sorted({spec.key for spec in arrays} - {spec.key for spec in known}):
+        print(f"\nnot counted, since their logical axes aren't known: {report.count(len(unknown), 'array')}, e.g. {unknown[0]}")
+    return 0
+
+
+def _print_load(mesh: Mesh, rules: Rules, groups: Mapping[tuple, Sequence[ArraySpec]]) -> None:
+    rows = report.table("array", "shape", "sharded over", "chunk", ">arrays", ">a host needs", ">reads", ">worst", ">mean")
+    loads, refused = [], []
+    for (*_, names), specs in groups.items():
+        spec, assignments = specs[0], partition_spec(names, rules)
+        load = load_of(spec, assignments, mesh) * len(specs)
+        over = [",".join(axis for axis in axes_of(axes) if mesh.sizes.get(axis, 1) > 1) or "-" for axes in assignments]
+        name = (specs[0].key if len(specs) == 1 else f"{specs[0].key} …").removeprefix(PARAMETERS)
+        cells = (report.shape_text(spec.shape), " × ".join(over), report.shape_text(spec.chunk), str(len(specs)))
+        rows.add_row(name, *cells, *_figures(load))
+        loads.append(load)
+        if any(size % mesh.ways(axes) for size, axes in zip(spec.shape, assignments, strict=True)):
+            refused.append(specs[0].key)
+    rows.add_section()
+    rows.add_row("all", "", "", "", str(sum(map(len, groups.values()))), *_figures(total(loads)))
+    print(f"\n{mesh.text}: {report.count(mesh.devices, 'host')} with one device each")
+    report.CONSOLE.print(rows)
+    if refused:
+        print(f"warning: {mesh.text} doesn't divide {report.count(len(refused), 'kind')} of arrays evenly, e.g. {refused[0]}; MaxText will refuse that mesh")
+
+
+def _figures(load: Load) -> tuple[str, ...]:
+    """Bytes and reads of the host that reads most; bytes read for each byte needed."""
+    return report.human(load.needed.max()), f"{load.reads.max():,}", f"{load.worst:.2f} ×", f"{load.mean:.2f} ×"
+
+
+def _axes(items: Path, args: argparse.Namespace) -> tuple[Rules, Mapping[str, Sequence[str | None]]]:
+    """The logical axis rules, and the logical axes of the arrays: of the source's plan, else as the checkpoint tells them.
+
+    Raises:
+      RefusedError: neither is to be had.
+    """
+    file = items.parent / RECORD
+    record = json.loads(file.read_bytes()) if file.exists() else {}
+    made = record.get("options", {})
+    model = args.maxtext_model or made.get("maxtext_model")
+    rules = sharding_rules(args.sharding_rules, model)
+    if rules is None and made.get("sharding_rules"):
+        rules = read_rules(made["sharding_rules"], ())
+    rules = model_rules(model) if rules is None else rules
+    if not args.source:
+        if "axes" not in record:
+            raise RefusedError(f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)")
+        return rules, record["axes"]
+    conversion = prepare(options_of(args, items, open_arrays(items)), open_checkpoint(local_path(args.source)))
+    if not conversion.plan.arrays:
+        refuse(conversion, conversion.plan.problems)
+    return rules, {array.key: array.names for array in conversion.plan.arrays}
+
+
 def _provenance(custom: dict[str, Any]) -> None:
     """Where the checkpoint comes from, as far as it says."""
     about = custom.get("weightbeam")
@@ -65,7 +146,8 @@ def _provenance(custom: dict[str, Any]) -> None:
     rows = report.table("", "")
     for name in ("source", "family", "plan"):
         rows.add_row(name, str(about.get(name)))
-    rows.add_row("options", ", ".join(f"{name}={value}" for name, value in about.get("options", {}).items() if value not in (None, [])))
+    options = {name: f"{len(value)} rules" if name == "sharding_rules" and value else value for name, value in about.get("options", {}).items()}
+    rows.add_row("options", ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, [])))
     rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     for reason, times in about.get("dropped", {}).items():
         rows.add_row("left out", f"{report.count(times, 'tensor')}: {reason}")

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import tensorstore as ts
+import yaml
+
+from formats.orbax import custom_metadata
 from formats.safetensors import Checkpoint, open_checkpoint
 from formats.storage import StorageError, local_path
 from model_mappings.cells import pattern
 from model_mappings.plan import Problem
 from pipelines.errors import RefusedError
-from pipelines.report import count
+from pipelines.report import collapse, count
 from transforms.conversion import UNKNOWN_FAMILY, Conversion, Options, prepare
-from transforms.mesh import MeshError
+from transforms.mesh import MeshError, Rules, RulesError, model_rules, read_rules
 
+PARAMETERS = "params.params."  # what the keys of MaxText's parameters begin with
 SHOWN = 20  # problems of one kind; the rest is counted
+LINE = 5000  # characters of a problem: names and values in it are the files', however long
 
 
 def prepare_conversion(args: argparse.Namespace) -> Conversion:
@@ -27,7 +36,7 @@ def prepare_conversion(args: argparse.Namespace) -> Conversion:
     """
     if not args.source:
         raise RefusedError("--source is missing: the folder with config.json and the safetensors files")
-    values = vars(args) | {"mesh": tuple(args.mesh or ())}
+    values = vars(args) | {"mesh": tuple(args.mesh or ()), "sharding_rules": sharding_rules(args.sharding_rules, args.maxtext_model)}
     options = Options(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
     try:
         checkpoint = open_checkpoint(local_path(args.source))
@@ -37,6 +46,47 @@ def prepare_conversion(args: argparse.Namespace) -> Conversion:
         return prepare(options, checkpoint)
     except MeshError as e:
         raise RefusedError(str(e)) from e
+
+
+def sharding_rules(file: str | None, model: str | None) -> Rules | None:
+    """The rules that `--sharding_rules` asks for, for the MaxText model that was named; None without a file.
+
+    Raises:
+      RefusedError: the file can't be read, or doesn't hold rules.
+    """
+    if file is None:
+        return None
+    try:
+        text = Path(file).read_text()
+        try:
+            given = json.loads(text)
+        except ValueError:
+            given = yaml.safe_load(text)
+        return read_rules(given, model_rules(model))
+    except OSError as e:
+        raise RefusedError(f"--sharding_rules={file}: {e.strerror}") from e
+    except yaml.MarkedYAMLError as e:
+        where = f", line {e.problem_mark.line + 1}" if e.problem_mark else ""
+        raise RefusedError(f"--sharding_rules={file}: neither JSON nor YAML: {e.problem or e}{where}") from e
+    except (RulesError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise RefusedError(f"--sharding_rules={file}: {e}") from e
+
+
+def options_of(args: argparse.Namespace, items: Path, stores: Mapping[str, ts.TensorStore]) -> Options:
+    """The options that the checkpoint was made with: as given, else as it says, else as its arrays show."""
+    custom = custom_metadata(items.parent) or custom_metadata(items)
+    about = custom.get("weightbeam")
+    said: dict[str, Any] = dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
+    if "scan_layers" in custom:
+        said["scan_layers"] = custom["scan_layers"]
+    if "vocab_size" not in said and (embedding := stores.get(f"{PARAMETERS}token_embedder.embedding")):
+        said["vocab_size"] = embedding.shape[0]
+    said.setdefault("mtp", any(key.startswith(f"{PARAMETERS}mtp_block.") for key in stores))
+    said.setdefault("multimodal", any(key.startswith((f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")) for key in stores))
+    given = {key: value for key in ("scan_layers", "param_scan_axis", "maxtext_model") if (value := getattr(args, key, None)) is not None}
+    left_out = {"mesh", "sharding_rules", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step", "virtual"}
+    known = {field.name for field in dataclasses.fields(Options)} - left_out
+    return Options(**{key: value for key, value in (said | given).items() if key in known})
 
 
 def refuse(conversion: Conversion, problems: Sequence[Problem]) -> None:
@@ -63,13 +113,15 @@ def inventory(checkpoint: Checkpoint) -> str:
 
 
 def describe(problems: Iterable[Problem]) -> str:
-    """All problems, by kind; many of one kind are counted."""
-    kinds: dict[str, list[Problem]] = defaultdict(list)
+    """All problems, by kind; those that differ only in numbers once, and many of one kind are counted."""
+    kinds: dict[str, list[str]] = defaultdict(list)
     for problem in problems:
-        kinds[problem.kind].append(problem)
+        text = str(problem)
+        kinds[problem.kind].append(f"{text[:LINE]} …" if len(text) > LINE else text)
     lines = []
-    for kind, same in kinds.items():
-        lines += [f"  {problem}" for problem in same[:SHOWN]]
-        if len(same) > SHOWN:
-            lines.append(f"  {kind}: … and {len(same) - SHOWN} more; weightbeam plan --json lists all")
+    for kind, texts in kinds.items():
+        different = collapse(texts)
+        lines += [f"  {text}" for text in different[:SHOWN]]
+        if len(different) > SHOWN:
+            lines.append(f"  {kind}: … and {len(different) - SHOWN} more; weightbeam plan --json lists all")
     return "\n".join(lines)

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from model_mappings.cells import pattern
-from transforms.conversion import Conversion
+from transforms.conversion import Conversion, rules_of
+from transforms.mesh import base_rules, model_rules
 
 BASE_BYTES = 320 << 20  # a worker process with Beam, numpy, TensorStore and a plan, before any unit
 CONSOLE = Console(highlight=False, soft_wrap=True, width=None if os.isatty(1) else 200)
@@ -39,11 +40,11 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
-def collapse(warnings: Iterable[str]) -> list[str]:
-    """Warnings that differ only in numbers, once each."""
+def collapse(lines: Iterable[str]) -> list[str]:
+    """Lines that differ only in numbers, once each."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for warning in warnings:
-        groups[pattern(warning)].append(warning)
+    for line in lines:
+        groups[pattern(line)].append(line)
     return [same[0] + (f" (and {len(same) - 1} alike)" if len(same) > 1 else "") for same in groups.values()]
 
 
@@ -107,6 +108,8 @@ def print_plan(conversion: Conversion, threads: int) -> None:
     totals.add_row(
         "layout", ("scanned" if options.scan_layers else "unscanned") + ", " + (f"for {', '.join(options.mesh)}" if options.mesh else "for any mesh")
     )
+    if rules := rules_text(conversion):
+        totals.add_row("sharding rules", rules)
     totals.add_row("source", f"{human(source)} in {len(conversion.checkpoint.shards)} files, {len(conversion.checkpoint.tensors):,} tensors")
     totals.add_row("target", f"{human(conversion.target_bytes)} in {len(plan.arrays):,} arrays")
     if conversion.units:
@@ -117,6 +120,18 @@ def print_plan(conversion: Conversion, threads: int) -> None:
         )
     CONSOLE.print()
     CONSOLE.print(totals)
+
+
+def rules_text(conversion: Conversion) -> str:
+    """Whose logical axis rules are used, and where they differ for these arrays; empty for those of MaxText's base.yml."""
+    model, given = conversion.options.maxtext_model, conversion.options.sharding_rules
+    base, whose = (base_rules(), f"MaxText's for {model}") if given is None else (model_rules(model), "--sharding_rules")
+    known = {name for array in conversion.plan.arrays for name in array.names if name}
+    rules = rules_of(conversion.options)
+    changed = [name for name in sorted(known) if [axes for n, axes in rules if n == name and axes] != [axes for n, axes in base if n == name and axes]]
+    if not changed and given is None:
+        return ""
+    return f"{whose}, which differ for {', '.join(changed) or 'no axis of this model'}"
 
 
 def json_report(conversion: Conversion, threads: int) -> dict[str, Any]:

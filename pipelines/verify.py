@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import io
 import json
 import math
@@ -17,15 +16,15 @@ from typing import Any
 import apache_beam as beam
 import tensorstore as ts
 
-from formats.orbax import STEP, custom_metadata, find_items, open_arrays
+from formats.orbax import STEP, find_items, open_arrays
 from formats.safetensors import open_checkpoint
 from formats.storage import StorageError, local_path
 from pipelines.errors import FailedError, RefusedError
 from pipelines.options import check_options, pipeline_options
-from pipelines.prepare import SHOWN, refuse
+from pipelines.prepare import SHOWN, options_of, refuse
 from pipelines.progress import ShowProgress, quiet
 from pipelines.virtual import check_files, open_own_source
-from transforms.conversion import Conversion, Options, prepare, remember
+from transforms.conversion import Conversion, prepare, remember
 from transforms.verification import COMPARED, CompareArrays, Finding, read_findings, tasks
 
 COLLECTION = "params.params."
@@ -53,22 +52,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     unreadable = {key for key, _ in wrong}
     findings = execute(conversion, items, unreadable, args.sample, rest)
     return _report(conversion, findings, wrong, args)
-
-
-def options_of(args: argparse.Namespace, items: Path, stores: Mapping[str, ts.TensorStore]) -> Options:
-    """The options that the checkpoint was made with: as given, else as it says, else as its arrays show."""
-    custom = custom_metadata(items.parent) or custom_metadata(items)
-    about = custom.get("weightbeam")
-    said: dict[str, Any] = dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
-    if "scan_layers" in custom:
-        said["scan_layers"] = custom["scan_layers"]
-    if "vocab_size" not in said and (embedding := stores.get(f"{COLLECTION}token_embedder.embedding")):
-        said["vocab_size"] = embedding.shape[0]
-    said.setdefault("mtp", any(key.startswith(f"{COLLECTION}mtp_block.") for key in stores))
-    said.setdefault("multimodal", any(key.startswith((f"{COLLECTION}vision_encoder.", f"{COLLECTION}audio_encoder.")) for key in stores))
-    given = {key: value for key in ("scan_layers", "param_scan_axis", "maxtext_model") if (value := getattr(args, key)) is not None}
-    known = {field.name for field in dataclasses.fields(Options)} - {"mesh", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step", "virtual"}
-    return Options(**{key: value for key, value in (said | given).items() if key in known})
 
 
 def compare_trees(conversion: Conversion, stores: Mapping[str, ts.TensorStore]) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from model_mappings.plan import Array
 from pipelines.errors import FailedError, RefusedError
 from pipelines.report import CONSOLE, count, human, shape_text, table
 from transforms.conversion import Conversion
-from transforms.virtual import share
+from transforms.virtual import loads_of, share
 
 
 def print_placements(conversion: Conversion) -> None:
@@ -42,6 +42,8 @@ def print_placements(conversion: Conversion) -> None:
     totals.add_row(
         "written", f"{human(conversion.made_bytes)} in arrays, and an index of about {human(index_bytes(references))} for {len(references):,} chunks"
     )
+    for mesh, load in loads_of(conversion.grids, conversion.meshes).items():
+        totals.add_row(f"on {mesh}", f"{load.mean:.2f} bytes are read for each byte that a host needs, at worst {load.worst:.2f}")
     CONSOLE.print()
     CONSOLE.print(totals)
 
@@ -58,7 +60,8 @@ def json_report(conversion: Conversion) -> dict[str, Any]:
     why = {array.key: placement.reason or None for array, placement in zip(conversion.plan.arrays, conversion.placements, strict=True)}
     references = list(conversion.references())
     sizes = {"virtual": conversion.virtual_bytes, "written": conversion.made_bytes, "index": index_bytes(references)}
-    return {"virtual": {"arrays": why, "bytes": sizes, "references": len(references)}}
+    loads = {mesh: {"mean": load.mean, "worst": load.worst} for mesh, load in loads_of(conversion.grids, conversion.meshes).items()}
+    return {"virtual": {"arrays": why, "bytes": sizes, "references": len(references), "amplification": loads}}
 
 
 def check_files(items: Path) -> bool:

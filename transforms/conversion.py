@@ -31,15 +31,20 @@ from model_mappings.config import Config, ConfigError, Layout
 from model_mappings.family import Family
 from model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, make_arrays
 from model_mappings.registry import UnknownFamilyError, family_of
-from transforms.grid import Grid, UnitBytesError, make_grid
-from transforms.mesh import Mesh, base_rules
+from transforms.grid import Grid, UnitBytesError, count_experts, make_grid
+from transforms.mesh import Mesh, Rules, axes_in, model_rules
 from transforms.options import Options
 from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, make_blocks, pack
-from transforms.virtual import Placement, place_arrays, problems_of, references, warnings_of
+from transforms.virtual import Placement, loads_of, place_arrays, problems_of, references, warnings_of
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
 SAVE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+
+
+def rules_of(options: Options) -> Rules:
+    """The logical axis rules: the user's, else MaxText's for the model that was named."""
+    return model_rules(options.maxtext_model) if options.sharding_rules is None else options.sharding_rules
 
 
 def format_of(options: Options) -> Format:
@@ -85,7 +90,7 @@ class Conversion:
     @functools.cached_property
     def source_bytes(self) -> int:
         """Bytes of the tensors that are used, scales included."""
-        used = {name for array in self.plan.arrays for cell in array.cells() if (name := cell.tensor)}
+        used = {name for array in self.plan.arrays for part in array.parts for name in part.tensors}
         return sum(stored_bytes(self.encodings[name]) for name in used if name in self.encodings)
 
     @functools.cached_property
@@ -101,6 +106,16 @@ class Conversion:
     def target_bytes(self) -> int:
         """Bytes of the arrays."""
         return sum(array.nbytes for array in self.plan.arrays)
+
+    @property
+    def meshes(self) -> list[Mesh]:
+        """The target meshes.
+
+        Raises:
+          MeshError: one can't be read.
+        """
+        axes = axes_in(rules_of(self.options))
+        return [Mesh.parse(text, axes) for text in self.options.mesh]
 
     @property
     def virtual_bytes(self) -> int:
@@ -153,6 +168,7 @@ class Conversion:
             "family": self.plan.family,
             "options": dataclasses.asdict(self.options),
             "versions": versions(),
+            "axes": {array.key: array.names for array in self.plan.arrays},
             "lossy": {array.key: array.lossy for array in self.plan.arrays if array.lossy},
             "dropped": dict(self.plan.dropped),
         }
@@ -160,7 +176,7 @@ class Conversion:
     def stage(self) -> bytes:
         """The inputs, compressed; `load` makes the same conversion of them."""
         shards = [
-            [shard.name, shard.path, shard.size, shard.mtime_ns, [[t.name, _DTYPE_NAMES[t.dtype], t.shape, t.offset] for t in shard.tensors]]
+            [shard.name, shard.path, shard.size, shard.mtime_ns, shard.inode, [[t.name, _DTYPE_NAMES[t.dtype], t.shape, t.offset] for t in shard.tensors]]
             for shard in self.checkpoint.shards
         ]
         inputs = {
@@ -176,6 +192,11 @@ class Conversion:
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
 def load(staged: bytes) -> Conversion:
     """The conversion that `Conversion.stage` staged.
 
@@ -183,10 +204,10 @@ def load(staged: bytes) -> Conversion:
       RuntimeError: this version of Weightbeam plans it differently.
     """
     inputs = json.loads(gzip.decompress(staged))
-    options = Options(**{key: tuple(value) if isinstance(value, list) else value for key, value in inputs["options"].items()})
+    options = Options(**{key: _tuples(value) for key, value in inputs["options"].items()})
     shards = tuple(
-        Shard(name, path, size, mtime_ns, tuple(Tensor(tensor, DTYPES[dtype], tuple(shape), path, offset) for tensor, dtype, shape, offset in tensors))
-        for name, path, size, mtime_ns, tensors in inputs["shards"]
+        Shard(name, path, size, mtime_ns, tuple(Tensor(tensor, DTYPES[dtype], tuple(shape), path, offset) for tensor, dtype, shape, offset in tensors), inode)
+        for name, path, size, mtime_ns, inode, tensors in inputs["shards"]
     )
     conversion = prepare(options, Checkpoint(inputs["root"], inputs["config"], shards))
     if conversion.hash != inputs["hash"]:
@@ -234,7 +255,8 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
     Raises:
       MeshError: a mesh can't be read.
     """
-    meshes = [Mesh.parse(text) for text in options.mesh]
+    axes = axes_in(rules_of(options))
+    meshes = [Mesh.parse(text, axes) for text in options.mesh]
     source = open_source(checkpoint)
     config = Config(checkpoint.config)
     problems = [*checkpoint.problems, *source.problems]
@@ -254,9 +276,11 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
     arrays = make_arrays(parts, specs, SAVE_DTYPES[options.save_dtype])
     dropped, found = audit(arrays, specs, drops, family.name)
     if (checkpoint.shards or not problems) and not any(problem.kind == "quantised" for problem in problems):
+        zeros, spare = source.settle_spare(problem.subject for problem in found if problem.kind == "unused")
+        dropped, problems = dropped | zeros, [*problems, *spare]
         # A tensor that its file or its scale already stands against needs no second line.
         explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost
-        problems += [problem for problem in found if problem.subject not in explained]
+        problems += [problem for problem in found if problem.subject not in explained | zeros.keys()]
     grids, units, warnings, placements = (), (), [], ()
     if not problems:
         try:
@@ -266,7 +290,7 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
                 placements = place_arrays(arrays, source.encodings, meshes, grids)
                 problems += problems_of(arrays, placements, format_of(options))
                 grids = tuple(dataclasses.replace(grid, spec=at.spec) if at.spec else grid for grid, at in zip(grids, placements, strict=True))
-                warnings += warnings_of(arrays, placements)
+                warnings += warnings_of(arrays, placements, loads_of(grids, meshes))
             made = [number for number in range(len(arrays)) if not (placements and placements[number].spec)]
             units = tuple(_units(options, arrays, made, grids, source.encodings)) if not problems else ()
         except UnitBytesError as e:
@@ -301,18 +325,23 @@ def _check_options(options: Options, family: Family) -> Iterator[Problem]:
 
 
 def _grids(options: Options, arrays: Sequence[Array], encodings: dict[str, Encoding], meshes: Sequence[Mesh]) -> list[Grid]:
-    rules, save = base_rules(), SAVE_DTYPES[options.save_dtype]
+    rules, save, experts = rules_of(options), SAVE_DTYPES[options.save_dtype], count_experts(arrays)
     twins = {number: len(group) for group in find_twins(arrays) for number in group}
     grids = []
     for number, array in enumerate(arrays):
-        source_bytes, order = 0, None
+        source_bytes, order, indivisible, tensor_bytes = 0, None, frozenset[int](), 0
         for part in array.parts:
             decoded = 4 if part.rule.ops else save.itemsize
-            for encoding in {id(e): e for cell in part.cells() if (e := encodings.get(cell.tensor or ""))}.values():
+            for encoding in {id(e): e for name in part.tensors if (e := encodings.get(name))}.values():
                 stored = -(-stored_bytes(encoding) // max(1, math.prod(encoding.shape)))
                 source_bytes = max(source_bytes, stored + (decoded if encoding.label else 0))
                 order = order or encoding.order
-        grids.append(make_grid(array, source_bytes, order, meshes, rules, options.unit_bytes // twins[number], format_of(options)))
+                if encoding.indivisible:
+                    indivisible |= frozenset().union(*(part.axes_of(axis) for axis in encoding.indivisible))
+                    thin = tuple((0, n if axis in encoding.indivisible else 1) for axis, n in enumerate(encoding.shape))
+                    tensor_bytes = max(tensor_bytes, stored_bytes(encoding, thin))
+        unit_bytes = options.unit_bytes // twins[number]
+        grids.append(make_grid(array, source_bytes, order, meshes, rules, unit_bytes, format_of(options), experts, indivisible, tensor_bytes))
     return grids
 
 

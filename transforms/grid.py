@@ -2,6 +2,9 @@
 
 A chunk divides the finest shard of the target meshes, so that a host reads what it owns and nothing else. Axes whose index
 selects a tensor (layers, experts) count 1 at first; then chunks grow along them, or are cut, to 1 to 4 MB.
+
+With no mesh named, the target is every common mesh at once. Chunks are small then, and zarr3's sharding codec packs many into
+one shard. What each mesh reads of them is arithmetic: `transforms/load.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +21,18 @@ from transforms.mesh import Mesh, Rules, partition_spec
 MIN_CHUNK, MAX_CHUNK = 1 << 20, 4 << 20  # bytes
 MIN_RUN = 4096  # bytes; a tensor is cut so that its contiguous runs aren't shorter
 
-MIN_PACKED_CHUNK = 32 << 10  # bytes; with no mesh named, many chunks are packed into one shard, and these may be smaller
+# With no mesh named, the chunks serve `fsdp` up to 64 with `tensor` up to 8, and `fsdp` with `expert` up to 64 each and 512
+# devices together, all in powers of two: as far as that leaves chunks of the bytes below.
+COMMON_FSDP, COMMON_EXPERT, COMMON_TENSOR, COMMON_DEVICES = 64, 64, 8, 512
+MIN_PACKED = 64 << 10  # a smaller array is one chunk
+MIN_PACKED_CHUNK = 4 << 10  # many chunks are packed into one shard, and these may be small
+GOOD_PACKED_CHUNK = 32 << 10  # below that, experts share a chunk as far as `COMMON_EXPERT` allows; above, each has its own
+MIN_LOOSE_CHUNK = 32 << 10  # with zarr2 every chunk is an object
+INDEX_ENTRY_BYTES = 16  # of a packed chunk in the index of its shard, which every reader of the shard reads
+MAX_INDEX_SHARE = 1 / 16  # bytes of a shard's index by the bytes of one chunk: whoever needs one chunk reads little else
 
-# With no mesh named, a chunk serves every mesh of up to this many hosts, as far as the sizes allow.
-COMMON_FSDP, COMMON_TENSOR = 64, 8
+
+EXPERTS = "exp"  # MaxText's logical name of the axis
 
 
 class UnitBytesError(ValueError):
@@ -39,6 +50,8 @@ class Grid:
       growth: the other axes, in the order in which a unit grows along them: as the source's bytes lie.
       element_bytes: working memory for each element of the array: source, decoded values and target.
       warnings: what the user should know.
+      selecting: see `selecting_axes`.
+      tensor_bytes: working memory for each tensor that a unit touches, whatever its share of it.
     """
 
     spec: ArraySpec
@@ -47,11 +60,13 @@ class Grid:
     growth: tuple[int, ...]
     element_bytes: int
     warnings: tuple[str, ...]
+    selecting: frozenset[int] = frozenset()
+    tensor_bytes: int = 0
 
     def working_bytes(self, extents: Sequence[int]) -> int:
         """Memory to make a box of these extents, where axes in `whole` count with their full size."""
         sizes = [n if axis in self.whole else extents[axis] for axis, n in enumerate(self.spec.shape)]
-        return math.prod(sizes) * self.element_bytes
+        return math.prod(sizes) * self.element_bytes + math.prod(sizes[axis] for axis in self.selecting) * self.tensor_bytes
 
 
 def largest_divisor(n: int, limit: int) -> int:
@@ -75,19 +90,27 @@ def cut_axis(extent: int, limit: int, ragged: bool) -> int:
 
 def selecting_axes(array: Array) -> frozenset[int]:
     """Axes that count 1 in a chunk at first: layers, and experts in a tensor each or not."""
-    return frozenset().union(*(part.stack_axes for part in array.parts)) | {axis for axis, name in enumerate(array.names) if name == "exp"}
+    return frozenset().union(*(part.stack_axes for part in array.parts)) | {axis for axis, name in enumerate(array.names) if name == EXPERTS}
 
 
-def _cut(part: Part, itemsize: int, order: Sequence[int] | None) -> tuple[frozenset[int], list[int]]:
+def count_experts(arrays: Iterable[Array]) -> int:
+    """How many experts a model has; 0 if it is dense."""
+    return max((size for array in arrays for name, size in zip(array.names, array.shape, strict=True) if name == EXPERTS), default=0)
+
+
+def _cut(part: Part, itemsize: int, order: Sequence[int] | None, indivisible: frozenset[int]) -> tuple[frozenset[int], list[int]]:
     """The array's axes that hold a tensor's columns, and those that hold its rows, the fastest first.
 
     Columns are the trailing axes of the tensor that are needed to make a contiguous run of `MIN_RUN` bytes. An axis that merges
-    the tensor's factors in another order (paired rotary halves) counts as one too: any part of it needs all of its rows.
+    the tensor's factors in another order (paired rotary halves) counts as one too: any part of it needs all of its rows. Where
+    axes of the array are `indivisible`, these are the columns, however short that makes the runs.
     """
     order = tuple(range(len(part.window_shape))) if order is None else order
     sizes = [part.window_shape[axis] for axis in order]
     row = max((at for at in range(len(order)) if math.prod(sizes[at + 1 :]) * itemsize >= MIN_RUN), default=0)
-    columns = frozenset().union(*(part.axes_of(axis) for axis in order[row + 1 :]))
+    if indivisible:
+        row = len(order) - 1
+    columns = indivisible or frozenset().union(*(part.axes_of(axis) for axis in order[row + 1 :]))
     for number, axis in enumerate(part.target_axes):
         merged = [factor.which for factor in axis if factor.kind == "free"]
         if merged != sorted(merged):
@@ -99,7 +122,18 @@ def _cut(part: Part, itemsize: int, order: Sequence[int] | None) -> tuple[frozen
     return columns, rows
 
 
-def make_grid(array: Array, source_bytes: int, order: Sequence[int] | None, meshes: Sequence[Mesh], rules: Rules, unit_bytes: int, format: Format) -> Grid:
+def make_grid(
+    array: Array,
+    source_bytes: int,
+    order: Sequence[int] | None,
+    meshes: Sequence[Mesh],
+    rules: Rules,
+    unit_bytes: int,
+    format: Format,
+    experts: int = 0,
+    indivisible: frozenset[int] = frozenset(),
+    tensor_bytes: int = 0,
+) -> Grid:
     """Cuts an array for `meshes`, in units of at most `unit_bytes`.
 
     Args:
@@ -110,46 +144,43 @@ def make_grid(array: Array, source_bytes: int, order: Sequence[int] | None, mesh
       rules: MaxText's logical axis rules.
       unit_bytes: bound on the memory of a unit.
       format: zarr3 has the sharding codec, zarr2 doesn't.
+      experts: how many the model has; a mesh has an `expert` axis only if there are any.
+      indivisible: axes of the array that a unit shouldn't cut, since every part of them reads the same scales.
+      tensor_bytes: memory for each tensor, whatever the share of it that is read.
 
     Raises:
       UnitBytesError: the smallest unit needs more.
     """
     shape, itemsize = array.shape, array.dtype.itemsize
     assignments = partition_spec(array.names, rules)
+    selecting = selecting_axes(array)
+    packed = not meshes and format.use_zarr3 and array.nbytes > MIN_PACKED
     if meshes:
         finest, warnings = finest_shard(array, assignments, meshes)
     else:
-        finest, warnings = _common_shard(array, assignments), ()
-    selecting = selecting_axes(array)
+        least, with_experts = (MIN_PACKED_CHUNK, experts > 0) if packed else (MIN_LOOSE_CHUNK, False)
+        finest, warnings = _common_shard(array, assignments, with_experts, least), ()
     uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting  # a ragged last chunk does no harm
     part = next((part for part in array.parts if part.rule.source), array.parts[0])
-    whole, rows = _cut(part, itemsize, order)
+    whole, rows = _cut(part, itemsize, order, indivisible)
     names = sorted(axis for axis in selecting if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(shape)) if axis not in whole)]))
 
-    packed = not meshes and format.use_zarr3 and array.nbytes > MAX_CHUNK
-    if packed:
-        uncut -= whole  # a shard is whole there, and must be whole chunks
     element_bytes = source_bytes + itemsize * (2 if packed or format.compression != "none" else 1)  # encoding makes a copy
-    grid = Grid(ArraySpec(array.key, shape, array.dtype, shape, shape), {mesh.text: assignments for mesh in meshes}, whole, growth, element_bytes, warnings)
+    spec, partition = ArraySpec(array.key, shape, array.dtype, shape, shape), {mesh.text: assignments for mesh in meshes}
+    grid = Grid(spec, partition, whole, growth, element_bytes, warnings, selecting, tensor_bytes)
 
-    if array.nbytes <= MIN_CHUNK and not any(mesh.ways(axes) > 1 for mesh in meshes for axes in assignments):
+    if not packed and array.nbytes <= MIN_CHUNK and not any(mesh.ways(axes) > 1 for mesh in meshes for axes in assignments):
         chunk = list(shape)
     else:
         chunk = [1 if axis in selecting else finest[axis] for axis in range(len(shape))]
         slowest = [axis for axis in reversed(growth) if axis not in selecting]
         _shrink(chunk, MAX_CHUNK // itemsize, [*slowest, *sorted(whole, key=lambda axis: -chunk[axis])], uncut)
-        if not packed:
-            _grow(chunk, finest, [axis for axis in growth if axis in selecting], itemsize)
-    _fit(chunk, grid, unit_bytes, selecting, uncut)
-    shard = list(chunk)
-    if packed:
-        for axis in growth:
-            if axis not in selecting:
-                chunks = -(-shape[axis] // shard[axis])
-                limit = min(chunks, unit_bytes // grid.working_bytes(shard))
-                shard[axis] *= -(-chunks // -(-chunks // limit))
-        shard = [n if axis in whole else shard[axis] for axis, n in enumerate(shape)]
+        for axis in sorted((axis for axis in growth if axis in selecting), key=lambda axis: not meshes and array.names[axis] == EXPERTS):
+            least = GOOD_PACKED_CHUNK if packed and array.names[axis] == EXPERTS else MIN_CHUNK
+            _grow(chunk, finest, axis, least // itemsize)
+    _fit(chunk, finest, grid, unit_bytes, selecting, uncut)
+    shard = _shard(chunk, grid, unit_bytes, selecting) if packed else list(chunk)
     return dataclasses.replace(grid, spec=dataclasses.replace(grid.spec, chunk=tuple(chunk), shard=tuple(shard)))
 
 
@@ -166,20 +197,38 @@ def finest_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) ->
     return finest, tuple(warnings)
 
 
-def _common_shard(array: Array, assignments: Sequence) -> list[int]:
-    """The finest shard of the meshes that are common: over as many hosts as leave chunks of `MIN_PACKED_CHUNK`."""
-    selecting = selecting_axes(array)
-    fsdp = COMMON_FSDP
+def _common_shard(array: Array, assignments: Sequence, experts: bool, least: int) -> list[int]:
+    """The finest shard of the common meshes: of those with as many devices as leave chunks of `least` bytes once they have grown."""
+    growing = selecting_axes(array) - {axis for axis, name in enumerate(array.names) if name == EXPERTS}
+    layers = math.prod(array.shape[axis] for axis in growing)
+    devices = COMMON_DEVICES if experts else COMMON_FSDP
     while True:
-        meshes = (Mesh("", {"fsdp": fsdp}), Mesh("", {"tensor": COMMON_TENSOR}))
+        fsdp = min(devices, COMMON_FSDP)
+        meshes = ({"fsdp": fsdp, "expert": devices // fsdp}, {"tensor": COMMON_TENSOR}, {"expert": min(devices, COMMON_EXPERT) if experts else 1})
         finest = list(array.shape)
-        for mesh in meshes:
+        for mesh in (Mesh("", sizes) for sizes in meshes):
             for axis, size in enumerate(array.shape):
                 finest[axis] = math.gcd(finest[axis], size // math.gcd(size, mesh.ways(assignments[axis])))
-        elements = math.prod(n for axis, n in enumerate(finest) if axis not in selecting)
-        if fsdp == 1 or elements * array.dtype.itemsize >= MIN_PACKED_CHUNK:
+        elements = math.prod(n for axis, n in enumerate(finest) if axis not in growing) * layers
+        if devices == 1 or elements * array.dtype.itemsize >= least:
             return finest
-        fsdp //= 2
+        devices //= 2
+
+
+def _shard(chunk: Sequence[int], grid: Grid, unit_bytes: int, selecting: frozenset[int]) -> list[int]:
+    """Packs chunks into a shard: along the axes that a unit holds whole, then along rows, while the index stays small and a unit can hold it."""
+    shard, shape = list(chunk), grid.spec.shape
+    room = int(MAX_INDEX_SHARE * math.prod(chunk) * grid.spec.dtype.itemsize) // INDEX_ENTRY_BYTES  # for further chunks
+    for axis in dict.fromkeys([*sorted(grid.whole), *grid.growth]):
+        if axis not in selecting:
+            chunks = -(-shape[axis] // chunk[axis])
+            limit = min(chunks, room)
+            if axis not in grid.whole:
+                limit = min(limit, unit_bytes // grid.working_bytes(shard))
+            count = -(-chunks // -(-chunks // max(1, limit)))  # shards of about equal length
+            shard[axis] *= count
+            room //= count
+    return shard
 
 
 def _shrink(chunk: list[int], limit: int, axes: Iterable[int], ragged: Container[int]) -> None:
@@ -190,22 +239,21 @@ def _shrink(chunk: list[int], limit: int, axes: Iterable[int], ragged: Container
             chunk[axis] = cut_axis(chunk[axis], chunk[axis] * limit // elements, axis in ragged)
 
 
-def _grow(chunk: list[int], finest: Sequence[int], axes: Sequence[int], itemsize: int) -> None:
-    """Lengthens `chunk` along the `axes` that select tensors until it has `MIN_CHUNK` bytes, within `MAX_CHUNK` and a shard."""
-    for axis in axes:
-        nbytes = math.prod(chunk) * itemsize
-        if nbytes >= MIN_CHUNK:
-            return
-        wanted = [n for n in range(1, finest[axis] + 1) if finest[axis] % n == 0 and nbytes * n <= MAX_CHUNK]
-        chunk[axis] = next((n for n in wanted if nbytes * n >= MIN_CHUNK), wanted[-1])
+def _grow(chunk: list[int], finest: Sequence[int], axis: int, least: int) -> None:
+    """Lengthens `chunk` along an axis that selects tensors until it has `least` elements, and a few times that at most."""
+    elements = math.prod(chunk)
+    if elements < least:
+        fitting = [n for n in range(1, finest[axis] + 1) if finest[axis] % n == 0 and elements * n <= MAX_CHUNK // MIN_CHUNK * least]
+        chunk[axis] = next((n for n in fitting if elements * n >= least), fitting[-1])
 
 
-def _fit(chunk: list[int], grid: Grid, unit_bytes: int, selecting: frozenset[int], ragged: Container[int]) -> None:
+def _fit(chunk: list[int], finest: Sequence[int], grid: Grid, unit_bytes: int, selecting: frozenset[int], ragged: Container[int]) -> None:
     """Cuts `chunk` so that the smallest unit around it fits: first along the axes that select tensors, then along rows."""
     rows = [axis for axis in grid.growth[::-1] if axis not in selecting]
     for axis in [*(axis for axis in grid.growth[::-1] if axis in selecting), *rows]:
         needed = grid.working_bytes(chunk)
         if needed > unit_bytes:
-            chunk[axis] = cut_axis(chunk[axis], chunk[axis] * unit_bytes // needed, axis in ragged)
+            most = chunk[axis] * unit_bytes // needed
+            chunk[axis] = largest_divisor(finest[axis], max(1, most)) if axis in selecting else cut_axis(chunk[axis], most, axis in ragged)
     if (needed := grid.working_bytes(chunk)) > unit_bytes:
         raise UnitBytesError(f"{grid.spec.key} needs at least {needed}: a row of its source and what is made of it")

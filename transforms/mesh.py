@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 Assignment = None | str | tuple[str, ...]  # the mesh axes that shard one axis of an array
 Rules = Sequence[tuple[str, Assignment]]
@@ -17,8 +18,12 @@ class MeshError(ValueError):
     """A mesh that can't be read, or that names an axis which MaxText doesn't have."""
 
 
+class RulesError(ValueError):
+    """Logical axis rules that can't be read."""
+
+
 @functools.cache
-def _base() -> Mapping[str, list]:
+def _base() -> Mapping[str, Any]:
     return json.loads((Path(__file__).parent / "base_rules.json").read_bytes())
 
 
@@ -30,7 +35,58 @@ def mesh_axes() -> tuple[str, ...]:
 @functools.cache
 def base_rules() -> Rules:
     """MaxText's `logical_axis_rules`, in their order."""
-    return tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in _base()["logical_axis_rules"])
+    return _rules(_base()["logical_axis_rules"])
+
+
+def model_rules(model: str | None) -> Rules:
+    """`base_rules` with what MaxText's file of a model overrides (src/maxtext/configs/models, e591f30)."""
+    return merge_rules(base_rules(), _rules(_base()["models"].get(model, ())))
+
+
+def _rules(pairs: Sequence) -> Rules:
+    return tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in pairs)
+
+
+def merge_rules(rules: Rules, overrides: Rules) -> Rules:
+    """`rules` without those of a name that `overrides` has, and then these, as MaxText merges them (src/maxtext/configs/pyconfig.py, e591f30)."""
+    names = {name for name, _ in overrides}
+    return (*(rule for rule in rules if rule[0] not in names), *overrides)
+
+
+WHOLE = ("mesh_axes", "base_config")  # a configuration with one of these brings all of its rules, another overrides some of its base's
+
+
+def read_rules(given: Any, base: Rules) -> Rules:
+    """The rules that a file of the user's asks for.
+
+    Args:
+      given: what the file holds: the list of all rules, or one of MaxText's configurations. Its `logical_axis_rules` take the
+        place of `base` if it says `override_logical_axis_rules: true`, or doesn't say and is complete in itself (`WHOLE`);
+        otherwise they are merged into `base`, as MaxText does with a model's.
+      base: the rules without the file.
+
+    Raises:
+      RulesError: says what is wrong with it.
+    """
+    merged = False
+    if isinstance(given, Mapping):
+        if "logical_axis_rules" not in given:
+            raise RulesError("it has no logical_axis_rules")
+        merged = not given.get("override_logical_axis_rules", any(key in given for key in WHOLE))
+        given = given["logical_axis_rules"]
+    if not isinstance(given, list) or not given:
+        raise RulesError("logical_axis_rules should be a list of rules, such as [[embed, [fsdp]], [heads, tensor]]")
+    for rule in given:
+        pair = rule if isinstance(rule, list) and len(rule) == 2 else (None, None)
+        axes = pair[1] if isinstance(pair[1], list) else [] if pair[1] is None else [pair[1]]
+        if not isinstance(pair[0], str) or not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
+            raise RulesError(f"{json.dumps(rule, default=str)} should be a logical name and its mesh axes, each once, as in [embed, [fsdp, expert]]")
+    return merge_rules(base, _rules(given)) if merged else _rules(given)
+
+
+def axes_in(rules: Rules) -> tuple[str, ...]:
+    """The mesh axes that rules speak of, and MaxText's own."""
+    return tuple(dict.fromkeys([*mesh_axes(), *(axis for _, assignment in rules for axis in axes_of(assignment))]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,28 +102,38 @@ class Mesh:
     sizes: Mapping[str, int]
 
     @classmethod
-    def parse(cls, text: str) -> Mesh:
-        """Reads `fsdp=16,expert=4`.
+    def parse(cls, text: str, axes: Collection[str] | None = None) -> Mesh:
+        """Reads `fsdp=16,expert=4`, where `axes` are the names that a mesh may have; None for MaxText's own.
 
         Raises:
           MeshError: says what is wrong with it.
         """
         sizes: dict[str, int] = {}
+        axes = mesh_axes() if axes is None else axes
         for item in text.split(","):
             name, separator, size = (part.strip() for part in item.partition("="))
             if not separator or not size.isascii() or not size.isdigit() or int(size) < 1:
                 raise MeshError(f"--mesh={text}: {item.strip()!r} should be an axis and its size, as in fsdp=16")
-            if name not in mesh_axes():
-                raise MeshError(f"--mesh={text}: MaxText's meshes have no axis {name!r}; they have {', '.join(mesh_axes())}")
+            if name not in axes:
+                raise MeshError(f"--mesh={text}: MaxText's meshes have no axis {name!r}; they have {', '.join(axes)}")
             if name in sizes:
                 raise MeshError(f"--mesh={text}: the axis {name} is named twice")
             sizes[name] = int(size)
         return cls(text, sizes)
 
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh has."""
+        return math.prod(self.sizes.values())
+
     def ways(self, assignment: Assignment) -> int:
         """Into how many shards an axis with this assignment is cut."""
-        names = (assignment,) if isinstance(assignment, str) else assignment or ()
-        return math.prod(self.sizes.get(name, 1) for name in names)
+        return math.prod(self.sizes.get(name, 1) for name in axes_of(assignment))
+
+
+def axes_of(assignment: Assignment) -> tuple[str, ...]:
+    """The mesh axes of an assignment, the slowest first."""
+    return (assignment,) if isinstance(assignment, str) else assignment or ()
 
 
 def partition_spec(names: Sequence[str | None], rules: Rules) -> tuple[Assignment, ...]:

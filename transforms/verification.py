@@ -23,12 +23,13 @@ from formats.encodings import Encoding
 from formats.orbax import open_arrays
 from formats.safetensors import read_boxes
 from formats.storage import write_file
-from model_mappings.cells import Part
+from model_mappings.axes import Range
+from model_mappings.cells import Box, Part
 from model_mappings.plan import Array, holds, is_float
 from transforms.conversion import Conversion, load_bytes
 from transforms.stages import ByteCounter
 
-SLAB_ELEMENTS = 1 << 23  # compared at a time
+SLAB_ELEMENTS = 1 << 22  # compared at a time
 TASK_BYTES = 256 << 20  # of an array, compared in one go
 
 COMPARED = ByteCounter()  # elements
@@ -98,91 +99,107 @@ def shares(array: Array) -> Iterator[Share]:
                 yield from (Share(part, layer, name) for name in np.ndindex(part.name_shape))
 
 
-def compare(array: Array, share: Share, store: ts.TensorStore, encoding: Encoding, scan_axis: int) -> Finding:
-    """Compares one tensor's share of an array, slab by slab along the tensor's rows."""
-    rule, part = share.part.rule, share.part
-    left = rule.axes.left[len(rule.name_axes) :]
-    sizes = {factor: size for axis, sizes in zip(left, part.source_factors, strict=True) for factor, size in zip(axis, sizes, strict=True)}
-    right = list(rule.axes.right)
-    fixed = dict(zip(rule.name_axes, share.name, strict=True))
-    at = min(scan_axis, len(right))
-    stacked = [f"#{i}" for i in range(part.layers.ndim)]  # words that no table uses
-    right[at:at] = [(word,) for word in stacked]
-    fixed |= dict(zip(stacked, share.layer, strict=True))
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layouts:
+    """How a tensor (left) and an array (right) lie, for one share.
 
-    first = left[0][0] if left and left[0] else None
-    if first is not None and not any(axis[:1] == (first,) and first not in rule.segments for axis in right):
-        first = None  # its indices aren't one range of the array
-    total = sizes[first] if first is not None else 1
-    step = max(1, SLAB_ELEMENTS * total // max(1, math.prod(sizes.values()))) if first is not None else 1
+    Attributes:
+      left, right: the factors of each axis; a stacked axis of the array has a word of its own.
+      sizes: of the tensor's factors.
+      places: where each factor's part begins in the array, and how long the factor is there.
+      fixed: the array's factors of which the share has one index.
+    """
+
+    left: tuple[tuple[str, ...], ...]
+    right: tuple[tuple[str, ...], ...]
+    sizes: Mapping[str, int]
+    places: Mapping[str, tuple[int, int]]
+    fixed: Mapping[str, int]
+
+    @classmethod
+    def of(cls, share: Share, scan_axis: int) -> Layouts:
+        rule, part = share.part.rule, share.part
+        left = rule.axes.left[len(rule.name_axes) :]
+        sizes = dict(zip(itertools.chain(*left), itertools.chain(*part.source_factors), strict=True))
+        places = {factor: (rule.segments[factor].start, rule.segments[factor].total) if factor in rule.segments else (0, n) for factor, n in sizes.items()}
+        stacked = [f"#{i}" for i in range(part.layers.ndim)]  # words that no table uses
+        right = list(rule.axes.right)
+        at = min(scan_axis, len(right))
+        right[at:at] = [(word,) for word in stacked]
+        fixed = dict(zip((*rule.name_axes, *stacked), (*share.name, *share.layer), strict=True))
+        return cls(left, tuple(right), sizes, places, fixed)
+
+    def slabs(self) -> Iterator[dict[str, Range]]:
+        """Ranges of the tensor's factors that together are all of it, each of about `SLAB_ELEMENTS`; cut along the tensor's rows."""
+        whole = {factor: (0, size) for factor, size in self.sizes.items()}
+        first = self.left[0][0] if self.left and self.left[0] else None
+        if first is None or not any(axis[:1] == (first,) for axis in self.right):  # its indices aren't one range of the array
+            yield whole
+            return
+        total = self.sizes[first]
+        step = max(1, SLAB_ELEMENTS * total // max(1, math.prod(self.sizes.values())))
+        for start in range(0, total, step):
+            yield whole | {first: (start, min(start + step, total))}
+
+    def box(self, part: Part, slab: Mapping[str, Range]) -> Box:
+        """The tensor's box that holds a slab; of it the part's window takes every step-th index."""
+        box = []
+        for axis, start, step in zip(self.left, part.starts, part.steps, strict=True):
+            inner = math.prod(self.sizes[factor] for factor in axis[1:])
+            low, high = slab[axis[0]] if axis else (0, 1)
+            box.append((start + low * inner * step, start + (high * inner - 1) * step + 1))
+        return tuple(box)
+
+    def read(self, store: ts.TensorStore, slab: Mapping[str, Range]) -> np.ndarray:
+        """The array's elements of a slab, turned into the tensor's layout; axes are still split into factors."""
+        region: list[slice] = []
+        split: list[int] = []
+        picks: list[int | slice] = []
+        order: list[str] = []
+        for axis in self.right:
+            if axis[:1] and axis[0] in self.fixed:
+                region.append(slice(self.fixed[axis[0]], self.fixed[axis[0]] + 1))
+                split.append(1)
+                picks.append(0)
+                continue
+            inner = math.prod(self.places[factor][1] for factor in axis[1:])
+            low, high = slab[axis[0]] if axis else (0, 1)
+            start = self.places[axis[0]][0] if axis else 0
+            region.append(slice((start + low) * inner, (start + high) * inner))
+            for i, factor in enumerate(axis):
+                start, total = self.places[factor]
+                low, high = slab[factor]
+                split.append(total if i else high - low)
+                picks.append(slice(start + low, start + high) if i else slice(None))
+                order.append(factor)
+        found = np.asarray(store[tuple(region)].read().result()).reshape(split)[tuple(picks)]
+        return found.transpose([order.index(factor) for axis in self.left for factor in axis])
+
+
+def compare(array: Array, share: Share, store: ts.TensorStore, encoding: Encoding, scan_axis: int) -> Finding:
+    """Compares one tensor's share of an array, slab by slab."""
+    layouts, steps = Layouts.of(share, scan_axis), tuple(slice(None, None, step) for step in share.part.steps)
     finding = Finding(array.key, 0, 0, False, None)
-    for start in range(0, total, step):
-        slab = (first, start, min(start + step, total)) if first is not None else None
-        finding += _compare_slab(array.key, share, store, encoding, (left, right), sizes, fixed, slab)
+    for slab in layouts.slabs():
+        box = layouts.box(share.part, slab)
+        stored, _ = read_boxes(encoding.reads(box))
+        values = encoding.decode(stored, box, np.dtype(np.float32))[steps]
+        found = layouts.read(store, slab).reshape(values.shape)
+        expected, rounded = _expected(values, share.part, encoding, found.dtype)
+        count, index = _count_wrong(expected, found)
+        first = None
+        if index is not None:
+            place = tuple(low + i * step for (low, _), i, step in zip(box, index, share.part.steps, strict=True))
+            first = Difference(share.tensor, place, expected[index].item(), found[index].item())
+        finding += Finding(array.key, found.size, count, rounded, first)
     return finding
 
 
-def _compare_slab(
-    key: str,
-    share: Share,
-    store: ts.TensorStore,
-    encoding: Encoding,
-    axes: tuple[tuple, list],
-    sizes: Mapping[str, int],
-    fixed: Mapping[str, int],
-    slab: tuple[str, int, int] | None,
-) -> Finding:
-    """Compares the rows of a slab: a range of the tensor's first factor, or None for all of it."""
-    rule, (left, right) = share.part.rule, axes
-    ranges = {factor: (0, size) for factor, size in sizes.items()}
-    if slab is not None:
-        ranges[slab[0]] = slab[1:]
-
-    # the tensor's side: a box, of which the window takes every step-th index
-    box = []
-    for axis, start, step in zip(left, share.part.starts, share.part.steps, strict=True):
-        low, high = 0, math.prod(sizes[factor] for factor in axis)
-        if axis and slab is not None and axis[0] == slab[0]:
-            inner = math.prod(sizes[factor] for factor in axis[1:])
-            low, high = slab[1] * inner, slab[2] * inner
-        box.append((start + low * step, start + (high - 1) * step + 1))
-    stored, _ = read_boxes(encoding.reads(tuple(box)))
-    values = encoding.decode(stored, tuple(box), np.dtype(np.float32))[tuple(slice(None, None, step) for step in share.part.steps)]
-
-    # the array's side: read, split into factors, turned around
-    region, factors, picks, order = [], [], [], []
-    for axis in right:
-        if len(axis) == 1 and axis[0] in fixed:
-            region.append(slice(fixed[axis[0]], fixed[axis[0]] + 1))
-            factors.append(1)
-            picks.append(0)
-            continue
-        totals = [rule.segments[factor].total if factor in rule.segments else sizes[factor] for factor in axis]
-        lows = [rule.segments[factor].start if factor in rule.segments else 0 for factor in axis]
-        inner, low, high = math.prod(totals[1:]), 0, totals[0] if totals else 1
-        if axis and slab is not None and axis[0] == slab[0]:
-            low, high = slab[1:]
-        region.append(slice(low * inner, high * inner))
-        for i, factor in enumerate(axis):
-            extent = high - low if i == 0 else totals[i]
-            factors.append(extent)
-            count = ranges[factor][1] - ranges[factor][0]
-            picks.append(slice(lows[i], lows[i] + count) if factor in rule.segments else slice(None))
-            order.append(factor)
-    read = np.asarray(store[tuple(region)].read().result())
-    split = read.reshape(factors)[tuple(picks)]
-    wanted_order = [factor for axis in left for factor in axis]
-    found = split.transpose([order.index(factor) for factor in wanted_order]).reshape(values.shape)
-
-    expected, rounded = _expected(values, share.part, encoding, found.dtype)
+def _count_wrong(expected: np.ndarray, found: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
+    """How many elements differ, and the index of the first."""
     wrong = _differs(expected, found)
     count = int(np.count_nonzero(wrong))
-    first = None
-    if count:
-        index = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
-        place = tuple(low + i * step for (low, _), i, step in zip(box, index, share.part.steps, strict=True))
-        first = Difference(share.tensor, place, expected[index].item(), found[index].item())
-    return Finding(key, found.size, count, rounded, first)
+    return count, tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape)) if count else None
 
 
 def _expected(values: np.ndarray, part: Part, encoding: Encoding, stored: np.dtype) -> tuple[np.ndarray, bool]:
@@ -218,10 +235,9 @@ def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> Finding
         for start in range(region[0].start, region[0].stop, step) if region else (0,):
             slab = (range(start, min(start + step, region[0].stop)), *region[1:]) if region else ()
             found = np.asarray(store[tuple(slice(r.start, r.stop) for r in slab)].read().result())
-            wrong = _differs(np.full(found.shape, array.fill, np.float32).astype(found.dtype), found)
-            count, first = int(np.count_nonzero(wrong)), None
-            if count:
-                index = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
+            count, index = _count_wrong(np.full(found.shape, array.fill, np.float32).astype(found.dtype), found)
+            first = None
+            if index is not None:
                 place = tuple(r.start + i for r, i in zip(slab, index, strict=True))
                 first = Difference(None, place, float(array.fill or 0), found[index].item())
             finding += Finding(array.key, found.size, count, False, first)

@@ -22,9 +22,12 @@ from formats.zarr import ArraySpec, Format
 from model_mappings.cells import Factor, Part
 from model_mappings.plan import Array, Problem
 from transforms.grid import MAX_CHUNK, MIN_CHUNK, Grid, finest_shard
+from transforms.load import Load, load_of
+from transforms.load import total as total_load
 from transforms.mesh import Mesh
 
 WARN_SHARE = 0.8  # of the bytes; where fewer are virtual, most of the promise is gone
+WARN_AMPLIFICATION = 4.0  # bytes read for each byte needed, where a checkpoint is loaded on a mesh
 LEAST_CHUNK = 64 << 10  # bytes; a tensor isn't cut into smaller ones, but for a mesh
 
 
@@ -101,12 +104,20 @@ def problems_of(arrays: Sequence[Array], placements: Sequence[Placement], format
             yield Problem("virtual", "--virtual", f"{share(nbytes, total)} of the bytes are {reason}, a changed dtype; {way}")
 
 
-def warnings_of(arrays: Sequence[Array], placements: Sequence[Placement]) -> Iterator[str]:
-    """What the user should know."""
+def loads_of(grids: Sequence[Grid], meshes: Sequence[Mesh]) -> dict[str, Load]:
+    """What the hosts of each mesh read of a whole checkpoint, by the mesh as it was written."""
+    return {mesh.text: total_load(load_of(grid.spec, grid.partition[mesh.text], mesh) for grid in grids) for mesh in meshes}
+
+
+def warnings_of(arrays: Sequence[Array], placements: Sequence[Placement], loads: Mapping[str, Load]) -> Iterator[str]:
+    """What the user should know: that much has to be written, or that much is read for nothing."""
     total = sum(array.nbytes for array in arrays)
     virtual = sum(array.nbytes for array, placement in zip(arrays, placements, strict=True) if placement.spec)
     if virtual < WARN_SHARE * total:
         yield f"only {share(virtual, total)} of the bytes are virtual, the rest is written; weightbeam plan --virtual says why"
+    for mesh, load in loads.items():
+        if load.mean > WARN_AMPLIFICATION:
+            yield f"on {mesh} a host reads {load.mean:.1f} bytes for each byte it needs; weightbeam materialize makes an ordinary checkpoint for it"
 
 
 def share(part: float, whole: float) -> str:

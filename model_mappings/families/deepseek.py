@@ -9,7 +9,7 @@ Kimi K2.5 and K2.6 are Kimi K2 behind `language_model.`, with a vision tower tha
 says `model.language_model.` in memory, and its `save_pretrained` writes `blocks` for `layers`, the tower's word.
 """
 
-from model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, layers, text_part, top
+from model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, is_fused, layers, text_part, top
 from model_mappings.family import Family
 from model_mappings.rules import rule, stack
 
@@ -50,7 +50,7 @@ def latent_attention(c):
 def stacks(c, layout):
     c = text_part(c)
     dense, n = c.count("first_k_dense_replace"), c.size("num_hidden_layers")
-    fused = f"model.layers.{dense}.mlp.experts.gate_up_proj" in layout.names
+    fused = is_fused(layout, f"model.layers.{dense}.mlp.experts")
     routed = [
         *NORMS,
         *latent_attention(c),

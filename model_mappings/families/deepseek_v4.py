@@ -12,7 +12,7 @@ converter stacks the experts of those first, unscanned layers on the scan's axis
 checkpoint_conversion/to_maxtext.py, e591f30).
 """
 
-from model_mappings.blocks import beyond_vocabulary, common_drops, experts, gated_mlp, top, vocabulary
+from model_mappings.blocks import beyond_vocabulary, common_drops, experts, gated_mlp, is_fused, top, vocabulary
 from model_mappings.config import ConfigError
 from model_mappings.family import Family
 from model_mappings.rules import rule, segments, stack
@@ -122,7 +122,7 @@ def attention(rate):
 
 
 def decoder_layer(c, layout, rate):
-    fused = "layers.0.ffn.experts.gate_up_proj" in layout.names
+    fused = is_fused(layout, "layers.0.ffn.experts")
     return [
         rule("pre_self_attention_layer_norm/scale", "attn_norm.weight", "embed", "norm"),
         rule("post_self_attention_layer_norm/scale", "ffn_norm.weight", "embed", "norm"),

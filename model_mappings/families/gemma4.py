@@ -16,7 +16,7 @@ e591f30; huggingface/transformers, models/gemma4/{configuration,modeling}_gemma4
 
 import numpy as np
 
-from model_mappings.blocks import check_cycle, common_dims, common_drops, cycles, experts, gated_mlp, sandwich_norms, top, with_defaults
+from model_mappings.blocks import check_cycle, common_dims, common_drops, cycles, experts, gated_mlp, is_fused, sandwich_norms, top, with_defaults
 from model_mappings.config import Config, ConfigError
 from model_mappings.family import Family
 from model_mappings.ops import Scale
@@ -92,7 +92,7 @@ AROUND = [*sandwich_norms(), rule("layer_scalar", "layer_scalar", "1", "-")]  # 
 
 def routed(t, layout):
     """The experts, and the dense MLP beside them that MaxText calls shared."""
-    block, fused = "mlp/moe_block/MoeBlock_0", f"{HF}layers.0.experts.gate_up_proj" in layout.names
+    block, fused = "mlp/moe_block/MoeBlock_0", is_fused(layout, f"{HF}layers.0.experts")
     norms = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
     return [
         *gated_mlp("mlp/moe_block/shared_experts"),

@@ -7,7 +7,7 @@ src/maxtext/models/gpt_oss.py and layers/moe.py `apply_ffn_activation`, e591f30)
 models/gpt_oss/modeling_gpt_oss.py, v5.23.0).
 """
 
-from model_mappings.blocks import NORMS, attention, check_cycle, check_whole, common_dims, common_drops, cycles, top
+from model_mappings.blocks import NORMS, attention, attention_biases, check_cycle, check_whole, common_dims, common_drops, cycles, top
 from model_mappings.family import Family
 from model_mappings.rules import rule
 
@@ -16,9 +16,7 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 TABLE = [
     *NORMS,
     *attention(target=ATTENTION),
-    rule(f"{ATTENTION}/query/bias", "self_attn.q_proj.bias", "(heads dim) -> heads dim", "q_heads kv"),
-    rule(f"{ATTENTION}/key/bias", "self_attn.k_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim"),
-    rule(f"{ATTENTION}/value/bias", "self_attn.v_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim"),
+    *attention_biases(ATTENTION),
     rule(f"{ATTENTION}/out/bias", "self_attn.o_proj.bias", "embed", "embed"),
     rule(f"{ATTENTION}/sinks", "self_attn.sinks", "heads", "-"),
     rule(f"{MOE}/gate/kernel", "mlp.router.weight", "expert embed -> embed expert", "embed -"),

@@ -10,7 +10,7 @@ for each (transformers, quantizers/base.py `SequentialLlama4TextExperts`). The t
 alone; the releases say `language_model.` in front of them.
 """
 
-from model_mappings.blocks import NORMS, attention, check_whole, common_dims, common_drops, cycles, experts, gated_mlp, text_part, top
+from model_mappings.blocks import NORMS, attention, check_whole, common_dims, common_drops, cycles, experts, experts_in_out, gated_mlp, is_fused, text_part, top
 from model_mappings.config import ConfigError
 from model_mappings.family import Family
 from model_mappings.rules import rule
@@ -43,19 +43,15 @@ def dims(c, layout):
 def stacks(c, layout):
     t = text_part(c)
     check_whole(t, layout, CYCLE)
-    step, width, gate_up = moe_step(t), t.size("intermediate_size"), "feed_forward.experts.gate_up_proj"
-    fused = [
-        rule(f"{ROUTED}/wi_0", f"{gate_up}[..., :{width}]", "expert embed moe_mlp", "exp embed_moe mlp_moe"),
-        rule(f"{ROUTED}/wi_1", f"{gate_up}[..., {width}:]", "expert embed moe_mlp", "exp embed_moe mlp_moe"),
-        rule(f"{ROUTED}/wo", "feed_forward.experts.down_proj", "expert moe_mlp embed", "exp mlp_moe embed_moe"),
-    ]
-    single = f"model.layers.{step - 1}.feed_forward.experts.0.gate_proj.weight" in layout.names
+    step, width = moe_step(t), t.size("intermediate_size")
+    fused = is_fused(layout, f"model.layers.{step - 1}.feed_forward.experts")
+    routed = experts_in_out(ROUTED, "feed_forward.experts", width) if fused else experts(ROUTED, "feed_forward.experts", width, fused=False)
     dense = [*NORMS, *attention(), *gated_mlp(source="feed_forward")]
     moe = [
         *NORMS,
         *attention(),
         rule(f"{ROUTED}/gate/kernel", "feed_forward.router.weight", "expert embed -> embed expert", "embed_moe -"),
-        *(experts(ROUTED, "feed_forward.experts", width, fused=False) if single else fused),
+        *routed,
         *gated_mlp(SHARED, "feed_forward.shared_expert", "shared_mlp"),
     ]
     tables = [dense if (place + 1) % step else moe for place in range(CYCLE)]

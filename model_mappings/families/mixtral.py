@@ -3,7 +3,7 @@
 transformers v5 says `mlp` in memory where the hub's files say `block_sparse_moe`.
 """
 
-from model_mappings.blocks import NORMS, attention, common_dims, common_drops, experts, layers, top
+from model_mappings.blocks import NORMS, attention, common_dims, common_drops, experts, is_fused, layers, top
 from model_mappings.family import Family
 from model_mappings.ops import Scale
 from model_mappings.rules import rule
@@ -16,7 +16,7 @@ def dims(c, layout):
 
 def stacks(c, layout):
     d = dims(c, layout)
-    fused = "model.layers.0.mlp.experts.gate_up_proj" in layout.names
+    fused = is_fused(layout, "model.layers.0.mlp.experts")
     moe = "mlp" if fused else "block_sparse_moe"
     table = [
         *NORMS,

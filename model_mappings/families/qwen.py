@@ -1,7 +1,6 @@
 """Qwen 2.5 (biases), Qwen 3 (query and key norms), Qwen 3 MoE."""
 
-from model_mappings.blocks import NORMS, attention, common_dims, common_drops, experts, gated_mlp, layers, top
-from model_mappings.config import ConfigError
+from model_mappings.blocks import NORMS, attention, attention_biases, check_all_moe, common_dims, common_drops, experts, gated_mlp, is_fused, layers, top
 from model_mappings.family import Family
 from model_mappings.rules import rule
 
@@ -18,15 +17,13 @@ def text_dims(c, moe):
 
 def moe_mlp(c, routed):
     """Router and `routed` experts, in every layer."""
-    if c.get("mlp_only_layers") or c.size("decoder_sparse_step", 1) != 1:
-        raise ConfigError("config.json mixes dense and MoE layers (mlp_only_layers, decoder_sparse_step); MaxText's Qwen 3 MoE has no dense layers")
+    check_all_moe(c)
     return [rule("moe_block/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed -"), *routed]
 
 
 def routed_experts(c, layout, hf="model."):
     """Experts in one tensor each, or fused as transformers v5 holds them."""
-    fused = f"{hf}layers.0.mlp.experts.gate_up_proj" in layout.names
-    return experts("moe_block", "mlp.experts", c.size("moe_intermediate_size"), fused)
+    return experts("moe_block", "mlp.experts", c.size("moe_intermediate_size"), is_fused(layout, f"{hf}layers.0.mlp.experts"))
 
 
 def decoder(c, layout, mlp, hf="model.", head="lm_head"):
@@ -35,9 +32,7 @@ def decoder(c, layout, mlp, hf="model.", head="lm_head"):
     table = [
         *NORMS,
         *attention(),
-        rule("self_attention/query/bias", "self_attn.q_proj.bias", "(heads dim) -> heads dim", "q_heads kv", when=biased),
-        rule("self_attention/key/bias", "self_attn.k_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim", when=biased),
-        rule("self_attention/value/bias", "self_attn.v_proj.bias", "(kv dim) -> kv dim", "kv_heads kv_head_dim", when=biased),
+        *attention_biases(when=biased),
         rule("self_attention/query_norm/scale", "self_attn.q_norm.weight", "dim", "norm", when=not biased),
         rule("self_attention/key_norm/scale", "self_attn.k_norm.weight", "dim", "norm", when=not biased),
         *mlp,

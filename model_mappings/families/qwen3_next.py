@@ -8,7 +8,7 @@ shapes of the files can't be used, `QWEN3_NEXT_HF_WEIGHTS_TO_SHAPE` returns noth
 head (checkpoint_conversion/utils/hf_shape.py); the sizes here are those of its parameters.
 """
 
-from model_mappings.blocks import check_cycle, check_whole, common_drops, cycles, experts, gated_mlp, top
+from model_mappings.blocks import check_all_moe, check_cycle, check_whole, common_drops, cycles, experts, gated_mlp, is_fused, top
 from model_mappings.config import ConfigError
 from model_mappings.family import Family
 from model_mappings.rules import rule
@@ -56,16 +56,14 @@ def decoder(c, layout, in_proj, hf="model."):
     check_whole(c, layout, len(CYCLE))
     if c.size("full_attention_interval", len(CYCLE)) != len(CYCLE):
         raise ConfigError(f"config.json: full attention is one layer in {c['full_attention_interval']}, in MaxText's model one in {len(CYCLE)}")
-    if c.get("mlp_only_layers") or c.size("decoder_sparse_step", 1) != 1:
-        raise ConfigError("config.json mixes dense and MoE layers (mlp_only_layers, decoder_sparse_step); MaxText's model has no dense layers")
+    check_all_moe(c)
     if shared_mlp != moe_mlp:
         raise ConfigError(f"config.json: the shared expert's size is {shared_mlp}, a routed one's {moe_mlp}; MaxText gives both the same")
-    fused = f"{hf}layers.0.mlp.experts.gate_up_proj" in layout.names
     moe = [
         rule("input_layernorm/scale", "input_layernorm.weight", "embed", "-"),
         rule("post_attention_layernorm/scale", "post_attention_layernorm.weight", "embed", "-"),
         rule("mlp/routed_experts/gate/kernel", "mlp.gate.weight", "expert embed -> embed expert", "embed -"),
-        *experts("mlp/routed_experts", "mlp.experts", moe_mlp, fused),
+        *experts("mlp/routed_experts", "mlp.experts", moe_mlp, is_fused(layout, f"{hf}layers.0.mlp.experts")),
         *gated_mlp("mlp/shared_expert", "mlp.shared_expert", "moe_mlp"),
         rule("mlp/shared_expert_gate/kernel", "mlp.shared_expert_gate.weight", "1 embed -> embed 1", "embed -"),
     ]

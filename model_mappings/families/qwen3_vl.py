@@ -7,10 +7,9 @@ head is tied, the outer flag says; transformers writes another into `text_config
 with deepstack, its text alone included (AI-Hypercomputer/maxtext, src/maxtext/configs/types.py, e591f30).
 """
 
-from model_mappings.blocks import common_drops, gated_mlp, text_part
+from model_mappings.blocks import common_drops, experts_in_out, gated_mlp, text_part
 from model_mappings.families.qwen import decoder, moe_mlp, routed_experts, text_dims
 from model_mappings.family import Family
-from model_mappings.rules import rule
 from model_mappings.towers import deepstack_mergers, qwen_vision, qwen_vision_dims
 
 HF, HF_TOWER = "model.language_model.", "model.visual."
@@ -27,11 +26,7 @@ def hub_experts(d, layout):
     as_saved_by_v5 = {gate_up: (expert, 2 * width, embed), down: (expert, embed, width)}
     if gate_up not in layout.names or {name: layout.shapes.get(name) for name in as_saved_by_v5} == as_saved_by_v5:
         return None
-    return [
-        rule("moe_block/wi_0", f"mlp.experts.gate_up_proj[..., :{width}]", "expert embed moe_mlp", "exp embed_moe mlp_moe"),
-        rule("moe_block/wi_1", f"mlp.experts.gate_up_proj[..., {width}:]", "expert embed moe_mlp", "exp embed_moe mlp_moe"),
-        rule("moe_block/wo", "mlp.experts.down_proj", "expert moe_mlp embed", "exp mlp_moe embed_moe"),
-    ]
+    return experts_in_out("moe_block", "mlp.experts", width)
 
 
 def dims(c, layout):

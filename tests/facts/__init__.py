@@ -44,6 +44,40 @@ def load_trees() -> dict[str, Tree]:
     return {name: Tree(**tree | {"arrays": _spread(tree["arrays"])}) for name, tree in trees.items()}
 
 
+MODEL_TYPES = {"llama": "llama", "mistral": "mistral", "kimi": "kimi_k2"}  # for MaxText's models whose Hugging Face config is sizes alone
+
+LLAMA4 = dict(
+    hidden_size=5120, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8, head_dim=128, intermediate_size=8192,
+    intermediate_size_mlp=16384, vocab_size=202048,
+)  # fmt: skip
+CONFIGS = {  # for MaxText's models that have none: what transformers' configuration and MaxText's src/maxtext/configs/models say
+    "llama4-17b-16e": {"model_type": "llama4", "text_config": LLAMA4 | dict(num_local_experts=16, interleave_moe_layer_step=1)},
+    "llama4-17b-128e": {"model_type": "llama4_text"} | LLAMA4 | dict(num_local_experts=128, interleave_moe_layer_step=2),
+}
+DEEPSEEK4_TINY = (  # MaxText keeps the sizes of the large model for it
+    dict(hidden_size=64, num_attention_heads=4, head_dim=32, moe_intermediate_size=64, n_routed_experts=16, num_experts_per_tok=4)
+    | dict(q_lora_rank=16, o_lora_rank=16, o_groups=4, index_n_heads=4, index_head_dim=32)
+)
+THINKER = {  # by part
+    "text_config": dict(vocab_size=152064, num_attention_heads=32, head_dim=128),
+    "vision_config": dict(out_hidden_size=2048),
+    "audio_config": dict(output_dim=2048),
+}
+
+
+def config_of(tree: Tree) -> dict:
+    """`config.json` of a tree's model, also where MaxText has none, or one without `model_type` or with other sizes."""
+    config = CONFIGS.get(tree.model, tree.config)
+    if tree.model == "deepseek4-tiny":
+        return config | DEEPSEEK4_TINY
+    if tree.model.startswith("qwen3-vl-"):
+        return config | {"model_type": "qwen3_vl_moe" if tree.model.endswith("-a3b") else "qwen3_vl"}
+    if tree.model == "qwen3-omni-30b-a3b":  # transformers' defaults, but for some
+        return config | {"thinker_config": {part: config["thinker_config"][part] | sizes for part, sizes in THINKER.items()}}
+    inferred = next((kind for prefix, kind in MODEL_TYPES.items() if tree.model.startswith(prefix)), None)
+    return config if "model_type" in config else {"model_type": inferred} | config
+
+
 def _spread(arrays: list[list]) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
     """One entry for each layer, where `make_trees.py` keeps one for layers that are alike."""
     spread = {}

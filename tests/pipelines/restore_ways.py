@@ -1,6 +1,7 @@
-"""Restores checkpoints in every way that stock Orbax and MaxText have, and prints what came out: `python restore_ways.py STEP…`.
+"""Restores checkpoints in every way that stock Orbax and MaxText have, and prints what came out: `python restore_ways.py 4x2 STEP…`.
 
-A process of its own, since the number of devices is settled when JAX starts (`--xla_force_host_platform_device_count` in `XLA_FLAGS`).
+`4x2` is the mesh of all devices. A process of its own, since the number of devices is settled when JAX starts
+(`--xla_force_host_platform_device_count` in `XLA_FLAGS`).
 Prints JSON: `{step: {way: {"arrays": {key: [shape, dtype, sha256]}, "devices": [of each array], "warnings": […]}}}`.
 """
 
@@ -74,7 +75,7 @@ WITH_TARGET: list[Callable[[Path, Tree], Tree]] = [
 
 
 def sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """The last axis that 4 divides over `x`, another that 2 divides over `y`."""
+    """The last axis that the size of `x` divides over `x`, another over `y`."""
     spec: list[str | None] = [None] * len(shape)
     for name in mesh.axis_names:
         fits = [axis for axis, size in enumerate(shape) if spec[axis] is None and size % mesh.shape[name] == 0]
@@ -83,10 +84,9 @@ def sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def target(tree: Tree) -> Tree:
+def target(tree: Tree, sizes: str) -> Tree:
     """What to restore, sharded over all devices."""
-    devices = np.array(jax.devices())
-    mesh = Mesh(devices.reshape(4, 2) if len(devices) == 8 else devices.reshape(1, 1), ("x", "y"))
+    mesh = Mesh(np.array(jax.devices()).reshape([int(size) for size in sizes.split("x")]), ("x", "y"))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=sharding(np.shape(x), mesh)), tree)
 
 
@@ -101,8 +101,8 @@ class Collector(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def run(step: Path) -> dict[str, Any]:
-    abstract = target(pytree(step, None))
+def run(step: Path, sizes: str) -> dict[str, Any]:
+    abstract = target(pytree(step, None), sizes)
     results = {}
     for way in [*WITHOUT_TARGET, *WITH_TARGET]:
         collector = Collector()
@@ -123,4 +123,4 @@ def run(step: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({step: run(Path(step)) for step in sys.argv[1:]}))
+    print(json.dumps({step: run(Path(step), sys.argv[1]) for step in sys.argv[2:]}))

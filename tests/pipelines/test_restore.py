@@ -1,8 +1,9 @@
-"""The checkpoint is Orbax's: every stock way to restore one restores ours, on one device and on eight."""
+"""The checkpoint is Orbax's: every stock way to restore one restores ours, whatever its chunks, on one device, on eight and on sixteen."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,12 +14,17 @@ import orbax.checkpoint as ocp
 import pytest
 from support import HERE, convert, given_arrays, restore
 
+from formats.orbax import read_arrays
+
 CASE = "deepseek3"
 FORMATS = {
     "ocdbt, zarr3": ["--mesh", "fsdp=4,tensor=2"],
     "ocdbt, zarr3, many units": ["--unit_bytes", "100000"],
     "folders, zarr2": ["--use_ocdbt", "false", "--use_zarr3", "false", "--mesh", "fsdp=8"],
+    "for any mesh": [],
+    "for three meshes": ["--mesh", "fsdp=16", "--mesh", "expert=4,fsdp=2", "--mesh", "tensor=8", "--compression", "zstd"],
 }
+MESHES = ["1x1", "4x2", "16x1", "4x4"]
 WAYS = [
     "pytree",
     "standard",
@@ -34,7 +40,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def steps(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same model in three formats, and once as stock Orbax writes it."""
+    """The same model in several formats and grids, and once as stock Orbax writes it."""
     folder = tmp_path_factory.mktemp("formats")
     made = {name: convert(generated / "cases" / CASE, folder / str(i), *options) for i, (name, options) in enumerate(FORMATS.items())}
     tree = ocp.PyTreeCheckpointer().restore(made["ocdbt, zarr3"] / "items")
@@ -43,20 +49,29 @@ def steps(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return made | {"stock": folder / "stock" / "0"}
 
 
-def restore_all(steps: dict[str, Path], devices: int) -> dict[str, dict]:
+def restore_all(steps: dict[str, Path], mesh: str, devices: int) -> dict[str, dict]:
     """What `restore_ways.py` tells of each checkpoint."""
     environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"}
-    script = [sys.executable, str(HERE / "pipelines" / "restore_ways.py"), *map(str, steps.values())]
+    script = [sys.executable, str(HERE / "pipelines" / "restore_ways.py"), mesh, *map(str, steps.values())]
     ran = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout.splitlines()[-1])
     return {name: told[str(step)] for name, step in steps.items()}
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_every_way_to_restore(steps: dict[str, Path], devices: int) -> None:
+def test_the_grids_are_different(steps: dict[str, Path]) -> None:
+    """Whole arrays, chunks, and chunks packed into shards: what is restored below isn't always the same."""
+    kinds = {name: {(array.spec.chunk, array.spec.shard) for array in read_arrays(step / "items")} for name, step in steps.items()}
+    assert len({frozenset(kind) for kind in kinds.values()}) >= len(FORMATS)
+    assert any(chunk != shard for chunk, shard in kinds["for any mesh"])
+    assert not any(chunk != shard for chunk, shard in kinds["for three meshes"])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_way_to_restore(steps: dict[str, Path], mesh: str) -> None:
     """MaxText's own bits come out, in the shardings that were asked for, and with no warning that a stock checkpoint doesn't cause too."""
-    told = restore_all(steps, devices)
+    devices = math.prod(int(size) for size in mesh.split("x"))
+    told = restore_all(steps, mesh, devices)
     wanted = given_arrays(CASE, "scanned")
     for name in FORMATS:
         assert list(told[name]) == WAYS

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import facts
 import numpy as np
 import pytest
 from flax.linen import logical_to_mesh_axes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import DEEPSEEK, DEEPSEEK_V3, FP8, LLAMA, LLAMA_8B, QWEN3_MOE, headers_only, nbytes, shapes
+from support import BF16, DEEPSEEK, DEEPSEEK_V3, FP8, LLAMA, LLAMA_8B, QWEN3_MOE, headers_only, nbytes, shapes
 
 from formats.safetensors import Checkpoint, Shard, Tensor
+from formats.zarr import Format
+from model_mappings.cells import pattern
+from model_mappings.config import Config, Layout
+from model_mappings.plan import Array, expand, make_arrays
+from model_mappings.registry import family_of
 from transforms.conversion import Conversion, Options, prepare
-from transforms.mesh import base_rules
+from transforms.grid import count_experts, make_grid
+from transforms.load import Load, load_of, total
+from transforms.mesh import Mesh, base_rules, partition_spec
 from transforms.units import Unit
 
 MIB = 1 << 20
@@ -219,3 +230,77 @@ def test_a_bound_that_is_too_small_is_a_problem() -> None:
     (problem,) = conversion.plan.problems
     assert "--unit_bytes=1000" in str(problem)
     assert "needs at least" in str(problem)
+
+
+# --- with no mesh named: every common mesh, for every model that MaxText has ----------------------------------------------------
+
+TREES = {name: tree for name, tree in facts.load_trees().items() if "tiny" not in tree.model}
+LARGE = 64_000_000  # bytes of an array that is held to the limit by itself
+LIMIT = 1.1
+
+
+def powers(limit: int) -> list[int]:
+    """1, 2, 4, …, at most `limit`."""
+    return [1 << n for n in range(limit.bit_length())]
+
+
+def common_meshes(experts: int) -> Iterator[Mesh]:
+    """`fsdp` up to 64 with `tensor` up to 8; and, if there are experts, with `expert` up to 64 where that divides them, on up to 512 devices."""
+    for fsdp, tensor in itertools.product(powers(64), powers(8)):
+        yield Mesh(f"fsdp={fsdp},tensor={tensor}", {"fsdp": fsdp, "tensor": tensor})
+    for fsdp, expert in itertools.product(powers(64), powers(min(experts, 64))[1:]):
+        if experts % expert == 0 and fsdp * expert <= 512:
+            yield Mesh(f"fsdp={fsdp},expert={expert}", {"fsdp": fsdp, "expert": expert})
+
+
+@functools.cache
+def arrays_of(name: str) -> tuple[Array, ...]:
+    """All parameters of a model of MaxText's, at full size."""
+    tree = TREES[name]
+    config = Config(facts.config_of(tree))
+    layout = Layout(scan=tree.scan, mtp=tree.mtp, multimodal=tree.multimodal, model=tree.model, vocab=tree.vocab)
+    return make_arrays(expand(family_of(config, tree.model), config, layout), {}, BF16)
+
+
+def loads(arrays: tuple[Array, ...], meshes: list[Mesh], format: Format = Format()) -> dict[str, dict[Array, Load]]:  # noqa: B008, it is frozen
+    """By mesh, what the hosts read of the arrays; arrays of layers that are alike are together one, with its load."""
+    alike = collections.Counter((array.shape, array.names, array.dtype, pattern(array.key)) for array in arrays)
+    kinds = {(array.shape, array.names, array.dtype, pattern(array.key)): array for array in arrays}
+    experts = count_experts(arrays)
+    grids = {kind: make_grid(array, 2, None, (), base_rules(), Options().unit_bytes, format, experts) for kind, array in kinds.items()}
+    return {
+        mesh.text: {array: load_of(grids[kind].spec, partition_spec(array.names, base_rules()), mesh) * alike[kind] for kind, array in kinds.items()}
+        for mesh in meshes
+    }
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_common_mesh_reads_what_it_needs(name: str) -> None:
+    """No host of a common mesh reads more than 1.1 × what it needs: not of the model, and not of a large array."""
+    arrays = arrays_of(name)
+    for mesh, each in loads(arrays, list(common_meshes(count_experts(arrays)))).items():
+        assert total(each.values()).worst <= LIMIT, mesh
+        large = {array.key: load.worst for array, load in each.items() if array.nbytes >= LARGE}
+        assert all(worst <= LIMIT for worst in large.values()), (mesh, large)
+
+
+def test_more_experts_than_64_are_served_where_chunks_are_large() -> None:
+    """A device for each expert: the scanned models, and the large ones; a small model's experts share chunks."""
+    for name, expert in {"deepseek3-671b--unscan": 256, "kimi-k2-1t--unscan": 128, "qwen3-30b-a3b--scan": 128, "qwen3-next-80b-a3b--scan": 512}.items():
+        (each,) = loads(arrays_of(name), [Mesh("", {"expert": expert})]).values()
+        assert total(each.values()).worst <= LIMIT, name
+    (each,) = loads(arrays_of("qwen3-30b-a3b--unscan"), [Mesh("", {"expert": 128})]).values()
+    assert 1.5 < total(each.values()).worst <= 2
+
+
+def test_shards_without_a_mesh_are_few_and_their_indexes_small() -> None:
+    """A shard is an object: one for 100 KB on average, even of the smallest experts; an index takes at most a sixteenth of a chunk."""
+    for name in TREES:
+        arrays = arrays_of(name)
+        shards = 0
+        for array in arrays:
+            spec = make_grid(array, 2, None, (), base_rules(), Options().unit_bytes, Format(), count_experts(arrays)).spec
+            shards += math.prod(spec.grid)
+            packed = math.prod(spec.shard) // math.prod(spec.chunk)
+            assert packed == 1 or packed * 16 * 16 <= math.prod(spec.chunk) * 2
+        assert sum(array.nbytes for array in arrays) / shards > 1e5, name

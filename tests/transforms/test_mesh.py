@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEEPSEEK, LLAMA, QWEN3_MOE, headers_only
 
-from transforms.conversion import Options, prepare
-from transforms.mesh import Mesh, MeshError, base_rules, mesh_axes, partition_spec
+from transforms.conversion import Options, load, prepare, rules_of
+from transforms.mesh import Mesh, MeshError, RulesError, axes_in, base_rules, mesh_axes, model_rules, partition_spec, read_rules
 
 MIXTRAL = LLAMA | dict(model_type="mixtral", num_local_experts=4)
 CONFIGS = {
@@ -107,3 +107,63 @@ def test_a_mesh_that_cant_be_read(text: str, said: str) -> None:
     with pytest.raises(MeshError, match=r"--mesh=") as caught:
         Mesh.parse(text)
     assert said in str(caught.value)
+
+
+# --- rules of the user's own, and of a model's ----------------------------------------------------------------------------------
+
+PURE_FSDP = [["embed", ["fsdp"]], ["embed_vocab", ["fsdp"]], ["exp_with_fsdp", "fsdp"], ["heads", None], ["kv", []]]
+
+
+def test_a_list_and_a_whole_configuration_replace_the_rules() -> None:
+    """JSON's list; one of MaxText's custom_mesh_and_rule, which has its own mesh_axes; one that is based on base.yml; one that says so."""
+    expected = (("embed", ("fsdp",)), ("embed_vocab", ("fsdp",)), ("exp_with_fsdp", "fsdp"), ("heads", None), ("kv", ()))
+    rules = {"logical_axis_rules": PURE_FSDP}
+    for given_file in (PURE_FSDP, rules | {"mesh_axes": ["fsdp"]}, rules | {"base_config": "base.yml"}, rules | {"override_logical_axis_rules": True}):
+        assert read_rules(given_file, base_rules()) == expected
+
+
+def test_a_models_configuration_overrides_some_rules() -> None:
+    """As MaxText merges them: all rules of that name give way, the new ones come last, the others stay in their order."""
+    for given_file in (
+        {"logical_axis_rules": [["embed", "tensor"]]},
+        {"logical_axis_rules": [["embed", "tensor"]], "mesh_axes": [], "override_logical_axis_rules": False},
+    ):
+        rules = read_rules(given_file, base_rules())
+        assert rules == (*((name, axes) for name, axes in base_rules() if name != "embed"), ("embed", "tensor"))
+
+
+def test_llama2_shards_its_norms_over_fsdp() -> None:
+    """What MaxText's llama2-*.yml say; no other model of the families says anything."""
+    assert partition_spec(("norm", "layers"), model_rules("llama2-7b")) == ("fsdp", "stage")
+    assert partition_spec(("norm", "layers"), model_rules("llama3.1-8b")) == partition_spec(("norm", "layers"), base_rules()) == (("tensor",), "stage")
+    conversion = prepare(Options(maxtext_model="llama2-70b", mesh=("fsdp=4",)), headers_only(LLAMA))
+    (norm,) = (grid for grid in conversion.grids if grid.spec.key.endswith("decoder_norm.scale"))
+    assert (norm.partition, norm.spec.shape, norm.spec.chunk) == ({"fsdp=4": ("fsdp",)}, (32,), (8,))
+
+
+def test_rules_are_part_of_the_plan_and_reach_the_workers() -> None:
+    """Another rule, another hash and another grid; a worker makes the same of what is staged."""
+    rules = read_rules([["embed", ["rows", "fsdp"]], ["heads", None]], base_rules())
+    plain, own = (prepare(Options(mesh=("fsdp=4",), sharding_rules=given_rules), headers_only(LLAMA)) for given_rules in (None, rules))
+    assert plain.hash != own.hash
+    assert load(own.stage()).grids == own.grids
+    assert rules_of(load(own.stage()).options) == rules
+    assert {grid.partition["fsdp=4"] for grid in own.grids if "mlp.wi_0" in grid.spec.key} == {(("rows", "fsdp"), None, None)}
+    with pytest.raises(MeshError, match="no axis 'rows'"):
+        prepare(Options(mesh=("rows=4",)), headers_only(LLAMA))
+    assert "rows" in axes_in(rules)
+    assert prepare(Options(mesh=("rows=4",), sharding_rules=rules), headers_only(LLAMA)).grids != own.grids
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "list of rules"), ("embed", "list of rules"), ([], "list of rules"), ({}, "no logical_axis_rules"), ({"mesh_axes": []}, "no logical_axis_rules"),
+        ({"logical_axis_rules": {"embed": "fsdp"}}, "list of rules"), ([["embed"]], r'\["embed"\]'), (["embed"], '"embed"'), ([["embed", 4]], "4"),
+        ([["embed", ["fsdp", 4]]], "4"), ([[4, "fsdp"]], "4"), ([["embed", ["fsdp", "fsdp"]]], "each once"), ([["embed", {"fsdp": 1}]], "fsdp"),
+    ],
+)  # fmt: skip
+def test_rules_that_cant_be_read(content: object, said: str) -> None:
+    """The message repeats the rule, and says what was expected."""
+    with pytest.raises(RulesError, match=said):
+        read_rules(content, base_rules())

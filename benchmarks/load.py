@@ -1,0 +1,191 @@
+"""What a host of an fsdp=16 mesh reads of a checkpoint, counted by the operating system:
+
+    python -m benchmarks.load --folder out/load --layers 2 --rounds 5 --json benchmarks/results.json
+
+For a llama-like and a MoE-like checkpoint of about 0.9 GB each (`benchmarks/models.py`; written once), the same arrays three times:
+
+- *fsdp=16*: `weightbeam convert --mesh fsdp=16`.
+- *no mesh*: `weightbeam convert`, for any mesh.
+- *axis 0*: in the chunks that MaxText's converter writes on 16 simulated devices: axis 0 in 16 parts, else axis 1 (AI-Hypercomputer/maxtext,
+  src/maxtext/checkpoint_conversion/utils/utils.py, `shard_jax_weights`, e591f30), saved by stock Orbax. Without compression, so that
+  only the chunks differ; that is why it is zarr 2, the one format for which Orbax 0.12.8 can leave it out.
+
+A restore of one host asks for the host's part of every array, as Orbax's `async_deserialize` does: one TensorStore read for each array, all
+at once. It runs in a process of its own; devices simulated in one process would share chunks in flight. Bytes are `rchar` of
+/proc/self/io from before the checkpoint is opened until all values are there. TensorStore's file driver reads with pread, so
+that everything counts, and nothing is mapped; `read_bytes` (from the disk) is kept too, since the page cache is dropped before
+every restore. Restores alternate; medians count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench import make_source, tell
+from benchmarks.measure import WEIGHTBEAM, Figure, machine, report, run
+from formats.orbax import find_items, open_arrays, read_arrays
+from formats.safetensors import open_checkpoint
+from transforms.conversion import Options, prepare
+from transforms.grid import EXPERTS
+from transforms.load import load_of, shard_box, total
+from transforms.mesh import Mesh, base_rules, partition_spec
+
+MESH, HOSTS = "fsdp=16", 16
+KINDS = ("llama", "moe")
+OURS, ANY, AXIS_0 = "fsdp=16", "no mesh", "axis 0"
+MAX_AMPLIFICATION = 1.1
+
+Box = list[list[int]]
+
+
+def convert(source: Path, folder: Path, *options: str) -> Path:
+    """A checkpoint of ours; it is written if it isn't there yet."""
+    if not folder.exists():
+        run(WEIGHTBEAM, "convert", "--source", source, "--output", folder, *options)
+    return find_items(folder)
+
+
+def save_by_axis_0(items: Path, folder: Path) -> Path:
+    """The arrays of a checkpoint as MaxText's converter saves them; in a process with 16 simulated devices."""
+    if not folder.exists():
+        environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={HOSTS}", "JAX_PLATFORMS": "cpu"}
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.load", "--save", str(items.resolve()), str(unfinished.resolve())], env=environment, check=True)
+        unfinished.rename(folder)
+    return find_items(folder)
+
+
+def _save(items: Path, folder: Path) -> None:
+    import jax
+    import orbax.checkpoint as ocp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax.sharding.Mesh(jax.devices(), "checkpoint_sharding_axis")
+
+    def put(array: np.ndarray) -> jax.Array:
+        cut = next((axis for axis, size in enumerate(np.shape(array)[:2]) if size % HOSTS == 0), None)
+        names = () if cut is None else (None,) * cut + ("checkpoint_sharding_axis",)
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*names)))
+
+    tree = jax.tree.map(put, ocp.PyTreeCheckpointer().restore(items))
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
+    with ocp.CheckpointManager(folder, item_names=("items",), item_handlers={"items": handler}) as manager:
+        manager.save(0, args=ocp.args.Composite(items=ocp.args.PyTreeSave(tree)))
+
+
+def restore_host(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
+    """Reads boxes of the arrays; returns the seconds, and the growth of this process's counters."""
+    before, start = _counters(), time.monotonic()
+    stores = open_arrays(items)
+    reads = [stores[key][tuple(slice(*span) for span in box)].read() for key, box in boxes.items()]
+    values = [np.asarray(read.result()) for read in reads]
+    seconds, after = time.monotonic() - start, _counters()
+    return {"seconds": seconds, "nbytes": sum(value.nbytes for value in values), **{name: after[name] - before[name] for name in before}}
+
+
+def _counters() -> dict[str, int]:
+    """/proc/self/io, all threads together."""
+    return {name: int(value) for name, value in (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())}
+
+
+def cold_restore(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
+    """`restore_host` in a process of its own, nothing of the checkpoint in the page cache."""
+    os.sync()
+    for path in items.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    command = [sys.executable, "-m", "benchmarks.load", "--restore", str(items)]
+    return json.loads(subprocess.run(command, input=json.dumps(boxes), capture_output=True, text=True, check=True).stdout)
+
+
+def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
+    """The figures of one model, and every single restore."""
+    source = make_source(kind, folder, layers)
+    tell(kind, "writing the checkpoints")
+    checkpoints = {OURS: convert(source, folder / f"{kind}-{layers}-fsdp", "--mesh", MESH), ANY: convert(source, folder / f"{kind}-{layers}-any")}
+    checkpoints[AXIS_0] = save_by_axis_0(checkpoints[OURS], folder / f"{kind}-{layers}-axis-0")
+
+    mesh = Mesh.parse(MESH)
+    arrays = prepare(Options(mesh=(MESH,)), open_checkpoint(source)).plan.arrays
+    specs = {array.key: partition_spec(array.names, base_rules()) for array in arrays}
+    experts = {array.key for array in arrays if EXPERTS in array.names}
+    restored: dict[str, list[dict[str, Any]]] = {name: [] for name in checkpoints}
+    of_experts: dict[str, float] = {}
+    for number in range(1, rounds + 1):
+        host = number * 5 % HOSTS
+        boxes = {array.key: [list(span) for span in shard_box(array.shape, specs[array.key], mesh, host)] for array in arrays}
+        for name, items in checkpoints.items():
+            restored[name].append(cold_restore(items, boxes))
+            if experts and name not in of_experts:
+                one = cold_restore(items, {key: boxes[key] for key in experts})
+                of_experts[name] = one["rchar"] / one["nbytes"]
+        tell(kind, f"round {number} of {rounds}: " + ", ".join(f"{name} {runs[-1]['seconds']:.2f} s" for name, runs in restored.items()))
+
+    def median(name: str, what: str) -> float:
+        return statistics.median(one[what] for one in restored[name])
+
+    needed = median(OURS, "nbytes")
+    figures = [
+        Figure(f"load amplification, {name}", kind, median(name, "rchar") / needed, "", MAX_AMPLIFICATION if name != AXIS_0 else None) for name in checkpoints
+    ]
+    figures += [Figure(f"of its experts, {name}", kind, ratio, "", MAX_AMPLIFICATION if name != AXIS_0 else None) for name, ratio in of_experts.items()]
+    limits = {name: (median(AXIS_0, "seconds"), "axis 0") for name in (OURS, ANY)}
+    figures += [Figure(f"load of one host, {name}", kind, median(name, "seconds"), "s", *limits.get(name, ())) for name in checkpoints]
+    computed = {}
+    for name, items in checkpoints.items():
+        stored = [array.spec for array in read_arrays(items) if array.spec.key in specs]
+        each = {spec.key: load_of(spec, specs[spec.key], mesh) for spec in stored}
+        computed[name] = {"all": total(each.values()).worst, "worst array": max(load.worst for load in each.values())}
+    return figures, {"needed_bytes": needed, "computed_amplification": computed, "restores": restored}
+
+
+def keep(figures: Sequence[Figure], details: dict[str, Any], file: Path) -> None:
+    """Puts the results under `load` into a file of results, and leaves the others as they are."""
+    results = json.loads(file.read_text()) if file.exists() else {}
+    results["load"] = {"machine": machine(), "figures": [figure.as_json() for figure in figures], "details": details}
+    file.write_text(json.dumps(results, indent=1))
+
+
+def main() -> int:
+    """Measures all models and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("out/load"), help="where the checkpoints go")
+    parser.add_argument("--layers", type=int, default=2, help="of each model; 2 make about 0.9 GB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures and every restore under `load` into this file")
+    parser.add_argument("--restore", type=Path, help=argparse.SUPPRESS)  # the process of one host
+    parser.add_argument("--save", type=Path, nargs=2, help=argparse.SUPPRESS)  # the process with simulated devices
+    args = parser.parse_args()
+    if args.restore:
+        print(json.dumps(restore_host(args.restore, json.load(sys.stdin))))
+        return 0
+    if args.save:
+        _save(*args.save)
+        return 0
+    args.folder.mkdir(parents=True, exist_ok=True)
+    figures, details = [], {"layers": args.layers, "rounds": args.rounds}
+    for kind in KINDS:
+        more, details[kind] = measure(kind, args.folder, args.layers, args.rounds)
+        figures += more
+    report(figures, details, None)
+    if args.json:
+        keep(figures, details, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Disks that fill up, shards that change or can't be read, workers that die, kills at random moments, zombies: nothing is lost, nothing
+is wrong, and nothing outside the output is touched. `make soak` does more of it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import STAGES, arguments, is_published, run
+from hostile import snapshot
+from soak import bundles_twice, kill_and_resume
+from support import BF16, HERE, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
+
+SHARD = "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save(tmp_path / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
+
+
+def go(source: Path, output: Path, *options: str, **more: Any) -> dict[str, Any]:
+    """A job for `faults.run`."""
+    return dict(arguments=arguments(source, output, *options), printed=str(source.parent / "printed"), **more)
+
+
+def assert_whole(output: Path) -> None:
+    """The checkpoint is what it should be, and alone."""
+    assert_same_bits(restore(output / "0"), reference(LLAMA, random_tensors(LLAMA), BF16))
+    assert [path.name for path in output.iterdir()] == ["0"]
+
+
+def assert_failed(told: dict[str, Any], output: Path, *words: str) -> None:
+    """Exit status 1 with a message that says what and how to go on; nothing is published."""
+    assert_says(told, *words)
+    assert not (output / "0").exists()
+
+
+def assert_says(told: dict[str, Any], *words: str) -> None:
+    """Exit status 1 with a message; what became of the output is another matter."""
+    assert told["status"] == 1, told
+    assert "Traceback" not in told["message"]
+    assert [word for word in words if word not in told["message"]] == [], told["message"]
+
+
+def test_kills_at_random_moments(tmp_path: Path) -> None:
+    """In each of reading, writing, merging and publishing, at least three, each then resumed, killed once more and resumed to the end."""
+    counts = kill_and_resume(tmp_path / "kills", [stage for stage in STAGES for _ in range(3)], seed=1)
+    print(dict(counts))
+    assert min(counts[f"SIGKILL in {stage}"] for stage in STAGES) >= 3
+    assert counts["resumed to the end"] == 12
+
+
+def test_every_bundle_twice(tmp_path: Path) -> None:
+    """The commit too, in threads."""
+    assert bundles_twice(tmp_path / "twice", 2) == Counter({"conversions with every bundle twice": 2})
+
+
+def test_zombies_that_go_on_after_the_commit(source: Path, tmp_path: Path) -> None:
+    """In each stage a process falls asleep, its lease grows stale, another one finishes the work; then it wakes. It fails, and of the
+    published checkpoint not a byte or a time changes.
+    """
+    jobs, outputs = [], []
+    for mode in ("--resume", "--overwrite"):
+        for stage in STAGES:
+            outputs.append(tmp_path / f"{mode[2:]} {stage}")
+            fault = dict(kind="sleep", stage=stage, call=1 if stage in ("merging", "publishing") else 3)
+            zombie = dict(printed=str(tmp_path / f"zombie {len(outputs)}"), watched=str(outputs[-1] / "0"))
+            jobs += [go(source, outputs[-1], mode, fault=fault) | zombie, go(source, outputs[-1], mode, set={"formats.lease.STALE": 0})]
+    told = run([*(go(source, output) for output in outputs[len(STAGES) :]), *jobs])[len(STAGES) :]
+    first, woken = told[: len(jobs)], told[len(jobs) :]
+    assert [row["status"] for row in first] == ["asleep", 0] * len(outputs), first
+    assert [row["changed"] for row in woken[::2]] == [[]] * len(outputs)
+    assert [row["status"] for row in woken[1::2]] == [1] * len(outputs), woken
+    assert not any("Traceback" in row["message"] for row in woken[1::2])
+    for output in outputs:
+        assert_same_bits(restore(output / "0"), reference(LLAMA, random_tensors(LLAMA), BF16))
+
+
+CHANGES = ["touch", "truncate", "append", "replace", "replace, same size and time", "remove", "pipe"]
+
+
+def test_shards_that_change_while_they_are_read(tmp_path: Path) -> None:
+    """In the middle of the run. It fails and names the file, nothing is published, and to resume is refused: what was done is of another source."""
+    jobs = []
+    for change in CHANGES:
+        source = save(tmp_path / change / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
+        fault = dict(kind="change", change=change, stage="reading", call=2, file=str(source / SHARD))
+        jobs += [go(source, tmp_path / change / "out", fault=fault), go(source, tmp_path / change / "out", "--resume")]
+    told = run(jobs)
+    for change, failed, resumed in zip(CHANGES, told[::2], told[1::2], strict=True):
+        assert_failed(failed, tmp_path / change / "out", SHARD)
+        assert resumed["status"] == 2, (change, resumed)
+        assert not is_published(tmp_path / change / "out")
+
+
+def test_a_read_error(source: Path, tmp_path: Path) -> None:
+    """The message has the file and what the system says of it; with the disk mended, `--resume` finishes."""
+    before = snapshot(source)
+    told = run([go(source, tmp_path / "out", fault=dict(kind="broken disk", stage="reading", call=4)), go(source, tmp_path / "out", "--resume")])
+    assert_says(told[0], ".safetensors", os.strerror(5), "--resume")
+    assert told[1]["status"] == 0
+    assert_whole(tmp_path / "out")
+    assert snapshot(source) == before
+
+
+def test_no_more_writes(source: Path, tmp_path: Path) -> None:
+    """From some moment on writes fail, as by a quota. Nothing is published, unless nothing was left to write; `--resume` finishes."""
+    calls = dict(writing=3, merging=1, publishing=1)
+    jobs = []
+    for stage, nth in calls.items():
+        jobs += [go(source, tmp_path / stage, fault=dict(kind="no more writes", stage=stage, call=nth)), go(source, tmp_path / stage, "--resume")]
+    told = dict(zip(calls, zip(*[iter(run(jobs))] * 2, strict=True), strict=True))
+    for stage in ("writing", "merging"):
+        assert_says(told[stage][0])
+    assert told["publishing"][0]["status"] == 0
+    for stage in calls:
+        assert told[stage][1]["status"] == 0, told[stage]
+        assert_whole(tmp_path / stage)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a disk")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up(source: Path, small_disk: Path) -> None:
+    """By someone else's file, in the middle of the run; when that is gone, `--resume` finishes."""
+    filler = small_disk / "filler"
+    for stage, nth in dict(writing=3, merging=1).items():
+        output = small_disk / stage
+        failed, refused = run([go(source, output, fault=dict(kind="fill", stage=stage, call=nth, file=str(filler))), go(source, output, "--resume")])
+        assert_failed(failed, output)
+        assert refused["status"] in (1, 2)
+        assert not is_published(output)
+        filler.unlink()
+        (resumed,) = run([go(source, output, "--resume")])
+        assert resumed["status"] == 0, resumed
+        assert_whole(output)
+
+
+DYING = """
+import os, sys
+if any("sdk_worker" in argument for argument in sys.orig_argv):
+    sys.path[:0] = {path!r}
+    import transforms.stages as stages
+    original = stages.write_unit
+    def write_unit(staging, unit, *rest):
+        if unit % 3 == 2:
+            os._exit(3)
+        return original(staging, unit, *rest)
+    stages.write_unit = write_unit
+"""
+
+
+def test_a_worker_process_that_dies(source: Path, tmp_path: Path) -> None:
+    """`os._exit` in a stage of a worker: the run ends with a message instead of waiting forever, and `--resume` finishes."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(DYING.format(path=[str(HERE.parent)]))
+    output = tmp_path / "out"
+    command = [os.sys.executable, "-m", "pipelines.convert", *arguments(source, output)[1:], "--direct_running_mode=multi_processing"]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path / 'site'}:{HERE.parent}"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert_failed(dict(status=ran.returncode, message=ran.stderr), output, "--resume")
+    (resumed,) = run([go(source, output, "--resume")])
+    assert resumed["status"] == 0, resumed
+    assert_whole(output)

@@ -1,0 +1,133 @@
+"""The long form of `tests/pipelines/test_faults.py` and `test_hostile.py`: kills without end in sight, and every field of every config.
+
+    PYTHONPATH=.:tests python tests/soak.py [--kills 400] [--seed 0]
+
+`make soak` runs it. It prints its counts, and fails at the first loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from facts import layouts_of
+from faults import STAGES, arguments, is_published, kill, run
+from hostile import VALUES, checkpoint_of, mutated, paths, snapshot, tiny_checkpoints
+from support import BF16, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
+
+from transforms.conversion import Options, prepare
+
+CALLS = {"reading": 5, "writing": 5, "merging": 1, "publishing": 1}  # at most, of a stage in the conversions here: one of them gets the signal
+SECONDS = 0.006  # what a stage takes, about
+
+
+def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 2) -> Counter[str]:
+    """Conversions that are killed, one for each of `stages`, resumed and killed again (at a stage at random), and at last resumed to the end.
+
+    After every kill a reader finds no checkpoint or a whole one. At the end all are whole, and equal; nothing else is in the output, and
+    nothing outside of it was touched; another `--resume` changes nothing. Returns the counts.
+    """
+    rng = random.Random(seed)
+    root.mkdir()
+    source = save(root / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
+    wanted = reference(LLAMA, random_tensors(LLAMA), BF16)
+    outputs = {root / f"out{number}": stage for number, stage in enumerate(stages)}
+    before = snapshot(root)
+    counts: Counter[str] = Counter()
+    for turn in range(rounds):
+        plan = {output: stage if turn == 0 else rng.choice(list(STAGES)) for output, stage in outputs.items()}
+        jobs = []
+        for output, stage in plan.items():
+            name = "SIGKILL" if turn == 0 or rng.random() < 0.7 else rng.choice(["SIGTERM", "SIGINT"])
+            fault = kill(stage, name, rng.uniform(0, SECONDS), rng.randint(1, CALLS[stage]))
+            jobs.append(dict(arguments=arguments(source, output, "--resume"), fault=fault, printed=str(root / "printed")))
+        for (output, stage), job, told in zip(plan.items(), jobs, run(jobs), strict=True):
+            name = job["fault"]["signal"]
+            assert told["status"] in ({-9, 0} if name == "SIGKILL" else {1, 0}), told
+            assert "Traceback" not in told["message"], told["message"]
+            if told["status"] == 0:  # it was done, or the stage had fewer calls left
+                counts["no-ops" if "nothing to do" in told["message"] else "finished before the signal"] += 1
+            else:
+                counts[f"{name} in {stage}"] += 1
+            if is_published(output):
+                counts["published already when stopped"] += told["status"] != 0
+                assert_same_bits(restore(output / "0"), wanted)
+            else:
+                assert not (output / "0").exists()
+    resumed = [dict(arguments=arguments(source, output, "--resume"), printed=str(root / "printed")) for output in outputs]
+    for told in run(resumed):
+        assert told["status"] == 0, told["message"]
+        counts["resumed to the end"] += 1
+    finished = {output: snapshot(output) for output in outputs}
+    for output in outputs:
+        assert [path.name for path in output.iterdir()] == ["0"]
+        assert_same_bits(restore(output / "0"), wanted)
+    for told in run(resumed):
+        assert "nothing to do" in told["message"]
+    assert {output: snapshot(output) for output in outputs} == finished
+    (root / "printed").unlink()
+    assert {name: at for name, at in snapshot(root).items() if not name.startswith("out")} == before
+    return counts
+
+
+def bundles_twice(root: Path, times: int) -> Counter[str]:
+    """Every bundle runs twice, the last one too, in several threads: the same bits, and as many databases as attempts that count."""
+    root.mkdir()
+    source, wanted = save(root / "hf", LLAMA, *split(random_tensors(LLAMA), 2)), reference(LLAMA, random_tensors(LLAMA), BF16)
+    outputs = [root / f"out{number}" for number in range(times)]
+    jobs: list[dict[str, Any]] = [
+        dict(arguments=arguments(source, output, "--direct_runner_bundle_repeat=1"), printed=str(root / "printed")) for output in outputs
+    ]
+    for output, told in zip(outputs, run(jobs), strict=True):
+        assert told["status"] == 0, told["message"]
+        assert [path.name for path in output.iterdir()] == ["0"]
+        assert_same_bits(restore(output / "0"), wanted)
+    return Counter({"conversions with every bundle twice": times})
+
+
+def configs() -> Counter[str]:
+    """Any value in any field, read or not, in every layout: problems or a plan."""
+    counts: Counter[str] = Counter()
+    for config, tensors in tiny_checkpoints().values():
+        for layout in layouts_of(config).values():
+            options = Options(scan_layers=layout.scan, multimodal=layout.multimodal)
+            for path in paths(config):
+                for value in VALUES:
+                    start = time.monotonic()
+                    problems = prepare(options, checkpoint_of(mutated(config, path, value), tensors)).plan.problems
+                    assert time.monotonic() - start < 60, (path, value)
+                    counts["configs refused" if problems else "configs planned"] += 1
+    return counts
+
+
+def main(options: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Kills conversions and resumes them; changes every field of every config.")
+    parser.add_argument("--kills", type=int, default=400, help="conversions that are killed, each about twice")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000, help="of the moments, printed at the start")
+    args = parser.parse_args(options)
+    print(f"seed {args.seed}", flush=True)
+    root = Path(tempfile.mkdtemp(prefix="weightbeam-soak-"))
+    counts: Counter[str] = Counter()
+    for number, start in enumerate(range(0, args.kills, 40)):
+        stages = [list(STAGES)[i % len(STAGES)] for i in range(start, min(start + 40, args.kills))]
+        counts += kill_and_resume(root / str(number), stages, args.seed + number)
+        shutil.rmtree(root / str(number))
+        print(dict(counts), flush=True)
+    counts += bundles_twice(root / "twice", max(1, args.kills // 20))
+    counts += configs()
+    shutil.rmtree(root)
+    print("\n".join(f"{count:>8,} {what}" for what, count in sorted(counts.items())))
+    print("nothing lost: each loss would have ended this with an AssertionError")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
