@@ -17,7 +17,7 @@ from formats.storage import StorageError, local_path
 from pipelines.convert import convert
 from pipelines.errors import FailedError, RefusedError
 from pipelines.virtual import check_files, open_own_source
-from transforms.conversion import Options, prepare
+from transforms.conversion import options_from, prepare
 from transforms.mesh import MeshError
 
 STORAGE = ("use_ocdbt", "use_zarr3", "compression", "unit_bytes")  # what a virtual checkpoint leaves open
@@ -40,14 +40,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise RefusedError(str(e)) from e
     except FailedError as e:
         raise RefusedError(f"the files that the checkpoint refers to have changed:\n{e}") from e
-    said = {key: tuple(value) if isinstance(value, list) else value for key, value in record_of(items)["options"].items()}
     given = {key: getattr(args, key) for key in STORAGE} | {"virtual": False}
     if args.mesh:
         given["mesh"] = tuple(args.mesh)
     if args.step is not None:
         given["step"] = args.step
-    known = {field.name for field in dataclasses.fields(Options)}
-    options = Options(**{key: value for key, value in (said | given).items() if key in known})
+    options = dataclasses.replace(options_from(record_of(items)["options"]), **given)
     args.step, args.link, args.sha256 = options.step, HARD, False
     try:
         return convert(prepare(options, checkpoint), args, rest)

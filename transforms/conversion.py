@@ -192,6 +192,12 @@ class Conversion:
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def options_from(said: Mapping[str, Any]) -> Options:
+    """The options that JSON holds; fields that this version doesn't know are left out."""
+    known = {field.name for field in dataclasses.fields(Options)}
+    return Options(**{key: _tuples(value) for key, value in said.items() if key in known})
+
+
 def _tuples(value: Any) -> Any:
     """JSON's lists as the tuples that they were."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
@@ -204,7 +210,7 @@ def load(staged: bytes) -> Conversion:
       RuntimeError: this version of Weightbeam plans it differently.
     """
     inputs = json.loads(gzip.decompress(staged))
-    options = Options(**{key: _tuples(value) for key, value in inputs["options"].items()})
+    options = options_from(inputs["options"])
     shards = tuple(
         Shard(name, path, size, mtime_ns, tuple(Tensor(tensor, DTYPES[dtype], tuple(shape), path, offset) for tensor, dtype, shape, offset in tensors), inode)
         for name, path, size, mtime_ns, inode, tensors in inputs["shards"]

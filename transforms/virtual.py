@@ -21,7 +21,7 @@ from formats.references import Reference
 from formats.zarr import ArraySpec, Format
 from model_mappings.cells import Factor, Part
 from model_mappings.plan import Array, Problem
-from transforms.grid import MAX_CHUNK, MIN_CHUNK, Grid, finest_shard
+from transforms.grid import EXPERTS, MAX_CHUNK, MIN_CHUNK, Grid, finest_shard
 from transforms.load import Load, load_of
 from transforms.load import total as total_load
 from transforms.mesh import Mesh
@@ -269,7 +269,7 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
         tail -= 1
         run *= array.shape[free[tail]]
     stretch = run * array.dtype.itemsize
-    if stretch < LEAST_CHUNK and any(array.names[axis] != "exp" for axis in free[:tail]):
+    if stretch < LEAST_CHUNK and any(array.names[axis] != EXPERTS for axis in free[:tail]):
         raise MaterialError(f"lies in its tensors in stretches of {stretch:,} bytes, too short to refer to each")
     for axis in free[:tail]:
         chunk[axis] = 1
@@ -278,7 +278,7 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
         axis, behind = free[place], free[place + 1 :]
         row = math.prod(chunk[other] for other in behind) * array.dtype.itemsize
         wanted = math.gcd(allowed[axis], finest[axis])
-        if array.names[axis] == "exp":
+        if array.names[axis] == EXPERTS:
             wanted = 1
         chunk[axis] = _rows(wanted, row)
         if chunk[axis] > 1:

@@ -12,7 +12,8 @@ from support import BF16, DEEPSEEK_V3, F32, LLAMA, LLAMA_8B, QWEN3_MOE, headers_
 from formats import zarr
 from formats.safetensors import open_checkpoint
 from transforms.conversion import Conversion, Options, prepare
-from transforms.virtual import share
+from transforms.load import load_of
+from transforms.virtual import loads_of, share
 
 QWEN_30B = QWEN3_MOE | dict(
     vocab_size=151936, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_hidden_layers=48, num_experts=128,
@@ -117,6 +118,19 @@ def test_a_small_share_is_a_warning() -> None:
     padded = plan(LLAMA_8B | dict(num_hidden_layers=1), vocab_size=128512)
     (warning,) = padded.warnings
     assert warning.startswith(f"only {share(padded.virtual_bytes, padded.target_bytes)} of the bytes are virtual")
+
+
+def test_a_load_that_reads_much_for_nothing_is_a_warning() -> None:
+    """`fsdp` shards columns, which no chunk follows; experts are served exactly. It is the arithmetic of `inspect --mesh`."""
+    (warning,) = plan(QWEN_30B, mesh=("fsdp=16",)).warnings
+    assert warning.startswith("on fsdp=16 a host reads 1")
+    assert not plan(QWEN_30B, mesh=("tensor=4",)).warnings
+    made = plan(QWEN_30B, mesh=("fsdp=16",))
+    load = loads_of(made.grids, made.meshes)["fsdp=16"]
+    chunks = {grid.spec.key: grid for grid in made.grids}
+    assert load_of(chunks[f"{P}layers.moe_block.wo"].spec, chunks[f"{P}layers.moe_block.wo"].partition["fsdp=16"], made.meshes[0]).worst == 1
+    assert load_of(chunks[f"{P}layers.moe_block.wi_0"].spec, chunks[f"{P}layers.moe_block.wi_0"].partition["fsdp=16"], made.meshes[0]).worst == 16
+    assert 4 < load.mean < 16
 
 
 def test_a_share_is_whole_only_if_all_of_it_is() -> None:
