@@ -2,35 +2,29 @@
 
 A view takes the companions of a quantised tensor (its scales) out of sight and shows the tensor under its own name with its
 logical shape. What can't be paired is a problem: no weight is ever used without its scale. Which tensors belong together is
-told by their names and dtypes (`encodings/table.py`); `quantization_config` must agree, and settles what headers can't tell.
+told by their names and dtypes (`encodings/matching.py`); `quantization_config` must agree, and settles what headers can't tell.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from formats.encodings import Encoding, Plain
-from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, UnknownBlockError
-from formats.encodings.fp8 import FLOAT8, find_block
+from formats.encodings import Encoding
+from formats.encodings.format import UnknownBlockError
+from formats.encodings.fp8 import find_block
+from formats.encodings.gptq import spare_biases
+from formats.encodings.matching import SourceError, check_method, check_names, find_matches, logical_names, make_encoding, make_plain, why_dropped
 from formats.encodings.quantization import Quantization
-from formats.encodings.scaled import E8M0
-from formats.encodings.table import COMPRESSED_TENSORS, DROPPED, FORMATS, METHODS, REFUSED_METHODS, REFUSED_NAMES
-from formats.safetensors import Checkpoint, Tensor
+from formats.safetensors import BoxRead, Checkpoint, read_boxes
+from formats.storage import StorageError
+from model_mappings.cells import whole
 from model_mappings.family import rename
 from model_mappings.plan import Problem, TensorSpec
 
-Match = tuple[QuantizedFormat, Parts]
-
-INTEGERS = frozenset(map(np.dtype, (np.uint8, np.int8, np.int32)))  # what codes are packed into
-NEVER_WEIGHTS = FLOAT8 | {E8M0}  # by themselves
-SCALES = {companion.suffix: companion.telling for entry in FORMATS for companion in entry.companions}
-ORPHANS = tuple(suffix if telling else f"weight{suffix}" for suffix, telling in SCALES.items())
-ALL_DROPPED, ALL_REFUSED = (tuple(ending for endings in table.values() for ending in endings) for table in (DROPPED, REFUSED_NAMES))
-BY_DTYPE = {dtype: tuple(entry for entry in FORMATS if dtype in entry.dtypes) for dtype in frozenset().union(*(entry.dtypes for entry in FORMATS))}
+ZEROS = "zeros that AutoGPTQ stores for layers without a bias"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +36,14 @@ class Source:
       problems: quantised tensors that can't be decoded.
       dropped: tensors of the quantisation that no weight needs, with the reason.
       lost: the weights that problems stand against; they aren't missing.
+      spare: tensors that a table may have no place for if they hold nothing but zeros: see `settle_spare`.
     """
 
     encodings: Mapping[str, Encoding]
     problems: tuple[Problem, ...]
     dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lost: frozenset[str] = frozenset()
+    spare: frozenset[str] = frozenset()
 
     def specs(self) -> dict[str, TensorSpec]:
         """What the tables see: a quantised tensor's values are float32."""
@@ -62,7 +58,19 @@ class Source:
             if name in encodings:
                 problems.append(Problem("overlap", given, f"another spelling of {encodings[name].weight.name}, which is there too"))
             encodings.setdefault(name, encoding)
-        return Source(encodings, tuple(problems), self.dropped, frozenset(rename(name, aliases) for name in self.lost))
+        lost, spare = (frozenset(rename(name, aliases) for name in names) for names in (self.lost, self.spare))
+        return Source(encodings, tuple(problems), self.dropped, lost, spare)
+
+    def settle_spare(self, unused: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
+        """The spare ones of the tensors that a table has no use for, which are read: `(those dropped with the reason, problems)`."""
+        tensors = {name: self.encodings[name].weight for name in unused if name in self.spare}
+        try:
+            values = read_boxes([BoxRead(tensor, whole(tensor.shape)) for tensor in tensors.values()])[0]
+        except (OSError, StorageError) as e:
+            return {}, [Problem("unused", name, f"a bias that the table has no place for; if it isn't {ZEROS} can't be told: {e}") for name in tensors]
+        dropped = {name: ZEROS for name, held in zip(tensors, values, strict=True) if not held.any()}
+        message = f"a bias that the table has no place for, and that isn't {ZEROS}"
+        return dropped, [Problem("unused", name, message) for name in tensors if name not in dropped]
 
 
 def _spec(name: str, encoding: Encoding) -> TensorSpec:
@@ -75,12 +83,12 @@ def _spec(name: str, encoding: Encoding) -> TensorSpec:
 def open_source(checkpoint: Checkpoint) -> Source:
     """The views over a checkpoint, with everything that stands against them."""
     tensors = checkpoint.tensors
-    said = Quantization.of(checkpoint.config)
-    matches = {name: found for name, tensor in tensors.items() if (found := _matches(tensor, tensors, said))}
-    said, problems = find_block(said, (parts for found in matches.values() for entry, parts in found if entry.in_blocks))
-    problems += [*_check_method(said, matches), *_check_names(tensors)]
+    quantization = Quantization.of(checkpoint.config)
+    matches = {name: found for name, tensor in tensors.items() if (found := find_matches(tensor, tensors, quantization))}
+    quantization, problems = find_block(quantization, (parts for found in matches.values() for entry, parts in found if entry.in_blocks))
+    problems += [*check_method(quantization, matches), *check_names(tensors)]
     claimed = {part.name for found in matches.values() for _, parts in found for part in parts.companions.values()}
-    is_quantized = bool(matches or said.fields)
+    is_quantized = bool(matches or quantization.fields)
 
     encodings: dict[str, Encoding] = {}
     dropped: dict[str, str] = {}
@@ -88,172 +96,19 @@ def open_source(checkpoint: Checkpoint) -> Source:
     for name, tensor in tensors.items():
         if name in claimed:
             continue
-        if is_quantized and name.endswith(ALL_DROPPED) and (reason := _ending(name, DROPPED)):
+        if is_quantized and (reason := why_dropped(name)):
             dropped[name] = reason
             continue
         logical = matches[name][0][1].name if name in matches else name
         try:
-            encoding = _decodable(matches[name], said) if name in matches else _plain(tensor, tensors)
+            encoding = make_encoding(matches[name], quantization) if name in matches else make_plain(tensor, tensors)
         except UnknownBlockError:
             lost.add(logical)  # one problem for all of them is there already
         except SourceError as e:
-            lost |= {logical, *_logical_names(tensor)}
+            lost |= {logical, *logical_names(tensor)}
             problems.append(Problem(e.kind, name, str(e)))
         else:
             if logical in encodings:
                 problems.append(Problem("overlap", name, f"holds {logical}, as {encodings[logical].weight.name} does"))
             encodings.setdefault(logical, encoding)
-    return Source(encodings, tuple(problems), dropped, frozenset(lost))
-
-
-class SourceError(ValueError):
-    """A tensor can't be used; the kind is a `Problem`'s."""
-
-    def __init__(self, kind: str, message: str):
-        super().__init__(message)
-        self.kind = kind
-
-
-def _matches(tensor: Tensor, tensors: Mapping[str, Tensor], said: Quantization) -> list[Match]:
-    """The formats that a tensor and its companions have by their names and dtypes; those with most companions."""
-    found: list[Match] = []
-    for entry in BY_DTYPE.get(tensor.dtype, ()):
-        if not tensor.name.endswith(entry.suffix):
-            continue
-        stem = tensor.name.removesuffix(entry.suffix)
-        companions: dict[str, Tensor] = {}
-        for companion in entry.companions:
-            part = tensors.get(stem + companion.suffix)
-            if part is not None and part.dtype in companion.dtypes:
-                companions[companion.suffix] = part
-            elif companion.required:
-                break
-        else:
-            parts = Parts(stem + entry.logical, tensor, companions, said)
-            if entry.fits(parts):
-                found.append((entry, parts))
-    if len(found) < 2:
-        return found
-    names = [{part.name for part in parts.companions.values()} for _, parts in found]
-    return [match for match, mine in zip(found, names, strict=True) if not any(mine < others for others in names)]
-
-
-def _decodable(matches: Sequence[Match], said: Quantization) -> Encoding:
-    """The encoding of a quantised weight.
-
-    Raises:
-      SourceError, UnknownBlockError: its parts don't fit together.
-    """
-    if len(matches) > 1:
-        scales = dict.fromkeys(part.name for _, parts in matches for part in parts.companions.values())
-        raise SourceError("scale", f"has two kinds of scales: {', '.join(scales)}")
-    entry, parts = matches[0]
-    try:
-        return entry.make(dataclasses.replace(parts, quantization=said))
-    except UnknownBlockError:
-        raise
-    except MismatchError as e:
-        raise SourceError("scale", str(e)) from e
-
-
-def _plain(tensor: Tensor, tensors: Mapping[str, Tensor]) -> Plain:
-    """A tensor that belongs to no format, as it is.
-
-    Raises:
-      SourceError: it isn't values, but codes without scales or a scale without codes.
-    """
-    if tensor.name.endswith(ORPHANS) or tensor.dtype == E8M0:
-        beside = [other for other in _codes_of(tensor.name) if other in tensors]
-        found = f"{beside[0]}, which is {tensors[beside[0]].dtype.name}: no format that is supported has that" if beside else "no weight that it belongs to"
-        raise SourceError("orphan scale", f"a scale ({tensor.dtype.name} {tensor.shape}) beside {found}")
-    near = [entry for entry in BY_DTYPE.get(tensor.dtype, ()) if tensor.name.endswith(entry.suffix)]
-    packed = any(entry.suffix and entry.suffix != entry.logical for entry in near)
-    if tensor.dtype in NEVER_WEIGHTS or packed or (tensor.dtype in INTEGERS and len(tensor.shape) > 1 and _siblings(tensor.name, tensors)):
-        raise SourceError("unscaled", _missing(tensor, tensors, near))
-    return Plain(tensor)
-
-
-def _missing(tensor: Tensor, tensors: Mapping[str, Tensor], near: Sequence[QuantizedFormat]) -> str:
-    """What codes lack to be of the format that they are nearest to."""
-    kind = f"{tensor.dtype.name} {tensor.shape}"
-    if not near:
-        return f"{kind} has {', '.join(_siblings(tensor.name, tensors))}, but no format that is supported has such codes"
-
-    def present(entry: QuantizedFormat) -> int:
-        """How many companions there are; those of a right dtype count twice."""
-        names = _companions(entry, tensor.name)
-        return sum(2 if tensors[name].dtype in companion.dtypes else 1 for name, companion in names.items() if name in tensors)
-
-    entry = max(near, key=present)
-    faults = []
-    for name, companion in _companions(entry, tensor.name).items():
-        if name not in tensors and companion.required:
-            faults.append(f"{name} is missing")
-        elif name in tensors and tensors[name].dtype not in companion.dtypes:
-            allowed = ", ".join(sorted(dtype.name for dtype in companion.dtypes))
-            faults.append(f"{name} is {tensors[name].dtype.name} (supported: {allowed})")
-    return f"{kind} is nearest to {entry.name}, but {'; '.join(faults) or 'has nothing that tells it apart'}; its values can't be known"
-
-
-def _companions(entry: QuantizedFormat, codes: str) -> dict[str, Companion]:
-    """The companions that codes of this name have in a format, by their names."""
-    stem = codes.removesuffix(entry.suffix)
-    return {stem + companion.suffix: companion for companion in entry.companions}
-
-
-def _logical_names(tensor: Tensor) -> Iterator[str]:
-    """The names that the weight may have whose codes a tensor is."""
-    for entry in BY_DTYPE.get(tensor.dtype, ()):
-        if tensor.name.endswith(entry.suffix):
-            yield tensor.name.removesuffix(entry.suffix) + entry.logical
-
-
-def _siblings(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
-    """What lies beside a tensor under the name of a scale."""
-    stems = dict.fromkeys((name, name.removesuffix(".weight")))
-    return [stem + suffix for stem in stems for suffix in SCALES if stem + suffix in tensors]
-
-
-def _codes_of(scale: str) -> Iterator[str]:
-    """The names of the codes that a scale of this name may belong to."""
-    for entry in FORMATS:
-        for companion in entry.companions:
-            if scale.endswith(companion.suffix):
-                yield scale.removesuffix(companion.suffix) + entry.suffix
-
-
-def _ending(name: str, endings: Mapping[str, tuple[str, ...]]) -> str | None:
-    """The key whose endings a name has one of."""
-    return next((key for key, these in endings.items() if name.endswith(these)), None)
-
-
-def _check_names(tensors: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Formats that give themselves away by names and aren't supported, each once."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name in tensors:
-        if name.endswith(ALL_REFUSED) and (kind := _ending(name, REFUSED_NAMES)):
-            found[kind].append(name)
-    for kind, names in found.items():
-        more = f", and {len(names) - 1:,} more tensors like it" if len(names) > 1 else ""
-        yield Problem("quantised", names[0], f"belongs to {kind}, which isn't supported{more}")
-
-
-def _check_method(said: Quantization, matches: Mapping[str, Sequence[Match]]) -> Iterator[Problem]:
-    """What the checkpoint says, against what it may say and against what it holds."""
-    if said.method is None:
-        return
-    if said.method not in METHODS:
-        supported = ", ".join(sorted(METHODS))
-        yield Problem("quantised", said.file, f"quant_method {REFUSED_METHODS.get(said.method, said.method)!r} isn't supported; supported: {supported}")
-        return
-    if said.method == "compressed-tensors" and (unknown := said.formats() - COMPRESSED_TENSORS):
-        supported = ", ".join(sorted(COMPRESSED_TENSORS))
-        yield Problem("quantised", said.file, f"compressed-tensors' {', '.join(sorted(unknown))} isn't supported; supported: {supported}")
-    others: dict[str, list[str]] = defaultdict(list)
-    for name, found in matches.items():
-        for entry, _ in found:
-            if said.method not in entry.methods and len(found) == 1:
-                others[entry.name].append(name)
-    for entry, names in others.items():
-        more = f", and {len(names) - 1:,} more" if len(names) > 1 else ""
-        yield Problem("quantised", names[0], f"is {entry}{more}, but {said.file} says quant_method {said.method!r}")
+    return Source(encodings, tuple(problems), dropped, frozenset(lost), spare_biases(encodings))

@@ -13,15 +13,16 @@ see it. Values are computed in float32 and cast once.
     fp8.py, fp4.py   entries
     quantization.py  `quantization_config`
     table.py         the table of formats, what is dropped, and what is refused by name
+    matching.py      which tensors belong together
 
 To add a format, write an encoding, or use `Scaled`, and a `QuantizedFormat`, and put it into the `FORMATS` of its module. The
 entry names the suffix and the dtypes of the tensor with the codes and the companions that belong to it, and has a `make` that
-checks shapes and returns the encoding, or raises `MismatchError`. A new module is listed in `table.py`. `formats/sources.py`
+checks shapes and returns the encoding, or raises `MismatchError`. A new module is listed in `table.py`. `matching.py`
 does the rest: it finds the parts, refuses codes without scales and scales without codes, and collects all problems.
 """
 
-from formats.encodings.encoding import Encoding, Plain, Transposed, stored_bytes
+from formats.encodings.encoding import ContentError, Encoding, Plain, Transposed, stored_bytes
 from formats.encodings.nibbles import ScaleError
 from formats.encodings.scaled import Scaled
 
-__all__ = ["Encoding", "Plain", "ScaleError", "Scaled", "Transposed", "stored_bytes"]
+__all__ = ["ContentError", "Encoding", "Plain", "ScaleError", "Scaled", "Transposed", "stored_bytes"]

@@ -11,29 +11,30 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import Encoding
+from formats.encodings.encoding import Encoding, cover
 from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
 from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
+from formats.encodings.quantization import is_size
 from formats.safetensors import BoxRead, Empty, Tensor
 from model_mappings.axes import Range
 from model_mappings.cells import Box, extent, whole
 
-PER_RECIPROCAL = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes writes it (_ops.py, int8_vectorwise_dequant)
+INVERSE_OF_127 = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes writes it (_ops.py, int8_vectorwise_dequant)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nested:
-    """Magnitudes that are quantised themselves: `magnitude[b] = meanings[code[b]] · scale[b // block] + offset`.
+    """Magnitudes that are quantised themselves: `absmax[b] = quant_map[code[b]] · nested_absmax[b // block] + offset`.
 
     Attributes:
-      meanings: `nested_quant_map`, the value of each of 256 codes.
-      scale: `nested_absmax`, float32.
-      block: magnitudes with one scale.
+      quant_map: `nested_quant_map`, the value of each of 256 codes.
+      absmax: `nested_absmax`, one for each block of magnitudes, float32.
+      block: magnitudes with one of them.
       offset: added at last.
     """
 
-    meanings: Tensor
-    scale: Tensor
+    quant_map: Tensor
+    absmax: Tensor
     block: int
     offset: float
 
@@ -42,7 +43,7 @@ class Nested:
 class BlockCodes:
     """nf4 and fp4: two codes a byte, the first in the high nibble, in blocks that follow each other through the whole tensor.
 
-        value[k] = meanings[code[k]] · magnitude[k // block],  k the number of the element in C order
+        value[k] = quant_map[code[k]] · absmax[k // block],  k the number of the element in C order
 
     (backends/default/ops.py, `dequantize_4bit`; functional.py, `QuantState`.)
 
@@ -50,18 +51,19 @@ class BlockCodes:
       weight: the bytes, as a tensor of any dtype (`bnb_4bit_quant_storage`).
       shape: of the values.
       kind: `nf4` or `fp4`.
-      meanings: `quant_map`, the value of each of 16 codes.
-      magnitude: `absmax`, one for each block: float32, or the codes of a `nested` quantisation.
+      quant_map: the value of each of 16 codes.
+      absmax: the largest magnitude of each block: float32, or the codes of a `nested` quantisation.
       block: elements with one magnitude; even.
     """
 
     weight: Tensor
     shape: tuple[int, ...]
     kind: str
-    meanings: Tensor
-    magnitude: Tensor
+    quant_map: Tensor
+    absmax: Tensor
     block: int
     nested: Nested | None = None
+    indivisible = frozenset[int]()
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -77,14 +79,14 @@ class BlockCodes:
         return dataclasses.replace(self.weight, dtype=np.dtype(np.uint8), shape=(self.weight.nbytes,))
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
-        reads = [BoxRead(self.meanings, whole(self.meanings.shape))]
+        reads = [BoxRead(self.quant_map, whole(self.quant_map.shape))]
         if self.nested:
-            reads.append(BoxRead(self.nested.meanings, whole(self.nested.meanings.shape)))
+            reads.append(BoxRead(self.nested.quant_map, whole(self.nested.quant_map.shape)))
         for start, stop in self._runs(box):
-            blocks = _cover((start, stop), self.block)
-            reads += [BoxRead(self.bytes, (_cover((start, stop), 2),)), BoxRead(self.magnitude, (blocks,))]
+            blocks = cover((start, stop), self.block)
+            reads += [BoxRead(self.bytes, (cover((start, stop), 2),)), BoxRead(self.absmax, (blocks,))]
             if self.nested:
-                reads.append(BoxRead(self.nested.scale, (_cover(blocks, self.nested.block),)))
+                reads.append(BoxRead(self.nested.absmax, (cover(blocks, self.nested.block),)))
         return tuple(reads)
 
     def _runs(self, box: Box) -> Iterator[Range]:
@@ -97,10 +99,11 @@ class BlockCodes:
             at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
             yield at, at + length
 
+    @np.errstate(over="ignore", invalid="ignore")  # magnitudes that aren't finite are refused
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
         rest = iter(stored)
-        table = byte_table(finite(next(rest), self.meanings), high_first=True)
-        nested = finite(next(rest), self.nested.meanings) if self.nested else None
+        table = byte_table(finite(next(rest), self.quant_map), high_first=True)
+        nested_map = finite(next(rest), self.nested.quant_map) if self.nested else None
         values = empty(extent(box), dtype)
         flat, at = values.reshape(-1), 0
         for start, stop in self._runs(box):
@@ -108,9 +111,9 @@ class BlockCodes:
             if self.nested:
                 first = start // self.block
                 which = np.arange(first, first + len(magnitudes)) // self.nested.block - first // self.nested.block
-                scales = finite(next(rest), self.nested.scale)[which]
-                magnitudes = nested[magnitudes] * scales + np.float32(self.nested.offset)
-            self._decode_run(octets, table, finite(magnitudes, self.magnitude), (start, stop), flat[at : at + stop - start])
+                scales = finite(next(rest), self.nested.absmax)[which]
+                magnitudes = nested_map[magnitudes] * scales + np.float32(self.nested.offset)
+            self._decode_run(octets, table, finite(magnitudes, self.absmax), (start, stop), flat[at : at + stop - start])
             at += stop - start
         return values
 
@@ -128,15 +131,16 @@ class BlockCodes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScaledRows8:
-    """LLM.int8(): `value[o, i] = code[o, i] · magnitude[o] / 127`, multiplied in this order with 1/127 in float32.
+    """LLM.int8(): `value[o, i] = code[o, i] · absmax[o] / 127`, multiplied in this order with 1/127 in float32.
 
     Attributes:
       weight: int8.
-      magnitude: `SCB`, float32, one for each row.
+      absmax: `SCB`, float32, one for each row.
     """
 
     weight: Tensor
-    magnitude: Tensor
+    absmax: Tensor
+    indivisible = frozenset[int]()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -151,78 +155,76 @@ class ScaledRows8:
         return "int8 with a scale for each output"
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
-        return BoxRead(self.weight, box), BoxRead(self.magnitude, box[:1])
+        return BoxRead(self.weight, box), BoxRead(self.absmax, box[:1])
 
     @np.errstate(over="ignore")  # a value beyond the largest float is infinite
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
-        codes, magnitudes = stored[0], finite(stored[1], self.magnitude)[:, np.newaxis]
+        codes, magnitudes = stored[0], finite(stored[1], self.absmax)[:, np.newaxis]
         values = empty(codes.shape, dtype)
         strip = max(1, STRIP_ELEMENTS // max(1, codes.shape[1]))
         for row in range(0, len(codes), strip):
             here = slice(row, row + strip)
             part = codes[here].astype(np.float32)
             part *= magnitudes[here]
-            part *= PER_RECIPROCAL
+            part *= INVERSE_OF_127
             values[here] = part
         return values
 
 
-def _cover(span: Range, size: int) -> Range:
-    """The blocks of `size` that a range touches."""
-    return span[0] // size, -(-span[1] // size)
-
-
 STATE = "quant_state.bitsandbytes__"  # followed by the kind
+MAX_STATE = 1 << 16  # bytes of its JSON; it has a few hundred
 
 
 def make_blocks(parts: Parts) -> Encoding:
     """nf4 or fp4. Its shape and its blocks stand as JSON in a tensor, which is read."""
-    weight, magnitude, meanings = parts.codes, parts[".absmax"], parts[".quant_map"]
+    weight, absmax, quant_map = parts.codes, parts[".absmax"], parts[".quant_map"]
     tensor = next(tensor for suffix, tensor in parts.companions.items() if suffix.startswith("." + STATE))
     kind = tensor.name.rpartition("__")[2]
+    if tensor.nbytes > MAX_STATE:
+        raise MismatchError(f"{tensor.name} has {tensor.nbytes:,} bytes; more than {MAX_STATE:,} can't be meant")
     try:
         state = json.loads(parts.read(tensor).tobytes().decode())
         shape, block = tuple(state["shape"]), state["blocksize"]
         offset, nested_block = state.get("nested_offset"), state.get("nested_blocksize")
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise MismatchError(f"{tensor.name} isn't JSON with a shape and a blocksize: {e!r}") from e
-    if not all(isinstance(n, int) and n >= 0 for n in shape) or not isinstance(block, int) or block < 2 or block % 2 or state.get("quant_type") != kind:
+    if not all(is_size(n, least=0) for n in shape) or not is_size(block) or block % 2 or state.get("quant_type") != kind:
         raise MismatchError(f"{tensor.name} says {state}; expected quant_type {kind}, a shape, and an even blocksize")
     elements = math.prod(shape)
     octets, size = -(-elements // 2), weight.dtype.itemsize
     if weight.nbytes != -(-octets // size) * size or (len(weight.shape) == 2 and weight.shape[0] == 1 and weight.shape[1] > 1):
         raise MismatchError(f"should be a column of {octets:,} bytes for {shape}, is {weight.shape} of {weight.dtype.name}")
     blocks = -(-elements // block)
-    if magnitude.shape != (blocks,) or meanings.shape != (16,):
-        raise MismatchError(f"{shape} in blocks of {block} needs {blocks} magnitudes and 16 meanings; found {magnitude.shape} and {meanings.shape}")
-    return BlockCodes(weight, shape, kind, meanings, magnitude, block, _nested(parts, blocks, nested_block, offset))
+    if absmax.shape != (blocks,) or quant_map.shape != (16,):
+        raise MismatchError(f"{shape} in blocks of {block} needs {blocks} magnitudes and 16 meanings; found {absmax.shape} and {quant_map.shape}")
+    return BlockCodes(weight, shape, kind, quant_map, absmax, block, _nested(parts, blocks, nested_block, offset))
 
 
 def _nested(parts: Parts, blocks: int, block: object, offset: object) -> Nested | None:
     """How the magnitudes are quantised themselves, if they are."""
-    magnitude, scale, meanings = parts[".absmax"], parts.get(".nested_absmax"), parts.get(".nested_quant_map")
-    if magnitude.dtype == np.float32 and scale is None and meanings is None:
+    codes, absmax, quant_map = parts[".absmax"], parts.get(".nested_absmax"), parts.get(".nested_quant_map")
+    if codes.dtype == np.float32 and absmax is None and quant_map is None:
         return None
-    if magnitude.dtype != np.uint8 or scale is None or meanings is None or not isinstance(block, int) or block < 1 or not isinstance(offset, float):
+    if codes.dtype != np.uint8 or absmax is None or quant_map is None or not is_size(block) or not isinstance(offset, float):
+        raise MismatchError(f"{codes.name} is {codes.dtype.name}; in 8 bits it needs nested_absmax, nested_quant_map, nested_blocksize and nested_offset")
+    if absmax.shape != (-(-blocks // block),) or quant_map.shape != (256,):
         raise MismatchError(
-            f"{magnitude.name} is {magnitude.dtype.name}; in 8 bits it needs nested_absmax, nested_quant_map, nested_blocksize and nested_offset"
+            f"{blocks} magnitudes in blocks of {block} need {-(-blocks // block)} of their own and 256 meanings; found {absmax.shape} and {quant_map.shape}"
         )
-    if scale.shape != (-(-blocks // block),) or meanings.shape != (256,) or not math.isfinite(offset):
-        raise MismatchError(
-            f"{blocks} magnitudes in blocks of {block} need {-(-blocks // block)} of their own and 256 meanings; found {scale.shape} and {meanings.shape}"
-        )
-    return Nested(meanings, scale, block, offset)
+    if not abs(offset) <= float(np.finfo(np.float32).max):  # nor NaN
+        raise MismatchError(f"nested_offset {offset} isn't a number of float32")
+    return Nested(quant_map, absmax, block, offset)
 
 
 def make_rows8(parts: Parts) -> Encoding:
     """LLM.int8(), row by row; layouts for old GPUs are refused."""
-    weight, magnitude, layout = parts.codes, parts[".SCB"], parts.get(".weight_format")
-    if len(weight.shape) != 2 or magnitude.shape != weight.shape[:1]:
-        raise MismatchError(f"{weight.shape} should be a matrix with a magnitude for each row, {magnitude.name} is {magnitude.shape}")
+    weight, absmax, layout = parts.codes, parts[".SCB"], parts.get(".weight_format")
+    if len(weight.shape) != 2 or absmax.shape != weight.shape[:1]:
+        raise MismatchError(f"{weight.shape} should be a matrix with a magnitude for each row, {absmax.name} is {absmax.shape}")
     if layout is not None and (number := int(parts.read(layout).reshape(-1)[0])) != 0:
         names = {1: "col32", 2: "col_turing", 3: "col_ampere"}
         raise MismatchError(f"laid out as {names.get(number, number)}; supported: row")
-    return ScaledRows8(weight, magnitude)
+    return ScaledRows8(weight, absmax)
 
 
 def _four_bits(kind: str, releases: str) -> QuantizedFormat:

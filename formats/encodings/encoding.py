@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from formats.safetensors import BoxRead, Empty, Tensor
+from model_mappings.axes import Range
 from model_mappings.cells import Box, whole
 
 
@@ -34,6 +35,11 @@ class Encoding(Protocol):
         """The axes of the values as they are stored, the slowest first; `(0, 2, 1)` for matrices that are stored transposed."""
         ...
 
+    @property
+    def indivisible(self) -> frozenset[int]:
+        """The axes of the values that a unit shouldn't cut: any part of them needs scales for all. Mostly none."""
+        ...
+
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         """The stored boxes that the values of `box` need."""
         ...
@@ -42,14 +48,23 @@ class Encoding(Protocol):
         """The values of `box`, from what `reads` fetched; computed ones have `dtype` and lie in an array that `empty` makes.
 
         Raises:
-          ScaleError: a scale is NaN or infinite.
+          ContentError: a scale is NaN or infinite, or the tensors contradict each other.
         """
         ...
 
 
-def stored_bytes(encoding: Encoding) -> int:
-    """Bytes of a tensor as it is stored, its scales included."""
-    return sum(read.nbytes for read in encoding.reads(whole(encoding.shape)))
+class ContentError(ValueError):
+    """What the files hold can't be right, which only shows when it is read; the message names the tensor."""
+
+
+def stored_bytes(encoding: Encoding, box: Box | None = None) -> int:
+    """Bytes that a box is stored in, by default the whole tensor, its scales included."""
+    return sum(read.nbytes for read in encoding.reads(whole(encoding.shape) if box is None else box))
+
+
+def cover(span: Range, size: int) -> Range:
+    """The blocks of `size` that a range touches."""
+    return span[0] // size, -(-span[1] // size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +73,7 @@ class Plain:
 
     weight: Tensor
     label = None
+    indivisible = frozenset[int]()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,6 +113,10 @@ class Transposed:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.stored.shape[self.order.index(axis)] for axis in range(len(self.order)))
+
+    @property
+    def indivisible(self) -> frozenset[int]:
+        return frozenset(self.order[axis] for axis in self.stored.indivisible)
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         return self.stored.reads(self._as_stored(box))

@@ -4,6 +4,9 @@ MXFP4 has a power of two for each 32 values of a row, as the byte of its exponen
 in float32 for the whole, by which compressed-tensors divides and ModelOpt multiplies (vllm-project/compressed-tensors 0.20.0,
 quantization/lifecycle/forward_helpers.py; NVIDIA/Model-Optimizer, modelopt/torch/quantization/qtensor/nvfp4_tensor.py). Scales
 that were laid out for a kernel (swizzled) have another shape, and are refused.
+
+The fused experts of Llama 4 and gpt-oss are transposed for ModelOpt's quantisation and back again (its
+modelopt/torch/export/quant_utils.py, `maybe_transpose_expert_weight_dimensions`): two inputs in a byte, below each other.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import math
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import Encoding, Transposed
+from formats.encodings.encoding import Encoding, Transposed, cover
 from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
 from formats.encodings.fp8 import EXPONENTS, INT8, reshaped
-from formats.encodings.scaled import E8M0, Scaled
-from formats.safetensors import Tensor
+from formats.encodings.nibbles import STRIP_ELEMENTS, finite, scale_rows
+from formats.encodings.scaled import E8M0, Scaled, table_of
+from formats.safetensors import BoxRead, Empty, Tensor
+from model_mappings.cells import Box, extent
 
 BYTES, E4M3, FLOAT32 = dtypes(np.uint8), dtypes(ml_dtypes.float8_e4m3fn), dtypes(np.float32)
 MX, NV = 32, 16  # values of a row with one scale
@@ -69,6 +74,76 @@ def _nvfp4(parts: Parts, suffix: str, divides: bool) -> Encoding:
     return _scaled(parts.codes, parts["_scale"], NV, "NVFP4", reshaped(second, shape), divides)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedNvfp4:
+    """ModelOpt's fused experts, (E, I, O), two inputs of an output in a byte, the even one in the low bits.
+
+        value[e, i, o] = code[e, i, o] · (scale[e, i // 16, o] · second)
+
+    Attributes:
+      weight: the codes, (E, I / 2, O) bytes.
+      scale: (E, I / 16, O) E4M3.
+      second: float32, one number: (1, 1, 1).
+    """
+
+    weight: Tensor
+    scale: Tensor
+    second: Tensor
+    label = "NVFP4"
+    indivisible = frozenset[int]()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, octets, outputs = self.weight.shape
+        return experts, 2 * octets, outputs
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return 0, 1, 2
+
+    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+        experts, inputs, outputs = box
+        return (
+            BoxRead(self.weight, (experts, cover(inputs, 2), outputs)),
+            BoxRead(self.scale, (experts, cover(inputs, NV), outputs)),
+            BoxRead(self.second, ((0, 1),) * 3),
+        )
+
+    @np.errstate(over="ignore", invalid="ignore")  # a value beyond the largest float is infinite
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        codes, scales, second = stored
+        scales = finite(finite(scales, self.scale) * finite(second, self.second), self.second)
+        values = empty(extent(box), dtype)
+        (start, stop), count = box[1], values.shape[2]
+        which = np.arange(start, stop) // NV - start // NV
+        low, high = (np.ascontiguousarray(half) for half in table_of("e2m1").T)
+        strip = max(1, STRIP_ELEMENTS // max(1, 2 * count))  # of bytes below each other
+        buffer = np.empty((min(strip, codes.shape[1]), 2, count), np.float32)
+        for expert, octets in enumerate(codes):
+            for row in range(0, len(octets), strip):
+                part = buffer[: len(octets) - row]
+                for half, table in enumerate((low, high)):
+                    part[:, half] = np.take(table, octets[row : row + strip], mode="clip")
+                first = (start // 2 + row) * 2
+                begin, end = max(first, start), min(first + 2 * len(part), stop)
+                rows, here = part.reshape(-1, count)[begin - first : end - first], slice(begin - start, end - start)
+                scale_rows(rows, scales[expert], which[here])
+                values[expert, here] = rows
+        return values
+
+
+def _fused_nvfp4(parts: Parts) -> Encoding:
+    codes, scale, second = parts.codes, parts["_weight_scale"], parts["_weight_scale_2"]
+    if len(codes.shape) != 3 or codes.shape[1] % (NV // 2):
+        raise MismatchError(f"{codes.shape} should be experts, inputs in pairs, and outputs; inputs in whole groups of {NV}")
+    experts, octets, outputs = codes.shape
+    if scale.shape != (experts, 2 * octets // NV, outputs):
+        raise MismatchError(f"{codes.shape} needs scales {(experts, 2 * octets // NV, outputs)}, one for {NV} inputs, {scale.name} is {scale.shape}")
+    if math.prod(second.shape) != 1:
+        raise MismatchError(f"{codes.shape}: {second.name} should be one number, is {second.shape}")
+    return FusedNvfp4(codes, scale, reshaped(second, (1, 1, 1)))
+
+
 FORMATS = (
     QuantizedFormat(
         "MXFP4, `blocks` and `scales`",
@@ -114,6 +189,15 @@ FORMATS = (
         (Companion("_scale", E4M3), Companion("_scale_2", FLOAT32, telling=True)),
         functools.partial(_nvfp4, suffix="_scale_2", divides=False),
         releases="ModelOpt",
+        methods=("modelopt",),
+    ),
+    QuantizedFormat(
+        "NVFP4, fused `weight_scale_2`",
+        "",
+        BYTES,
+        (Companion("_weight_scale", E4M3, telling=True), Companion("_weight_scale_2", FLOAT32, telling=True)),
+        _fused_nvfp4,
+        releases="ModelOpt's Llama 4 and gpt-oss",
         methods=("modelopt",),
     ),
 )

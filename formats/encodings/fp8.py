@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
+import reprlib
 from collections.abc import Iterable, Sequence
 
 import ml_dtypes
@@ -17,7 +19,7 @@ import numpy as np
 
 from formats.encodings.encoding import Encoding
 from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, UnknownBlockError, dtypes
-from formats.encodings.quantization import Quantization
+from formats.encodings.quantization import Quantization, is_size
 from formats.encodings.scaled import E8M0, Scaled
 from formats.safetensors import Tensor
 from model_mappings.plan import Problem
@@ -73,15 +75,28 @@ def simple_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid | None:
     (E, O) for each expert's rows.
     """
     if math.prod(scale) == 1:
-        return Grid((1,) * len(shape), shape, "with one scale")
+        return Grid((1,) * len(shape), tuple(max(1, size) for size in shape), "with one scale")
     if len(scale) < len(shape) and scale == shape[: len(scale)]:
         scale += (1,) * (len(shape) - len(scale))
     if len(scale) != len(shape) or not all(n in (1, size) for n, size in zip(scale, shape, strict=True)):
         return None
-    block = tuple(1 if n == size else size for n, size in zip(scale, shape, strict=True))
+    block = tuple(1 if n == size else max(1, size) for n, size in zip(scale, shape, strict=True))
     *experts, rows, columns = (n > 1 for n in scale)
     which = [name for name, varies in (("expert", any(experts)), ("row", rows), ("column", columns)) if varies]
     return Grid(scale, block, f"with a scale for each {' and '.join(which)}")
+
+
+def group_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid | None:
+    """The grid of scales for groups of equal length in each row."""
+    if len(scale) != len(shape) or scale[:-1] != shape[:-1] or not scale[-1] or not shape[-1] or shape[-1] % scale[-1]:
+        return None
+    group = shape[-1] // scale[-1]
+    return Grid(scale, (1,) * (len(shape) - 1) + (group,), f"in groups of {group}")
+
+
+def in_blocks(shape: tuple[int, ...], scale: tuple[int, ...], groups: bool) -> bool:
+    """Whether only the size of a block can tell how scales lie over a weight; for `groups` see `grid_of`."""
+    return len(scale) == len(shape) >= 2 and not simple_grid(shape, scale) and not (groups and group_grid(shape, scale))
 
 
 def grid_of(shape: tuple[int, ...], scale: Tensor, quantization: Quantization, groups: bool) -> Grid:
@@ -106,17 +121,19 @@ def grid_of(shape: tuple[int, ...], scale: Tensor, quantization: Quantization, g
         return Grid(squeezed, lead + size, f"in blocks of {size[0]} × {size[1]}")
     if grid := simple_grid(shape, squeezed):
         return grid
-    said = quantization.weights("group_size")
-    if groups and len(squeezed) == len(shape) and squeezed[:-1] == shape[:-1] and squeezed[-1] > 0 and shape[-1] % squeezed[-1] == 0:
-        group = shape[-1] // squeezed[-1]
-        if said in (None, group):
-            return Grid(squeezed, (1,) * (len(shape) - 1) + (group,), f"in groups of {group}")
-        raise MismatchError(f"{shape} with the scales {scale.name} {scale.shape} has groups of {group}, {quantization.place} says {said}")
-    if size is None and len(squeezed) == len(shape):
+    if groups and (grid := group_grid(shape, squeezed)):
+        group, expected = grid.block[-1], quantization.weights("group_size")
+        if expected in (None, group):
+            return grid
+        raise MismatchError(f"{shape} with the scales {scale.name} {scale.shape} has groups of {group}, {quantization.place} says {expected}")
+    if size is not None:
+        raise MismatchError(f"{shape} in blocks of {size[0]} × {size[1]} needs scales {blocks_over(shape, lead + size)}, {scale.name} is {scale.shape}")
+    if in_blocks(shape, squeezed, groups):
         raise UnknownBlockError(f"{shape} with the scales {scale.name} {scale.shape}: no field of {quantization.place} says how large their blocks are")
-    if size is None:
-        raise MismatchError(f"{shape}: the scale {scale.name} is {scale.shape}; it fits neither the weight, its experts, rows, groups nor blocks")
-    raise MismatchError(f"{shape} in blocks of {size[0]} × {size[1]} needs scales {blocks_over(shape, lead + size)}, {scale.name} is {scale.shape}")
+    raise MismatchError(f"{shape}: the scale {scale.name} is {scale.shape}; it fits neither the weight, its experts, rows, groups nor blocks")
+
+
+_OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")  # compressed-tensors reads "128x128" still
 
 
 def find_block(quantization: Quantization, weights: Iterable[Parts]) -> tuple[Quantization, list[Problem]]:
@@ -128,34 +145,28 @@ def find_block(quantization: Quantization, weights: Iterable[Parts]) -> tuple[Qu
       quantization: what the checkpoint says.
       weights: those whose scales may lie in blocks.
     """
-    said = quantization.fields.get("weight_block_size") or quantization.weights("block_structure")
-    if said is not None:
-        if isinstance(said, list) and len(said) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in said):
-            return dataclasses.replace(quantization, block=(said[0], said[1])), []
-        return quantization, [Problem("quantised", quantization.file, f"weight_block_size should be two positive integers, is {said!r}")]
-    fits = [{2**power for power in range(1, 32)} for _ in range(2)]
-    none = True
-    for shape, scales in {pair for parts in weights if (pair := _in_blocks(parts, quantization))}:
-        none = False
+    for field, size in (("weight_block_size", quantization.fields.get("weight_block_size")), ("block_structure", quantization.weights("block_structure"))):
+        if size:
+            pair = _OLD_BLOCK.fullmatch(size) if isinstance(size, str) else None
+            block = [int(n) for n in pair.groups()] if pair else size
+            if isinstance(block, list) and len(block) == 2 and all(map(is_size, block)):
+                return dataclasses.replace(quantization, block=(block[0], block[1])), []
+            return quantization, [Problem("quantised", quantization.file, f"{field} should be two sizes of an axis, is {reprlib.repr(size)}")]
+    found = {
+        (parts.codes.shape, scale)
+        for parts in weights
+        for suffix, companion in parts.companions.items()
+        if in_blocks(parts.codes.shape, scale := squeeze(parts.codes.shape, companion.shape), _in_groups(suffix))
+    }
+    fits = [{2**power for power in range(1, 31)} for _ in range(2)]
+    for shape, scale in found:
         for axis, sizes in enumerate(fits, -2):
-            sizes &= {size for size in sizes if -(-shape[axis] // size) == scales[axis]}
-    if none:
+            sizes &= {size for size in sizes if -(-shape[axis] // size) == scale[axis]}
+    if not found:
         return quantization, []
     if not all(fits):
         return quantization, [Problem("quantised", quantization.file, "no weight_block_size, and the scales' shapes allow no power of two for all weights")]
     return dataclasses.replace(quantization, block=(min(fits[0]), min(fits[1]))), []
-
-
-def _in_blocks(parts: Parts, quantization: Quantization) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shapes of a weight and its scales where only the size of a block tells how they lie."""
-    for suffix, scale in parts.companions.items():
-        try:
-            grid_of(parts.codes.shape, scale, quantization, groups=_in_groups(suffix))
-        except UnknownBlockError:
-            return parts.codes.shape, squeeze(parts.codes.shape, scale.shape)
-        except MismatchError:
-            return None
-    return None
 
 
 def _in_groups(suffix: str) -> bool:
@@ -169,10 +180,10 @@ def squeeze(shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fp8(parts: Parts, suffix: str) -> Encoding:
-    said, scale = parts.quantization, parts[suffix]
+    scale = parts[suffix]
     if scale.dtype == np.uint8:
-        scale = exponents(scale, said)
-    grid = grid_of(parts.codes.shape, scale, said, groups=_in_groups(suffix))
+        scale = exponents(scale, parts.quantization)
+    grid = grid_of(parts.codes.shape, scale, parts.quantization, groups=_in_groups(suffix))
     kind = "MXFP8" if scale.dtype == E8M0 and grid.block[-2:] == (1, 32) else "FP8"
     return Scaled(parts.codes, parts.codes.dtype.name, reshaped(scale, grid.shape), grid.block, f"{kind} {grid.text}")
 

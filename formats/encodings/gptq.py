@@ -6,13 +6,16 @@ Both store weights as (I, O). They have the same names; the shape of `qweight` t
 from __future__ import annotations
 
 import dataclasses
+import reprlib
+from collections.abc import Mapping
 
 import numpy as np
 
-from formats.encodings.encoding import Encoding, Transposed
+from formats.encodings.encoding import Encoding, Transposed, cover
 from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat
-from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, finite
-from formats.encodings.packed import BYTEWISE, INT32, SCALES, WORD, PackedError, groups, in_range, label, unpack, width, words
+from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, finite, scale_rows
+from formats.encodings.packed import BYTEWISE, INT32, SCALES, WORD, PackedError, in_range, label, unpack, width, words
+from formats.encodings.quantization import is_size
 from formats.safetensors import BoxRead, Empty, Tensor
 from model_mappings.axes import Range
 from model_mappings.cells import Box, extent, whole
@@ -51,6 +54,10 @@ class Gptq:
     symmetric: bool = False
 
     @property
+    def indivisible(self) -> frozenset[int]:
+        return frozenset(() if self.ordered else {0})  # else any inputs need all groups
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.weight.shape[0] * WORD // self.bits, self.weight.shape[1]
 
@@ -64,7 +71,7 @@ class Gptq:
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         inputs, outputs = box
-        these = groups(inputs, self.group) if self.ordered else whole(self.scale.shape)[0]
+        these = cover(inputs, self.group) if self.ordered else whole(self.scale.shape)[0]
         reads = (
             BoxRead(self.weight, (words(inputs, self.bits), outputs)),
             BoxRead(self.scale, (these, outputs)),
@@ -88,7 +95,7 @@ class Gptq:
             first = start + word * per_word
             begin, end = max(first, inputs[0]), min(first + len(part) * per_word, inputs[1])
             rows, here = part.reshape(-1, values.shape[1])[begin - first : end - first], slice(begin - inputs[0], end - inputs[0])
-            _scale_rows(rows, scales, zeros, which[here])
+            scale_rows(rows, scales, which[here], zeros)
             values[here] = rows
         return values
 
@@ -110,7 +117,7 @@ class Gptq:
         which = np.arange(*inputs) // self.group
         if index is not None and not np.array_equal(index, which):
             raise PackedError(f"{self.index.name} doesn't put the inputs into groups of {self.group} in their order, but quantization_config has no desc_act")
-        return which - groups(inputs, self.group)[0]
+        return which - cover(inputs, self.group)[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +137,7 @@ class Awq:
     scale: Tensor
     zero: Tensor
     group: int
+    indivisible = frozenset[int]()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -145,14 +153,14 @@ class Awq:
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         inputs, outputs = box
-        these, packed = groups(inputs, self.group), words(outputs, 4)
+        these, packed = cover(inputs, self.group), words(outputs, 4)
         return BoxRead(self.weight, (inputs, packed)), BoxRead(self.scale, (these, outputs)), BoxRead(self.zero, (these, packed))
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
         packed, scales, zeros = stored
         inputs, outputs = box
         scales, zeros = finite(scales, self.scale), unpack(in_order(zeros), outputs, 4).astype(np.float32)
-        which = np.arange(*inputs) // self.group - groups(inputs, self.group)[0]
+        which = np.arange(*inputs) // self.group - cover(inputs, self.group)[0]
         values = empty(extent(box), dtype)
         table, skip = byte_table(np.arange(16)), outputs[0] % 8
         strip = max(1, STRIP_ELEMENTS // max(1, packed.shape[1] * 8))
@@ -162,7 +170,7 @@ class Awq:
             codes = buffer[: here.stop - row]
             np.take(table, in_order(packed[here]).view(np.uint8), axis=0, mode="clip", out=codes)
             rows = codes.reshape(len(codes), -1)[:, skip : skip + values.shape[1]]
-            _scale_rows(rows, scales, zeros, which[here])
+            scale_rows(rows, scales, which[here], zeros)
             values[here] = rows
         return values
 
@@ -176,80 +184,74 @@ def in_order(packed: np.ndarray) -> np.ndarray:
     return packed
 
 
-@np.errstate(over="ignore", invalid="ignore")  # a value beyond the largest float is infinite
-def _scale_rows(rows: np.ndarray, scales: np.ndarray, zeros: np.ndarray, which: np.ndarray) -> None:
-    """`rows = (rows - zeros) · scales` in place, with the group of each row; neighbours of one group at a time."""
-    edges = np.flatnonzero(np.diff(which)) + 1
-    if 4 * len(edges) > len(rows):
-        rows -= np.take(zeros, which, axis=0)
-        rows *= np.take(scales, which, axis=0)
-        return
-    for first, last in zip([0, *edges], [*edges, len(rows)], strict=True):
-        rows[first:last] -= zeros[which[first]]
-        rows[first:last] *= scales[which[first]]
-
-
 def make_qweight(parts: Parts) -> Encoding:
     """GPTQ or AWQ: both have the same names; the shape of `qweight` says which, and `quant_method` must agree."""
-    weight, scale, zero, said = parts.codes, parts[".scales"], parts[".qzeros"], parts.quantization
+    weight, scale, zero, quantization = parts.codes, parts[".scales"], parts[".qzeros"], parts.quantization
     if not len(weight.shape) == len(scale.shape) == len(zero.shape) == 2 or scale.shape[0] != zero.shape[0]:
         raise MismatchError(f"{weight.shape}, scales {scale.shape} and qzeros {zero.shape} should be matrices, with as many rows of scales as of zeros")
     methods = {scale.shape[1]: "gptq", scale.shape[1] // 8: "awq"}
     method = methods.get(weight.shape[1])
-    if method is None or method != said.method:
+    if method is None or method != quantization.method:
         shaped = f"has the shape of {method}" if method else "has neither the shape of gptq nor that of awq (gemm)"
-        raise MismatchError(f"{weight.shape} with the scales {scale.name} {scale.shape} {shaped}; {said.place} says {said.method}")
+        raise MismatchError(f"{weight.shape} with the scales {scale.name} {scale.shape} {shaped}; {quantization.place} says {quantization.method}")
     made = _make_gptq(parts) if method == "gptq" else _make_awq(parts)
     return Transposed(made, (1, 0))
 
 
 def _make_gptq(parts: Parts) -> Gptq:
-    weight, scale, zero, index, said = parts.codes, parts[".scales"], parts[".qzeros"], parts.get(".g_idx"), parts.quantization.fields
-    version = said.get("checkpoint_format") or said.get("format") or "gptq"
+    weight, scale, zero, index, fields = parts.codes, parts[".scales"], parts[".qzeros"], parts.get(".g_idx"), parts.quantization.fields
+    version = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise MismatchError(f"stored in GPTQ's format {version!r}; supported: gptq, gptq_v2")
-    bits, per_type = said.get("bits"), "dynamic" in said  # GPTQModel's `dynamic` gives modules bits and groups of their own
-    if per_type:
+    bits, per_module = fields.get("bits"), "dynamic" in fields  # GPTQModel's `dynamic` gives modules bits and groups of their own
+    if per_module:
         bits = zero.shape[1] * WORD / max(1, scale.shape[1])
-    if bits not in BYTEWISE:
-        raise MismatchError(f"codes of {bits} bits; supported: {', '.join(map(str, BYTEWISE))} (others straddle words)")
-    bits = int(bits)
+        bits = int(bits) if bits.is_integer() else bits
+    if not is_size(bits) or bits not in BYTEWISE:
+        raise MismatchError(f"codes of {reprlib.repr(bits)} bits; supported: {', '.join(map(str, BYTEWISE))} (others straddle words)")
     if zero.shape[1] != width(scale.shape[1], bits):
         raise MismatchError(f"{zero.name} should hold {width(scale.shape[1], bits)} words of {bits}-bit zeros in a row, is {zero.shape}")
-    inputs, ordered = weight.shape[0] * WORD // bits, not said.get("desc_act", False)
+    inputs, ordered = weight.shape[0] * WORD // bits, not fields.get("desc_act", False)
     if index and index.shape != (inputs,):
         raise MismatchError(f"{index.name} should be {(inputs,)}, is {index.shape}")
     if not ordered and not index:
         raise MismatchError(f"{parts.quantization.place} says desc_act, but {weight.name.removesuffix('qweight')}g_idx is missing")
-    exact = inputs // scale.shape[0] if per_type and index and scale.shape[0] and inputs % scale.shape[0] == 0 else None
-    group = _group(parts, said.get("group_size"), inputs, exact)
-    return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", bool(said.get("sym", False)))
+    exact = inputs // scale.shape[0] if per_module and index and scale.shape[0] and inputs % scale.shape[0] == 0 else None
+    group = _group(parts, fields.get("group_size"), inputs, exact)
+    return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", bool(fields.get("sym", False)))
 
 
 def _make_awq(parts: Parts) -> Awq:
-    weight, scale, zero, said = parts.codes, parts[".scales"], parts[".qzeros"], parts.quantization.fields
-    version, bits = str(said.get("version", "gemm")).lower(), said.get("bits", said.get("w_bit"))
+    weight, scale, zero, fields = parts.codes, parts[".scales"], parts[".qzeros"], parts.quantization.fields
+    version, bits = str(fields.get("version", "gemm")).lower(), fields.get("bits", fields.get("w_bit"))
     if version != "gemm":
         raise MismatchError(f"stored in AWQ's format {version!r}, which lays words out differently; supported: gemm")
     if bits != 4:
-        raise MismatchError(f"codes of {bits} bits; AWQ's gemm has 4")
+        raise MismatchError(f"codes of {reprlib.repr(bits)} bits; AWQ's gemm has 4")
     if zero.shape[1] != weight.shape[1]:
         raise MismatchError(f"{weight.shape} should have as many words in a row as {zero.name} {zero.shape}")
     if index := parts.get(".g_idx"):
         raise MismatchError(f"AWQ has no {index.name}")
-    return Awq(weight, scale, zero, _group(parts, said.get("group_size", said.get("q_group_size")), weight.shape[0]))
+    return Awq(weight, scale, zero, _group(parts, fields.get("group_size", fields.get("q_group_size")), weight.shape[0]))
 
 
-def _group(parts: Parts, said: object, inputs: int, exact: int | None = None) -> int:
+def _group(parts: Parts, size: object, inputs: int, exact: int | None = None) -> int:
     """Inputs that have one scale: what the config says (-1: all), or `exact` where it may say otherwise for some modules."""
     scale = parts[".scales"]
-    if isinstance(said, int):
-        group = said if said > 0 else max(1, inputs)
+    if is_size(size) or size == -1:
+        group = size if is_size(size) else max(1, inputs)
         if -(-inputs // group) == scale.shape[0]:
             return group
     if exact is None:
-        raise MismatchError(f"{scale.name} {scale.shape} doesn't fit {inputs} inputs with group_size {said!r}")
+        raise MismatchError(f"{scale.name} {scale.shape} doesn't fit {inputs} inputs with group_size {reprlib.repr(size)}")
     return exact
+
+
+def spare_biases(encodings: Mapping[str, Encoding]) -> frozenset[str]:
+    """Biases of weights in GPTQ: AutoGPTQ stores zeros where the model has none (AutoGPTQ/AutoGPTQ#555)."""
+    weights = {name: e.shape for name, e in encodings.items() if isinstance(e, Transposed) and isinstance(e.stored, Gptq)}
+    biases = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in weights.items()}
+    return frozenset(name for name, shape in biases.items() if name in encodings and encodings[name].shape == shape)
 
 
 FORMATS = (

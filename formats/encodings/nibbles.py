@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from formats.encodings.encoding import ContentError
 from formats.safetensors import Tensor
 
 STRIP_ELEMENTS = 1 << 16  # values decoded at a time: their float32 form and the indices of their bytes stay in the cache
@@ -34,8 +35,8 @@ def byte_table(meanings: np.ndarray, high_first: bool = False) -> np.ndarray:
     return np.ascontiguousarray(meanings, np.float32)[codes]
 
 
-class ScaleError(ValueError):
-    """A scale is NaN or infinite; the message names the tensor."""
+class ScaleError(ContentError):
+    """A scale is NaN or infinite."""
 
 
 def finite(scales: np.ndarray, tensor: Tensor) -> np.ndarray:
@@ -59,17 +60,19 @@ def decode_rows(
     values: np.ndarray,
     start: int = 0,
     zeros: np.ndarray | None = None,
+    which: np.ndarray | None = None,
 ) -> None:
     """Fills `values` with the codes from number `start` of each row on; one rounding to float32, and one to the dtype of `values`.
 
     Args:
       packed: (row, byte) uint8; its first byte holds the code `start`. More bytes than needed do no harm.
       table: what `byte_table` made.
-      scales: (row, group) float32; its first group is the one of the code `start`.
+      scales: (row of scales, group) float32; its first group is the one of the code `start`.
       group: how many codes have one scale, or for each of the values the index of its scale.
       values: (row, column), to be filled.
       start: the number of the first value in its row.
       zeros: of the shape of `scales`; subtracted before scaling. Exact for integers.
+      which: for each row its row of scales, which never decreases; None where each has its own.
     """
     rows, columns = values.shape
     per_byte = table.shape[1]
@@ -82,8 +85,29 @@ def decode_rows(
         codes = buffer[: these.stop - row]
         np.take(table, packed[these, :width], axis=0, mode="clip", out=codes)
         part = codes.reshape(len(codes), -1)[:, skip : skip + columns]
-        scale_groups(part, scales[these], group, start, None if zeros is None else zeros[these])
+        mine = these if which is None else _rows_of_scales(which[these])
+        scale_groups(part, scales[mine], group, start, None if zeros is None else zeros[mine])
         values[these] = part
+
+
+def _rows_of_scales(which: np.ndarray) -> np.ndarray | slice:
+    """An index of the rows of scales of a strip: one row for all of it, or one for each."""
+    return slice(which[0], which[0] + 1) if which[0] == which[-1] else which
+
+
+@np.errstate(over="ignore", invalid="ignore")  # a value beyond the largest float is infinite
+def scale_rows(part: np.ndarray, scales: np.ndarray, which: np.ndarray, zeros: np.ndarray | None = None) -> None:
+    """`part = (part - zeros) · scales` in place, with scales that belong to columns, and the row of them that each row has."""
+    edges = np.flatnonzero(np.diff(which)) + 1
+    if 4 * len(edges) > len(part):
+        if zeros is not None:
+            part -= np.take(zeros, which, axis=0)
+        part *= np.take(scales, which, axis=0)
+        return
+    for first, last in zip([0, *edges], [*edges, len(part)], strict=True):  # neighbours with one row of scales at a time
+        if zeros is not None:
+            part[first:last] -= zeros[which[first]]
+        part[first:last] *= scales[which[first]]
 
 
 def scale_groups(part: np.ndarray, scales: np.ndarray, group: int | np.ndarray, start: int, zeros: np.ndarray | None) -> None:

@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import Encoding
+from formats.encodings.encoding import ContentError, Encoding, cover
 from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
 from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
-from formats.encodings.quantization import Quantization
+from formats.encodings.quantization import Quantization, is_size
 from formats.safetensors import BoxRead, Empty, Tensor
 from model_mappings.axes import Range
 from model_mappings.cells import Box, extent, whole
+from model_mappings.config import MAX_SIZE
 
 WORD = 32  # bits
 BYTEWISE = (1, 2, 4, 8)  # bits of codes that never straddle a byte
 
 
-class PackedError(ValueError):
-    """What the packed tensors hold contradicts the plan or itself; the message names the tensor."""
+class PackedError(ContentError):
+    """What the packed tensors hold contradicts the plan or itself."""
 
 
 def positions(span: Range, bits: int, dense: bool) -> np.ndarray:
@@ -59,12 +61,6 @@ def unpack(packed: np.ndarray, span: Range, bits: int, dense: bool = True) -> np
     return ((low | high << 8) >> (at % 8).astype(np.uint16) & (1 << bits) - 1).astype(np.uint8)
 
 
-def groups(span: Range, group: int) -> Range:
-    """The groups that a range of codes touches."""
-    start, stop = span
-    return start // group, -(-stop // group)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedRows:
     """compressed-tensors' `pack-quantized`: rows of codes of 1 to 8 bits, with an offset of half their range.
@@ -84,7 +80,7 @@ class PackedRows:
       dense: whether codes straddle words; where their size divides 32 it makes no difference.
       zero: `weight_zero_point`, packed along O: (…, words, groups) int32.
       index: `weight_g_idx`, the group of each column, (I,); all -1 stands for i // group.
-      said: `weight_shape`, the shape once more.
+      shape_tensor: `weight_shape`, the shape once more.
     """
 
     weight: Tensor
@@ -95,11 +91,15 @@ class PackedRows:
     dense: bool = True
     zero: Tensor | None = None
     index: Tensor | None = None
-    said: Tensor | None = None
+    shape_tensor: Tensor | None = None
 
     @property
     def order(self) -> tuple[int, ...]:
         return tuple(range(len(self.shape)))
+
+    @property
+    def indivisible(self) -> frozenset[int]:
+        return frozenset({len(self.shape) - 1} if self.index else ())
 
     @property
     def label(self) -> str:
@@ -107,11 +107,11 @@ class PackedRows:
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         *lead, rows, columns = box
-        spans = whole(self.scale.shape)[-1] if self.index else groups(columns, self.group)
+        spans = whole(self.scale.shape)[-1] if self.index else cover(columns, self.group)
         reads = [BoxRead(self.weight, (*lead, rows, words(columns, self.bits, self.dense))), BoxRead(self.scale, (*lead, rows, spans))]
         if self.zero:
             reads.append(BoxRead(self.zero, (*lead, words(rows, self.bits, self.dense), spans)))
-        reads += [BoxRead(tensor, whole(tensor.shape)) for tensor in (self.index, self.said) if tensor]
+        reads += [BoxRead(tensor, whole(tensor.shape)) for tensor in (self.index, self.shape_tensor) if tensor]
         return tuple(reads)
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
@@ -119,10 +119,11 @@ class PackedRows:
         scales = finite(scales, self.scale)
         zeros = rest.pop(0) if self.zero else None
         index = self._index(rest.pop(0), box[-1]) if self.index else None
-        if self.said and tuple(rest[0].tolist()) != self.shape:
-            raise PackedError(f"{self.said.name} says {tuple(rest[0].tolist())}, but the shapes of {self.weight.name} and its scale say {self.shape}")
+        if self.shape_tensor and tuple(rest[0].tolist()) != self.shape:
+            held = tuple(rest[0].tolist())
+            raise PackedError(f"{self.shape_tensor.name} says {held}, but the shapes of {self.weight.name} and its scale say {self.shape}")
         if self.index and index is None:  # all groups were read, those of the box are needed
-            needed = slice(*groups(box[-1], self.group))
+            needed = slice(*cover(box[-1], self.group))
             scales, zeros = scales[..., needed], None if zeros is None else zeros[..., needed]
         values = empty(extent(box), dtype)
         for lead in np.ndindex(values.shape[:-2]):
@@ -186,8 +187,8 @@ class Scheme(NamedTuple):
         return f"{self.bits} bits in " + (f"groups of {self.group}" if self.group else "channels")
 
 
-class Reading(NamedTuple):
-    """A way to read packed rows that fits their shapes."""
+class Layout(NamedTuple):
+    """How packed rows can be meant: by a scheme, with so many codes in a row, and `dense` or not."""
 
     scheme: Scheme
     inputs: int
@@ -195,21 +196,31 @@ class Reading(NamedTuple):
 
 
 def schemes_of(quantization: Quantization) -> list[Scheme]:
-    """The schemes of integer weights in groups or channels that a config names."""
-    schemes = []
+    """The schemes of integer weights in groups or channels that a config names.
+
+    Raises:
+      MismatchError: a field isn't what it should be.
+    """
+    schemes: list[Scheme] = []
     for modules in quantization.groups:
-        said = modules.get("weights")
-        if isinstance(said, Mapping) and said.get("type", "int") == "int" and said.get("num_bits") in range(1, 9):
-            size = said.get("group_size")
-            grouped = isinstance(size, int) and size > 0
-            strategy = said.get("strategy") or ("group" if grouped else "channel" if size == -1 else None)
-            if strategy == "channel" or (strategy == "group" and grouped):
-                schemes.append(Scheme(said["num_bits"], size if strategy == "group" else None, said.get("symmetric", True)))
+        weights = modules.get("weights")
+        if isinstance(weights, Mapping) and weights.get("type", "int") == "int":
+            bits, size, symmetric = weights.get("num_bits"), weights.get("group_size"), weights.get("symmetric", True)
+            for field, value, is_right in (
+                ("num_bits", bits, is_size(bits)),
+                ("group_size", size, size in (None, -1) or is_size(size, least=0)),
+                ("symmetric", symmetric, isinstance(symmetric, bool)),
+            ):
+                if not is_right:
+                    raise MismatchError(f"{quantization.place} says {field} {reprlib.repr(value)}")
+            strategy = weights.get("strategy") or ("channel" if size == -1 else "group" if size else None)
+            if is_size(bits) and bits <= 8 and (strategy == "channel" or (strategy == "group" and is_size(size))):
+                schemes.append(Scheme(bits, size if strategy == "group" else None, symmetric))
     return list(dict.fromkeys(schemes))
 
 
-def readings(schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, inputs: int | None, zeros: int | None) -> Iterator[Reading]:
-    """The ways to read a tensor that fit its shapes.
+def layouts(schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, inputs: int | None, zeros: int | None) -> Iterator[Layout]:
+    """The layouts that fit a tensor's shapes.
 
     Args:
       schemes: those to choose from.
@@ -221,43 +232,49 @@ def readings(schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, in
     rows, words = packed[-2:]
     for scheme in schemes:
         columns = scheme.group * scales if scheme.group else inputs if scales == 1 else None
-        if columns is None or inputs not in (None, columns):
+        if columns is None or columns > MAX_SIZE or inputs not in (None, columns):
             continue
         longest = max(columns, rows if zeros is not None else 0)
         alike = scheme.bits in BYTEWISE or longest <= WORD // scheme.bits  # nothing could straddle a word
         for dense in (True,) if alike else (True, False):
             if width(columns, scheme.bits, dense) == words and zeros in (None, width(rows, scheme.bits, dense)):
-                yield Reading(scheme, columns, dense)
+                yield Layout(scheme, columns, dense)
 
 
 def make_rows(parts: Parts) -> Encoding:
-    """`pack-quantized`. The schemes of the config that fit the shapes settle it; `weight_shape` is read where that isn't one alone."""
-    packed, scale, zero, index, said = parts.codes, parts["_scale"], parts.get("_zero_point"), parts.get("_g_idx"), parts.get("_shape")
-    place, shape = parts.quantization.place, packed.shape
+    """`pack-quantized`."""
+    packed, scale, zero, index, shape_tensor = parts.codes, parts["_scale"], parts.get("_zero_point"), parts.get("_g_idx"), parts.get("_shape")
+    shape, count = packed.shape, scale.shape[-1] if scale.shape else 0
     if len(shape) < 2 or scale.shape[:-1] != shape[:-1]:
         raise MismatchError(f"{shape} needs one or several scales for each row, {scale.name} is {scale.shape}")
-    if said and said.shape != (len(shape),):
-        raise MismatchError(f"{said.name} should hold {len(shape)} sizes, is {said.shape}")
-    schemes = schemes_of(parts.quantization)
-    told = ", ".join(map(str, schemes)) or "no integers in groups or channels"
-    count = scale.shape[-1]
+    if shape_tensor and shape_tensor.shape != (len(shape),):
+        raise MismatchError(f"{shape_tensor.name} should hold {len(shape)} sizes, is {shape_tensor.shape}")
     if zero and (len(zero.shape) != len(shape) or zero.shape[:-2] != shape[:-2] or zero.shape[-1] != count):
         raise MismatchError(f"{shape} with {count} scales in a row needs as many zeros in a row, {zero.name} is {zero.shape}")
-    find = functools.partial(readings, schemes, shape, count, zeros=zero.shape[-2] if zero else None)
-    fits = list(find(inputs=None))
-    if said and (len(fits) != 1 or (count == 1 and any(scheme.group is None for scheme in schemes))):
-        fits = list(find(inputs=int(parts.read(said)[-1])))
-    if len(fits) != 1:
-        ways = "can be read in several ways" if fits else "can't be read"
-        hint = "" if said else f"; {parts.name}_shape, which would tell, is missing"
-        more = f" and the zeros {zero.name} {zero.shape}" if zero else ""
-        raise MismatchError(f"{shape} with the scales {scale.name} {scale.shape}{more} {ways} by {place}, which names {told}{hint}")
-    ((scheme, inputs, dense),) = fits
+    scheme, inputs, dense = _layout_of(parts)
     if not zero and not scheme.symmetric:
-        raise MismatchError(f"{place} says that it isn't symmetric, but {parts.name}_zero_point is missing")
+        raise MismatchError(f"{parts.quantization.place} says that it isn't symmetric, but {parts.name}_zero_point is missing")
     if index and index.shape != (inputs,):
         raise MismatchError(f"{inputs} inputs in an order of their own need as many groups, {index.name} is {index.shape}")
-    return PackedRows(packed, scale, (*shape[:-1], inputs), scheme.bits, scheme.group or inputs, dense, zero, index, said)
+    return PackedRows(packed, scale, (*shape[:-1], inputs), scheme.bits, scheme.group or inputs, dense, zero, index, shape_tensor)
+
+
+def _layout_of(parts: Parts) -> Layout:
+    """The one layout that fits the shapes by a scheme of the config; `weight_shape` is read where that isn't one alone."""
+    packed, scale, zero, shape_tensor = parts.codes, parts["_scale"], parts.get("_zero_point"), parts.get("_shape")
+    schemes, count = schemes_of(parts.quantization), scale.shape[-1]
+    find = functools.partial(layouts, schemes, packed.shape, count, zeros=zero.shape[-2] if zero else None)
+    fits = list(find(inputs=None))
+    if shape_tensor and (len(fits) != 1 or (count == 1 and any(scheme.group is None for scheme in schemes))):
+        fits = list(find(inputs=int(parts.read(shape_tensor)[-1])))
+    if len(fits) != 1:
+        ways = "can be read in several ways" if fits else "can't be read"
+        told = ", ".join(map(str, schemes)) or "no integers in groups or channels"
+        hint = "" if shape_tensor else f"; {parts.name}_shape, which would tell, is missing"
+        zeros = f" and the zeros {zero.name} {zero.shape}" if zero else ""
+        where = f"{packed.shape} with the scales {scale.name} {scale.shape}{zeros}"
+        raise MismatchError(f"{where} {ways} by {parts.quantization.place}, which names {told}{hint}")
+    return fits[0]
 
 
 INT32, SCALES = dtypes(np.int32), dtypes(np.float32, ml_dtypes.bfloat16, np.float16)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
-from formats.safetensors import HF_QUANT_CONFIG
+from formats.safetensors import AWQ_CONFIG, GPTQ_CONFIG, HF_QUANT_CONFIG, QUANT_CONFIGS
+from model_mappings.config import MAX_SIZE
 
-# Where older and multimodal releases have it (llm-compressor before 2025; Kimi-K2.5, Qwen3.5).
-PLACES = (("quantization_config",), ("text_config", "quantization_config"), ("compression_config",), (HF_QUANT_CONFIG, "quantization"))
+# Where older and multimodal releases have it (llm-compressor before 2025; Kimi-K2.5, Qwen3.5; AutoGPTQ and AutoAWQ before 2024).
+PLACES = (
+    ("quantization_config",), ("text_config", "quantization_config"), ("compression_config",),
+    (HF_QUANT_CONFIG, "quantization"), (GPTQ_CONFIG,), (AWQ_CONFIG,),
+)  # fmt: skip
+
+
+def is_size(value: object, least: int = 1) -> TypeGuard[int]:
+    """Whether a field of a config is a size that an axis, a block or a group can have."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_SIZE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +44,20 @@ class Quantization:
             for key in path:
                 found = found.get(key) if isinstance(found, Mapping) else None
             if isinstance(found, Mapping) and found:
-                file = HF_QUANT_CONFIG if path[0] == HF_QUANT_CONFIG else "config.json"
-                return cls(found, file, ".".join(path if file == "config.json" else path[1:]))
+                if path[0] in QUANT_CONFIGS:
+                    return cls(found, path[0], ".".join(path[1:]) or path[0])
+                return cls(found, place=".".join(path))
         return cls()
 
     @property
     def method(self) -> str | None:
-        """`quant_method` in lower case; `modelopt` for all that ModelOpt writes, which may name an algorithm instead."""
+        """`quant_method` in lower case; `modelopt` for all that ModelOpt writes, which may name an algorithm instead.
+
+        The files of AutoGPTQ and AutoAWQ have no such field; AWQ's `w_bit` may stand in either (vLLM 0.11, quantization/awq.py).
+        """
         method = self.fields.get("quant_method")
+        if method is None and self.file in (GPTQ_CONFIG, AWQ_CONFIG):
+            return "awq" if self.file == AWQ_CONFIG or "w_bit" in self.fields else "gptq"
         if method is None:
             return "modelopt" if "quant_algo" in self.fields else None
         return "modelopt" if str(method).lower().startswith("modelopt") else str(method).lower()
@@ -55,8 +70,8 @@ class Quantization:
 
     def weights(self, field: str) -> Any:
         """A field of the groups' `weights`, such as `num_bits`, where all groups say the same; else None."""
-        said = [weights[field] for group in self.groups if isinstance(weights := group.get("weights"), Mapping) and weights.get(field) is not None]
-        return said[0] if said and all(value == said[0] for value in said) else None
+        values = [weights[field] for group in self.groups if isinstance(weights := group.get("weights"), Mapping) and weights.get(field) is not None]
+        return values[0] if values and all(value == values[0] for value in values) else None
 
     def formats(self) -> frozenset[str]:
         """Every name of a format in it: compressed-tensors' `format`, of groups and of sparsity too, and ModelOpt's `quant_algo`."""

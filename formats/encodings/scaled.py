@@ -13,6 +13,7 @@ import functools
 import ml_dtypes
 import numpy as np
 
+from formats.encodings.encoding import cover
 from formats.encodings.nibbles import byte_table, decode_rows, finite
 from formats.safetensors import BoxRead, Empty, Tensor
 from model_mappings.cells import Box, extent
@@ -53,6 +54,7 @@ class Scaled:
     zero: Tensor | None = None
     second: Tensor | None = None
     divides: bool = False
+    indivisible = frozenset[int]()
 
     @property
     def per_byte(self) -> int:
@@ -67,8 +69,8 @@ class Scaled:
         return tuple(range(len(self.shape)))
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
-        blocks = tuple(_cover(span, size) for span, size in zip(box, self.block, strict=True))
-        reads = [BoxRead(self.weight, (*box[:-1], _cover(box[-1], self.per_byte))), BoxRead(self.scale, blocks)]
+        blocks = tuple(cover(span, size) for span, size in zip(box, self.block, strict=True))
+        reads = [BoxRead(self.weight, (*box[:-1], cover(box[-1], self.per_byte))), BoxRead(self.scale, blocks)]
         if self.zero:
             reads.append(BoxRead(self.zero, blocks))
         if self.second:
@@ -89,11 +91,6 @@ class Scaled:
         with np.errstate(over="ignore", invalid="ignore"):  # a value beyond the largest float is infinite
             for at in np.ndindex(values.shape[:-2]):
                 blocks = tuple(which[i] for which, i in zip(lead, at, strict=True))
-                zero = None if zeros is None else zeros[blocks][rows]
-                decode_rows(codes[at], table, scales[blocks][rows], self.block[-1], values[at], box[-1][0], zero)
+                zero = None if zeros is None else zeros[blocks]
+                decode_rows(codes[at], table, scales[blocks], self.block[-1], values[at], box[-1][0], zero, rows)
         return values
-
-
-def _cover(span: tuple[int, int], size: int) -> tuple[int, int]:
-    """The blocks of `size` that a range touches."""
-    return span[0] // size, -(-span[1] // size)

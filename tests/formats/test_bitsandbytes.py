@@ -159,6 +159,10 @@ STATE = "x.weight.quant_state.bitsandbytes__nf4"
 REFUSED: dict[str, tuple[dict[str, np.ndarray], str]] = {
     "no JSON": (nf4() | {STATE: np.zeros(9, np.uint8)}, "isn't JSON with a shape and a blocksize"),
     "no shape": (nf4() | {STATE: np.frombuffer(b'{"blocksize": 64}', np.uint8)}, "isn't JSON with a shape and a blocksize"),
+    "half a million brackets": (nf4() | {STATE: np.frombuffer(b"[" * 500_000, np.uint8)}, "500,000 bytes"),
+    "brackets that fit": (nf4() | {STATE: np.frombuffer(b"[" * 60_000, np.uint8)}, "isn't JSON with a shape and a blocksize"),
+    "a block of no axis": (nf4() | {STATE: state((4, 64), 2**31)}, "an even blocksize"),
+    "a shape of no tensor": (nf4() | {STATE: state((2**31, 64), 64)}, "expected quant_type nf4, a shape"),
     "an odd block": (nf4() | {STATE: state((4, 64), 63)}, "an even blocksize"),
     "another kind": (nf4() | {STATE: state((4, 64), 64, "fp4")}, "expected quant_type nf4"),
     "another shape": (nf4() | {STATE: state((4, 65), 64)}, "should be a column of 130 bytes"),
@@ -171,6 +175,12 @@ REFUSED: dict[str, tuple[dict[str, np.ndarray], str]] = {
     "8 bits with other magnitudes": (int8() | {"x.SCB": np.ones(8, np.float32)}, "a magnitude for each row"),
     "8 bits with magnitudes of float16": (int8() | {"x.SCB": np.ones(4, np.float16)}, "x.SCB is float16"),
 }
+
+
+@pytest.mark.parametrize(("fields", "message"), [({"nested_offset": 1e300}, "nested_offset 1e+300"), ({"nested_blocksize": 2**63}, "nested_blocksize")])
+def test_nested_fields_that_make_no_sense(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    tensors, nested, _ = magnitudes(np.random.default_rng(0), 4, 256)
+    assert message in message_of(tmp_path, nf4() | tensors | {STATE: state((4, 64), 64, **nested | fields)}, SAID)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -129,6 +129,11 @@ def build(folder: Path, name: str) -> tuple[Source, np.ndarray]:
     if name == "DeepSeek-V4":
         packed, scale = codes((129, 288), dtype=np.int8), random_scale((129, 18), E8M0)
         return source_of(folder, {"x.w1.weight": packed, "x.w1.scale": scale}, DEEPSEEK_V4), mxfp4(packed, scale)
+    if name == "NVFP4, ModelOpt, fused":  # (experts, pairs of inputs, outputs)
+        packed, scale, second = codes((3, 72, 129)), random_scale((3, 9, 129), E4M3), np.array(77.7, F32)
+        tensors = {"x.experts.down_proj": packed, "x.experts.down_proj_weight_scale": scale, "x.experts.down_proj_weight_scale_2": second}
+        wanted = nvfp4(np.ascontiguousarray(packed.transpose(0, 2, 1)), scale.transpose(0, 2, 1), second, divide=False)
+        return source_of(folder, tensors, MODELOPT), wanted.transpose(0, 2, 1)
     if name.startswith("MXFP4"):
         shape, dtype = {"MXFP4": ((129, 288), np.uint8), "MXFP4, E8M0": ((1, 16), E8M0), "MXFP4, experts": ((3, 127, 64), np.uint8)}[name]
         packed, scale = codes(shape), random_scale((*shape[:-1], shape[-1] // 16), dtype)
@@ -142,7 +147,18 @@ def build(folder: Path, name: str) -> tuple[Source, np.ndarray]:
     return source_of(folder, tensors, CT_NVFP4 if divide else MODELOPT), nvfp4(packed, scale, second.reshape((-1, 1, 1)[-packed.ndim :]), divide)
 
 
-LAYOUTS = ["gpt-oss", "DeepSeek-V4", "MXFP4", "MXFP4, E8M0", "MXFP4, experts", "NVFP4", "NVFP4, experts", "NVFP4, ModelOpt", "NVFP4, ModelOpt, experts"]
+LAYOUTS = [
+    "gpt-oss",
+    "DeepSeek-V4",
+    "MXFP4",
+    "MXFP4, E8M0",
+    "MXFP4, experts",
+    "NVFP4",
+    "NVFP4, experts",
+    "NVFP4, ModelOpt",
+    "NVFP4, ModelOpt, experts",
+    "NVFP4, ModelOpt, fused",
+]
 
 
 def encoding_of(folder: Path, name: str) -> Encoding:
@@ -157,7 +173,9 @@ def test_layouts(tmp_path: Path, name: str) -> None:
     assert_bits(decode(encoding), wanted)
     assert_bits(decode(encoding, dtype=BF16), wanted.astype(BF16))
     assert pickle.loads(pickle.dumps(encoding)) == encoding
-    assert [*source.encodings] == [{"gpt-oss": "x.experts.up_proj", "DeepSeek-V4": "x.w1.weight"}.get(name, "x.weight")]
+    assert [*source.encodings] == [
+        {"gpt-oss": "x.experts.up_proj", "DeepSeek-V4": "x.w1.weight", "NVFP4, ModelOpt, fused": "x.experts.down_proj"}.get(name, "x.weight")
+    ]
     assert encoding.order == ((0, 2, 1) if name == "gpt-oss" else tuple(range(wanted.ndim)))
 
 
@@ -193,6 +211,23 @@ def test_exponent_255_is_refused(tmp_path: Path, name: str, place: str) -> None:
     encoding = only(source_of(tmp_path, {stem: packed, place: scale.view(E8M0) if name == "DeepSeek-V4" else scale}))
     with pytest.raises(ScaleError, match=place):
         decode(encoding)
+
+
+@pytest.mark.parametrize(
+    ("codes_shape", "scale", "second", "message"),
+    [
+        ((3, 8, 5), (3, 5, 1), (), "needs scales (3, 1, 5)"),
+        ((3, 4, 5), (3, 1, 5), (), "whole groups"),
+        ((8, 5), (1, 5), (), "experts"),
+        ((3, 8, 5), (3, 1, 5), (3,), "one number"),
+    ],
+)
+def test_fused_experts_that_do_not_fit(tmp_path: Path, codes_shape: tuple[int, ...], scale: tuple[int, ...], second: tuple[int, ...], message: str) -> None:
+    """Other axes than ModelOpt's, or groups that aren't whole."""
+    tensors = {"x.up": codes(codes_shape), "x.up_weight_scale": np.ones(scale, E4M3), "x.up_weight_scale_2": np.ones(second, F32)}
+    source = source_of(tmp_path, tensors, MODELOPT)
+    assert [problem.subject for problem in source.problems] == ["x.up"]
+    assert message in source.problems[0].message
 
 
 @pytest.mark.parametrize("second", [0.0, np.nan, np.inf])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from stored import boxes, decode, source_of
 
 from formats.encodings import ScaleError
-from formats.safetensors import open_checkpoint
+from formats.safetensors import open_checkpoint, read_boxes
 from formats.sources import open_source
+from model_mappings.cells import whole
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
@@ -207,6 +209,55 @@ def test_a_scale_that_is_no_number(tmp_path: Path, stored: Any, bad: float) -> N
     with pytest.raises(ScaleError, match=r"x\.weight_scale"):
         decode(encoding)
     assert decode(encoding, box=((0, 2), (0, 32))).shape == (2, 32)
+
+
+@pytest.mark.parametrize("shape", [(2048, 512), (2, 2048, 512)])
+def test_scales_of_columns_are_not_spread_over_rows(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """What decoding takes beside its result is a strip, not a scale in float32 for each element."""
+    tensors = {"x.weight": np.zeros(shape, E4M3), "x.weight_scale": np.ones((*shape[:-2], 1, shape[-1]), F32)}
+    encoding = only(source_of(tmp_path, tensors, CT))
+    box = whole(shape)
+    stored, values = read_boxes(encoding.reads(box))[0], np.empty(shape, BF16)
+    encoding.decode(stored, box, np.dtype(BF16), lambda shape, dtype: values)  # makes the tables
+    tracemalloc.start()
+    try:
+        encoding.decode(stored, box, np.dtype(BF16), lambda shape, dtype: values)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < values.size
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (8, 0), (0, 0), (2, 0, 32)])
+@pytest.mark.parametrize("scale", [(), (1,), (1, 1)])
+def test_one_scale_for_no_values(tmp_path: Path, shape: tuple[int, ...], scale: tuple[int, ...]) -> None:
+    """An empty weight decodes to nothing."""
+    encoding = only(source_of(tmp_path, {"x.weight": np.zeros(shape, E4M3), "x.weight_scale": np.ones(scale, F32)}, CT))
+    assert encoding.decode(read_boxes(encoding.reads(whole(shape)))[0], whole(shape), np.dtype(F32)).shape == shape
+
+
+BLOCKS: dict[str, tuple[Any, str | None]] = {
+    "as a list": ([24, 28], None),
+    "as text, as compressed-tensors reads it too": ("24x28", None),
+    "text that says nothing": ("large", "block_structure should be two sizes of an axis, is 'large'"),
+    "a number of 100,000 digits": ("9" * 100_000 + "x1", "block_structure"),
+    "floats": ([24.0, 28.0], "block_structure"),
+    "more than an axis has": ([2**31, 28], "block_structure"),
+    "more than a machine has": ([2**70, 2**70], "block_structure"),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_the_size_of_blocks(tmp_path: Path, case: str) -> None:
+    """By the field's own name; what makes no sense is a problem of the plan."""
+    size, message = BLOCKS[case]
+    tensors = {"x.weight": codes((48, 64), dtype=E4M3), "x.weight_scale": np.ones((2, 3), F32)}
+    source = source_of(tmp_path, tensors, config_of({"strategy": "block", "block_structure": size}))
+    if message is None:
+        assert only(source).label == "FP8 in blocks of 24 × 28"
+    else:
+        assert message in source.problems[0].message
+        assert "weight_block_size" not in source.problems[0].message
 
 
 def test_a_scale_of_zero(tmp_path: Path) -> None:

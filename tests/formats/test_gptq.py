@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored import AWQ_COLUMNS, assert_decodes, boxes, decode, encoding_of, message_of, pack, pack_awq
+from stored import AWQ_COLUMNS, assert_decodes, boxes, decode, encoding_of, message_of, pack, pack_awq, source_of
 
 from formats.encodings.nibbles import ScaleError
 from formats.encodings.packed import PackedError
+from formats.safetensors import open_checkpoint
+from formats.sources import open_source
 
 
 def pack_down(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -168,6 +171,55 @@ def test_a_zero_that_readers_disagree_about_is_refused_when_met(tmp_path: Path) 
     assert (decode(encoding_of(tmp_path / "2", gptq_tensors(zero=15), gptq(checkpoint_format="gptq_v2"))) == -15).all()
 
 
+# --- biases of zeros ------------------------------------------------------------------------------------------------------------
+
+
+def test_biases_of_zeros_are_dropped_where_nobody_uses_them(tmp_path: Path) -> None:
+    """AutoGPTQ stores them for every layer (AutoGPTQ/AutoGPTQ#555). The tables may use them; else zeros are dropped, and others are a problem."""
+    biases = {"x.bias": np.zeros(16, np.float16), "y.bias": np.r_[np.zeros(15), -6e-8].astype(np.float16)}
+    y = {name.replace("x.", "y."): values for name, values in gptq_tensors().items()}
+    source = source_of(tmp_path / "gptq", gptq_tensors() | y | biases | {"z.bias": np.zeros(4, np.float16)}, gptq())
+    assert source.problems == ()
+    assert biases.keys() < source.encodings.keys()
+    assert source.settle_spare([]) == ({}, [])
+    assert source.spare == biases.keys()
+    dropped, problems = source.settle_spare(["x.bias", "y.bias", "z.bias", "x.weight"])
+    assert dropped == {"x.bias": "zeros that AutoGPTQ stores for layers without a bias"}
+    assert [(problem.kind, problem.subject) for problem in problems] == [("unused", "y.bias")]
+    assert "isn't zeros that AutoGPTQ stores" in problems[0].message
+    awq_source = source_of(tmp_path / "awq", awq_tensors() | {"x.bias": np.zeros(16, np.float16)}, awq())
+    assert awq_source.settle_spare(["x.bias"]) == ({}, [])
+
+
+# --- where it is described ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "tensors", "fields"),
+    [
+        ("quantize_config.json", gptq_tensors(), dict(bits=4, group_size=32, damp_percent=0.1, desc_act=False, sym=True, model_name_or_path=None)),
+        ("quant_config.json", awq_tensors(), dict(zero_point=True, q_group_size=32, w_bit=4, version="GEMM")),
+        ("quantize_config.json", awq_tensors(), dict(zero_point=True, q_group_size=32, w_bit=4, version="GEMM")),
+    ],
+    ids=["AutoGPTQ", "AutoAWQ", "AutoAWQ, in AutoGPTQ's file"],
+)
+def test_files_of_their_own(tmp_path: Path, file: str, tensors: dict[str, np.ndarray], fields: dict[str, Any]) -> None:
+    """Older releases say nothing in config.json. What is wrong is said of that file."""
+    assert "says None" in message_of(tmp_path, tensors, {})
+    (tmp_path / file).write_text(json.dumps(fields))
+    source = open_source(open_checkpoint(tmp_path))
+    assert source.problems == ()
+    assert str(source.encodings["x.weight"].label).startswith("AWQ" if "w_bit" in fields else "GPTQ")
+    (tmp_path / file).write_text("{nonsense")
+    assert [problem.subject for problem in open_checkpoint(tmp_path).problems] == [file]
+
+
+def test_groups_in_any_order_are_not_cut(tmp_path: Path) -> None:
+    """With `desc_act` any inputs need the scales of all groups; the axis of the values that holds them isn't cut."""
+    assert encoding_of(tmp_path / "any", gptq_tensors(index=True), gptq(desc_act=True)).indivisible == {1}
+    assert encoding_of(tmp_path / "order", gptq_tensors(index=True), gptq()).indivisible == frozenset()
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +251,16 @@ REFUSED: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     "neither's shape": (gptq_tensors() | {"x.qweight": np.zeros((8, 4), np.int32)}, gptq(), "neither the shape"),
     "GPTQ for Marlin": (gptq_tensors(), gptq(checkpoint_format="marlin"), "'marlin'"),
     "GPTQ in planes": (gptq_tensors(), gptq(checkpoint_format="gptq_p"), "'gptq_p'"),
+    "GPTQ in groups of no axis": (
+        gptq_tensors() | {"x.scales": np.ones((1, 16), np.float16), "x.qzeros": np.zeros((1, 2), np.int32)},
+        gptq(group_size=2**63),
+        "group_size 9223372036854775808",
+    ),
+    "AWQ in groups of no axis": (
+        awq_tensors() | {"x.scales": np.ones((1, 16), np.float16), "x.qzeros": np.zeros((1, 2), np.int32)},
+        awq(group_size=2**31),
+        "group_size 2147483648",
+    ),
     "GPTQ with 3 bits": (gptq_tensors(), gptq(bits=3), "codes of 3 bits"),
     "GPTQ with other bits than said": (gptq_tensors(), gptq(bits=8), "8-bit zeros"),
     "GPTQ with other groups than said": (gptq_tensors(), gptq(group_size=128), "group_size 128"),

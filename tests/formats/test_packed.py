@@ -219,6 +219,29 @@ def test_a_group_index_of_minus_ones_means_none(tmp_path: Path) -> None:
     np.testing.assert_array_equal(decode(encoding_of(tmp_path, tensors, scheme(4, 32)), box), [[-7, -7, -14, -14]] * 3)
 
 
+def with_field(field: str, value: Any) -> dict[str, Any]:
+    """int4 in groups of 32, with one field otherwise."""
+    config = scheme(4, 32)
+    config["config_groups"]["group_0"]["weights"][field] = value
+    return config
+
+
+FIELDS = [(field, value) for field in ("num_bits", "group_size", "symmetric") for value in ([], {}, "4", 4.0, 2**31, 2**64, float("nan"))]
+
+
+@pytest.mark.parametrize(("field", "value"), [*FIELDS, ("num_bits", True), ("group_size", True), ("symmetric", 1)])
+def test_fields_that_make_no_sense(tmp_path: Path, field: str, value: Any) -> None:
+    """Each is a problem of the plan that names the field, not a traceback, and nothing that decoding meets."""
+    assert f"says {field} " in message_of(tmp_path, int4(), with_field(field, value))
+
+
+def test_groups_in_any_order_are_not_cut(tmp_path: Path) -> None:
+    """With an index every box needs the scales of all groups: cutting a row would read them again for each part."""
+    tensors = int4() | {"x.weight_g_idx": np.arange(64, dtype=np.int32) % 2}
+    assert encoding_of(tmp_path / "index", tensors, scheme(4, 32)).indivisible == {1}
+    assert encoding_of(tmp_path / "none", int4(), scheme(4, 32)).indivisible == frozenset()
+
+
 REFUSED: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     "no config": ({}, {}, "no integers in groups or channels"),
     "floats only": ({}, COMPRESSED | {"config_groups": {"g": {"weights": {"type": "float", "num_bits": 4}}}}, "no integers in groups or channels"),

@@ -326,11 +326,16 @@ def test_a_missing_shard_is_one_line(source: Path, refused: Refused) -> None:
 
 
 def test_many_alike_are_counted(tmp_path: Path, refused: Refused) -> None:
-    """A thousand missing tensors are some examples and a number."""
+    """A thousand missing tensors are one line and a number where their names differ in numbers only; else some examples and a number."""
     config = DEEPSEEK | dict(n_routed_experts=300)
     message = refused(save(tmp_path / "hf", config, random_tensors(DEEPSEEK)))
-    assert "more" in message
-    assert len(message.splitlines()) < 60
+    assert "1,780 problems" in message
+    assert message.count("(and 591 alike)") == 3
+    assert len(message.splitlines()) < 10
+    others = {f"model.extra_{chr(97 + i)}": np.zeros(3, np.float32) for i in range(26)}
+    message = refused(save(tmp_path / "others", DEEPSEEK, random_tensors(DEEPSEEK) | others))
+    assert "unused: … and 6 more" in message
+    assert len(message.splitlines()) < 30
 
 
 def test_fp8_scales_are_checked_across_files(tmp_path: Path, refused: Refused) -> None:

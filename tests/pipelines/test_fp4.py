@@ -75,7 +75,7 @@ def dequantised(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return made
 
 
-@pytest.mark.parametrize("options", ["", "--scan_layers false", "--mesh fsdp=4,expert=2", "--unit_bytes 80000", "--save_dtype float32"])
+@pytest.mark.parametrize("options", ["", "--scan_layers false", "--mesh fsdp=4,expert=2", "--unit_bytes 100000", "--save_dtype float32"])
 def test_gpt_oss_in_mxfp4(tmp_path: Path, options: str) -> None:
     """Every bit, in every layout; blocks and scales lie in different files."""
     tensors = gpt_oss()
@@ -88,6 +88,25 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path, options: str) -> None:
         gate = next(values for key, values in arrays.items() if key.endswith("layers_1.GptOssMlp.wi_0"))
         wanted = np.stack([twin[f"model.layers.{layer}.mlp.experts.gate_up_proj"][..., 0::2] for layer in (1, 3)], 1)
         np.testing.assert_array_equal(gate, wanted.astype(gate.dtype))
+
+
+@pytest.mark.parametrize("options", ["", "--unit_bytes 150000 --mesh fsdp=4,expert=2", "--save_dtype float32 --scan_layers false"])
+def test_gpt_oss_in_nvfp4(tmp_path: Path, options: str) -> None:
+    """As ModelOpt writes fused experts: (experts, pairs of inputs, outputs), scales along the inputs too, one second scale, one for activations."""
+    rng = np.random.default_rng(0)
+    twin = dequantised(gpt_oss())
+    stored = dict(twin)
+    for name in [name for name in twin if name.endswith(EXPERTS)]:
+        experts, inputs, outputs = twin[name].shape
+        packed, second = rng.integers(0, 256, (experts, inputs // 2, outputs), np.uint8), np.array(0.00037, F32)
+        scale = rng.uniform(1, 448, (experts, inputs // 16, outputs)).astype(FP8)
+        stored |= {name: packed, f"{name}_weight_scale": scale, f"{name}_weight_scale_2": second, f"{name}_input_scale": np.ones((), F32)}
+        codes = np.stack([E2M1[packed & 15], E2M1[packed >> 4]], 2).reshape(experts, inputs, outputs)
+        twin[name] = codes * np.repeat(scale.astype(F32) * second, 16, 1)
+    plain = {key: value for key, value in GPT_OSS.items() if key != "quantization_config"}
+    source = save(tmp_path / "nvfp4", plain | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, *split(stored, 3))
+    arrays = converted(source, tmp_path / "a", *options.split())
+    assert_same_bits(arrays, converted(save(tmp_path / "plain", plain, twin), tmp_path / "b", *options.split()))
 
 
 def test_a_plan_of_gpt_oss_20b_reads_each_byte_once() -> None:

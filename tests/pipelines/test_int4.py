@@ -144,6 +144,41 @@ def test_the_plan_tells_the_formats(tmp_path: Path) -> None:
     assert lossy == dict.fromkeys(experts, "int4 in groups of 32, rounded once to bfloat16")
 
 
+def test_biases_of_zeros_of_layers_without_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """AutoGPTQ's, beside every weight: left out and listed; one that isn't zeros is refused by its name. qwen2's own are converted."""
+    config, stored, _ = CASES["GPTQ"]()
+    biases = {name.replace("qweight", "bias"): np.zeros(values.shape[1], np.float16) for name, values in stored.items() if name.endswith(".qweight")}
+    source = save(tmp_path / "zeros", config, stored | biases)
+    assert call("plan", "--source", source, "--maxtext_model", "llama2-7b", "--json", tmp_path / "plan.json") == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["dropped"] == dict.fromkeys(biases, "zeros that AutoGPTQ stores for layers without a bias")
+    name = next(iter(biases))
+    biases[name] = biases[name] + np.float16(0.5)
+    capsys.readouterr()
+    assert call("plan", "--source", save(tmp_path / "other", config, stored | biases), "--maxtext_model", "llama2-7b") == 2
+    told = "".join(capsys.readouterr())
+    assert f"unused: {name}: a bias that the table has no place for" in told
+    assert "1 problem" in told
+
+    qwen2 = LLAMA_64 | {"model_type": "qwen2", "quantization_config": config["quantization_config"]}
+    biases = {name: np.full_like(values, 0.5) if "q_proj" in name else values for name, values in biases.items()}
+    assert call("plan", "--source", save(tmp_path / "qwen2", qwen2, stored | biases), "--json", tmp_path / "plan.json") == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert "params.params.decoder.layers.self_attention.query.bias" in plan["arrays"]
+    assert plan["dropped"].keys() == {name for name in biases if not any(part in name for part in ("q_proj", "k_proj", "v_proj"))}
+
+
+def test_a_fault_of_the_files_is_not_to_be_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Another attempt would meet the same zero; the message doesn't send the user there."""
+    config, stored, _ = CASES["GPTQ"]()
+    name = next(name for name in stored if name.endswith(".qzeros"))
+    stored[name] = np.full_like(stored[name], -1)
+    assert call("convert", "--source", save(tmp_path / "hf", config, stored), "--output", tmp_path / "out", "--maxtext_model", "llama2-7b") == 1
+    told = "".join(capfd.readouterr())
+    assert f"{name} has a stored zero of 15" in told
+    assert "The source's files are at fault" in told
+    assert "--resume" not in told
+
+
 def test_a_scale_that_is_no_number_stops_the_conversion(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The plan can't see it; the conversion names the tensor."""
     config, stored, _ = kimi()

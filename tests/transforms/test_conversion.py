@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from support import DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, split
+from support import BF16, DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, shapes, split
 
-from formats.safetensors import Checkpoint, open_checkpoint
+from formats.safetensors import Checkpoint, Shard, Tensor, open_checkpoint
 from transforms.conversion import Conversion, Options, load, prepare
 
 SMALL_UNITS = Options(mesh=("fsdp=4", "expert=2"), unit_bytes=30_000)
@@ -113,6 +114,46 @@ def test_the_hash_doesnt_know_where_the_files_lie() -> None:
 
     elsewhere = Checkpoint("/elsewhere", checkpoint.config, tuple(moved(shard) for shard in checkpoint.shards))
     assert prepare(SMALL_UNITS, elsewhere).hash == prepare(SMALL_UNITS, checkpoint).hash
+
+
+def gptq_headers(index: bool) -> Checkpoint:
+    """A model of some size in GPTQ, with 4 bits in groups of 32, by its headers alone."""
+    model = LLAMA | dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_attention_heads=8, head_dim=128, vocab_size=2048)
+    tensors: list[Tensor] = []
+
+    def add(name: str, dtype: Any, shape: tuple[int, ...]) -> None:
+        end = tensors[-1].offset + tensors[-1].nbytes if tensors else 0
+        tensors.append(Tensor(name, np.dtype(dtype), shape, "/nowhere/model.safetensors", end))
+
+    for name, shape in shapes(model).items():
+        if name.endswith("_proj.weight"):
+            (outputs, inputs), stem = shape, name.removesuffix("weight")
+            add(f"{stem}qweight", np.int32, (inputs // 8, outputs))
+            add(f"{stem}qzeros", np.int32, (inputs // 32, outputs // 8))
+            add(f"{stem}scales", np.float16, (inputs // 32, outputs))
+            add(f"{stem}g_idx", np.int32, (inputs,))
+        else:
+            add(name, BF16, shape)
+    config = model | {"quantization_config": dict(quant_method="gptq", bits=4, group_size=32, desc_act=index, sym=True)}
+    size = tensors[-1].offset + tensors[-1].nbytes
+    return Checkpoint("/nowhere", config, (Shard("model.safetensors", tensors[0].path, size, 0, tuple(tensors)),))
+
+
+@pytest.mark.parametrize("index", [False, True], ids=["ordered", "desc_act"])
+@pytest.mark.parametrize("unit_bytes", [1 << 20, 4 << 20, 64 << 20])
+@pytest.mark.parametrize("options", [{}, {"scan_layers": False}, {"mesh": ("fsdp=16,tensor=4",)}], ids=str)
+def test_groups_in_any_order_are_read_once(index: bool, unit_bytes: int, options: dict[str, Any]) -> None:
+    """Where each input has its own group, a unit takes all inputs of some outputs: no scale is read for every part, and units stay within bounds."""
+    conversion = prepare(Options(unit_bytes=unit_bytes, **options), gptq_headers(index))
+    assert not conversion.plan.problems
+    assert conversion.unit_working_bytes <= unit_bytes
+    assert max(conversion.expand(unit).working_bytes for unit in range(len(conversion.units))) <= unit_bytes
+    assert conversion.read_bytes < 1.1 * conversion.source_bytes
+
+
+def test_units_that_cannot_hold_all_inputs_are_a_problem() -> None:
+    conversion = prepare(Options(unit_bytes=10_000), gptq_headers(index=True))
+    assert {problem.kind for problem in conversion.plan.problems} == {"memory"}
 
 
 def test_units_are_values() -> None:
