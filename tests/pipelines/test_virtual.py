@@ -81,13 +81,13 @@ def test_restores_what_the_ordinary_conversion_writes(generated: Path, tmp_path:
     assert record(step)["references"]["arrays"] > 0
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_every_way_to_restore(generated: Path, tmp_path: Path, devices: int) -> None:
+@pytest.mark.parametrize(("devices", "mesh"), [(1, "1x1"), (8, "4x2")])
+def test_every_way_to_restore(generated: Path, tmp_path: Path, devices: int, mesh: str) -> None:
     """Stock Orbax's and MaxText's ways, with and without targets: MaxText's own bits, of a virtual and of a mixed checkpoint."""
     cases = ("deepseek3", "mixtral")
     steps = [convert(generated / "cases" / case, tmp_path / case, *options_of("cases", case, "scanned"), "--virtual", "--mesh", "fsdp=2") for case in cases]
     environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"}
-    script = [sys.executable, str(HERE / "pipelines" / "restore_ways.py"), *map(str, steps)]
+    script = [sys.executable, str(HERE / "pipelines" / "restore_ways.py"), mesh, *map(str, steps)]
     ran = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     for case, told in zip(cases, json.loads(ran.stdout.splitlines()[-1]).values(), strict=True):
