@@ -193,6 +193,8 @@ def _complete(
             (staging.items / key).parent.mkdir(parents=True, exist_ok=True)
             write_file(staging.items / key, value)
         _check_files(staging.items, everything, format)
+    if staging.ledger() != ledger:  # the merge may have made the folder anew
+        raise StorageError(f"{staging.folder} was taken over by another conversion, or removed")
     write_file(staging.items / METADATA, _json(_tree_metadata(specs, format)))
     record = {**record, "digests": total(entry["digests"] for entry in ledger.values())}
     write_file(staging.folder / RECORD, json.dumps(record, indent=1).encode())
@@ -223,15 +225,27 @@ def _check_files(items: Path, specs: Sequence[ArraySpec], format: Format) -> Non
 
 
 def publish(staging: Staging, overwrite: bool = False) -> None:
-    """Gives the staging folder its name; a rename is all that a reader ever sees."""
+    """Gives the staging folder its name; a rename is all that a reader ever sees.
+
+    Raises:
+      StorageError: the staging folder isn't a whole checkpoint any more.
+    """
+    if not (staging.folder / MARKER).exists():
+        raise StorageError(f"{staging.folder} was taken over by another conversion, or removed")
     shutil.rmtree(staging.units, ignore_errors=True)
     for path in (staging.plan, staging.failure, *staging.items.glob(f".*{TEMPORARY}"), *staging.folder.glob(f".*{TEMPORARY}")):
         path.unlink(missing_ok=True)
     sync_folder(staging.items)
     sync_folder(staging.folder)
+    replaced = staging.output / f"{staging.step}.replaced-{uuid.uuid4().hex[:8]}"
     if overwrite and staging.final.exists():
-        os.rename(staging.final, staging.output / f"{staging.step}.replaced-{uuid.uuid4().hex[:8]}")
-    os.rename(staging.folder, staging.final)
+        os.rename(staging.final, replaced)
+    try:
+        os.rename(staging.folder, staging.final)
+    except FileNotFoundError:  # someone was faster: what was there stays there
+        if replaced.exists() and not staging.final.exists():
+            os.rename(replaced, staging.final)
+        raise
     sync_folder(staging.output)
     if overwrite:
         for old in staging.output.glob(f"{staging.step}.replaced-*"):
