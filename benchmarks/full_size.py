@@ -17,7 +17,7 @@ import math
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def linear(name: str, rows: int, columns: int) -> Iterator[TensorEntry]:
     yield f"{name}.weight_scale_inv", "F32", (-(-rows // BLOCK), -(-columns // BLOCK))
 
 
-def write(config: dict, files: int, folder: Path) -> int:
+def write(config: dict, files: int, folder: Path, tensors: Callable[[dict], Iterator[TensorEntry]] = tensors) -> int:
     """Writes a checkpoint of sparse shards of about equal size, whatever tensors that parts; returns the bytes of its tensors."""
     entries = [(name, dtype, shape, math.prod(shape) * ITEMSIZE[dtype]) for name, dtype, shape in tensors(config)]
     total = sum(nbytes for *_, nbytes in entries)

@@ -9,6 +9,7 @@ from typing import Any
 import tensorstore as ts
 
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
+CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}, "file_io_concurrency": {"limit": 16}}
 
 
@@ -35,7 +36,7 @@ def database(folder: Path) -> dict[str, Any]:
         "assume_config": True,
         "cache_pool": "cache_pool#ocdbt",
         "target_data_file_size": 2**31,
-        "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"},
+        "config": CONFIG,
     }
 
 
@@ -43,18 +44,18 @@ class IncompleteError(ValueError):
     """A merged database doesn't hold exactly the keys that it should."""
 
 
-def merge(items: Path, attempts: Iterable[str], more: Iterable[tuple[str, bytes]], expected: Sequence[str]) -> None:
-    """Merges the databases of `attempts`, and the objects `more`, into the one of `items`, atomically.
+def merge(items: Path, folders: Iterable[Path], more: Iterable[tuple[str, bytes]], expected: Sequence[str]) -> None:
+    """Merges the databases in `folders` below `items`, and the objects `more`, into the one of `items`, atomically.
 
-    No array bytes are moved: the merged database refers to the attempts' files.
+    No array bytes are moved: the merged database refers to the others' files.
 
     Raises:
-      IncompleteError: a key of `expected` is missing, one is there that shouldn't be, or two attempts hold the same.
+      IncompleteError: a key of `expected` is missing, one is there that shouldn't be, or two databases hold the same.
     """
     shared = context()
     transaction = ts.Transaction(atomic=True)
     merged = ts.KvStore.open(database(items), context=shared).result().with_transaction(transaction)
-    children = [ts.KvStore.open(database(items / f"{ATTEMPT}{attempt}"), context=shared).result() for attempt in attempts]
+    children = [ts.KvStore.open(database(folder), context=shared).result() for folder in folders]
     counts = [child.list() for child in children]
     copies = [child.experimental_copy_range_to(merged) for child in children]
     for copy in copies:

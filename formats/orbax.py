@@ -5,6 +5,7 @@
         failure.txt                           what Beam said of a failure; removed before publishing
         _CHECKPOINT_METADATA, conversion.json, commit_success.txt
         items/_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
+        items/source/                         the source's files, if the checkpoint is virtual
 
 A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once.
 """
@@ -26,7 +27,9 @@ import numpy as np
 import tensorstore as ts
 
 from formats import ocdbt, zarr
+from formats.links import SOURCE
 from formats.provenance import RECORD, digest, summary, total
+from formats.references import Reference, find_faults, remove_database, write_database
 from formats.storage import TEMPORARY, StorageError, create_file, sync_folder, write_file
 from formats.zarr import ArraySpec, Format
 from model_mappings.cells import Box
@@ -122,7 +125,14 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
 
 
 def assemble(
-    staging: Staging, specs: Sequence[ArraySpec], format: Format, units: int, scan_layers: bool, record: Mapping[str, Any], overwrite: bool = False
+    staging: Staging,
+    specs: Sequence[ArraySpec],
+    format: Format,
+    units: int,
+    scan_layers: bool,
+    record: Mapping[str, Any],
+    overwrite: bool = False,
+    references: Sequence[Reference] = (),
 ) -> None:
     """Makes one checkpoint of the units that the ledger names, and publishes it. Does nothing where that has happened.
 
@@ -134,18 +144,27 @@ def assemble(
       scan_layers: what MaxText looks for in the custom metadata.
       record: where the checkpoint comes from (`formats/provenance.py`), without digests.
       overwrite: replace a checkpoint that has the same place.
+      references: the chunks that no unit makes: ranges of files in `items/source/`.
 
     Raises:
-      ocdbt.IncompleteError: units are missing, or don't hold what they should.
+      ocdbt.IncompleteError: units are missing, or don't hold what they should, or a reference leads out of its file.
     """
     if not staging.folder.exists() and staging.final.exists():
         return
     if not (staging.folder / MARKER).exists():
-        _complete(staging, specs, format, units, scan_layers, record)
+        _complete(staging, specs, format, units, scan_layers, record, references)
     publish(staging, overwrite)
 
 
-def _complete(staging: Staging, specs: Sequence[ArraySpec], format: Format, units: int, scan_layers: bool, record: Mapping[str, Any]) -> None:
+def _complete(
+    staging: Staging,
+    specs: Sequence[ArraySpec],
+    format: Format,
+    units: int,
+    scan_layers: bool,
+    record: Mapping[str, Any],
+    references: Sequence[Reference],
+) -> None:
     """Makes the staging folder a whole checkpoint, the markers last."""
     ledger = staging.ledger()
     if missing := set(range(units)) - set(ledger):
@@ -159,7 +178,14 @@ def _complete(staging: Staging, specs: Sequence[ArraySpec], format: Format, unit
         for folder in staging.items.glob(f"{ocdbt.ATTEMPT}*"):
             if folder.name.removeprefix(ocdbt.ATTEMPT) not in attempts:
                 shutil.rmtree(folder)
-        ocdbt.merge(staging.items, sorted(attempts), objects, [key for spec in everything for key in zarr.keys(spec, format)])
+        folders = [staging.items / f"{ocdbt.ATTEMPT}{attempt}" for attempt in sorted(attempts)]
+        if references:
+            write_database(staging.items / SOURCE, references)
+            folders.append(staging.items / SOURCE)
+        ocdbt.merge(staging.items, folders, objects, [key for spec in everything for key in zarr.keys(spec, format)])
+        if references:
+            remove_database(staging.items / SOURCE)
+            _check_references(staging.items, references)
     else:
         for name in (METADATA, CHECKPOINT_METADATA, MARKER):  # of an assembly that was stopped
             (staging.items / name).unlink(missing_ok=True)
@@ -177,6 +203,13 @@ def _complete(staging: Staging, specs: Sequence[ArraySpec], format: Format, unit
     write_file(staging.folder / CHECKPOINT_METADATA, about)
     for folder in (staging.items, staging.folder):
         write_file(folder / MARKER, b"Checkpoint commit was successful")
+
+
+def _check_references(items: Path, references: Sequence[Reference]) -> None:
+    """The merged database, read back: every reference is there and lies within its file."""
+    wanted = (dataclasses.replace(reference, path=f"{SOURCE}/{reference.path}") for reference in references)
+    if faults := list(itertools.islice(find_faults(items, wanted), 3)):
+        raise ocdbt.IncompleteError(f"the index doesn't refer to what it should: {'; '.join(faults)}")
 
 
 def _check_files(items: Path, specs: Sequence[ArraySpec], format: Format) -> None:
@@ -234,6 +267,15 @@ def custom_metadata(step: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return custom if isinstance(custom, dict) else {}
+
+
+def record_of(items: Path) -> dict[str, Any]:
+    """Where a checkpoint comes from, in full; empty where nothing says it, as where the item was copied without its step."""
+    try:
+        record = json.loads((items.parent / RECORD).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

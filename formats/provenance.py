@@ -58,4 +58,6 @@ def versions() -> dict[str, str]:
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record without its long lists, for the custom metadata."""
     short = {key: value for key, value in record.items() if key not in ("shards", "axes", "dropped")}
+    if "references" in record:
+        short["references"] = {key: value for key, value in record["references"].items() if key != "files"}
     return short | {"dropped": dict(Counter(record.get("dropped", {}).values()))}

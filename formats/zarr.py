@@ -26,6 +26,7 @@ class ArraySpec:
       shape, dtype: of the array.
       chunk: shape of what one read fetches.
       shard: shape of what one write makes: whole chunks.
+      order: the axes as the bytes of a chunk hold them, the slowest first; empty for the array's own order (C order).
     """
 
     key: str
@@ -33,6 +34,7 @@ class ArraySpec:
     dtype: np.dtype
     chunk: tuple[int, ...]
     shard: tuple[int, ...]
+    order: tuple[int, ...] = ()
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -83,6 +85,8 @@ def metadata(spec: ArraySpec, format: Format) -> dict[str, Any]:
             "dimension_separator": ".",
         }
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    if spec.order:
+        codecs.insert(0, {"name": "transpose", "configuration": {"order": list(spec.order)}})
     if zstd:
         codecs.append({"name": "zstd", "configuration": {"level": 3}})
     if spec.chunk != spec.shard:

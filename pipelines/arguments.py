@@ -68,6 +68,19 @@ Exit status: 0 all of it is right, 1 something differs, 2 it can't be compared.
 """
 
 
+MATERIALIZE = """\
+Makes an ordinary checkpoint of a virtual one: the same arrays, in chunks for a mesh, without any file of the source. First it
+makes sure that the files which the checkpoint refers to are those it was made of. As a Beam pipeline: Beam's options pass
+through.
+
+  weightbeam materialize ckpt --output ordinary --mesh fsdp=16
+
+The layout is the checkpoint's. The result is the same as that of weightbeam convert --mesh on the source.
+
+Exit status: 0 done, 1 failed on the way, 2 refused before any work.
+"""
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the texts as they are written, and shows the defaults that say something."""
 
@@ -147,6 +160,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--compression", choices=("none", "zstd"), default=DEFAULTS.compression, help="zstd saves about a fifth of the disk and slows loading")
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--step", type=natural, default=DEFAULTS.step, metavar="N", help="the step under which the checkpoint is written")
+    add("--virtual", action="store_true", default=False, help="refer to the source's files for every array that lies in them already")
 
 
 def add_verification(parser: argparse.ArgumentParser) -> None:
@@ -175,8 +189,25 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     """The options that say where the checkpoint goes."""
     add = parser.add_argument
     add("--output", metavar="FOLDER", help="the checkpoint's folder; it must not hold that step yet")
+    add("--link", choices=("hard", "symlink", "copy"), default="hard", help="how --virtual puts the source's files into the checkpoint")
+    add("--sha256", action="store_true", default=False, help="with --virtual, read the source's files once and record their hashes")
     add("--resume", action="store_true", default=False, help="go on with a stopped conversion")
     add("--overwrite", action="store_true", default=False, help="replace a checkpoint, or throw a stopped conversion away")
+
+
+def add_materialization(parser: argparse.ArgumentParser) -> None:
+    """The options that a virtual checkpoint leaves open."""
+    add = parser.add_argument
+    add("checkpoint", metavar="PATH", help="the virtual checkpoint: its root, a step or an item")
+    add("--output", metavar="FOLDER", help="the new checkpoint's folder; it must not hold that step yet")
+    add("--resume", action="store_true", default=False, help="go on with a stopped one")
+    add("--overwrite", action="store_true", default=False, help="replace a checkpoint, also the virtual one itself")
+    add("--mesh", action="append", metavar="AXES", help="target sharding, such as fsdp=16,expert=4 (default: that of the virtual checkpoint)")
+    add("--use_ocdbt", type=boolean, default=DEFAULTS.use_ocdbt, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
+    add("--use_zarr3", type=boolean, default=DEFAULTS.use_zarr3, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")
+    add("--compression", choices=("none", "zstd"), default=DEFAULTS.compression, help="zstd saves about a fifth of the disk and slows loading")
+    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--step", type=natural, metavar="N", help="the step under which it is written (default: that of the virtual checkpoint)")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -196,6 +227,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
     verify = command("verify", "compare a checkpoint with its source, element by element", VERIFY)
     add_verification(verify)
+    add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", MATERIALIZE))
     inspect = command("inspect", "show what a checkpoint holds", INSPECT)
     add_inspection(inspect)
     return parser

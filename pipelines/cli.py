@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        again = "; what is done is kept, the same command with --resume goes on from there" if args.command == "convert" else ""
+        again = "; what is done is kept, the same command with --resume goes on from there" if args.command in ("convert", "materialize") else ""
         print(f"\nweightbeam {args.command}: stopped{again}", file=sys.stderr, flush=True)
         os._exit(1)  # the pipeline's threads are still at work, and their end isn't worth waiting for
 

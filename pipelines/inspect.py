@@ -149,6 +149,8 @@ def _provenance(custom: dict[str, Any]) -> None:
     options = {name: f"{len(value)} rules" if name == "sharding_rules" and value else value for name, value in about.get("options", {}).items()}
     rows.add_row("options", ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, [])))
     rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
+    if virtual := about.get("references"):
+        rows.add_row("virtual", f"{report.count(virtual['arrays'], 'array')}, {report.human(virtual['bytes'])}, in the source's own files")
     for reason, times in about.get("dropped", {}).items():
         rows.add_row("left out", f"{report.count(times, 'tensor')}: {reason}")
     if lossy := about.get("lossy"):

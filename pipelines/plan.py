@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelines import report
+from pipelines import report, virtual
 from pipelines.errors import RefusedError
 from pipelines.prepare import prepare_conversion, refuse
 
@@ -24,11 +24,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     threads = report.threads_of(rest)
     if args.json:
         try:
-            Path(args.json).write_text(json.dumps(report.json_report(conversion, threads), indent=1))
+            Path(args.json).write_text(json.dumps(report.json_report(conversion, threads) | virtual.json_report(conversion), indent=1))
         except OSError as e:
             raise RefusedError(f"--json={args.json}: {e.strerror}") from e
     if conversion.plan.arrays:
         report.print_plan(conversion, threads)
+    if conversion.placements:
+        virtual.print_placements(conversion)
     refuse(conversion, conversion.plan.problems)
     return 0
 

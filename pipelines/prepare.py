@@ -84,7 +84,8 @@ def options_of(args: argparse.Namespace, items: Path, stores: Mapping[str, ts.Te
     said.setdefault("mtp", any(key.startswith(f"{PARAMETERS}mtp_block.") for key in stores))
     said.setdefault("multimodal", any(key.startswith((f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")) for key in stores))
     given = {key: value for key in ("scan_layers", "param_scan_axis", "maxtext_model") if (value := getattr(args, key, None)) is not None}
-    known = {field.name for field in dataclasses.fields(Options)} - {"mesh", "sharding_rules", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step"}
+    left_out = {"mesh", "sharding_rules", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step", "virtual"}
+    known = {field.name for field in dataclasses.fields(Options)} - left_out
     return Options(**{key: value for key, value in (said | given).items() if key in known})
 
 

@@ -23,6 +23,7 @@ from pipelines.errors import FailedError, RefusedError
 from pipelines.options import check_options, pipeline_options
 from pipelines.prepare import SHOWN, options_of, refuse
 from pipelines.progress import ShowProgress, quiet
+from pipelines.virtual import check_files, open_own_source
 from transforms.conversion import Conversion, prepare, remember
 from transforms.verification import COMPARED, CompareArrays, Finding, read_findings, tasks
 
@@ -33,12 +34,14 @@ MISSING = "is missing"
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether all of it is right."""
     check_options(rest)
-    if not args.source or not args.checkpoint:
-        raise RefusedError("--source and --checkpoint are needed: what was converted, and what was made of it")
+    if not args.checkpoint:
+        raise RefusedError("--checkpoint is missing: what was made of the source")
     try:
         items = find_items(local_path(args.checkpoint))
+        if not check_files(items) and not args.source:
+            raise RefusedError("--source is missing: only a virtual checkpoint has its source with it")
         stores = open_arrays(items)
-        checkpoint = open_checkpoint(local_path(args.source))
+        checkpoint = open_checkpoint(local_path(args.source)) if args.source else open_own_source(items)
     except StorageError as e:
         raise RefusedError(str(e)) from e
     except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged

@@ -22,6 +22,7 @@ import numpy as np
 from formats.encodings import Encoding, stored_bytes
 from formats.orbax import Staging
 from formats.provenance import versions
+from formats.references import Reference
 from formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
 from formats.sources import open_source
 from formats.zarr import Format
@@ -34,6 +35,7 @@ from transforms.grid import Grid, UnitBytesError, count_experts, make_grid
 from transforms.mesh import Mesh, Rules, axes_in, model_rules
 from transforms.options import Options
 from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, make_blocks, pack
+from transforms.virtual import Placement, loads_of, place_arrays, problems_of, references, warnings_of
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
@@ -62,6 +64,7 @@ class Conversion:
       grids: one for each array; empty if the plan has problems.
       units: the blocks of each unit; empty if the plan has problems.
       warnings: what the user should know.
+      placements: for each array whether it is virtual; empty without `--virtual`, or if the plan has problems.
     """
 
     options: Options
@@ -71,6 +74,7 @@ class Conversion:
     grids: tuple[Grid, ...]
     units: tuple[tuple[Block, ...], ...]
     warnings: tuple[str, ...]
+    placements: tuple[Placement, ...] = ()
 
     @property
     def save_dtype(self) -> np.dtype:
@@ -105,6 +109,33 @@ class Conversion:
         return sum(array.nbytes for array in self.plan.arrays)
 
     @property
+    def meshes(self) -> list[Mesh]:
+        """The target meshes.
+
+        Raises:
+          MeshError: one can't be read.
+        """
+        axes = axes_in(rules_of(self.options))
+        return [Mesh.parse(text, axes) for text in self.options.mesh]
+
+    @property
+    def virtual_bytes(self) -> int:
+        """Bytes of the arrays that stay in the source's files."""
+        return sum(array.nbytes for array, placement in zip(self.plan.arrays, self.placements, strict=False) if placement.spec)  # none without --virtual
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes that the units write."""
+        return self.target_bytes - self.virtual_bytes
+
+    def references(self) -> Iterator[Reference]:
+        """Every chunk of the virtual arrays, as a range of a file that has the name it has in the source."""
+        names = {tensor.path: shard.name for shard in self.checkpoint.shards for tensor in shard.tensors[:1]}
+        for array, placement in zip(self.plan.arrays, self.placements, strict=False):  # none without --virtual
+            if placement.spec:
+                yield from references(array, placement.spec, self.encodings, names)
+
+    @property
     def unit_working_bytes(self) -> int:
         """Memory of the largest unit."""
         return max((sum(block.working_bytes for block in blocks) for blocks in self.units), default=0)
@@ -123,7 +154,7 @@ class Conversion:
         for array in self.plan.arrays:
             add(array.key, array.shape, array.fill, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
         for grid in self.grids:
-            add(grid.spec.chunk, grid.spec.shard)
+            add(grid.spec.chunk, grid.spec.shard, grid.spec.order)
         for unit in self.units:
             add([(block.array, block.shards) for block in unit])
         return identity.hexdigest()
@@ -162,6 +193,12 @@ class Conversion:
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def options_from(said: Mapping[str, Any]) -> Options:
+    """The options that JSON holds; fields that this version doesn't know are left out."""
+    known = {field.name for field in dataclasses.fields(Options)}
+    return Options(**{key: _tuples(value) for key, value in said.items() if key in known})
+
+
 def _tuples(value: Any) -> Any:
     """JSON's lists as the tuples that they were."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
@@ -174,7 +211,7 @@ def load(staged: bytes) -> Conversion:
       RuntimeError: this version of Weightbeam plans it differently.
     """
     inputs = json.loads(gzip.decompress(staged))
-    options = Options(**{key: _tuples(value) for key, value in inputs["options"].items()})
+    options = options_from(inputs["options"])
     shards = tuple(
         Shard(name, path, size, mtime_ns, tuple(Tensor(tensor, DTYPES[dtype], tuple(shape), path, offset) for tensor, dtype, shape, offset in tensors), inode)
         for name, path, size, mtime_ns, inode, tensors in inputs["shards"]
@@ -256,17 +293,23 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         # A tensor that its file or its scale already stands against needs no second line.
         explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost
         problems += [problem for problem in found if problem.subject not in explained | zeros.keys()]
-    grids, units, warnings = (), (), []
+    grids, units, warnings, placements = (), (), [], ()
     if not problems:
         try:
             grids = tuple(_grids(options, arrays, source.encodings, meshes))
-            units = tuple(_units(options, arrays, grids, source.encodings))
             warnings = [warning for grid in grids for warning in grid.warnings]
+            if options.virtual:
+                placements = place_arrays(arrays, source.encodings, meshes, grids)
+                problems += problems_of(arrays, placements, format_of(options))
+                grids = tuple(dataclasses.replace(grid, spec=at.spec) if at.spec else grid for grid, at in zip(grids, placements, strict=True))
+                warnings += warnings_of(arrays, placements, loads_of(grids, meshes))
+            made = [number for number in range(len(arrays)) if not (placements and placements[number].spec)]
+            units = tuple(_units(options, arrays, made, grids, source.encodings)) if not problems else ()
         except UnitBytesError as e:
             problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
     plan = Plan(family.name, arrays, dropped, tuple(problems), note, family.support)
-    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings))
+    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings), placements)
 
 
 def _layout(options: Options, specs: Mapping[str, TensorSpec]) -> Layout:
@@ -315,9 +358,11 @@ def _grids(options: Options, arrays: Sequence[Array], encodings: dict[str, Encod
     return grids
 
 
-def _units(options: Options, arrays: Sequence[Array], grids: Sequence[Grid], encodings: Mapping[str, Encoding]) -> list[tuple[Block, ...]]:
+def _units(options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding]) -> list[tuple[Block, ...]]:
+    """The units that make the arrays of these numbers."""
     blocks: list[tuple[Block, ...]] = []
-    for group in find_twins(arrays):
+    for twins in find_twins([arrays[number] for number in made]):
+        group = [made[twin] for twin in twins]
         cut = [make_blocks(number, arrays[number], grids[number], encodings, options.unit_bytes // len(group)) for number in group]
         blocks += zip(*cut, strict=True)
     return pack(blocks, options.unit_bytes)

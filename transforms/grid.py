@@ -156,7 +156,7 @@ def make_grid(
     selecting = selecting_axes(array)
     packed = not meshes and format.use_zarr3 and array.nbytes > MIN_PACKED
     if meshes:
-        finest, warnings = _finest_shard(array, assignments, meshes)
+        finest, warnings = finest_shard(array, assignments, meshes)
     else:
         least, with_experts = (MIN_PACKED_CHUNK, experts > 0) if packed else (MIN_LOOSE_CHUNK, False)
         finest, warnings = _common_shard(array, assignments, with_experts, least), ()
@@ -184,7 +184,7 @@ def make_grid(
     return dataclasses.replace(grid, spec=dataclasses.replace(grid.spec, chunk=tuple(chunk), shard=tuple(shard)))
 
 
-def _finest_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) -> tuple[list[int], tuple[str, ...]]:
+def finest_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) -> tuple[list[int], tuple[str, ...]]:
     """The greatest extents that divide the shards of all meshes, and a warning for each axis that a mesh doesn't divide."""
     finest, warnings = list(array.shape), []
     for mesh in meshes:

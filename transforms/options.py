@@ -23,3 +23,4 @@ class Options:
     compression: str = "none"
     unit_bytes: int = 128 << 20
     step: int = 0
+    virtual: bool = False

@@ -16,11 +16,12 @@ import apache_beam as beam
 import numpy as np
 from apache_beam.metrics import Metrics
 
-from formats.orbax import Staging, assemble, plan_of, write_unit
+from formats.orbax import Staging, plan_of, write_unit
 from formats.safetensors import read_boxes
 from formats.storage import StorageError
 from formats.zarr import Format
 from transforms.arena import give_back, take
+from transforms.assembly import assemble_checkpoint
 from transforms.conversion import load_staged
 from transforms.stack import stack
 from transforms.units import Unit
@@ -231,11 +232,7 @@ def is_published(staging: Staging, plan_hash: str) -> bool:
 
 def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool) -> int:
     if not is_published(staging, plan_hash):
-        conversion = load_staged(staging, plan_hash)
-        for shard in conversion.checkpoint.shards:
-            shard.check()
-        specs = [grid.spec for grid in conversion.grids]
-        assemble(staging, specs, conversion.format, len(conversion.units), conversion.options.scan_layers, conversion.record(), overwrite)
+        assemble_checkpoint(load_staged(staging, plan_hash), staging, overwrite)
     return written
 
 

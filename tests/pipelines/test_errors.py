@@ -20,7 +20,7 @@ from support import DEEPSEEK, FP8, INDEX, LLAMA, call, convert, random_tensors, 
 from formats.orbax import Staging
 from formats.safetensors import open_checkpoint
 from pipelines.cli import FailedError
-from pipelines.convert import execute
+from pipelines.execution import execute
 from pipelines.options import pipeline_options
 from transforms.conversion import Options, prepare
 

@@ -14,7 +14,7 @@ from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, convert, digests, given, gi
 
 from formats.orbax import Staging
 from formats.safetensors import open_checkpoint
-from pipelines.convert import build, execute
+from pipelines.execution import build, execute
 from pipelines.options import pipeline_options
 from transforms.arena import Arena
 from transforms.conversion import Options, prepare

@@ -22,7 +22,7 @@ from formats.lease import hold
 from formats.ocdbt import ATTEMPT
 from formats.orbax import Staging
 from formats.safetensors import open_checkpoint
-from pipelines.convert import execute
+from pipelines.execution import execute
 from pipelines.options import pipeline_options
 from transforms.conversion import Options, prepare
 

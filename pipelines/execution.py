@@ -1,0 +1,112 @@
+"""The conversion as a Beam pipeline: the graph, and running it to its end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+
+import apache_beam as beam
+from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
+from apache_beam.runners.runner import PipelineResult
+
+from formats.encodings import ContentError
+from formats.links import HARD, LinkError
+from formats.orbax import Staging, publish
+from pipelines.convert import share_left
+from pipelines.errors import FailedError, RefusedError
+from pipelines.options import LOCAL_RUNNER, pipeline_options, threads_of
+from pipelines.progress import ShowProgress, quiet
+from transforms.assembly import stage
+from transforms.conversion import Conversion, remember
+from transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks, unit_ranges
+
+
+def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, overwrite: bool = False, budget: int | None = None) -> beam.PCollection:
+    """The graph; `budget` bounds the bytes of the units that one process works on at a time."""
+    return (
+        pipeline
+        | "Units" >> beam.Create(unit_ranges(len(conversion.units)))
+        | ExpandUnits(staging, conversion.hash)
+        | ReadBoxes(budget)
+        | Dequantize()
+        | Reshape()
+        | Stack()
+        | WriteChunks(staging, conversion.format)
+        | AssembleCheckpoint(staging, conversion.hash, overwrite)
+    )
+
+
+def run_units(conversion: Conversion, staging: Staging, rest: Sequence[str], args: argparse.Namespace) -> int:
+    """Runs the pipeline as the command line says; returns the bytes that this process wrote."""
+    before = WRITTEN.total
+    execute(conversion, staging, pipeline_options(rest), args.resume, args.overwrite, args.link, args.sha256)
+    return WRITTEN.total - before
+
+
+def execute(
+    conversion: Conversion, staging: Staging, options: PipelineOptions, resume: bool = False, overwrite: bool = False, link: str = HARD, hashed: bool = False
+) -> PipelineResult | None:
+    """Stages the plan and runs the pipeline to its end.
+
+    Args:
+      conversion: what to do; its plan has no problems.
+      staging: where.
+      options: Beam's options.
+      resume: go on with what is staged there.
+      overwrite: replace a checkpoint that has the same place.
+      link: how the source's files get into a virtual checkpoint.
+      hashed: read them once, so that their hashes are known.
+
+    Returns:
+      The pipeline's result; None where only publishing was left to do.
+
+    Raises:
+      RefusedError: no such runner, or the source's files can't be linked.
+      FailedError: it failed on the way; what is done is kept.
+    """
+    try:
+        pipeline = beam.Pipeline(options=options)
+    except ValueError as e:
+        raise RefusedError(str(e)) from e
+    noise = io.StringIO()
+    try:
+        if not stage(conversion, staging, resume, link, hashed):
+            publish(staging, overwrite)
+            return None
+        remember(conversion)
+        left = int(conversion.made_bytes * share_left(staging, conversion))
+        build(pipeline, conversion, staging, overwrite, threads_of(options) * conversion.options.unit_bytes)
+        with ShowProgress(left, _written(conversion, staging, left, options)), quiet(noise):
+            result = pipeline.run()
+            result.wait_until_finish()
+        return result
+    except LinkError as e:
+        raise RefusedError(f"  link: {e}") from e
+    except Exception as e:
+        raise FailedError(_failure(e, staging, noise.getvalue())) from e
+
+
+def _written(conversion: Conversion, staging: Staging, left: int, options: PipelineOptions) -> Callable[[], int]:
+    """How to know the bytes written of those that were left: by a counter where the workers are threads, else by the ledger."""
+    threads = options.view_as(DirectOptions).direct_running_mode != "multi_processing"
+    if options.view_as(StandardOptions).runner == LOCAL_RUNNER and threads:
+        before = WRITTEN.total
+        return lambda: WRITTEN.total - before
+    return lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.units.exists() else left
+
+
+def _failure(error: Exception, staging: Staging, noise: str) -> str:
+    """What to tell of a failure; the rest goes into a file beside the units."""
+    last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    content = isinstance(error, ContentError) or any(f"{kind.__name__}: " in last for kind in ContentError.__subclasses__())
+    lines = [f"  {last}"]
+    with contextlib.suppress(OSError):
+        staging.failure.write_text(f"{noise}\n{error}")
+        lines.append(f"The whole story is in {staging.failure}.")
+    if content:
+        lines.append("The source's files are at fault: another attempt would fail alike. Get them anew, or from who made them.")
+    elif staging.folder.exists():
+        lines.append(f"What is done is kept in {staging.folder}; the same command with --resume goes on from there.")
+    return "\n".join(lines)

@@ -1,0 +1,59 @@
+"""`weightbeam materialize`: an ordinary checkpoint of a virtual one.
+
+The ordinary conversion of the files that the virtual checkpoint refers to, with the options that it was made with. So nothing
+is decided twice: bytes, chunks, digests, memory and `--resume` are those of `weightbeam convert`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from formats.links import HARD
+from formats.orbax import find_items, record_of
+from formats.storage import StorageError, local_path
+from pipelines.convert import convert
+from pipelines.errors import FailedError, RefusedError
+from pipelines.virtual import check_files, open_own_source
+from transforms.conversion import options_from, prepare
+from transforms.mesh import MeshError
+
+STORAGE = ("use_ocdbt", "use_zarr3", "compression", "unit_bytes")  # what a virtual checkpoint leaves open
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Checks the files, then converts them."""
+    if rest:
+        from pipelines.options import check_options  # imports Beam
+
+        check_options(rest)
+    if not args.output:
+        raise RefusedError("--output is missing: the folder that the checkpoint should lie in")
+    try:
+        items = find_items(local_path(args.checkpoint))
+        if not check_files(items):
+            raise RefusedError(f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise")
+        checkpoint = open_own_source(items)
+    except StorageError as e:
+        raise RefusedError(str(e)) from e
+    except FailedError as e:
+        raise RefusedError(f"the files that the checkpoint refers to have changed:\n{e}") from e
+    given = {key: getattr(args, key) for key in STORAGE} | {"virtual": False}
+    if args.mesh:
+        given["mesh"] = tuple(args.mesh)
+    if args.step is not None:
+        given["step"] = args.step
+    options = dataclasses.replace(options_from(record_of(items)["options"]), **given)
+    args.step, args.link, args.sha256 = options.step, HARD, False
+    try:
+        return convert(prepare(options, checkpoint), args, rest)
+    except MeshError as e:
+        raise RefusedError(str(e)) from e
+
+
+if __name__ == "__main__":
+    from pipelines.cli import main
+
+    sys.exit(main(["materialize", *sys.argv[1:]]))

@@ -1,0 +1,100 @@
+"""Virtual checkpoints at the terminal: what a plan says of them, and whether the files that one refers to are still those it was made of."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from formats.links import SOURCE, SYMBOLIC, find_changes, identities
+from formats.orbax import record_of
+from formats.references import Reference, encode_leaf
+from formats.safetensors import Checkpoint, open_checkpoint
+from formats.storage import StorageError, local_path
+from model_mappings.cells import pattern
+from model_mappings.plan import Array
+from pipelines.errors import FailedError, RefusedError
+from pipelines.report import CONSOLE, count, human, shape_text, table
+from transforms.conversion import Conversion
+from transforms.virtual import loads_of, share
+
+
+def print_placements(conversion: Conversion) -> None:
+    """A line for each kind of array, and totals."""
+    total, grids = conversion.target_bytes, {grid.spec.key: grid for grid in conversion.grids}
+    groups: dict[tuple, list[Array]] = defaultdict(list)
+    for array, placement in zip(conversion.plan.arrays, conversion.placements, strict=True):
+        groups[pattern(array.key), array.shape, placement.reason, grids[array.key].spec.chunk].append(array)
+    rows = table("array", "bytes are", "why", "chunk", ">arrays", ">share")
+    for (_, _, reason, chunk), arrays in groups.items():
+        name = arrays[0].key.removeprefix("params.params.") + (" …" if len(arrays) > 1 else "")
+        nbytes = sum(array.nbytes for array in arrays)
+        kind = "written" if reason else "the source's"
+        rows.add_row(name, kind, reason or "the same elements in another order", shape_text(chunk), str(len(arrays)), share(nbytes, total))
+    CONSOLE.print()
+    CONSOLE.print(rows)
+    references = list(conversion.references())
+    virtual = sum(placement.spec is not None for placement in conversion.placements)
+    totals = table("", "")
+    totals.add_row("virtual", f"{count(virtual, 'array')} of {len(conversion.placements):,}, {share(conversion.virtual_bytes, total)} of the bytes")
+    totals.add_row(
+        "written", f"{human(conversion.made_bytes)} in arrays, and an index of about {human(index_bytes(references))} for {len(references):,} chunks"
+    )
+    for mesh, load in loads_of(conversion.grids, conversion.meshes).items():
+        totals.add_row(f"on {mesh}", f"{load.mean:.2f} bytes are read for each byte that a host needs, at worst {load.worst:.2f}")
+    CONSOLE.print()
+    CONSOLE.print(totals)
+
+
+def index_bytes(references: Sequence[Reference]) -> int:
+    """About what references take in a checkpoint's database, which is compressed."""
+    return len(zlib.compress(encode_leaf(sorted(references, key=lambda reference: reference.key)).data, level=1))
+
+
+def json_report(conversion: Conversion) -> dict[str, Any]:
+    """What `weightbeam plan --virtual --json` adds to the plan; see `docs/virtual.md`."""
+    if not conversion.placements:
+        return {}
+    why = {array.key: placement.reason or None for array, placement in zip(conversion.plan.arrays, conversion.placements, strict=True)}
+    references = list(conversion.references())
+    sizes = {"virtual": conversion.virtual_bytes, "written": conversion.made_bytes, "index": index_bytes(references)}
+    loads = {mesh: {"mean": load.mean, "worst": load.worst} for mesh, load in loads_of(conversion.grids, conversion.meshes).items()}
+    return {"virtual": {"arrays": why, "bytes": sizes, "references": len(references), "amplification": loads}}
+
+
+def check_files(items: Path) -> bool:
+    """Makes sure that the files which a checkpoint refers to are those that it was made of; returns whether it is virtual.
+
+    Raises:
+      FailedError: some aren't, or can't be told.
+    """
+    files = identities(record_of(items))
+    if changes := find_changes(items, files):
+        raise FailedError("\n".join(f"  {change}" for change in changes))
+    if files:
+        moved = sum(file.is_moved(items / SOURCE) for file in files)
+        copies = f"; {moved} are copies made since" if moved else ""
+        print(f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made{copies}")
+    return bool(files)
+
+
+def open_own_source(items: Path) -> Checkpoint:
+    """The source of a virtual checkpoint whose files `check_files` found right: its own folder, or where its links lead.
+
+    Raises:
+      RefusedError: the folder that the links lead to isn't what it was.
+    """
+    record = record_of(items)
+    files = {file.name: file for file in identities(record)}
+    if all(file.link != SYMBOLIC for file in files.values()):
+        return open_checkpoint(items / SOURCE)
+    try:
+        checkpoint = open_checkpoint(local_path(record["source"]))
+    except StorageError as e:
+        raise RefusedError(f"  {e}; the links in {items / SOURCE} lead there") from e
+    found = {shard.name: (shard.size, shard.mtime_ns, shard.inode) for shard in checkpoint.shards}
+    if changed := sorted(found.items() ^ {name: (file.size, file.mtime_ns, file.inode) for name, file in files.items()}.items()):
+        raise RefusedError(f"  {checkpoint.root}/{changed[0][0]} isn't the file that the checkpoint was made of")
+    return checkpoint

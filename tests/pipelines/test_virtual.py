@@ -1,0 +1,379 @@
+"""Virtual checkpoints: they restore as ordinary ones do, bit for bit; they don't lie when their files change; and they become ordinary ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from support import BF16, FP8, HERE, LLAMA, QWEN3_MOE, assert_same_bits, call, convert, digests, given, given_arrays, random_tensors, restore, save, split
+
+from formats import ocdbt
+from formats.links import SOURCE
+from formats.orbax import find_items
+
+MODELS = [
+    "llama", "mistral", "qwen3", "mixtral", "deepseek_v3", "deepseek_v4", "olmo3-grouped", "gemma2-27b", "gemma3-text", "gemma3-vision", "llama4",
+    "llama4-dense", "kimi_k25", "qwen3_5", "qwen3_5-text", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni", "gemma4-vision", "gemma4-text", "gemma4-e4b",
+]  # fmt: skip
+UNSCANNED_ONLY = ("gemma4-small", "gemma4-e4b", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni")
+SOURCES = [("cases", case) for case in given()] + [("models", model) for model in MODELS]
+
+
+def options_of(kind: str, name: str, layout: str) -> list[str]:
+    options = ["--scan_layers", str(layout == "scanned").lower()]
+    if name.endswith("-fp32"):
+        options += ["--save_dtype", "float32"]
+    if kind == "cases":
+        options += ["--maxtext_model", given()[name]["maxtext_model"], "--vocab_size", str(given()[name]["vocab"])]
+    return options
+
+
+def record(step: Path) -> dict:
+    return json.loads((step / "conversion.json").read_bytes())
+
+
+def keys(step: Path) -> set[str]:
+    """Every key of a checkpoint's database."""
+    store = ts.KvStore.open(ocdbt.database(find_items(step)), context=ocdbt.context()).result()
+    return {key.decode() for key in store.list().result()}
+
+
+def own_bytes(step: Path) -> int:
+    """Bytes of a checkpoint that aren't the source's."""
+    return sum(path.stat().st_size for path in step.rglob("*") if path.is_file() and path.suffix != ".safetensors")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model that is virtual as a whole."""
+    return save(tmp_path / "source", QWEN3_MOE, *split(random_tensors(QWEN3_MOE), 2))
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A model whose query is scaled, so that it is written."""
+    return save(tmp_path / "mixed", LLAMA, *split(random_tensors(LLAMA), 2))
+
+
+# --- what is restored -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["scanned", "unscanned"])
+@pytest.mark.parametrize(("kind", "name"), SOURCES)
+def test_restores_what_the_ordinary_conversion_writes(generated: Path, tmp_path: Path, kind: str, name: str, layout: str) -> None:
+    """Every shared case, all virtual or mixed, cut for a mesh or not: the same names, shapes, dtypes and bits."""
+    if name in UNSCANNED_ONLY and layout == "scanned":
+        pytest.skip("MaxText has it unscanned only")
+    folder, options = generated / kind / name, options_of(kind, name, layout)
+    wanted = restore(convert(folder, tmp_path / "ordinary", *options))
+    mesh = ["--mesh", "fsdp=4,tensor=2"] if layout == "scanned" else []
+    step = convert(folder, tmp_path / "virtual", *options, *mesh, "--virtual")
+    assert_same_bits(restore(step), wanted)
+    assert record(step)["references"]["arrays"] > 0
+
+
+@pytest.mark.parametrize(("devices", "mesh"), [(1, "1x1"), (8, "4x2")])
+def test_every_way_to_restore(generated: Path, tmp_path: Path, devices: int, mesh: str) -> None:
+    """Stock Orbax's and MaxText's ways, with and without targets: MaxText's own bits, of a virtual and of a mixed checkpoint."""
+    cases = ("deepseek3", "mixtral")
+    steps = [convert(generated / "cases" / case, tmp_path / case, *options_of("cases", case, "scanned"), "--virtual", "--mesh", "fsdp=2") for case in cases]
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"}
+    script = [sys.executable, str(HERE / "pipelines" / "restore_ways.py"), mesh, *map(str, steps)]
+    ran = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    for case, told in zip(cases, json.loads(ran.stdout.splitlines()[-1]).values(), strict=True):
+        assert len(told) == 9
+        assert all(result["arrays"] == given_arrays(case, "scanned") for result in told.values())
+
+
+def test_no_weight_is_written(source: Path, tmp_path: Path) -> None:
+    """The files are the source's own; the rest is an index and what describes it."""
+    step = convert(source, tmp_path / "out", "--virtual")
+    for file in source.glob("*.safetensors"):
+        assert (step / "items" / SOURCE / file.name).samefile(file)
+    assert own_bytes(step) < 30_000
+    assert not list((step / "items").glob("ocdbt.process_*"))
+    assert sorted(path.name for path in (step / "items" / SOURCE).iterdir()) == sorted(path.name for path in source.iterdir())
+
+
+def test_beam_is_not_needed_where_nothing_is_made(source: Path, tmp_path: Path) -> None:
+    """Start-up is most of the time then."""
+    code = f"import sys; from pipelines.cli import main; main(['convert','--source',{str(source)!r},'--output',{str(tmp_path / 'out')!r},'--virtual']); "
+    code += "sys.exit('apache_beam' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=HERE.parent, check=False).returncode == 0
+    assert restore(tmp_path / "out" / "0")
+
+
+@pytest.mark.parametrize("link", ["hard", "symlink", "copy"])
+def test_each_kind_of_link(mixed: Path, tmp_path: Path, link: str) -> None:
+    """All hold the same; a hub's cache is links, of which the real file is taken, and which tells the files' hashes."""
+    wanted = restore(convert(mixed, tmp_path / "ordinary"))
+    blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "main"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(mixed.iterdir())):
+        blob = blobs / f"{number:064x}"
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    step = convert(snapshot, tmp_path / "out", "--virtual", "--link", link)
+    assert_same_bits(restore(step), wanted)
+    for file in record(step)["references"]["files"]:
+        path = step / "items" / SOURCE / file["name"]
+        assert path.is_symlink() == (link == "symlink")
+        assert path.samefile(snapshot / file["name"]) == (link != "copy")
+        assert file["link"] == link
+        assert file["sha256"] == (snapshot / file["name"]).resolve().name
+        assert file["inode"] == path.stat().st_ino
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_quantised_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """With the reason; nothing is left behind."""
+    tensors = random_tensors(LLAMA)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name] = tensors[name].astype(FP8)
+        tensors[f"{name}_scale_inv"] = np.full([-(-n // 16) for n in tensors[name].shape], 0.5, np.float32)
+    config = LLAMA | dict(quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16]))
+    source = save(tmp_path / "source", config, tensors)
+    assert call("convert", "--source", source, "--output", tmp_path / "out", "--virtual") == 2
+    assert "quantised" in (told := capsys.readouterr().err)
+    assert "Convert without --virtual" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_file_system_is_refused_with_the_ways_out(source: Path, mixed: Path, capsys: pytest.CaptureFixture) -> None:
+    """A hard link can't lead there; a symbolic one and a copy can."""
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == source.stat().st_dev:
+        pytest.skip("there is only one file system")
+    with tempfile.TemporaryDirectory(dir=other) as folder:
+        for model in (source, mixed):  # without units, and with some
+            output = Path(folder) / model.name
+            assert call("convert", "--source", model, "--output", output, "--virtual") == 2
+            told = capsys.readouterr().err
+            assert "another file system; --link symlink" in told
+            assert "--link copy" in told
+            assert not output.exists()
+            for link in ("symlink", "copy"):
+                assert restore(convert(model, output / link, "--virtual", "--link", link))
+
+
+def test_a_small_share_is_a_warning_that_says_how_small(generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """gpt-oss's gate and up alternate in one tensor: they are written."""
+    source = generated / "cases" / "gpt-oss"
+    assert call("plan", "--source", source, "--virtual", "--json", tmp_path / "plan.json") == 0
+    shown = capsys.readouterr().out
+    assert "warning: only 57 % of the bytes are virtual" in shown
+    assert "takes one of 2 elements that lie side by side" in shown
+    told = json.loads((tmp_path / "plan.json").read_bytes())["virtual"]
+    assert {key.rpartition(".")[2] for key, why in told["arrays"].items() if why} == {"wi_0", "wi_1", "wi_0_bias", "wi_1_bias"}
+    assert told["bytes"]["virtual"] > told["bytes"]["written"] > 0
+    assert 0 < told["bytes"]["index"] < 10_000
+    convert(source, tmp_path / "out", "--virtual")
+    assert "warning: only 57 %" in capsys.readouterr().err
+
+
+# --- what is interrupted --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", ["hard", "copy"])
+def test_resume_goes_on(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str) -> None:
+    """Killed when the index was merged, but not yet published: the units and the copies that are there stay, and the result is the same."""
+    wanted = restore(convert(mixed, tmp_path / "ordinary"))
+    command = ["convert", "--source", mixed, "--output", tmp_path / "out", "--virtual", "--link", link]
+    with monkeypatch.context() as patched:
+        patched.setattr("formats.orbax._check_references", lambda *_: 1 / 0)
+        assert call(*command) == 1
+    staging = tmp_path / "out" / "0.orbax-checkpoint-tmp"
+    before = {path: path.stat().st_ino for path in [*staging.glob("items/ocdbt.process_*/d/*"), *staging.glob("items/source/*.safetensors")]}
+    assert before
+    assert call(*command, "--resume") == 0
+    after = {path: (tmp_path / "out" / "0" / path.relative_to(staging)).stat().st_ino for path in before}
+    assert after == before
+    assert_same_bits(restore(tmp_path / "out" / "0"), wanted)
+    assert call(*command, "--resume") == 0
+    assert call(*command) == 2
+    assert call(*command, "--overwrite") == 0
+
+
+def test_a_virtual_conversion_that_has_no_units_resumes_too(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Beam it is the same staging folder."""
+    command = ["convert", "--source", source, "--output", tmp_path / "out", "--virtual"]
+    with monkeypatch.context() as patched:
+        patched.setattr("formats.orbax.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+        assert call(*command) == 1
+    assert call(*command) == 2
+    assert call(*command, "--resume") == 0
+    assert call("verify", "--source", source, "--checkpoint", tmp_path / "out") == 0
+
+
+# --- what happens later ---------------------------------------------------------------------------------------------------------
+
+
+def weights(source: Path) -> Path:
+    return sorted(source.glob("*.safetensors"))[0]
+
+
+def move(source: Path) -> None:
+    source.rename(source.with_name("elsewhere"))
+
+
+def replace(source: Path) -> None:
+    """By another file of the same size and the same times, as a download does it."""
+    file, other = weights(source), source / "other"
+    shutil.copy2(file, other)
+    with other.open("r+b") as opened:
+        opened.seek(-2, os.SEEK_END)
+        opened.write(b"\1\2")
+    os.utime(other, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+    other.rename(file)
+
+
+def change(source: Path) -> None:
+    with weights(source).open("r+b") as opened:
+        opened.seek(-2, os.SEEK_END)
+        opened.write(b"\1\2")
+
+
+def truncate(source: Path) -> None:
+    os.truncate(weights(source), weights(source).stat().st_size - 2)
+
+
+ACCIDENTS = {"moved": move, "deleted": shutil.rmtree, "replaced by rename": replace, "changed in place": change, "truncated": truncate}
+TOLD = {  # exit status, and what is said
+    ("hard", "moved"): (2, "no such folder"),
+    ("hard", "deleted"): (2, "no such folder"),
+    ("hard", "replaced by rename"): (1, "elements differ"),
+    ("hard", "changed in place"): (1, "was changed in place, or touched"),
+    ("hard", "truncated"): (1, "bytes, and had"),
+    ("symlink", "moved"): (1, "is gone; it was a link to"),
+    ("symlink", "deleted"): (1, "is gone; it was a link to"),
+    ("symlink", "replaced by rename"): (1, "is another file"),
+    ("symlink", "changed in place"): (1, "was changed in place, or touched"),
+    ("symlink", "truncated"): (1, "bytes, and had"),
+    ("copy", "moved"): (2, "no such folder"),
+    ("copy", "deleted"): (2, "no such folder"),
+    ("copy", "replaced by rename"): (1, "elements differ"),
+    ("copy", "changed in place"): (1, "elements differ"),
+    ("copy", "truncated"): (2, "truncated?"),
+}
+
+
+@pytest.mark.parametrize(("link", "accident"), TOLD)
+def test_verify_says_what_happened_to_the_source(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str, accident: str) -> None:
+    """Each time; and where the checkpoint itself isn't concerned, it is still right by its own files."""
+    step = convert(source, tmp_path / "out", "--virtual", "--link", link)
+    wanted = restore(step)
+    assert call("verify", "--source", source, "--checkpoint", step) == 0
+    ACCIDENTS[accident](source)
+    capsys.readouterr()
+    status, words = TOLD[link, accident]
+    assert call("verify", "--source", source, "--checkpoint", step) == status
+    assert words in capsys.readouterr().err
+    concerned = link == "symlink" or (link == "hard" and accident in ("changed in place", "truncated"))
+    assert call("verify", "--checkpoint", step) == (1 if concerned else 0)
+    if not concerned:
+        assert_same_bits(restore(step), wanted)
+
+
+def test_hashes_tell_a_touch_from_a_change(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """With `--sha256`; the list of hashes is one that `sha256sum -c` reads."""
+    step = convert(source, tmp_path / "out", "--virtual", "--sha256")
+    assert all(file["sha256"] for file in record(step)["references"]["files"])
+    assert subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=step / "items" / SOURCE, check=False).returncode == 0
+    os.utime(weights(source))
+    assert call("verify", "--source", source, "--checkpoint", step) == 0
+    change(source)
+    capsys.readouterr()
+    assert call("verify", "--source", source, "--checkpoint", step) == 1
+    assert "holds other bytes: its sha256 isn't" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("link", ["hard", "symlink"])
+def test_training_on_top_leaves_the_source_intact(source: Path, tmp_path: Path, link: str) -> None:
+    """A manager that keeps one step saves step 1 and removes step 0, the virtual one."""
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in source.iterdir()}
+    step = convert(source, tmp_path / "out", "--virtual", "--link", link)
+    tree = ocp.PyTreeCheckpointer().restore(step / "items")
+    with ocp.CheckpointManager(tmp_path / "out", options=ocp.CheckpointManagerOptions(max_to_keep=1)) as manager:
+        manager.save(1, args=ocp.args.Composite(items=ocp.args.PyTreeSave(tree)))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+    assert not step.exists()
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in source.iterdir()} == before
+
+
+def test_a_copy_of_the_folder_is_a_whole_checkpoint(mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Without the source and without the original; `verify` says that the files are copies."""
+    step = convert(mixed, tmp_path / "out", "--virtual")
+    wanted = restore(step)
+    shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copy)
+    assert call("verify", "--source", mixed, "--checkpoint", tmp_path / "copy") == 0
+    assert "2 are copies made since" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(mixed)
+    assert_same_bits(restore(tmp_path / "copy" / "0"), wanted)
+    assert call("verify", "--checkpoint", tmp_path / "copy") == 0
+
+
+# --- an ordinary checkpoint of it -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", ["hard", "symlink", "copy"])
+@pytest.mark.parametrize(("case", "layout"), [("mixtral", "scanned"), ("qwen3-moe", "scanned"), ("deepseek3", "unscanned")])
+def test_materialize_equals_an_ordinary_conversion(generated: Path, tmp_path: Path, case: str, layout: str, link: str) -> None:
+    """The same digests, the same keys of chunks, and MaxText's own bits."""
+    folder, options = generated / "cases" / case, options_of("cases", case, layout)
+    wanted = convert(folder, tmp_path / "ordinary", *options, "--mesh", "fsdp=16")
+    convert(folder, tmp_path / "virtual", *options, "--virtual", "--link", link)
+    assert call("materialize", tmp_path / "virtual", "--output", tmp_path / "out", "--mesh", "fsdp=16") == 0
+    made = tmp_path / "out" / "0"
+    assert record(made)["digests"] == record(wanted)["digests"]
+    assert record(made)["plan"] == record(wanted)["plan"]
+    assert keys(made) == keys(wanted)
+    assert "references" not in record(made)
+    assert digests(restore(made)) == given_arrays(case, layout)
+
+
+def test_materialize_needs_no_source_and_can_take_the_place(mixed: Path, tmp_path: Path) -> None:
+    """The checkpoint holds all it needs; with `--overwrite` it is replaced at the end."""
+    step = convert(mixed, tmp_path / "out", "--virtual")
+    wanted = restore(step)
+    shutil.rmtree(mixed)
+    assert call("materialize", tmp_path / "out", "--output", tmp_path / "out") == 2
+    assert call("materialize", tmp_path / "out", "--output", tmp_path / "out", "--overwrite") == 0
+    assert_same_bits(restore(step), wanted)
+    assert not (step / "items" / SOURCE).exists()
+    assert call("materialize", tmp_path / "out", "--output", tmp_path / "again") == 2
+
+
+@pytest.mark.parametrize(("link", "accident"), [("hard", "changed in place"), ("symlink", "replaced by rename"), ("symlink", "moved"), ("hard", "truncated")])
+def test_materialize_refuses_files_that_have_changed(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str, accident: str) -> None:
+    """Before any work."""
+    convert(source, tmp_path / "virtual", "--virtual", "--link", link)
+    ACCIDENTS[accident](source)
+    assert call("materialize", tmp_path / "virtual", "--output", tmp_path / "out") == 2
+    assert "have changed" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_of_a_wider_dtype_stay_as_they_are(tmp_path: Path) -> None:
+    """float32 from float32, and bfloat16 not made of it."""
+    tensors = random_tensors(LLAMA, np.dtype(np.float32))
+    source = save(tmp_path / "source", LLAMA, tensors)
+    assert call("convert", "--source", source, "--output", tmp_path / "out", "--virtual") == 2
+    step = convert(source, tmp_path / "out", "--virtual", "--save_dtype", "float32")
+    restored = restore(step)
+    assert {values.dtype.name for values in restored.values()} == {"float32"} != {BF16.name}
+    np.testing.assert_array_equal(restored["decoder.logits_dense.kernel"], tensors["lm_head.weight"].T)

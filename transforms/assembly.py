@@ -1,0 +1,64 @@
+"""The two ends of a conversion, without Beam: the staging folder, and the checkpoint that is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+from formats.links import HARD, SOURCE, identify, put_source
+from formats.orbax import Staging, assemble, plan_of
+from formats.storage import StorageError, write_file
+from transforms.conversion import Conversion
+
+
+def stage(conversion: Conversion, staging: Staging, resume: bool, link: str = HARD, hashed: bool = False) -> bool:
+    """Prepares the staging folder: the plan, and with `--virtual` the source's files.
+
+    Args:
+      conversion: what to do; its plan has no problems.
+      staging: where.
+      resume: go on with what is staged there.
+      link: how the source's files get there.
+      hashed: read them once, so that their hashes are known.
+
+    Returns:
+      Whether anything is left to do but publishing.
+
+    Raises:
+      LinkError: the source's files can't be put there so; what was staged only now is removed.
+    """
+    if resume and plan_of(staging.folder) == conversion.hash:
+        return False
+    resumed = resume and staging.plan.exists()
+    if resumed:
+        write_file(staging.plan, conversion.stage())  # the same plan, but the source may have moved
+    else:
+        shutil.rmtree(staging.folder, ignore_errors=True)
+        staging.create(conversion.stage())
+    if conversion.virtual_bytes:
+        try:
+            put_source(staging.items / SOURCE, conversion.checkpoint, link, hashed)
+        except StorageError:
+            if not resumed:
+                shutil.rmtree(staging.folder)
+            raise
+    return True
+
+
+def assemble_checkpoint(conversion: Conversion, staging: Staging, overwrite: bool) -> None:
+    """Makes the published checkpoint of the units that are done and of the source's files.
+
+    Raises:
+      StorageError: the source changed meanwhile.
+      ocdbt.IncompleteError: units are missing, or don't hold what they should.
+    """
+    for shard in conversion.checkpoint.shards:
+        shard.check()
+    record, references = conversion.record(), list(conversion.references())
+    if references:
+        files = identify(staging.items / SOURCE, conversion.checkpoint)
+        arrays = sum(placement.spec is not None for placement in conversion.placements)
+        about = {"arrays": arrays, "bytes": conversion.virtual_bytes, "chunks": len(references), "files": [dataclasses.asdict(file) for file in files]}
+        record["references"] = about
+    specs = [grid.spec for grid in conversion.grids]
+    assemble(staging, specs, conversion.format, len(conversion.units), conversion.options.scan_layers, record, overwrite, references)
