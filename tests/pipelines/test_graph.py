@@ -107,6 +107,7 @@ WAYS = {
     "in memory": "--direct_running_mode=in_memory",
     "one thread": "--direct_running_mode=multi_threading --direct_num_workers=1",
     "four threads": "--direct_running_mode=multi_threading --direct_num_workers=4",
+    "eight threads": "--direct_running_mode=multi_threading --direct_num_workers=8",
     "two processes": "--direct_running_mode=multi_processing --direct_num_workers=2",
     "the DirectRunner, by name": "--runner=DirectRunner",
 }
