@@ -15,7 +15,8 @@ from model_mappings.cells import pattern
 from transforms.conversion import Conversion, rules_of
 from transforms.mesh import base_rules, model_rules
 
-BASE_BYTES = 320 << 20  # a worker process with Beam, numpy, TensorStore and a plan, before any unit
+BASE_BYTES = 320 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
+TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
 CONSOLE = Console(highlight=False, soft_wrap=True, width=None if os.isatty(1) else 200)
 
 
@@ -50,7 +51,12 @@ def collapse(lines: Iterable[str]) -> list[str]:
 
 def memory_bound(conversion: Conversion, threads: int) -> int:
     """Bytes of memory that a worker needs at most."""
-    return threads * conversion.options.unit_bytes + BASE_BYTES
+    return threads * conversion.options.unit_bytes + base_bytes(conversion)
+
+
+def base_bytes(conversion: Conversion) -> int:
+    """Bytes of a worker that no unit needs."""
+    return BASE_BYTES + TENSOR_BYTES * len(conversion.checkpoint.tensors)
 
 
 def human(nbytes: float) -> str:
@@ -116,7 +122,8 @@ def print_plan(conversion: Conversion, threads: int) -> None:
         totals.add_row("units", f"{len(conversion.units):,}, the largest takes {human(conversion.unit_working_bytes)} of memory")
         totals.add_row("reads", f"{human(read)}, {read / source:.3f} × the source")
         totals.add_row(
-            "memory", f"at most {human(memory_bound(conversion, threads))} a worker: {threads} threads × {human(options.unit_bytes)} + {human(BASE_BYTES)}"
+            "memory",
+            f"at most {human(memory_bound(conversion, threads))} a worker: {threads} threads × {human(options.unit_bytes)} + {human(base_bytes(conversion))}",
         )
     CONSOLE.print()
     CONSOLE.print(totals)

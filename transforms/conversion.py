@@ -31,7 +31,7 @@ from model_mappings.config import Config, ConfigError, Layout
 from model_mappings.family import Family, rename
 from model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, make_arrays
 from model_mappings.registry import UnknownFamilyError, family_of
-from transforms.grid import Grid, UnitBytesError, count_experts, make_grid
+from transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
 from transforms.mesh import Mesh, Rules, axes_in, model_rules
 from transforms.options import Options
 from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, make_blocks, pack
@@ -46,6 +46,16 @@ SAVE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.
 def rules_of(options: Options) -> Rules:
     """The logical axis rules: the user's, else MaxText's for the model that was named."""
     return model_rules(options.maxtext_model) if options.sharding_rules is None else options.sharding_rules
+
+
+def meshes_of(options: Options) -> list[Mesh]:
+    """The target meshes.
+
+    Raises:
+      MeshError: one can't be read.
+    """
+    axes = axes_in(rules_of(options))
+    return [Mesh.parse(text, axes) for text in options.mesh]
 
 
 def format_of(options: Options) -> Format:
@@ -110,13 +120,8 @@ class Conversion:
 
     @property
     def meshes(self) -> list[Mesh]:
-        """The target meshes.
-
-        Raises:
-          MeshError: one can't be read.
-        """
-        axes = axes_in(rules_of(self.options))
-        return [Mesh.parse(text, axes) for text in self.options.mesh]
+        """The target meshes."""
+        return meshes_of(self.options)
 
     @property
     def virtual_bytes(self) -> int:
@@ -262,8 +267,7 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
     Raises:
       MeshError: a mesh can't be read.
     """
-    axes = axes_in(rules_of(options))
-    meshes = [Mesh.parse(text, axes) for text in options.mesh]
+    meshes = meshes_of(options)
     source = open_source(checkpoint)
     config = Config(checkpoint.config)
     asked: list[Problem] = []
@@ -342,20 +346,28 @@ def _grids(options: Options, arrays: Sequence[Array], encodings: dict[str, Encod
     twins = {number: len(group) for group in find_twins(arrays) for number in group}
     grids = []
     for number, array in enumerate(arrays):
-        source_bytes, order, indivisible, tensor_bytes = 0, None, frozenset[int](), 0
-        for part in array.parts:
-            decoded = 4 if part.rule.ops else save.itemsize
-            for encoding in {id(e): e for name in part.tensors if (e := encodings.get(name))}.values():
-                stored = -(-stored_bytes(encoding) // max(1, math.prod(encoding.shape)))
-                source_bytes = max(source_bytes, stored + (decoded if encoding.label else 0))
-                order = order or encoding.order
-                if encoding.indivisible:
-                    indivisible |= frozenset().union(*(part.axes_of(axis) for axis in encoding.indivisible))
-                    thin = tuple((0, n if axis in encoding.indivisible else 1) for axis, n in enumerate(encoding.shape))
-                    tensor_bytes = max(tensor_bytes, stored_bytes(encoding, thin))
-        unit_bytes = options.unit_bytes // twins[number]
-        grids.append(make_grid(array, source_bytes, order, meshes, rules, unit_bytes, format_of(options), experts, indivisible, tensor_bytes))
+        stored = _stored(array, encodings, save)
+        try:
+            grids.append(make_grid(array, stored, meshes, rules, options.unit_bytes // twins[number], format_of(options), experts))
+        except UnitBytesError as e:
+            raise UnitBytesError(e.key, e.needed * twins[number]) from e
     return grids
+
+
+def _stored(array: Array, encodings: Mapping[str, Encoding], save: np.dtype) -> Stored:
+    """How the tensors of an array are stored; of several ways what takes most memory."""
+    element_bytes, order, indivisible, tensor_bytes = 0, None, frozenset[int](), 0
+    for part in array.parts:
+        decoded = 4 if part.rule.ops else save.itemsize
+        for encoding in (encodings[name] for name in part.tensors if name in encodings):
+            stored = -(-stored_bytes(encoding) // max(1, math.prod(encoding.shape)))
+            element_bytes = max(element_bytes, stored + (decoded if encoding.label else 0))
+            order = order or encoding.order
+            if encoding.indivisible:
+                indivisible = indivisible.union(*(part.axes_of(axis) for axis in encoding.indivisible))
+                thin = tuple((0, n if axis in encoding.indivisible else 1) for axis, n in enumerate(encoding.shape))
+                tensor_bytes = max(tensor_bytes, stored_bytes(encoding, thin))
+    return Stored(element_bytes, order, indivisible, tensor_bytes)
 
 
 def _units(options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding]) -> list[tuple[Block, ...]]:

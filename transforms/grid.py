@@ -36,7 +36,28 @@ EXPERTS = "exp"  # MaxText's logical name of the axis
 
 
 class UnitBytesError(ValueError):
-    """`--unit_bytes` is too small for the smallest unit that an array can be cut into."""
+    """`--unit_bytes` is too small for the smallest unit that an array can be cut into, which needs `needed` bytes."""
+
+    def __init__(self, key: str, needed: int):
+        super().__init__(f"{key} needs at least {needed}: a row of its source and what is made of it")
+        self.key, self.needed = key, needed
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How the tensors of an array are stored.
+
+    Attributes:
+      element_bytes: memory for each element before it is stacked: as stored, and as decoded.
+      order: the axes of the tensors as they are stored, the slowest first; None for C order.
+      indivisible: axes of the array that a unit shouldn't cut, since every part of them reads the same scales.
+      tensor_bytes: memory for each tensor, whatever the share of it that is read.
+    """
+
+    element_bytes: int = 0
+    order: tuple[int, ...] | None = None
+    indivisible: frozenset[int] = frozenset()
+    tensor_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,19 +119,19 @@ def count_experts(arrays: Iterable[Array]) -> int:
     return max((size for array in arrays for name, size in zip(array.names, array.shape, strict=True) if name == EXPERTS), default=0)
 
 
-def _cut(part: Part, itemsize: int, order: Sequence[int] | None, indivisible: frozenset[int]) -> tuple[frozenset[int], list[int]]:
+def _cut(part: Part, itemsize: int, stored: Stored) -> tuple[frozenset[int], list[int]]:
     """The array's axes that hold a tensor's columns, and those that hold its rows, the fastest first.
 
     Columns are the trailing axes of the tensor that are needed to make a contiguous run of `MIN_RUN` bytes. An axis that merges
     the tensor's factors in another order (paired rotary halves) counts as one too: any part of it needs all of its rows. Where
     axes of the array are `indivisible`, these are the columns, however short that makes the runs.
     """
-    order = tuple(range(len(part.window_shape))) if order is None else order
+    order = tuple(range(len(part.window_shape))) if stored.order is None else stored.order
     sizes = [part.window_shape[axis] for axis in order]
     row = max((at for at in range(len(order)) if math.prod(sizes[at + 1 :]) * itemsize >= MIN_RUN), default=0)
-    if indivisible:
+    if stored.indivisible:
         row = len(order) - 1
-    columns = indivisible or frozenset().union(*(part.axes_of(axis) for axis in order[row + 1 :]))
+    columns = stored.indivisible or frozenset().union(*(part.axes_of(axis) for axis in order[row + 1 :]))
     for number, axis in enumerate(part.target_axes):
         merged = [factor.which for factor in axis if factor.kind == "free"]
         if merged != sorted(merged):
@@ -124,29 +145,23 @@ def _cut(part: Part, itemsize: int, order: Sequence[int] | None, indivisible: fr
 
 def make_grid(
     array: Array,
-    source_bytes: int,
-    order: Sequence[int] | None,
+    stored: Stored,
     meshes: Sequence[Mesh],
     rules: Rules,
     unit_bytes: int,
     format: Format,
     experts: int = 0,
-    indivisible: frozenset[int] = frozenset(),
-    tensor_bytes: int = 0,
 ) -> Grid:
     """Cuts an array for `meshes`, in units of at most `unit_bytes`.
 
     Args:
       array: what is cut.
-      source_bytes: memory for each element of the array before it is stacked: as stored, and as decoded.
-      order: the axes of its tensors as they are stored, the slowest first; None for C order.
+      stored: how its tensors are stored.
       meshes: the targets; none means unknown.
       rules: MaxText's logical axis rules.
       unit_bytes: bound on the memory of a unit.
       format: zarr3 has the sharding codec, zarr2 doesn't.
       experts: how many the model has; a mesh has an `expert` axis only if there are any.
-      indivisible: axes of the array that a unit shouldn't cut, since every part of them reads the same scales.
-      tensor_bytes: memory for each tensor, whatever the share of it that is read.
 
     Raises:
       UnitBytesError: the smallest unit needs more.
@@ -162,13 +177,13 @@ def make_grid(
         finest, warnings = _common_shard(array, assignments, with_experts, least), ()
     uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting  # a ragged last chunk does no harm
     part = next((part for part in array.parts if part.rule.source), array.parts[0])
-    whole, rows = _cut(part, itemsize, order, indivisible)
+    whole, rows = _cut(part, itemsize, stored)
     names = sorted(axis for axis in selecting if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(shape)) if axis not in whole)]))
 
-    element_bytes = source_bytes + itemsize * (2 if packed or format.compression != "none" else 1)  # encoding makes a copy
+    element_bytes = stored.element_bytes + itemsize * (2 if packed or format.compression != "none" else 1)  # encoding makes a copy
     spec, partition = ArraySpec(array.key, shape, array.dtype, shape, shape), {mesh.text: assignments for mesh in meshes}
-    grid = Grid(spec, partition, whole, growth, element_bytes, warnings, selecting, tensor_bytes)
+    grid = Grid(spec, partition, whole, growth, element_bytes, warnings, selecting, stored.tensor_bytes)
 
     if not packed and array.nbytes <= MIN_CHUNK and not any(mesh.ways(axes) > 1 for mesh in meshes for axes in assignments):
         chunk = list(shape)
@@ -256,4 +271,4 @@ def _fit(chunk: list[int], finest: Sequence[int], grid: Grid, unit_bytes: int, s
             most = chunk[axis] * unit_bytes // needed
             chunk[axis] = largest_divisor(finest[axis], max(1, most)) if axis in selecting else cut_axis(chunk[axis], most, axis in ragged)
     if (needed := grid.working_bytes(chunk)) > unit_bytes:
-        raise UnitBytesError(f"{grid.spec.key} needs at least {needed}: a row of its source and what is made of it")
+        raise UnitBytesError(grid.spec.key, needed)

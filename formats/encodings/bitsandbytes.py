@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import Encoding, cover
+from formats.encodings.encoding import Encoding, InOrder, cover
 from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
 from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
 from formats.encodings.quantization import is_size
@@ -40,7 +40,7 @@ class Nested:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BlockCodes:
+class BlockCodes(InOrder):
     """nf4 and fp4: two codes a byte, the first in the high nibble, in blocks that follow each other through the whole tensor.
 
         value[k] = quant_map[code[k]] · absmax[k // block],  k the number of the element in C order
@@ -63,11 +63,6 @@ class BlockCodes:
     absmax: Tensor
     block: int
     nested: Nested | None = None
-    indivisible = frozenset[int]()
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return tuple(range(len(self.shape)))
 
     @property
     def label(self) -> str:
@@ -130,7 +125,7 @@ class BlockCodes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ScaledRows8:
+class ScaledRows8(InOrder):
     """LLM.int8(): `value[o, i] = code[o, i] · absmax[o] / 127`, multiplied in this order with 1/127 in float32.
 
     Attributes:
@@ -140,15 +135,10 @@ class ScaledRows8:
 
     weight: Tensor
     absmax: Tensor
-    indivisible = frozenset[int]()
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.weight.shape
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return tuple(range(len(self.shape)))
 
     @property
     def label(self) -> str:

@@ -67,21 +67,31 @@ def cover(span: Range, size: int) -> Range:
     return span[0] // size, -(-span[1] // size)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plain:
-    """Values stored as they are."""
+class InOrder:
+    """What is alike in encodings whose values lie in C order and may be cut anywhere."""
 
-    weight: Tensor
-    label = None
-    indivisible = frozenset[int]()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
+    __slots__ = ()
+    shape: tuple[int, ...]
 
     @property
     def order(self) -> tuple[int, ...]:
         return tuple(range(len(self.shape)))
+
+    @property
+    def indivisible(self) -> frozenset[int]:
+        return frozenset()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plain(InOrder):
+    """Values stored as they are."""
+
+    weight: Tensor
+    label = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         return (BoxRead(self.weight, box),)

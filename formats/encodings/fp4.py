@@ -18,7 +18,7 @@ import math
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import Encoding, Transposed, cover
+from formats.encodings.encoding import Encoding, InOrder, Transposed, cover
 from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
 from formats.encodings.fp8 import EXPONENTS, INT8, reshaped
 from formats.encodings.nibbles import STRIP_ELEMENTS, finite, scale_rows
@@ -75,7 +75,7 @@ def _nvfp4(parts: Parts, suffix: str, divides: bool) -> Encoding:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FusedNvfp4:
+class FusedNvfp4(InOrder):
     """ModelOpt's fused experts, (E, I, O), two inputs of an output in a byte, the even one in the low bits.
 
         value[e, i, o] = code[e, i, o] · (scale[e, i // 16, o] · second)
@@ -90,16 +90,11 @@ class FusedNvfp4:
     scale: Tensor
     second: Tensor
     label = "NVFP4"
-    indivisible = frozenset[int]()
 
     @property
     def shape(self) -> tuple[int, ...]:
         experts, octets, outputs = self.weight.shape
         return experts, 2 * octets, outputs
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return 0, 1, 2
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         experts, inputs, outputs = box

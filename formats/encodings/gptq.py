@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from formats.encodings.encoding import Encoding, Transposed, cover
+from formats.encodings.encoding import Encoding, InOrder, Transposed, cover
 from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat
 from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, finite, scale_rows
 from formats.encodings.packed import BYTEWISE, INT32, SCALES, WORD, PackedError, in_range, label, unpack, width, words
@@ -22,7 +22,7 @@ from model_mappings.cells import Box, extent, whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gptq:
+class Gptq(InOrder):
     """GPTQ: (I, O), words along the inputs, which may have been quantised in another order (`desc_act`).
 
         value[i, o] = (code[i, o] - zero[g, o]) · scale[g, o],  g = i // group, or index[i]
@@ -60,10 +60,6 @@ class Gptq:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.weight.shape[0] * WORD // self.bits, self.weight.shape[1]
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return 0, 1
 
     @property
     def label(self) -> str:
@@ -121,7 +117,7 @@ class Gptq:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Awq:
+class Awq(InOrder):
     """AWQ's `gemm`: (I, O), words along the outputs, each with 8 of them in an order of its own (`in_order`).
 
         value[i, o] = (code[i, o] - zero[g, o]) · scale[g, o],  g = i // group
@@ -137,15 +133,10 @@ class Awq:
     scale: Tensor
     zero: Tensor
     group: int
-    indivisible = frozenset[int]()
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.weight.shape[0], self.scale.shape[1]
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return 0, 1
 
     @property
     def label(self) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import ContentError, Encoding, cover
+from formats.encodings.encoding import ContentError, Encoding, InOrder, cover
 from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
 from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
 from formats.encodings.quantization import Quantization, is_size
@@ -62,7 +62,7 @@ def unpack(packed: np.ndarray, span: Range, bits: int, dense: bool = True) -> np
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PackedRows:
+class PackedRows(InOrder):
     """compressed-tensors' `pack-quantized`: rows of codes of 1 to 8 bits, with an offset of half their range.
 
         value[o, i] = (code[o, i] - zero[o, g]) · scale[o, g],  g = i // group, or index[i]
@@ -92,10 +92,6 @@ class PackedRows:
     zero: Tensor | None = None
     index: Tensor | None = None
     shape_tensor: Tensor | None = None
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return tuple(range(len(self.shape)))
 
     @property
     def indivisible(self) -> frozenset[int]:

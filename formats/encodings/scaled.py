@@ -13,7 +13,7 @@ import functools
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import cover
+from formats.encodings.encoding import InOrder, cover
 from formats.encodings.nibbles import byte_table, decode_rows, finite
 from formats.safetensors import BoxRead, Empty, Tensor
 from model_mappings.cells import Box, extent
@@ -32,7 +32,7 @@ def table_of(code: str) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(InOrder):
     """See the module's text. All tensors have the values' axes: what a format stores with other axes is viewed so.
 
     Attributes:
@@ -54,7 +54,6 @@ class Scaled:
     zero: Tensor | None = None
     second: Tensor | None = None
     divides: bool = False
-    indivisible = frozenset[int]()
 
     @property
     def per_byte(self) -> int:
@@ -63,10 +62,6 @@ class Scaled:
     @property
     def shape(self) -> tuple[int, ...]:
         return *self.weight.shape[:-1], self.weight.shape[-1] * self.per_byte
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return tuple(range(len(self.shape)))
 
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         blocks = tuple(cover(span, size) for span, size in zip(box, self.block, strict=True))

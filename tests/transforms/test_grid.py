@@ -24,7 +24,7 @@ from model_mappings.config import Config, Layout
 from model_mappings.plan import Array, expand, make_arrays
 from model_mappings.registry import family_of
 from transforms.conversion import Conversion, Options, prepare
-from transforms.grid import count_experts, make_grid
+from transforms.grid import Stored, count_experts, make_grid
 from transforms.load import Load, load_of, total
 from transforms.mesh import Mesh, base_rules, partition_spec
 from transforms.units import Unit
@@ -267,7 +267,7 @@ def loads(arrays: tuple[Array, ...], meshes: list[Mesh], format: Format = Format
     alike = collections.Counter((array.shape, array.names, array.dtype, pattern(array.key)) for array in arrays)
     kinds = {(array.shape, array.names, array.dtype, pattern(array.key)): array for array in arrays}
     experts = count_experts(arrays)
-    grids = {kind: make_grid(array, 2, None, (), base_rules(), Options().unit_bytes, format, experts) for kind, array in kinds.items()}
+    grids = {kind: make_grid(array, Stored(2), (), base_rules(), Options().unit_bytes, format, experts) for kind, array in kinds.items()}
     return {
         mesh.text: {array: load_of(grids[kind].spec, partition_spec(array.names, base_rules()), mesh) * alike[kind] for kind, array in kinds.items()}
         for mesh in meshes
@@ -299,7 +299,7 @@ def test_shards_without_a_mesh_are_few_and_their_indexes_small() -> None:
         arrays = arrays_of(name)
         shards = 0
         for array in arrays:
-            spec = make_grid(array, 2, None, (), base_rules(), Options().unit_bytes, Format(), count_experts(arrays)).spec
+            spec = make_grid(array, Stored(2), (), base_rules(), Options().unit_bytes, Format(), count_experts(arrays)).spec
             shards += math.prod(spec.grid)
             packed = math.prod(spec.shard) // math.prod(spec.chunk)
             assert packed == 1 or packed * 16 * 16 <= math.prod(spec.chunk) * 2
