@@ -124,27 +124,34 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
     return json.loads(entry.read_bytes())["attempt"]
 
 
-def assemble(
-    staging: Staging,
-    specs: Sequence[ArraySpec],
-    format: Format,
-    units: int,
-    scan_layers: bool,
-    record: Mapping[str, Any],
-    overwrite: bool = False,
-    references: Sequence[Reference] = (),
-) -> None:
-    """Makes one checkpoint of the units that the ledger names, and publishes it. Does nothing where that has happened.
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a checkpoint is made of.
 
-    Args:
-      staging: where the units are.
-      specs: every array of the checkpoint.
+    Attributes:
+      specs: every array.
       format: how it is stored.
       units: how many units the plan has; their ids count from 0.
       scan_layers: what MaxText looks for in the custom metadata.
       record: where the checkpoint comes from (`formats/provenance.py`), without digests.
-      overwrite: replace a checkpoint that has the same place.
       references: the chunks that no unit makes: ranges of files in `items/source/`.
+    """
+
+    specs: Sequence[ArraySpec]
+    format: Format
+    units: int
+    scan_layers: bool
+    record: Mapping[str, Any]
+    references: Sequence[Reference] = ()
+
+
+def assemble(staging: Staging, contents: Contents, overwrite: bool = False) -> None:
+    """Makes one checkpoint of the units that the ledger names, and publishes it. Does nothing where that has happened.
+
+    Args:
+      staging: where the units are.
+      contents: what it should hold.
+      overwrite: replace a checkpoint that has the same place.
 
     Raises:
       ocdbt.IncompleteError: units are missing, or don't hold what they should, or a reference leads out of its file.
@@ -152,23 +159,16 @@ def assemble(
     if not staging.folder.exists() and staging.final.exists():
         return
     if not (staging.folder / MARKER).exists():
-        _complete(staging, specs, format, units, scan_layers, record, references)
+        _complete(staging, contents)
     publish(staging, overwrite)
 
 
-def _complete(
-    staging: Staging,
-    specs: Sequence[ArraySpec],
-    format: Format,
-    units: int,
-    scan_layers: bool,
-    record: Mapping[str, Any],
-    references: Sequence[Reference],
-) -> None:
+def _complete(staging: Staging, contents: Contents) -> None:
     """Makes the staging folder a whole checkpoint, the markers last."""
+    specs, format = contents.specs, contents.format
     ledger = staging.ledger()
-    if missing := set(range(units)) - set(ledger):
-        raise ocdbt.IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
+    if missing := set(range(contents.units)) - set(ledger):
+        raise ocdbt.IncompleteError(f"{len(missing)} of {contents.units} units are missing, e.g. {sorted(missing)[:3]}")
     everything = [*specs, STEP]
     plain = dataclasses.replace(format, compression="none")  # how the step is stored
     objects = [(f"{spec.key}/{format.metadata_name}", zarr.metadata_json(spec, plain if spec is STEP else format)) for spec in everything]
@@ -179,13 +179,13 @@ def _complete(
             if folder.name.removeprefix(ocdbt.ATTEMPT) not in attempts:
                 shutil.rmtree(folder)
         folders = [staging.items / f"{ocdbt.ATTEMPT}{attempt}" for attempt in sorted(attempts)]
-        if references:
-            write_database(staging.items / SOURCE, references)
+        if contents.references:
+            write_database(staging.items / SOURCE, contents.references)
             folders.append(staging.items / SOURCE)
         ocdbt.merge(staging.items, folders, objects, [key for spec in everything for key in zarr.keys(spec, format)])
-        if references:
+        if contents.references:
             remove_database(staging.items / SOURCE)
-            _check_references(staging.items, references)
+            _check_references(staging.items, contents.references)
     else:
         for name in (METADATA, CHECKPOINT_METADATA, MARKER):  # of an assembly that was stopped
             (staging.items / name).unlink(missing_ok=True)
@@ -196,9 +196,9 @@ def _complete(
     if staging.ledger() != ledger:  # the merge may have made the folder anew
         raise StorageError(f"{staging.folder} was taken over by another conversion, or removed")
     write_file(staging.items / METADATA, _json(_tree_metadata(specs, format)))
-    record = {**record, "digests": total(entry["digests"] for entry in ledger.values())}
+    record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
     write_file(staging.folder / RECORD, json.dumps(record, indent=1).encode())
-    about = _json(_checkpoint_metadata({"scan_layers": scan_layers, "weightbeam": summary(record)}))
+    about = _json(_checkpoint_metadata({"scan_layers": contents.scan_layers, "weightbeam": summary(record)}))
     write_file(staging.items / CHECKPOINT_METADATA, about)  # where MaxText looks for scan_layers: load_parameters_path is the item
     write_file(staging.folder / CHECKPOINT_METADATA, about)
     for folder in (staging.items, staging.folder):

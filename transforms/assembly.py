@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 
 from formats.links import HARD, SOURCE, identify, put_source
-from formats.orbax import Staging, assemble, plan_of
+from formats.orbax import Contents, Staging, assemble, plan_of
 from formats.storage import StorageError, write_file
 from transforms.conversion import Conversion
 
@@ -61,4 +61,5 @@ def assemble_checkpoint(conversion: Conversion, staging: Staging, overwrite: boo
         about = {"arrays": arrays, "bytes": conversion.virtual_bytes, "chunks": len(references), "files": [dataclasses.asdict(file) for file in files]}
         record["references"] = about
     specs = [grid.spec for grid in conversion.grids]
-    assemble(staging, specs, conversion.format, len(conversion.units), conversion.options.scan_layers, record, overwrite, references)
+    contents = Contents(specs, conversion.format, len(conversion.units), conversion.options.scan_layers, record, references)
+    assemble(staging, contents, overwrite)

@@ -15,7 +15,7 @@ import pytest
 from support import BF16, HERE
 
 from formats.ocdbt import ATTEMPT, IncompleteError
-from formats.orbax import Staging, assemble, find_items, read_arrays, write_unit
+from formats.orbax import Contents, Staging, assemble, find_items, read_arrays, write_unit
 from formats.storage import StorageError, create_file
 from formats.zarr import ArraySpec, Format
 
@@ -62,7 +62,7 @@ def write_all(staging: Staging, format: Format, done: tuple[int, ...] = ()) -> N
 
 
 def finish(staging: Staging, format: Format = DEFAULT, overwrite: bool = False) -> None:
-    assemble(staging, SPECS, format, len(units()), True, {"source": "here", "dropped": {"a": "why", "b": "why"}}, overwrite)
+    assemble(staging, Contents(SPECS, format, len(units()), True, {"source": "here", "dropped": {"a": "why", "b": "why"}}), overwrite)
 
 
 def restored(staging: Staging) -> dict[str, np.ndarray]:
