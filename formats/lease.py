@@ -1,8 +1,7 @@
-"""A lease on an output: one conversion at a time.
+"""A lease: one conversion at a time.
 
-A symbolic link beside the staging folder, whose target is the owner: the one kind of file that is made with its content in
-one step, or not at all. The owner renews its time of change. Whoever finds it refuses to start, unless it is stale: not
-renewed for `STALE` seconds, or its owner was a process of this machine that is gone.
+A file whose content is its owner, made in one step or not at all, and renewed by the owner as long as it lives. Whoever finds
+it refuses to start, unless it is stale: not renewed for `STALE` seconds, or its owner was a process of this machine that is gone.
 """
 
 from __future__ import annotations
@@ -16,11 +15,16 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from formats.storage import StorageError
+from formats.storage import LocalFolder, StorageError, Store
+
+if TYPE_CHECKING:
+    from formats.storage.bucket import Bucket
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
+
+Owner = dict[str, Any]
 
 
 class HeldError(StorageError):
@@ -28,61 +32,119 @@ class HeldError(StorageError):
 
 
 @contextlib.contextmanager
-def hold(path: Path) -> Iterator[None]:
-    """Holds the lease at `path` while it is entered.
+def hold(store: Store, name: str) -> Iterator[None]:
+    """Holds the lease `name` in a store while it is entered.
 
     Raises:
       HeldError: another owner holds it.
     """
     me = {"owner": uuid.uuid4().hex, "host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "process": _started(os.getpid())}
-    while not _create(path, me):
-        _take_away_if_stale(path)
-    for left in path.parent.glob(f"{path.name}.*"):  # of a process that was killed while it took a lease away
-        left.unlink(missing_ok=True)
+    lease = _lease(store, name)
+    while not lease.create(me):
+        _take_away_if_stale(lease)
+    lease.clean()
     stop = threading.Event()
-    thread = threading.Thread(target=_renew, args=(path, stop), daemon=True)
+    thread = threading.Thread(target=_renew, args=(lease, stop), daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join()
-        if _read(path) == me:
-            path.unlink()
+        lease.release(me)
 
 
-def _create(path: Path, owner: dict[str, Any]) -> bool:
+def is_held(store: Store, name: str) -> bool:
+    """Whether someone holds the lease."""
     try:
-        os.symlink(json.dumps(owner), path)
-    except FileExistsError:
+        found, age = _lease(store, name).find()
+    except FileNotFoundError:
         return False
-    return True
+    return age < STALE and not _is_gone(found)
 
 
-def _renew(path: Path, stop: threading.Event) -> None:
+def _lease(store: Any, name: str) -> _Lease:
+    return _Link(Path(store.path(name))) if isinstance(store, LocalFolder) else _Object(store, name)
+
+
+def _renew(lease: _Lease, stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT):
         with contextlib.suppress(OSError):
-            os.utime(path, follow_symlinks=False)
+            lease.renew()
 
 
-def _take_away_if_stale(path: Path) -> None:
-    """Removes a stale lease; exactly the one that was found stale, whoever else does the same at the same time."""
+def _take_away_if_stale(lease: _Lease) -> None:
     try:
-        found, age = _read(path), time.time() - path.lstat().st_mtime
+        found, age = lease.find()
     except FileNotFoundError:
         return
     if age < STALE and not _is_gone(found):
         where = f"process {found.get('pid')} on {found.get('host')}"
         raise HeldError(f"another conversion ({where}) is at work there, renewed {age:.0f} s ago; if it is gone, wait {STALE - age:.0f} s")
-    taken = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(path, taken)
-        if _read(taken) != found:  # someone was faster, and this is his
-            _create(path, _read(taken))
-        taken.unlink()
+    lease.take_away(found)
 
 
-def _read(path: Path) -> dict[str, Any]:
+class _Lease(Protocol):
+    def create(self, owner: Owner) -> bool:
+        """Makes it, if there is none."""
+        ...
+
+    def find(self) -> tuple[Owner, float]:
+        """Its owner, and the seconds since it was renewed. Raises FileNotFoundError if there is none."""
+        ...
+
+    def renew(self) -> None: ...
+
+    def take_away(self, found: Owner) -> None:
+        """Removes exactly the one that was found last, whoever else does the same at the same time."""
+        ...
+
+    def release(self, owner: Owner) -> None:
+        """Removes it if it is this owner's."""
+        ...
+
+    def clean(self) -> None:
+        """Removes what a process left that was killed while it took a lease away."""
+        ...
+
+
+class _Link:
+    """A symbolic link whose target is the owner: the one kind of file that is made with its content in one step."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def create(self, owner: Owner) -> bool:
+        try:
+            os.symlink(json.dumps(owner), self.path)
+        except FileExistsError:
+            return False
+        return True
+
+    def find(self) -> tuple[Owner, float]:
+        return _read(self.path), time.time() - self.path.lstat().st_mtime
+
+    def renew(self) -> None:
+        os.utime(self.path, follow_symlinks=False)
+
+    def take_away(self, found: Owner) -> None:
+        taken = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, taken)
+            if (other := _read(taken)) != found:  # someone was faster, and this is his
+                self.create(other)
+            taken.unlink()
+
+    def release(self, owner: Owner) -> None:
+        if _read(self.path) == owner:
+            self.path.unlink()
+
+    def clean(self) -> None:
+        for left in self.path.parent.glob(f"{self.path.name}.*"):
+            left.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Owner:
     try:
         found = json.loads(os.readlink(path))
     except (OSError, ValueError):
@@ -90,7 +152,48 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_gone(owner: dict[str, Any]) -> bool:
+class _Object:
+    """An object of a bucket; its generation says whether it is still the one that was found."""
+
+    def __init__(self, store: Bucket, name: str):
+        self.store, self.name = store, name
+        self.owner: Owner = {}
+        self.version = ""
+
+    def create(self, owner: Owner) -> bool:
+        if not self.store.create(self.name, json.dumps(owner).encode()):
+            return False
+        found = self.store.stat(self.name)
+        self.owner, self.version = owner, found.version if found else ""
+        return True
+
+    def find(self) -> tuple[Owner, float]:
+        found = self.store.stat(self.name)
+        if found is None:
+            raise FileNotFoundError(self.name)
+        self.version = found.version
+        try:
+            owner = json.loads(self.store.read(self.name))
+        except ValueError:
+            owner = {}
+        return owner, time.time() - found.updated
+
+    def renew(self) -> None:
+        if self.version:  # else someone took it away
+            self.version = self.store.replace(self.name, json.dumps(self.owner).encode(), self.version) or ""
+
+    def take_away(self, found: Owner) -> None:
+        self.store.delete(self.name, self.version)
+
+    def release(self, owner: Owner) -> None:
+        if self.version:
+            self.store.delete(self.name, self.version)
+
+    def clean(self) -> None:
+        pass
+
+
+def _is_gone(owner: Owner) -> bool:
     """Whether the owner was a process of this machine, and isn't any more."""
     if owner.get("host") != socket.gethostname():
         return False

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.safetensors import HF_QUANT_CONFIG, INDEX, Checkpoint
-from formats.storage import TEMPORARY, StorageError, sync_folder, write_file
+from formats.storage import TEMPORARY, StorageError, Store, sync_folder, write_file
 
 SOURCE = "source"  # below the item
 SUMS = "SHA256SUMS"  # beside the files, if their hashes were asked for; `sha256sum -c` reads it
@@ -146,7 +146,7 @@ def identify(folder: Path, checkpoint: Checkpoint) -> list[Identity]:
         path = folder / shard.name
         stat = path.stat()
         link = SYMBOLIC if path.is_symlink() else HARD if stat.st_ino == shard.inode else COPY
-        if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
+        if (stat.st_size, str(stat.st_mtime_ns)) != (shard.size, shard.version):
             raise StorageError(f"{shard.path} changed while it was converted; start anew with --overwrite")
         found.append(Identity(shard.name, stat.st_size, stat.st_mtime_ns, stat.st_ino, link, shard.sha256 or hashes.get(shard.name)))
     return found
@@ -163,7 +163,7 @@ def identities(record: Mapping[str, Any]) -> list[Identity]:
     return [Identity(**file) for file in record.get("references", {}).get("files", ())]
 
 
-def find_changes(items: Path, files: Iterable[Identity]) -> list[str]:
+def find_changes(items: Store, files: Iterable[Identity]) -> list[str]:
     """Every file of a virtual checkpoint that isn't what it was, with what is wrong."""
-    folder = items / SOURCE
+    folder = Path(str(items / SOURCE))
     return [f"{SOURCE}/{file.name} {fault}" for file in files for fault in file.faults(folder)]

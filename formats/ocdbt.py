@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
+
+from formats.storage import Store
 
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
 CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
@@ -18,21 +19,18 @@ def context() -> ts.Context:
     return ts.Context(CONTEXT)
 
 
-def base(folder: Path) -> dict[str, Any]:
-    """A folder as TensorStore's key-value store."""
-    return {"driver": "file", "path": f"{folder}/"}
-
-
-def database(folder: Path) -> dict[str, Any]:
+def database(folder: Store) -> dict[str, Any]:
     """The OCDBT database in a folder, opened as Orbax opens it.
 
     Data files need no rename, since no one reads them before the manifest names them; the manifest is replaced atomically
     (google/orbax, checkpoint/orbax/checkpoint/_src/serialization/tensorstore_utils.py, 0.12.8).
     """
+    base = folder.kvstore()
+    data = {**base, "file_io_locking": {"mode": "non_atomic"}} if base["driver"] == "file" else base
     return {
         "driver": "ocdbt",
-        "base": {**base(folder), "file_io_locking": {"mode": "non_atomic"}},
-        "manifest": base(folder),
+        "base": data,
+        "manifest": base,
         "assume_config": True,
         "cache_pool": "cache_pool#ocdbt",
         "target_data_file_size": 2**31,
@@ -44,7 +42,7 @@ class IncompleteError(ValueError):
     """A merged database doesn't hold exactly the keys that it should."""
 
 
-def merge(items: Path, folders: Iterable[Path], more: Iterable[tuple[str, bytes]], expected: Sequence[str]) -> None:
+def merge(items: Store, folders: Iterable[Store], more: Iterable[tuple[str, bytes]], expected: Sequence[str]) -> None:
     """Merges the databases in `folders` below `items`, and the objects `more`, into the one of `items`, atomically.
 
     No array bytes are moved: the merged database refers to the others' files.

@@ -1,13 +1,11 @@
-"""An Orbax checkpoint: where a conversion stages it, how it is assembled and published, and how one is read for inspection.
+"""An Orbax checkpoint: how it is assembled of units, and how one is read for inspection.
 
-    <output>/<step>.orbax-checkpoint-tmp/     until it is published; then <output>/<step>/
-        plan.json.gz, units/<id>.json         the staged plan and the ledger; removed before publishing
-        failure.txt                           what Beam said of a failure; removed before publishing
+    <output>/<step>/
         _CHECKPOINT_METADATA, conversion.json, commit_success.txt
         items/_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
         items/source/                         the source's files, if the checkpoint is virtual
 
-A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once.
+Where it is until it is whole: `formats/staging.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
-import shutil
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -30,72 +26,14 @@ from formats import ocdbt, zarr
 from formats.links import SOURCE
 from formats.provenance import RECORD, digest, summary, total
 from formats.references import Reference, find_faults, remove_database, write_database
-from formats.storage import TEMPORARY, StorageError, create_file, sync_folder, write_file
+from formats.staging import ITEMS, MARKER, Staging
+from formats.storage import TEMPORARY, StorageError, Store, open_store
 from formats.zarr import ArraySpec, Format
 from model_mappings.cells import Box
 
 STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())  # the scalar that MaxText's TrainState keeps beside the parameters
-METADATA, CHECKPOINT_METADATA, MARKER = "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt"
+METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-
-
-@dataclasses.dataclass(frozen=True)
-class Staging:
-    """The places of one conversion.
-
-    Attributes:
-      output: the folder that the user named.
-      step: the step below it.
-    """
-
-    output: Path
-    step: int
-
-    @property
-    def final(self) -> Path:
-        return self.output / str(self.step)
-
-    @property
-    def folder(self) -> Path:
-        return self.output / f"{self.step}.orbax-checkpoint-tmp"
-
-    @property
-    def lease(self) -> Path:
-        return self.output / f"{self.step}.weightbeam-lease"
-
-    @property
-    def items(self) -> Path:
-        return self.folder / "items"
-
-    @property
-    def plan(self) -> Path:
-        return self.folder / "plan.json.gz"
-
-    @property
-    def units(self) -> Path:
-        return self.folder / "units"
-
-    @property
-    def failure(self) -> Path:
-        return self.folder / "failure.txt"
-
-    def create(self, plan: bytes) -> None:
-        """Makes the staging folder, with the staged plan as its last entry."""
-        self.items.mkdir(parents=True)
-        self.units.mkdir()
-        write_file(self.plan, plan)
-
-    def is_done(self, unit: int) -> bool:
-        """Whether a unit counts."""
-        return (self.units / f"{unit}.json").exists()
-
-    def ledger(self) -> dict[int, dict[str, Any]]:
-        """For each unit that counts, the `attempt` that made it, and its shares in the arrays' `digests`."""
-        return {int(path.stem): json.loads(path.read_bytes()) for path in self.units.glob("[0-9]*.json")}
-
-    def done(self) -> dict[int, str]:
-        """The attempt that made each unit."""
-        return {unit: entry["attempt"] for unit, entry in self.ledger().items()}
 
 
 def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format) -> str:
@@ -107,7 +45,7 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
     attempt = uuid.uuid4().hex
     shared = ocdbt.context()
     transaction = ts.Transaction(atomic=True) if format.use_ocdbt else None
-    kvstore = ocdbt.database(staging.items / f"{ocdbt.ATTEMPT}{attempt}") if format.use_ocdbt else ocdbt.base(staging.items)
+    kvstore = ocdbt.database(staging.items / f"{ocdbt.ATTEMPT}{attempt}") if format.use_ocdbt else staging.items.kvstore()
     futures = []
     for spec, same in itertools.groupby(shards, key=lambda shard: shard[0]):
         futures += zarr.write_shards(kvstore, spec, format, [(box, values) for _, box, values in same], shared, transaction)
@@ -115,13 +53,10 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
         future.result()
     if transaction is not None:
         transaction.commit_sync()
-    entry = staging.units / f"{unit}.json"
     shares: dict[str, int] = {}
     for spec, box, values in shards:
         shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values)
-    if create_file(entry, json.dumps({"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}}).encode()):
-        return attempt
-    return json.loads(entry.read_bytes())["attempt"]
+    return staging.enter(unit, {"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}})["attempt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,17 +91,22 @@ def assemble(staging: Staging, contents: Contents, overwrite: bool = False) -> N
     Raises:
       ocdbt.IncompleteError: units are missing, or don't hold what they should, or a reference leads out of its file.
     """
-    if not staging.folder.exists() and staging.final.exists():
+    if not staging.exists() and staging.is_taken():
         return
-    if not (staging.folder / MARKER).exists():
+    if not staging.is_complete():
         _complete(staging, contents)
     publish(staging, overwrite)
 
 
+def publish(staging: Staging, overwrite: bool = False) -> None:
+    """Lets readers see what is staged; see `Staging.publish`."""
+    staging.publish(overwrite)
+
+
 def _complete(staging: Staging, contents: Contents) -> None:
-    """Makes the staging folder a whole checkpoint, the markers last."""
-    specs, format = contents.specs, contents.format
-    ledger = staging.ledger()
+    """Makes a whole checkpoint of what is staged, the markers last."""
+    specs, format, items = contents.specs, contents.format, staging.items
+    done, ledger = staging.done(), staging.ledger()
     if missing := set(range(contents.units)) - set(ledger):
         raise ocdbt.IncompleteError(f"{len(missing)} of {contents.units} units are missing, e.g. {sorted(missing)[:3]}")
     everything = [*specs, STEP]
@@ -174,105 +114,76 @@ def _complete(staging: Staging, contents: Contents) -> None:
     objects = [(f"{spec.key}/{format.metadata_name}", zarr.metadata_json(spec, plain if spec is STEP else format)) for spec in everything]
     objects.append((list(zarr.keys(STEP, format))[1], np.int64(staging.step).tobytes()))
     if format.use_ocdbt:
-        attempts = {entry["attempt"] for entry in ledger.values()}
-        for folder in staging.items.glob(f"{ocdbt.ATTEMPT}*"):
-            if folder.name.removeprefix(ocdbt.ATTEMPT) not in attempts:
-                shutil.rmtree(folder)
-        folders = [staging.items / f"{ocdbt.ATTEMPT}{attempt}" for attempt in sorted(attempts)]
+        attempts = {f"{ocdbt.ATTEMPT}{entry['attempt']}" for entry in ledger.values()}
+        for name in items.folders():
+            if name.startswith(ocdbt.ATTEMPT) and name not in attempts:
+                items.delete_folder(name)
+        databases = [items / attempt for attempt in sorted(attempts)]
         if contents.references:
-            write_database(staging.items / SOURCE, contents.references)
-            folders.append(staging.items / SOURCE)
-        ocdbt.merge(staging.items, folders, objects, [key for spec in everything for key in zarr.keys(spec, format)])
+            write_database(items / SOURCE, contents.references)
+            databases.append(items / SOURCE)
+        ocdbt.merge(items, databases, objects, [key for spec in everything for key in zarr.keys(spec, format)])
         if contents.references:
-            remove_database(staging.items / SOURCE)
-            _check_references(staging.items, contents.references)
+            remove_database(items / SOURCE)
+            _check_references(items, contents.references)
     else:
         for name in (METADATA, CHECKPOINT_METADATA, MARKER):  # of an assembly that was stopped
-            (staging.items / name).unlink(missing_ok=True)
+            items.delete(name)
         for key, value in objects:
-            (staging.items / key).parent.mkdir(parents=True, exist_ok=True)
-            write_file(staging.items / key, value)
-        _check_files(staging.items, everything, format)
-    if staging.ledger() != ledger:  # the merge may have made the folder anew
-        raise StorageError(f"{staging.folder} was taken over by another conversion, or removed")
-    write_file(staging.items / METADATA, _json(_tree_metadata(specs, format)))
+            items.write(key, value)
+        _check_files(items, everything, format)
+    if staging.done() != done:  # the merge may have made the folder anew
+        raise StorageError(f"{staging.checkpoint} was taken over by another conversion, or removed")
+    items.write(METADATA, _json(_tree_metadata(specs, format)))
     record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
-    write_file(staging.folder / RECORD, json.dumps(record, indent=1).encode())
+    staging.checkpoint.write(RECORD, json.dumps(record, indent=1).encode())
     about = _json(_checkpoint_metadata({"scan_layers": contents.scan_layers, "weightbeam": summary(record)}))
-    write_file(staging.items / CHECKPOINT_METADATA, about)  # where MaxText looks for scan_layers: load_parameters_path is the item
-    write_file(staging.folder / CHECKPOINT_METADATA, about)
-    for folder in (staging.items, staging.folder):
-        write_file(folder / MARKER, b"Checkpoint commit was successful")
+    items.write(CHECKPOINT_METADATA, about)  # where MaxText looks for scan_layers: load_parameters_path is the item
+    staging.checkpoint.write(CHECKPOINT_METADATA, about)
+    for store in (items, staging.checkpoint):
+        store.write(MARKER, b"Checkpoint commit was successful")
 
 
-def _check_references(items: Path, references: Sequence[Reference]) -> None:
+def _check_references(items: Store, references: Sequence[Reference]) -> None:
     """The merged database, read back: every reference is there and lies within its file."""
     wanted = (dataclasses.replace(reference, path=f"{SOURCE}/{reference.path}") for reference in references)
     if faults := list(itertools.islice(find_faults(items, wanted), 3)):
         raise ocdbt.IncompleteError(f"the index doesn't refer to what it should: {'; '.join(faults)}")
 
 
-def _check_files(items: Path, specs: Sequence[ArraySpec], format: Format) -> None:
+def _check_files(items: Store, specs: Sequence[ArraySpec], format: Format) -> None:
     """Without a database every key is a file: all of them, and no others."""
     wanted = {key for spec in specs for key in zarr.keys(spec, format)}
-    held = {str(path.relative_to(items)) for path in items.rglob("*") if path.is_file()}
+    held = {file.name for file in items.list()}
     for stray in [key for key in held - wanted if key.endswith((".__lock", TEMPORARY))]:  # TensorStore's and ours, of writes that were killed
-        (items / stray).unlink()
+        items.delete(stray)
         held.remove(stray)
     if wanted != held:
         missing, extra = sorted(wanted - held), sorted(held - wanted)
         raise ocdbt.IncompleteError(f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {(missing or extra)[:3]}")
 
 
-def publish(staging: Staging, overwrite: bool = False) -> None:
-    """Gives the staging folder its name; a rename is all that a reader ever sees.
-
-    Raises:
-      StorageError: the staging folder isn't a whole checkpoint any more.
-    """
-    if not (staging.folder / MARKER).exists():
-        raise StorageError(f"{staging.folder} was taken over by another conversion, or removed")
-    shutil.rmtree(staging.units, ignore_errors=True)
-    for path in (staging.plan, staging.failure, *staging.items.glob(f".*{TEMPORARY}"), *staging.folder.glob(f".*{TEMPORARY}")):
-        path.unlink(missing_ok=True)
-    sync_folder(staging.items)
-    sync_folder(staging.folder)
-    replaced = staging.output / f"{staging.step}.replaced-{uuid.uuid4().hex[:8]}"
-    if overwrite and staging.final.exists():
-        os.rename(staging.final, replaced)
-    try:
-        os.rename(staging.folder, staging.final)
-    except FileNotFoundError:  # someone was faster: what was there stays there
-        if replaced.exists() and not staging.final.exists():
-            os.rename(replaced, staging.final)
-        raise
-    sync_folder(staging.output)
-    if overwrite:
-        for old in staging.output.glob(f"{staging.step}.replaced-*"):
-            shutil.rmtree(old)
-
-
-def plan_of(step: Path) -> str | None:
+def plan_of(step: Store) -> str | None:
     """The hash of the plan that a complete checkpoint was made by; None where it isn't complete, or isn't ours."""
-    if not (step / MARKER).exists():
+    if not step.exists(MARKER):
         return None
     about = custom_metadata(step).get("weightbeam")
     return about.get("plan") if isinstance(about, dict) else None
 
 
-def custom_metadata(step: Path) -> dict[str, Any]:
+def custom_metadata(step: Store) -> dict[str, Any]:
     """A step's custom metadata; empty where there is none, or none that can be read."""
     try:
-        custom = json.loads((step / CHECKPOINT_METADATA).read_bytes())["custom_metadata"]
+        custom = json.loads(step.read(CHECKPOINT_METADATA))["custom_metadata"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return custom if isinstance(custom, dict) else {}
 
 
-def record_of(items: Path) -> dict[str, Any]:
+def record_of(items: Store) -> dict[str, Any]:
     """Where a checkpoint comes from, in full; empty where nothing says it, as where the item was copied without its step."""
     try:
-        record = json.loads((items.parent / RECORD).read_bytes())
+        record = json.loads(items.parent.read(RECORD))
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
@@ -320,26 +231,27 @@ class StoredArray:
     compressed: bool
 
 
-def find_items(path: Path) -> Path:
-    """The item's folder of a checkpoint given by its root (with one step), a step, or the item itself.
+def find_items(where: str | Path | Store) -> Store:
+    """The item of a checkpoint given by its root (with one step), a step, or the item itself.
 
     Raises:
       StorageError: none of them.
     """
-    if (path / METADATA).exists():
-        return path
-    if (path / "items" / METADATA).exists():
-        return path / "items"
-    steps = [step for step in path.glob("[0-9]*") if (step / "items" / METADATA).exists()]
+    store = open_store(where)
+    if store.exists(METADATA):
+        return store
+    if (store / ITEMS).exists(METADATA):
+        return store / ITEMS
+    steps = [name for name in store.folders() if name[:1].isdecimal() and (store / name / ITEMS).exists(METADATA)]
     if len(steps) == 1:
-        return steps[0] / "items"
-    found = f"{len(steps)} steps: name one of {', '.join(sorted(step.name for step in steps))}" if steps else "no Orbax checkpoint"
-    raise StorageError(f"{path}: {found}")
+        return store / steps[0] / ITEMS
+    found = f"{len(steps)} steps: name one of {', '.join(steps)}" if steps else "no Orbax checkpoint"
+    raise StorageError(f"{store}: {found}")
 
 
-def open_arrays(items: Path) -> dict[str, ts.TensorStore]:
+def open_arrays(items: Store) -> dict[str, ts.TensorStore]:
     """The arrays of a checkpoint, ours or anyone's, by their keys; opened, not read."""
-    metadata = json.loads((items / METADATA).read_bytes())
+    metadata = json.loads(items.read(METADATA))
     format = Format(use_ocdbt=metadata.get("use_ocdbt", True), use_zarr3=metadata.get("use_zarr3", False))
     shared = ocdbt.context()
     keys = [
@@ -347,12 +259,12 @@ def open_arrays(items: Path) -> dict[str, ts.TensorStore]:
         for entry in metadata["tree_metadata"].values()
         if not entry["value_metadata"].get("skip_deserialize")
     ]
-    kvstore = ocdbt.database(items) if format.use_ocdbt else ocdbt.base(items)
+    kvstore = ocdbt.database(items) if format.use_ocdbt else items.kvstore()
     opened = [ts.open({"driver": format.driver, "kvstore": zarr.below(kvstore, key)}, open=True, read=True, context=shared) for key in keys]
     return {key: future.result() for key, future in zip(keys, opened, strict=True)}
 
 
-def read_arrays(items: Path) -> list[StoredArray]:
+def read_arrays(items: Store) -> list[StoredArray]:
     """What the metadata of a checkpoint, ours or anyone's, say of its arrays."""
     arrays = []
     for key, store in open_arrays(items).items():

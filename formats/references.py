@@ -13,18 +13,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
 import tensorstore as ts
 
 from formats import ocdbt
-from formats.storage import write_file
+from formats.storage import Store
 
 MANIFEST, NODES, NODE = "manifest.ocdbt", "d", "d/references"
 BTREE_MAGIC = 0x0CDB20DE
@@ -40,11 +38,10 @@ class Reference:
     length: int
 
 
-def write_database(folder: Path, references: Iterable[Reference]) -> None:
+def write_database(folder: Store, references: Iterable[Reference]) -> None:
     """Writes a database that holds the references, durably; another one that is there is replaced."""
     node = encode_leaf(sorted(references, key=lambda reference: reference.key.encode()))
-    (folder / NODES).mkdir(parents=True, exist_ok=True)
-    write_file(folder / NODE, node.data)
+    folder.write(NODE, node.data)
     statistics = {"num_indirect_value_bytes": node.referenced, "num_keys": node.keys, "num_tree_bytes": len(node.data)}
     version = {
         "commit_time": time.time_ns(),
@@ -55,14 +52,14 @@ def write_database(folder: Path, references: Iterable[Reference]) -> None:
     config = ocdbt.CONFIG | {"uuid": uuid.uuid4().hex, "compression": {"id": "zstd"}, "version_tree_arity_log2": 4}
     del config["manifest_kind"]
     manifest = {"config": config, "version_tree_nodes": [], "versions": [version]}
-    write_file(folder / MANIFEST, ts.ocdbt.undump_manifest(manifest))
+    folder.write(MANIFEST, ts.ocdbt.undump_manifest(manifest))
 
 
-def remove_database(folder: Path) -> None:
+def remove_database(folder: Store) -> None:
     """Removes what `write_database` wrote; the files that it refers to stay."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    (folder / f"{MANIFEST}.__lock").unlink(missing_ok=True)
-    shutil.rmtree(folder / NODES, ignore_errors=True)
+    for name in (MANIFEST, f"{MANIFEST}.__lock"):
+        folder.delete(name)
+    folder.delete_folder(NODES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,9 +128,9 @@ def _with_checksum(data: bytes) -> bytes:
     return store.kvstore.read("c/0").result().value
 
 
-def read_references(folder: Path) -> Iterator[Reference]:
+def read_references(folder: Store) -> Iterator[Reference]:
     """Every value of a database that lies in a file, as TensorStore tells it; values of at most 1 KiB stand in the database itself."""
-    store, shared = ts.KvStore.open(ocdbt.base(folder)).result(), ts.Context({})
+    store, shared = ts.KvStore.open(folder.kvstore()).result(), ts.Context({})
     latest = ts.ocdbt.dump(store, context=shared).result()["versions"][-1]["root"]
     nodes = [(b"", latest["location"])] if "location" in latest else []
     while nodes:
@@ -147,7 +144,7 @@ def read_references(folder: Path) -> Iterator[Reference]:
                 yield Reference(key.decode(), unquote(base) + unquote(path), int(offset), int(length))
 
 
-def find_faults(folder: Path, expected: Iterable[Reference]) -> Iterator[str]:
+def find_faults(folder: Store, expected: Iterable[Reference]) -> Iterator[str]:
     """What is wrong with the references of a database: those that aren't as expected, and those that reach beyond their file.
 
     Every reference of the database counts, also those that nobody expects: they must lie within their files too.
@@ -156,8 +153,8 @@ def find_faults(folder: Path, expected: Iterable[Reference]) -> Iterator[str]:
     sizes: dict[str, int] = {}
     for reference in held.values():
         if reference.path not in sizes:
-            path = folder / reference.path
-            sizes[reference.path] = path.stat().st_size if path.exists() else -1
+            file = folder.stat(reference.path)
+            sizes[reference.path] = file.size if file else -1
         if reference.offset + reference.length > sizes[reference.path]:
             found = f"has {sizes[reference.path]:,} bytes" if sizes[reference.path] >= 0 else "isn't there"
             yield f"{reference.key} is {reference.path}, bytes {reference.offset:,} to {reference.offset + reference.length:,}, but the file {found}"

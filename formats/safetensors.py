@@ -7,13 +7,14 @@ that the format doesn't have, more than `MAX_RANK` dimensions, more than `MAX_VA
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import errno
 import functools
 import itertools
 import json
 import math
 import operator
-import os
 import re
 import reprlib
 from collections import defaultdict
@@ -24,7 +25,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from formats.storage import StorageError, open_file, read_ranges
+from formats.storage import File, Range, StorageError, Store, open_store, reason, store_and_name
 from model_mappings.cells import Box, extent
 from model_mappings.plan import Problem
 
@@ -78,34 +79,16 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A safetensors file and what identifies it: its size in bytes, its time of change in nanoseconds, its inode, its hash where it is known."""
+    """A safetensors file and what identifies it (`formats.storage.File`); `path` names it on every worker."""
 
     name: str
     path: str
     size: int
-    mtime_ns: int
+    version: str
     tensors: tuple[Tensor, ...]
     inode: int = 0
-
-    def check(self) -> None:
-        """Checks that the file is the one that was opened.
-
-        Raises:
-          StorageError: it isn't, or is gone.
-        """
-        try:
-            stat = os.stat(self.path)
-        except OSError as e:
-            raise StorageError(f"{self.path}: {e.strerror}; it was there when it was planned") from e
-        found = dict(size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
-        if changed := [field for field, value in found.items() if value != getattr(self, field)]:
-            raise StorageError(f"{self.path} changed while it was converted ({', '.join(changed)}); start anew with --overwrite")
-
-    @property
-    def sha256(self) -> str | None:
-        """The file's hash, where a hub's cache says it: it names its blobs by it."""
-        blob = Path(self.path).resolve()
-        return blob.name if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name) else None
+    sha256: str | None = None
+    crc32c: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +96,7 @@ class Checkpoint:
     """A folder with `config.json` and safetensors files, known by its headers.
 
     Attributes:
-      root: the folder.
+      root: the folder's URL.
       config: `config.json`; with each of `QUANT_CONFIGS` that there is, under the file's name.
       shards: the files that hold the model, in order of their names.
       ignored: safetensors files in the folder that the index doesn't name.
@@ -132,6 +115,19 @@ class Checkpoint:
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name; in the order of the files and of their offsets."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
+
+    def check(self) -> None:
+        """Checks that the files are those that were opened.
+
+        Raises:
+          StorageError: one isn't, or is gone.
+        """
+        files = {file.name: file for file in open_store(self.root).list(recursive=False)}
+        for shard in self.shards:
+            if (file := files.get(shard.name)) is None:
+                raise StorageError(f"{shard.path}: is gone; it was there when it was planned")
+            if changed := [field for field in ("size", "version", "inode") if getattr(file, field) != getattr(shard, field)]:
+                raise StorageError(f"{shard.path} changed while it was converted ({', '.join(changed)}); start anew with --overwrite")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -184,26 +180,32 @@ def read_header(path: str) -> tuple[Tensor, ...]:
       HeaderError: the file breaks a rule of the format.
       OSError: it can't be read.
     """
-    return _read_shard("", path).tensors
+    store, name = store_and_name(path)
+    return _read_shard(store, _found(store, name)).tensors
 
 
-def _read_shard(name: str, path: str) -> Shard:
-    with open(open_file(path), "rb") as file:
-        stat = os.fstat(file.fileno())
-        size = stat.st_size
-        start = file.read(8)
-        if start == b"version ":
-            _check_pointer(start + file.read(100))
-        if len(start) < 8:
-            raise HeaderError(f"{size} bytes are too few for a safetensors file")
-        length = int.from_bytes(start, "little")
-        if length > MAX_HEADER:
-            raise HeaderError(f"a header of {length:,} bytes; at most {MAX_HEADER:,} are allowed")
-        if 8 + length > size:
-            raise HeaderError(f"a header of {length:,} bytes in a file of {size:,}; truncated?")
-        file.seek(8)
-        raw = file.read(length)
-    return Shard(name, path, size, stat.st_mtime_ns, parse_header(raw, size, path), stat.st_ino)
+def _found(store: Store, name: str) -> File:
+    """A file that has to be there."""
+    if (file := store.stat(name)) is None:
+        store.read(name, 0, 8)  # says why not
+        raise FileNotFoundError(errno.ENOENT, "no such file", store.path(name))
+    return file
+
+
+def _read_shard(store: Store, file: File) -> Shard:
+    path, size = store.path(file.name), file.size
+    start = store.read(file.name, 0, 8)
+    if start == b"version ":
+        _check_pointer(start + store.read(file.name, 8, 108))
+    if len(start) < 8:
+        raise HeaderError(f"{size} bytes are too few for a safetensors file")
+    length = int.from_bytes(start, "little")
+    if length > MAX_HEADER:
+        raise HeaderError(f"a header of {length:,} bytes; at most {MAX_HEADER:,} are allowed")
+    if 8 + length > size:
+        raise HeaderError(f"a header of {length:,} bytes in a file of {size:,}; truncated?")
+    raw = store.read(file.name, 8, 8 + length)
+    return Shard(file.name, path, size, file.version, parse_header(raw, size, path), file.inode, file.sha256, file.crc32c)
 
 
 def parse_header(raw: bytes, size: int, path: str) -> tuple[Tensor, ...]:
@@ -260,22 +262,23 @@ def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
     return tensor
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(where: str | Path | Store) -> Checkpoint:
     """Reads `config.json`, the index and every header; what is wrong with the files is in `Checkpoint.problems`.
 
     Raises:
-      StorageError: there is no such folder.
+      StorageError: there is no such folder, or the store doesn't answer.
     """
-    if not folder.is_dir():
-        raise StorageError(f"{folder}: no such folder")
+    store = open_store(where)
+    store.check_readable()
     problems: list[Problem] = []
-    config = _read_json(folder, "config.json", problems)
+    entries = store.entries()
+    config = _read_json(store, "config.json", problems)
     if config:
-        config |= {name: _read_json(folder, name, problems) for name in QUANT_CONFIGS if os.path.lexists(folder / name)}
-    on_disk = sorted(path.name for path in folder.glob("*.safetensors") if _FILE_NAME.fullmatch(path.name))
+        config |= {name: _read_json(store, name, problems) for name in QUANT_CONFIGS if name in entries}
+    on_disk = [name for name in entries if _FILE_NAME.fullmatch(name)]
     weight_map: dict[str, str] | None = None
-    if os.path.lexists(folder / INDEX):
-        weight_map = _read_index(folder, problems)
+    if INDEX in entries:
+        weight_map = _read_index(store, problems)
         names = sorted(set(weight_map.values()))
     elif len(on_disk) > 1:
         problems.append(Problem("index", INDEX, f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model"))
@@ -283,25 +286,27 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     else:
         names = on_disk
         if not names:
-            pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+            pickles = sorted(name for name in entries if name.endswith((".bin", ".pt", ".pth")))
             hint = f"; {pickles[0]} is a pickle file, which can run code when it is loaded: convert it to safetensors first" if pickles else ""
-            problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {folder}{hint}"))
-    shards = tuple(shard for name in names if (shard := _open_shard(folder, name, problems)))
+            problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {store}{hint}"))
+    with concurrent.futures.ThreadPoolExecutor(store.at_a_time) as pool:
+        opened = list(pool.map(lambda name: _open_shard(store, name), names))
+    problems += [problem for problem in opened if isinstance(problem, Problem)]
+    shards = tuple(shard for shard in opened if isinstance(shard, Shard))
     if weight_map is not None:
         problems += _check_index(weight_map, shards)
     else:
         problems += _check_twice(shards)
     readable = {shard.name for shard in shards}
     lost = frozenset(name for name, file in (weight_map or {}).items() if file not in readable)
-    return Checkpoint(str(folder), config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
+    return Checkpoint(store.url, config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
 
 
-def _read_json(folder: Path, name: str, problems: list[Problem]) -> dict[str, Any]:
+def _read_json(store: Store, name: str, problems: list[Problem]) -> dict[str, Any]:
     """A JSON object, or an empty one and a problem."""
     try:
-        _check_inside(folder, folder / name)
-        with open(open_file(str(folder / name)), "rb") as file:
-            raw = file.read(MAX_HEADER + 1)
+        store.check_file(name)
+        raw = store.read(name, 0, MAX_HEADER + 1)
         if len(raw) > MAX_HEADER:
             raise HeaderError(f"more than {MAX_HEADER:,} bytes")
         _check_pointer(raw)
@@ -312,16 +317,16 @@ def _read_json(folder: Path, name: str, problems: list[Problem]) -> dict[str, An
     except FileNotFoundError:
         message = "no such file"
     except OSError as e:
-        message = str(e.strerror)
+        message = reason(e)
     except HeaderError as e:
         message = str(e)
     problems.append(Problem("missing" if message == "no such file" else "corrupt", name, message))
     return {}
 
 
-def _read_index(folder: Path, problems: list[Problem]) -> dict[str, str]:
+def _read_index(store: Store, problems: list[Problem]) -> dict[str, str]:
     """The index's `weight_map`, without the entries that can't be right."""
-    index = _read_json(folder, INDEX, problems)
+    index = _read_json(store, INDEX, problems)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         if index:
@@ -338,32 +343,16 @@ def _read_index(folder: Path, problems: list[Problem]) -> dict[str, str]:
     return good
 
 
-def _open_shard(folder: Path, name: str, problems: list[Problem]) -> Shard | None:
-    path = folder / name
+def _open_shard(store: Store, name: str) -> Shard | Problem:
     try:
-        _check_inside(folder, path)
-        return _read_shard(name, str(path))
+        store.check_file(name)
+        return _read_shard(store, _found(store, name))
     except FileNotFoundError:
-        problems.append(Problem("missing", name, f"the index names this file, but it isn't in {folder}"))
+        return Problem("missing", name, f"the index names this file, but it isn't in {store}")
     except OSError as e:
-        problems.append(Problem("corrupt", name, str(e.strerror)))
+        return Problem("corrupt", name, reason(e))
     except HeaderError as e:
-        problems.append(Problem("corrupt", name, str(e)))
-    return None
-
-
-def _check_inside(folder: Path, path: Path) -> None:
-    """Links may lead within the folder, and from a hub cache's snapshot to its blobs.
-
-    Raises:
-      HeaderError: this one leads elsewhere, or to itself.
-    """
-    try:
-        root, target = folder.resolve(), path.resolve()
-    except RuntimeError as e:
-        raise HeaderError("a symbolic link that leads back to itself") from e
-    if not target.is_relative_to(root) and not (root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"):
-        raise HeaderError("a symbolic link that leads out of the folder")
+        return Problem("corrupt", name, str(e))
 
 
 def _check_index(weight_map: Mapping[str, str], shards: Sequence[Shard]) -> Iterator[Problem]:
@@ -418,8 +407,8 @@ def read_boxes(reads: Sequence[BoxRead], empty: Empty = np.empty) -> tuple[list[
       An array for each, and the bytes read from the files.
     """
     arrays = [empty(extent(read.box), read.tensor.dtype) for read in reads]
-    by_path: dict[str, list[tuple[int, memoryview]]] = defaultdict(list)
+    by_path: dict[str, list[Range]] = defaultdict(list)
     for read, array in zip(reads, arrays, strict=True):
         if array.size:
             by_path[read.tensor.path] += read.ranges(memoryview(array.reshape(-1).view(np.uint8)))
-    return arrays, sum(read_ranges(path, ranges) for path, ranges in by_path.items())
+    return arrays, sum(store.read_into(name, ranges) for path, ranges in by_path.items() for store, name in [store_and_name(path)])

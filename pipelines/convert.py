@@ -9,12 +9,12 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from formats import lease
+from formats.lease import HeldError
 from formats.links import COPY, LinkError
-from formats.orbax import Staging, plan_of, publish
-from formats.storage import StorageError, local_path
+from formats.orbax import plan_of, publish
+from formats.staging import ITEMS, FolderStaging, Staging, staging_at
+from formats.storage import StorageError, Store, reason
 from model_mappings.plan import Problem
 from pipelines import report
 from pipelines.errors import FailedError, RefusedError
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         from pipelines.options import check_options  # imports Beam
 
-        check_options(rest)
+        check_options(rest, args)
     if not args.output:
         raise RefusedError("--output is missing: the folder that the checkpoint should lie in")
     return convert(prepare_conversion(args), args, rest)
@@ -37,11 +37,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Carries a planned conversion out, or refuses to, and says what came of it."""
     try:
-        staging = Staging(local_path(args.output), args.step)
+        staging = staging_at(args.output, args.step)
     except StorageError as e:
         raise RefusedError(f"--output={e}") from e
     refuse(conversion, [*conversion.plan.problems, *_check_output(staging, conversion, args)])
-    if args.resume and not staging.folder.exists() and plan_of(staging.final) == conversion.hash:
+    if args.resume and not staging.exists() and plan_of(staging.final) == conversion.hash:
         with _alone(staging):  # and takes away what a killed process left
             print(f"{staging.final} is finished already; nothing to do")
         return 0
@@ -54,6 +54,8 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
             from pipelines.execution import run_units  # only now: it imports Beam
 
             written = run_units(conversion, staging, rest, args)
+            if written is None:
+                return 0  # the job publishes it
         else:
             _publish_index(conversion, staging, args)
     if plan_of(staging.final) != conversion.hash:
@@ -61,7 +63,7 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
     seconds = time.monotonic() - start
     size = report.human(conversion.target_bytes)
     rate = f" ({report.human(written / seconds)}/s)" if written else ""
-    print(f"{staging.final / 'items'}: {len(conversion.plan.arrays):,} arrays, {size} in {seconds:.1f} s{rate}")
+    print(f"{staging.final / ITEMS}: {len(conversion.plan.arrays):,} arrays, {size} in {seconds:.1f} s{rate}")
     if conversion.virtual_bytes:
         print(f"{report.human(conversion.virtual_bytes)} of it are the source's own files (--link {args.link}); docs/virtual.md says what that means")
     if conversion.plan.dropped:
@@ -87,18 +89,15 @@ def _alone(staging: Staging) -> Iterator[None]:
     """Keeps other conversions out of this output."""
     with contextlib.ExitStack() as stack:
         try:
-            staging.output.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lease.hold(staging.lease))
-        except lease.HeldError as e:
-            raise RefusedError(f"  output: {staging.folder}: {e}") from e
+            staging.output.make()
+            stack.callback(staging.output.unmake)
+            staging.output.check_writable()
+            stack.enter_context(staging.hold())
+        except HeldError as e:
+            raise RefusedError(f"  output: {staging.work}: {e}") from e
         except OSError as e:
-            raise RefusedError(f"  output: {staging.output}: {e.strerror or e}") from e
-        try:
-            yield
-        finally:
-            stack.close()
-            with contextlib.suppress(OSError):  # it isn't empty, unless nothing came of it
-                staging.output.rmdir()
+            raise RefusedError(f"  output: {staging.output}: {reason(e)}") from e
+        yield
 
 
 def share_left(staging: Staging, conversion: Conversion) -> float:
@@ -108,42 +107,55 @@ def share_left(staging: Staging, conversion: Conversion) -> float:
 
 def _check_output(staging: Staging, conversion: Conversion, args: argparse.Namespace) -> list[Problem]:
     """What stands against writing there."""
+    try:
+        return list(_output_problems(staging, conversion, args))
+    except StorageError as e:
+        return [Problem("output", str(staging.output), str(e))]
+
+
+def _output_problems(staging: Staging, conversion: Conversion, args: argparse.Namespace) -> list[Problem]:
     resume, overwrite = args.resume, args.overwrite
 
-    def problem(path: Path, message: str) -> list[Problem]:
-        return [Problem("output", str(path), message)]
+    def problem(place: Store, message: str) -> list[Problem]:
+        return [Problem("output", str(place), message)]
 
-    if staging.output.exists() and not staging.output.is_dir():
+    if isinstance(staging, FolderStaging) and staging.output.folder.exists() and not staging.output.folder.is_dir():
         return problem(staging.output, "is a file")
-    if staging.folder.exists() and not resume and not overwrite:
-        return problem(staging.folder, "holds a stopped conversion; go on with --resume, or start anew with --overwrite")
-    if staging.folder.exists() and resume and (differs := _difference(staging, conversion)):
-        return problem(staging.folder, f"holds a stopped conversion with another plan ({differs}); --overwrite without --resume starts anew")
-    if staging.final.exists() and not overwrite:
+    if (stopped := staging.exists()) and not resume and not overwrite:
+        return problem(staging.work, "holds a stopped conversion; go on with --resume, or start anew with --overwrite")
+    if stopped and resume and (differs := _difference(staging, conversion)):
+        return problem(staging.work, f"holds a stopped conversion with another plan ({differs}); --overwrite without --resume starts anew")
+    published = plan_of(staging.final)
+    if staging.is_taken() and not overwrite:
         if not resume:
             return problem(staging.final, "exists; --overwrite replaces it, --step writes another one beside it")
-        if staging.folder.exists():
+        if stopped:
             return problem(staging.final, "exists beside a stopped conversion; --resume --overwrite goes on with that and replaces it at the end")
-        if plan_of(staging.final) != conversion.hash:
+        if published != conversion.hash:
             return problem(staging.final, "exists, and was made with other options or of another source; --overwrite replaces it")
-    parent = next(folder for folder in (staging.output, *staging.output.parents) if folder.exists())
-    if resume and conversion.hash in (plan_of(staging.folder), plan_of(staging.final)):
+    if resume and conversion.hash in (plan_of(staging.checkpoint), published):
         return []
-    needed = int(conversion.made_bytes * (share_left(staging, conversion) if resume else 1))
+    return _check_room(staging, conversion, args) if isinstance(staging, FolderStaging) else []
+
+
+def _check_room(staging: FolderStaging, conversion: Conversion, args: argparse.Namespace) -> list[Problem]:
+    """Whether the disk has room for what is left to write."""
+    needed = int(conversion.made_bytes * (share_left(staging, conversion) if args.resume else 1))
     if conversion.virtual_bytes and args.link == COPY:
         needed += sum(shard.size for shard in conversion.checkpoint.shards)
-    free = shutil.disk_usage(parent).free
+    output = staging.output.folder
+    free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
     if free < needed:
-        return problem(staging.output, f"needs {report.human(needed)}, the disk has {report.human(free)} left")
+        return [Problem("output", str(output), f"needs {report.human(needed)}, the disk has {report.human(free)} left")]
     return []
 
 
 def _difference(staging: Staging, wanted: Conversion) -> str:
     """What differs between the plan that is staged and the one that is wanted; empty if nothing does."""
-    if not staging.plan.exists():
-        return "it is complete but for its name" if plan_of(staging.folder) not in (None, wanted.hash) else ""
+    if not staging.is_staged():
+        return "it is complete but for its name" if plan_of(staging.checkpoint) not in (None, wanted.hash) else ""
     try:
-        staged = load(staging.plan.read_bytes())
+        staged = load(staging.read_plan())
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
         return "it was staged by another version of Weightbeam, or is damaged"
     if staged.hash == wanted.hash:

@@ -13,7 +13,10 @@ from apache_beam.runners.runner import PipelineResult
 
 from formats.encodings import ContentError
 from formats.links import HARD, LinkError
-from formats.orbax import Staging, publish
+from formats.orbax import publish
+from formats.staging import Staging
+from formats.storage.token import secret
+from pipelines import dataflow
 from pipelines.convert import share_left
 from pipelines.errors import FailedError, RefusedError
 from pipelines.options import LOCAL_RUNNER, pipeline_options, threads_of
@@ -29,26 +32,26 @@ def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, ove
         pipeline
         | "Units" >> beam.Create(unit_ranges(len(conversion.units)))
         | ExpandUnits(staging, conversion.hash)
-        | ReadBoxes(budget)
+        | ReadBoxes(budget, secret())
         | Dequantize()
         | Reshape()
         | Stack()
         | WriteChunks(staging, conversion.format)
-        | AssembleCheckpoint(staging, conversion.hash, overwrite)
+        | AssembleCheckpoint(staging, conversion.hash, overwrite, secret())
     )
 
 
-def run_units(conversion: Conversion, staging: Staging, rest: Sequence[str], args: argparse.Namespace) -> int:
-    """Runs the pipeline as the command line says; returns the bytes that this process wrote."""
-    before = WRITTEN.total
-    execute(conversion, staging, pipeline_options(rest), args.resume, args.overwrite, args.link, args.sha256)
-    return WRITTEN.total - before
+def run_units(conversion: Conversion, staging: Staging, rest: Sequence[str], args: argparse.Namespace) -> int | None:
+    """Runs the pipeline as the command line says; returns the bytes that this process wrote, None where a job goes on without it."""
+    before, options = WRITTEN.total, pipeline_options(rest, args)
+    execute(conversion, staging, options, args.resume, args.overwrite, args.link, args.sha256)
+    return WRITTEN.total - before if dataflow.waits(options) else None
 
 
 def execute(
     conversion: Conversion, staging: Staging, options: PipelineOptions, resume: bool = False, overwrite: bool = False, link: str = HARD, hashed: bool = False
 ) -> PipelineResult | None:
-    """Stages the plan and runs the pipeline to its end.
+    """Stages the plan and runs the pipeline, to its end unless told otherwise.
 
     Args:
       conversion: what to do; its plan has no problems.
@@ -66,6 +69,9 @@ def execute(
       RefusedError: no such runner, or the source's files can't be linked.
       FailedError: it failed on the way; what is done is kept.
     """
+    on_dataflow = options.view_as(StandardOptions).runner == dataflow.RUNNER
+    if on_dataflow:
+        dataflow.settle(options, conversion, str(staging.final))
     try:
         pipeline = beam.Pipeline(options=options)
     except ValueError as e:
@@ -78,6 +84,8 @@ def execute(
         remember(conversion)
         left = int(conversion.made_bytes * share_left(staging, conversion))
         build(pipeline, conversion, staging, overwrite, threads_of(options) * conversion.options.unit_bytes)
+        if on_dataflow:
+            return dataflow.run(pipeline, left, noise)
         with ShowProgress(left, _written(conversion, staging, left, options)), quiet(noise):
             result = pipeline.run()
             result.wait_until_finish()
@@ -94,7 +102,7 @@ def _written(conversion: Conversion, staging: Staging, left: int, options: Pipel
     if options.view_as(StandardOptions).runner == LOCAL_RUNNER and threads:
         before = WRITTEN.total
         return lambda: WRITTEN.total - before
-    return lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.units.exists() else left
+    return lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left
 
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:
@@ -103,10 +111,10 @@ def _failure(error: Exception, staging: Staging, noise: str) -> str:
     content = isinstance(error, ContentError) or any(f"{kind.__name__}: " in last for kind in ContentError.__subclasses__())
     lines = [f"  {last}"]
     with contextlib.suppress(OSError):
-        staging.failure.write_text(f"{noise}\n{error}")
-        lines.append(f"The whole story is in {staging.failure}.")
+        story = staging.note_failure(f"{noise}\n{error}")
+        lines.append(f"The whole story is in {story}.")
     if content:
         lines.append("The source's files are at fault: another attempt would fail alike. Get them anew, or from who made them.")
-    elif staging.folder.exists():
-        lines.append(f"What is done is kept in {staging.folder}; the same command with --resume goes on from there.")
+    elif staging.exists():
+        lines.append(f"What is done is kept in {staging.work}; the same command with --resume goes on from there.")
     return "\n".join(lines)

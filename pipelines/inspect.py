@@ -8,13 +8,11 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from formats.orbax import STEP, custom_metadata, find_items, open_arrays, read_arrays
-from formats.provenance import RECORD
+from formats.orbax import STEP, custom_metadata, find_items, open_arrays, read_arrays, record_of
 from formats.safetensors import open_checkpoint
-from formats.storage import StorageError, local_path
+from formats.storage import StorageError, Store, open_store
 from formats.zarr import ArraySpec
 from model_mappings.cells import pattern
 from pipelines import report
@@ -32,12 +30,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise RefusedError(f"unknown options: {' '.join(rest)}; see weightbeam inspect --help")
     try:
-        path = local_path(args.checkpoint)
-        if (path / "config.json").exists() or any(path.glob("*.safetensors")):
+        store = open_store(args.checkpoint)
+        store.check_readable()
+        if any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
             if args.mesh:
-                raise RefusedError(f"{path}: --mesh is for Orbax checkpoints")
-            return _safetensors(path)
-        items = find_items(path)
+                raise RefusedError(f"{store}: --mesh is for Orbax checkpoints")
+            return _safetensors(store)
+        items = find_items(store)
         return _load(items, args) if args.mesh else _orbax(items)
     except (StorageError, MeshError) as e:
         raise RefusedError(str(e)) from e
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise RefusedError(f"{args.checkpoint}: can't be read: {e}") from e
 
 
-def _orbax(items: Path) -> int:
+def _orbax(items: Store) -> int:
     arrays = read_arrays(items)
     rows = report.table("array", "shape", "dtype", "chunk", "shard", ">arrays", ">bytes")
     groups = defaultdict(list)
@@ -66,7 +65,7 @@ def _orbax(items: Path) -> int:
     return 0
 
 
-def _load(items: Path, args: argparse.Namespace) -> int:
+def _load(items: Store, args: argparse.Namespace) -> int:
     """What the hosts of each mesh read of a checkpoint."""
     arrays = [array.spec for array in read_arrays(items) if array.spec.key != STEP.key]
     rules, axes = _axes(items, args)
@@ -113,14 +112,13 @@ def _figures(load: Load) -> tuple[str, ...]:
     return report.human(load.needed.max()), f"{load.reads.max():,}", f"{load.worst:.2f} ×", f"{load.mean:.2f} ×"
 
 
-def _axes(items: Path, args: argparse.Namespace) -> tuple[Rules, Mapping[str, Sequence[str | None]]]:
+def _axes(items: Store, args: argparse.Namespace) -> tuple[Rules, Mapping[str, Sequence[str | None]]]:
     """The logical axis rules, and the logical axes of the arrays: of the source's plan, else as the checkpoint tells them.
 
     Raises:
       RefusedError: neither is to be had.
     """
-    file = items.parent / RECORD
-    record = json.loads(file.read_bytes()) if file.exists() else {}
+    record = record_of(items)
     made = record.get("options", {})
     model = args.maxtext_model or made.get("maxtext_model")
     rules = sharding_rules(args.sharding_rules, model)
@@ -131,7 +129,7 @@ def _axes(items: Path, args: argparse.Namespace) -> tuple[Rules, Mapping[str, Se
         if "axes" not in record:
             raise RefusedError(f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)")
         return rules, record["axes"]
-    conversion = prepare(options_of(args, items, open_arrays(items)), open_checkpoint(local_path(args.source)))
+    conversion = prepare(options_of(args, items, open_arrays(items)), open_checkpoint(args.source))
     if not conversion.plan.arrays:
         refuse(conversion, conversion.plan.problems)
     return rules, {array.key: array.names for array in conversion.plan.arrays}
@@ -158,8 +156,8 @@ def _provenance(custom: dict[str, Any]) -> None:
     report.CONSOLE.print(rows)
 
 
-def _safetensors(folder: Path) -> int:
-    checkpoint = open_checkpoint(folder)
+def _safetensors(store: Store) -> int:
+    checkpoint = open_checkpoint(store)
     rows = report.table("tensor", "shape", "dtype", ">tensors", ">bytes")
     groups = defaultdict(list)
     for tensor in checkpoint.tensors.values():
@@ -170,7 +168,7 @@ def _safetensors(folder: Path) -> int:
     report.CONSOLE.print(rows)
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     count, kind = f"{len(checkpoint.tensors):,} tensors in {len(checkpoint.shards)} files", checkpoint.config.get("model_type")
-    print(f"\n{folder}: model_type {kind}, {count}, {report.human(total)}")
+    print(f"\n{store}: model_type {kind}, {count}, {report.human(total)}")
     if checkpoint.problems:
         raise RefusedError(f"{report.count(len(checkpoint.problems), 'problem')}:\n{describe(checkpoint.problems)}")
     return 0

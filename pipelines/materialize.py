@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from formats.links import HARD
 from formats.orbax import find_items, record_of
-from formats.storage import StorageError, local_path
+from formats.storage import StorageError
 from pipelines.convert import convert
 from pipelines.errors import FailedError, RefusedError
 from pipelines.virtual import check_files, open_own_source
@@ -28,11 +28,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         from pipelines.options import check_options  # imports Beam
 
-        check_options(rest)
+        check_options(rest, args)
     if not args.output:
         raise RefusedError("--output is missing: the folder that the checkpoint should lie in")
     try:
-        items = find_items(local_path(args.checkpoint))
+        items = find_items(args.checkpoint)
         if not check_files(items):
             raise RefusedError(f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise")
         checkpoint = open_own_source(items)

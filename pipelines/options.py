@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
+from apache_beam.options.pipeline_options import (
+    DirectOptions,
+    FlinkRunnerOptions,
+    PipelineOptions,
+    PortableOptions,
+    SetupOptions,
+    SparkRunnerOptions,
+    StandardOptions,
+    WorkerOptions,
+)
+from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 from apache_beam.runners.runner import create_runner
 
+from pipelines import dataflow
 from pipelines.arguments import add_conversion, add_output
 from pipelines.errors import RefusedError
 from pipelines.report import local_threads
 
 LOCAL_RUNNER = "FnApiRunner"
+PORTABLE = ("PortableRunner", "FlinkRunner", "SparkRunner")
+SETUP_FILE = Path(__file__).parents[1] / "setup.py"  # there in a checkout, not where the package was installed from a wheel
+PLACES = {  # the options that name a folder, and what helps if it is on this machine
+    "source": "upload it to gs://BUCKET/FOLDER, or name hf://organisation/model",
+    "checkpoint": "upload it to gs://BUCKET/FOLDER",
+    "output": "name gs://BUCKET/FOLDER",
+}
 
 
 class ConversionOptions(PipelineOptions):
@@ -33,39 +53,107 @@ class _Parser(argparse.ArgumentParser):
         raise RefusedError(message)
 
 
-def check_options(arguments: Sequence[str]) -> None:
-    """Makes sure that every argument is one of Beam's options.
+def check_options(arguments: Sequence[str], args: argparse.Namespace | None = None) -> None:
+    """Makes sure that every argument is one of Beam's options, and that together they are enough for their runner.
+
+    Args:
+      arguments: those that Weightbeam doesn't know.
+      args: those that it does; None where nothing is going to run.
 
     Raises:
-      RefusedError: names those that aren't, or a wrong value.
+      RefusedError: names all that is wrong.
     """
     runner = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     runner.add_argument("--runner")
-    with contextlib.suppress(ValueError, ImportError):  # an unknown runner, or one that isn't installed, is refused later
+    with contextlib.suppress(ValueError, ImportError):  # an unknown runner, or one that isn't installed, is refused below
         create_runner(runner.parse_known_args(list(arguments))[0].runner or LOCAL_RUNNER)  # a runner's options are known once it is loaded
     parser = _Parser(add_help=False, allow_abbrev=False)
     for options in {cls.__name__: cls for cls in PipelineOptions.__subclasses__()}.values():
         options._add_argparse_args(parser)
+    problems = []
     if unknown := parser.parse_known_args(list(arguments))[1]:
-        raise RefusedError(f"unknown options: {' '.join(unknown)}; --help lists ours, and Beam's are in its documentation")
+        problems.append(f"unknown options: {' '.join(unknown)}; --help lists ours, and Beam's are in its documentation")
+    if args is not None:
+        problems += _find_problems(pipeline_options(arguments, args), args)
+    if problems:
+        raise RefusedError("\n".join(problems))
 
 
-def pipeline_options(arguments: Sequence[str]) -> PipelineOptions:
-    """Beam's options, local runs on the in-process runner with threads.
+def _find_problems(options: PipelineOptions, args: argparse.Namespace) -> Iterator[str]:
+    """What the runner lacks for a command."""
+    name = options.view_as(StandardOptions).runner
+    try:
+        runner = create_runner(name)
+    except (ValueError, ImportError, AttributeError) as e:
+        yield f"--runner={name}: {e}"
+        return
+    validator = PipelineOptionsValidator(options, runner)
+    for kind in (PortableOptions, SetupOptions, WorkerOptions):  # those that look at the options alone
+        yield from options.view_as(kind).validate(validator)
+    if name == dataflow.RUNNER:
+        yield from dataflow.find_problems(options, runner)
+    if name == "PortableRunner" and not options.view_as(PortableOptions).job_endpoint:
+        yield "--job_endpoint=HOST:PORT is missing: the job service that takes the job"
+    if options.view_as(StandardOptions).no_wait_until_finish and name != dataflow.RUNNER:
+        yield "--no_wait_until_finish: only a job on Dataflow goes on without this process"
+    if not in_containers(options):
+        return
+    if not _has_package(options):
+        yield "--sdk_container_image=IMAGE is missing: an image with Weightbeam for the workers; or --setup_file=FOLDER/setup.py of a checkout"
+    if args.command == "verify":
+        yield f"--runner={name}: verify brings what it finds to this machine, and runs on it"
+        return
+    for option, todo in PLACES.items():
+        place = getattr(args, option, None)
+        if place and "://" not in place:
+            yield f"--{option}={place}: the workers run in containers and don't see this machine's folders; {todo}"
+
+
+def pipeline_options(arguments: Sequence[str], args: argparse.Namespace | None = None) -> PipelineOptions:
+    """Beam's options: local runs on the in-process runner with threads, workers in containers with this package.
 
     Beam's own `DirectRunner` is a switch that first tries to download another runner (apache/beam,
     sdks/python/apache_beam/runners/direct/direct_runner.py, 2.77.0).
+
+    Args:
+      arguments: those that Weightbeam doesn't know.
+      args: those that it does, for who looks at the job.
     """
-    options = PipelineOptions(list(arguments))
+    ours = {name: value for name, value in vars(args).items() if value is not None} if args else {}
+    options = PipelineOptions(list(arguments), **ours)
     standard, direct = options.view_as(StandardOptions), options.view_as(DirectOptions)
-    if standard.runner in (None, "DirectRunner", LOCAL_RUNNER):
+    short = {known.removesuffix("Runner").lower(): known for known in StandardOptions.KNOWN_RUNNER_NAMES}
+    name = (standard.runner or LOCAL_RUNNER).rpartition(".")[2].lower().removesuffix("runner")
+    standard.runner = short.get(name, standard.runner)  # Beam knows them by several names
+    if standard.runner in ("DirectRunner", LOCAL_RUNNER):
         standard.runner = LOCAL_RUNNER
         given = {argument.split("=")[0] for argument in arguments}
         if "--direct_running_mode" not in given:
             direct.direct_running_mode = "multi_threading"
         if "--direct_num_workers" not in given:
             direct.direct_num_workers = local_threads()
+    if in_containers(options) and not _has_package(options) and SETUP_FILE.is_file():
+        options.view_as(SetupOptions).setup_file = str(SETUP_FILE)
     return options
+
+
+def in_containers(options: PipelineOptions) -> bool:
+    """Whether the workers run in containers. Flink's and Spark's run in this process unless a cluster is named, says Beam."""
+    name, environment = options.view_as(StandardOptions).runner, options.view_as(PortableOptions).environment_type
+    if name == dataflow.RUNNER or name not in PORTABLE:
+        return name == dataflow.RUNNER
+    if environment:
+        return environment in ("DOCKER", "beam:env:docker:v1")
+    if name == "FlinkRunner":
+        return options.view_as(FlinkRunnerOptions).flink_master not in ("[local]", "[auto]")
+    return name != "SparkRunner" or not re.match(r"local(\[.+\])?$", options.view_as(SparkRunnerOptions).spark_master_url)
+
+
+def _has_package(options: PipelineOptions) -> bool:
+    """Whether the user said where workers in containers get Weightbeam from."""
+    setup, worker, portable = options.view_as(SetupOptions), options.view_as(WorkerOptions), options.view_as(PortableOptions)
+    image = worker.sdk_container_image or portable.environment_config or portable.lookup_environment_option("docker_container_image")
+    return bool(image or setup.setup_file or setup.extra_packages or setup.requirements_file)
 
 
 def threads_of(options: PipelineOptions) -> int:

@@ -15,7 +15,8 @@ import yaml
 
 from formats.orbax import custom_metadata
 from formats.safetensors import Checkpoint, open_checkpoint
-from formats.storage import StorageError, local_path
+from formats.storage import StorageError, Store
+from formats.storage.token import name_secret
 from model_mappings.cells import pattern
 from model_mappings.plan import Problem
 from pipelines.errors import RefusedError
@@ -36,16 +37,26 @@ def prepare_conversion(args: argparse.Namespace) -> Conversion:
     """
     if not args.source:
         raise RefusedError("--source is missing: the folder with config.json and the safetensors files")
-    values = vars(args) | {"mesh": tuple(args.mesh or ()), "sharding_rules": sharding_rules(args.sharding_rules, args.maxtext_model)}
-    options = Options(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
+    options = read_options(args)
+    name_secret(args.hf_token_secret)
     try:
-        checkpoint = open_checkpoint(local_path(args.source))
+        checkpoint = open_checkpoint(args.source)
     except StorageError as e:
         raise RefusedError(str(e)) from e
     try:
         return prepare(options, checkpoint)
     except MeshError as e:
         raise RefusedError(str(e)) from e
+
+
+def read_options(args: argparse.Namespace) -> Options:
+    """The options that the arguments ask for.
+
+    Raises:
+      RefusedError: the file of sharding rules can't be read.
+    """
+    values = vars(args) | {"mesh": tuple(args.mesh or ()), "sharding_rules": sharding_rules(args.sharding_rules, args.maxtext_model)}
+    return Options(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
 
 
 def sharding_rules(file: str | None, model: str | None) -> Rules | None:
@@ -72,7 +83,7 @@ def sharding_rules(file: str | None, model: str | None) -> Rules | None:
         raise RefusedError(f"--sharding_rules={file}: {e}") from e
 
 
-def options_of(args: argparse.Namespace, items: Path, stores: Mapping[str, ts.TensorStore]) -> Options:
+def options_of(args: argparse.Namespace, items: Store, stores: Mapping[str, ts.TensorStore]) -> Options:
     """The options that the checkpoint was made with: as given, else as it says, else as its arrays show."""
     custom = custom_metadata(items.parent) or custom_metadata(items)
     about = custom.get("weightbeam")

@@ -18,7 +18,8 @@ import tensorstore as ts
 
 from formats.orbax import STEP, find_items, open_arrays
 from formats.safetensors import open_checkpoint
-from formats.storage import StorageError, local_path
+from formats.storage import StorageError, Store
+from formats.storage.token import name_secret
 from pipelines.errors import FailedError, RefusedError
 from pipelines.options import check_options, pipeline_options
 from pipelines.prepare import SHOWN, options_of, refuse
@@ -33,15 +34,16 @@ MISSING = "is missing"
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether all of it is right."""
-    check_options(rest)
+    check_options(rest, args)
+    name_secret(args.hf_token_secret)
     if not args.checkpoint:
         raise RefusedError("--checkpoint is missing: what was made of the source")
     try:
-        items = find_items(local_path(args.checkpoint))
+        items = find_items(args.checkpoint)
         if not check_files(items) and not args.source:
             raise RefusedError("--source is missing: only a virtual checkpoint has its source with it")
         stores = open_arrays(items)
-        checkpoint = open_checkpoint(local_path(args.source)) if args.source else open_own_source(items)
+        checkpoint = open_checkpoint(args.source) if args.source else open_own_source(items)
     except StorageError as e:
         raise RefusedError(str(e)) from e
     except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged
@@ -66,7 +68,7 @@ def compare_trees(conversion: Conversion, stores: Mapping[str, ts.TensorStore]) 
         yield key, "is in the checkpoint, but nothing of the source belongs there"
 
 
-def execute(conversion: Conversion, items: Path, skipped: set[str], sample: float, rest: Sequence[str]) -> dict[str, Finding]:
+def execute(conversion: Conversion, items: Store, skipped: set[str], sample: float, rest: Sequence[str]) -> dict[str, Finding]:
     """Runs the comparison as a pipeline.
 
     Raises:

@@ -12,7 +12,7 @@ from formats.links import SOURCE, SYMBOLIC, find_changes, identities
 from formats.orbax import record_of
 from formats.references import Reference, encode_leaf
 from formats.safetensors import Checkpoint, open_checkpoint
-from formats.storage import StorageError, local_path
+from formats.storage import StorageError, Store
 from model_mappings.cells import pattern
 from model_mappings.plan import Array
 from pipelines.errors import FailedError, RefusedError
@@ -64,7 +64,7 @@ def json_report(conversion: Conversion) -> dict[str, Any]:
     return {"virtual": {"arrays": why, "bytes": sizes, "references": len(references), "amplification": loads}}
 
 
-def check_files(items: Path) -> bool:
+def check_files(items: Store) -> bool:
     """Makes sure that the files which a checkpoint refers to are those that it was made of; returns whether it is virtual.
 
     Raises:
@@ -74,13 +74,13 @@ def check_files(items: Path) -> bool:
     if changes := find_changes(items, files):
         raise FailedError("\n".join(f"  {change}" for change in changes))
     if files:
-        moved = sum(file.is_moved(items / SOURCE) for file in files)
+        moved = sum(file.is_moved(Path(str(items / SOURCE))) for file in files)
         copies = f"; {moved} are copies made since" if moved else ""
         print(f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made{copies}")
     return bool(files)
 
 
-def open_own_source(items: Path) -> Checkpoint:
+def open_own_source(items: Store) -> Checkpoint:
     """The source of a virtual checkpoint whose files `check_files` found right: its own folder, or where its links lead.
 
     Raises:
@@ -91,10 +91,10 @@ def open_own_source(items: Path) -> Checkpoint:
     if all(file.link != SYMBOLIC for file in files.values()):
         return open_checkpoint(items / SOURCE)
     try:
-        checkpoint = open_checkpoint(local_path(record["source"]))
+        checkpoint = open_checkpoint(record["source"])
     except StorageError as e:
         raise RefusedError(f"  {e}; the links in {items / SOURCE} lead there") from e
-    found = {shard.name: (shard.size, shard.mtime_ns, shard.inode) for shard in checkpoint.shards}
-    if changed := sorted(found.items() ^ {name: (file.size, file.mtime_ns, file.inode) for name, file in files.items()}.items()):
+    found = {shard.name: (shard.size, shard.version, shard.inode) for shard in checkpoint.shards}
+    if changed := sorted(found.items() ^ {name: (file.size, str(file.mtime_ns), file.inode) for name, file in files.items()}.items()):
         raise RefusedError(f"  {checkpoint.root}/{changed[0][0]} isn't the file that the checkpoint was made of")
     return checkpoint

@@ -1,18 +1,19 @@
-"""The two ends of a conversion, without Beam: the staging folder, and the checkpoint that is made of it."""
+"""The two ends of a conversion, without Beam: what is staged, and the checkpoint that is made of it."""
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
+from pathlib import Path
 
 from formats.links import HARD, SOURCE, identify, put_source
-from formats.orbax import Contents, Staging, assemble, plan_of
-from formats.storage import StorageError, write_file
+from formats.orbax import Contents, assemble, plan_of
+from formats.staging import Staging
+from formats.storage import StorageError
 from transforms.conversion import Conversion
 
 
 def stage(conversion: Conversion, staging: Staging, resume: bool, link: str = HARD, hashed: bool = False) -> bool:
-    """Prepares the staging folder: the plan, and with `--virtual` the source's files.
+    """Stages the plan, and with `--virtual` the source's files.
 
     Args:
       conversion: what to do; its plan has no problems.
@@ -27,20 +28,19 @@ def stage(conversion: Conversion, staging: Staging, resume: bool, link: str = HA
     Raises:
       LinkError: the source's files can't be put there so; what was staged only now is removed.
     """
-    if resume and plan_of(staging.folder) == conversion.hash:
+    if resume and plan_of(staging.checkpoint) == conversion.hash:
         return False
-    resumed = resume and staging.plan.exists()
+    resumed = resume and staging.is_staged()
     if resumed:
-        write_file(staging.plan, conversion.stage())  # the same plan, but the source may have moved
+        staging.write_plan(conversion.stage())
     else:
-        shutil.rmtree(staging.folder, ignore_errors=True)
         staging.create(conversion.stage())
     if conversion.virtual_bytes:
         try:
-            put_source(staging.items / SOURCE, conversion.checkpoint, link, hashed)
+            put_source(Path(str(staging.items / SOURCE)), conversion.checkpoint, link, hashed)
         except StorageError:
             if not resumed:
-                shutil.rmtree(staging.folder)
+                staging.discard()
             raise
     return True
 
@@ -52,11 +52,10 @@ def assemble_checkpoint(conversion: Conversion, staging: Staging, overwrite: boo
       StorageError: the source changed meanwhile.
       ocdbt.IncompleteError: units are missing, or don't hold what they should.
     """
-    for shard in conversion.checkpoint.shards:
-        shard.check()
+    conversion.checkpoint.check()
     record, references = conversion.record(), list(conversion.references())
     if references:
-        files = identify(staging.items / SOURCE, conversion.checkpoint)
+        files = identify(Path(str(staging.items / SOURCE)), conversion.checkpoint)
         arrays = sum(placement.spec is not None for placement in conversion.placements)
         about = {"arrays": arrays, "bytes": conversion.virtual_bytes, "chunks": len(references), "files": [dataclasses.asdict(file) for file in files]}
         record["references"] = about

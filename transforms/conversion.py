@@ -20,11 +20,11 @@ import ml_dtypes
 import numpy as np
 
 from formats.encodings import Encoding, stored_bytes
-from formats.orbax import Staging
 from formats.provenance import versions
 from formats.references import Reference
 from formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
 from formats.sources import open_source
+from formats.staging import Staging
 from formats.zarr import Format
 from model_mappings.audit import audit, drop_reason
 from model_mappings.config import Config, ConfigError, Layout
@@ -34,7 +34,7 @@ from model_mappings.registry import UnknownFamilyError, family_of
 from transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
 from transforms.mesh import Mesh, Rules, axes_in, model_rules
 from transforms.options import Options
-from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, make_blocks, pack
+from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, interleave, make_blocks, pack
 from transforms.virtual import Placement, loads_of, place_arrays, problems_of, references, warnings_of
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
@@ -155,7 +155,7 @@ class Conversion:
 
         add(DECODING_VERSION, dataclasses.asdict(self.options), self.checkpoint.config)
         for shard in self.checkpoint.shards:
-            add(shard.name, shard.size, shard.mtime_ns, [(t.name, t.dtype.name, t.shape, t.offset) for t in shard.tensors])
+            add(shard.name, shard.size, shard.version, [(t.name, t.dtype.name, t.shape, t.offset) for t in shard.tensors])
         for array in self.plan.arrays:
             add(array.key, array.shape, array.fill, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
         for grid in self.grids:
@@ -166,7 +166,8 @@ class Conversion:
 
     def record(self) -> dict[str, Any]:
         """Where the checkpoint comes from, see `formats/provenance.py`."""
-        shards = [{"name": shard.name, "size": shard.size, "mtime_ns": shard.mtime_ns, "sha256": shard.sha256} for shard in self.checkpoint.shards]
+        identity = ("name", "size", "version", "sha256", "crc32c")
+        shards = [{field: value for field in identity if (value := getattr(shard, field)) is not None} for shard in self.checkpoint.shards]
         return {
             "source": self.checkpoint.root,
             "shards": shards,
@@ -182,7 +183,7 @@ class Conversion:
     def stage(self) -> bytes:
         """The inputs, compressed; `load` makes the same conversion of them."""
         shards = [
-            [shard.name, shard.path, shard.size, shard.mtime_ns, shard.inode, [[t.name, _DTYPE_NAMES[t.dtype], t.shape, t.offset] for t in shard.tensors]]
+            vars(shard) | {"tensors": [[tensor.name, _DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset] for tensor in shard.tensors]}
             for shard in self.checkpoint.shards
         ]
         inputs = {
@@ -217,11 +218,11 @@ def load(staged: bytes) -> Conversion:
     """
     inputs = json.loads(gzip.decompress(staged))
     options = options_from(inputs["options"])
-    shards = tuple(
-        Shard(name, path, size, mtime_ns, tuple(Tensor(tensor, DTYPES[dtype], tuple(shape), path, offset) for tensor, dtype, shape, offset in tensors), inode)
-        for name, path, size, mtime_ns, inode, tensors in inputs["shards"]
-    )
-    conversion = prepare(options, Checkpoint(inputs["root"], inputs["config"], shards))
+    shards = []
+    for shard in inputs["shards"]:
+        tensors = tuple(Tensor(name, DTYPES[dtype], tuple(shape), shard["path"], offset) for name, dtype, shape, offset in shard["tensors"])
+        shards.append(Shard(**shard | {"tensors": tensors}))
+    conversion = prepare(options, Checkpoint(inputs["root"], inputs["config"], tuple(shards)))
     if conversion.hash != inputs["hash"]:
         raise RuntimeError("the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job")
     return conversion
@@ -243,7 +244,7 @@ def load_staged(staging: Staging, hash: str) -> Conversion:
     Raises:
       RuntimeError: another conversion is staged there.
     """
-    return _loaded(staging.plan.read_bytes, hash)
+    return _loaded(staging.read_plan, hash)
 
 
 def load_bytes(staged: bytes, hash: str) -> Conversion:
@@ -377,4 +378,4 @@ def _units(options: Options, arrays: Sequence[Array], made: Sequence[int], grids
         group = [made[twin] for twin in twins]
         cut = [make_blocks(number, arrays[number], grids[number], encodings, options.unit_bytes // len(group)) for number in group]
         blocks += zip(*cut, strict=True)
-    return pack(blocks, options.unit_bytes)
+    return interleave(pack(blocks, options.unit_bytes))

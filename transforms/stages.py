@@ -16,9 +16,11 @@ import apache_beam as beam
 import numpy as np
 from apache_beam.metrics import Metrics
 
-from formats.orbax import Staging, plan_of, write_unit
+from formats.orbax import plan_of, write_unit
 from formats.safetensors import read_boxes
+from formats.staging import Staging
 from formats.storage import StorageError
+from formats.storage.token import name_secret
 from formats.zarr import Format
 from transforms.arena import give_back, take
 from transforms.assembly import assemble_checkpoint
@@ -71,9 +73,12 @@ class StageFn(beam.DoFn):
 
 
 class _ReadBoxesFn(StageFn):
-    def __init__(self, budget: int | None):
+    def __init__(self, budget: int | None, secret: str | None):
         super().__init__()
-        self.budget = budget
+        self.budget, self.secret = budget, secret
+
+    def setup(self) -> None:
+        name_secret(self.secret)
 
     def run(self, work: Work) -> int:
         reads = [fetch.encoding.reads(fetch.box) for fetch in work.unit.fetches]
@@ -151,23 +156,29 @@ class _ExpandFn(beam.DoFn):
     def __init__(self, staging: Staging, plan_hash: str):
         self.staging, self.plan_hash = staging, plan_hash
 
+    def setup(self) -> None:
+        self.done = self.staging.done()  # once: asking for each unit would take a bucket longer than all of the rest
+
     def process(self, ids: tuple[int, int]) -> Iterator[bytes]:
         if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
             conversion = load_staged(self.staging, self.plan_hash)
             for unit in range(*ids):
                 # A unit that is done goes through empty, so that the assembly happens even if nothing else is left to do.
-                yield (Unit.done(unit) if self.staging.is_done(unit) else conversion.expand(unit)).pack()
+                yield (Unit.done(unit) if unit in self.done else conversion.expand(unit)).pack()
 
 
 class ReadBoxes(beam.PTransform):
-    """Descriptor of a unit -> Work with the stored boxes; waits while the units of this process would take more than `budget` bytes."""
+    """Descriptor of a unit -> Work with the stored boxes; waits while the units of this process would take more than `budget` bytes.
 
-    def __init__(self, budget: int | None = None):
+    `secret` names where the workers find the hub's token.
+    """
+
+    def __init__(self, budget: int | None = None, secret: str | None = None):
         super().__init__()
-        self.budget = budget
+        self.budget, self.secret = budget, secret
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(_ReadBoxesFn(self.budget)).with_output_types(Work)
+        return pcoll | beam.ParDo(_ReadBoxesFn(self.budget, self.secret)).with_output_types(Work)
 
 
 class Dequantize(beam.PTransform):
@@ -203,17 +214,17 @@ class WriteChunks(beam.PTransform):
 
 
 class AssembleCheckpoint(beam.PTransform):
-    """All unit ids -> the published checkpoint."""
+    """All unit ids -> the published checkpoint. `secret` as of ReadBoxes: the source is looked at once more."""
 
-    def __init__(self, staging: Staging, plan_hash: str, overwrite: bool):
+    def __init__(self, staging: Staging, plan_hash: str, overwrite: bool, secret: str | None = None):
         super().__init__()
-        self.staging, self.plan_hash, self.overwrite = staging, plan_hash, overwrite
+        self.staging, self.plan_hash, self.overwrite, self.secret = staging, plan_hash, overwrite, secret
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return (
             pcoll
             | "AllUnits" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
-            | "Assemble" >> beam.Map(_assemble, self.staging, self.plan_hash, self.overwrite)
+            | "Assemble" >> beam.Map(_assemble, self.staging, self.plan_hash, self.overwrite, self.secret)
         )
 
 
@@ -223,19 +234,21 @@ def is_published(staging: Staging, plan_hash: str) -> bool:
     Raises:
       StorageError: neither that nor staged: the folder is out of this worker's sight, or someone removed it.
     """
-    if staging.plan.exists():
+    if staging.is_staged():
         return False
-    if plan_hash not in (plan_of(staging.final), plan_of(staging.folder)):
+    if plan_hash not in (plan_of(staging.final), plan_of(staging.checkpoint)):
         raise StorageError(f"{staging.plan} is gone, and {staging.final} isn't this conversion's result")
     return True
 
 
-def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool) -> int:
+def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool, secret: str | None) -> int:
+    name_secret(secret)
     if not is_published(staging, plan_hash):
         assemble_checkpoint(load_staged(staging, plan_hash), staging, overwrite)
     return written
 
 
-def unit_ranges(units: int, size: int = 16) -> Sequence[tuple[int, int]]:
-    """Ranges of unit ids for `Create`: a few elements, however many units there are."""
+def unit_ranges(units: int, size: int = 16, most: int = 256) -> Sequence[tuple[int, int]]:
+    """Ranges of `size` unit ids for `Create`, longer ones where there would be more than `most`: what is in `Create` is in the job."""
+    size = max(size, -(-units // most))
     return [(start, min(start + size, units)) for start in range(0, units, size)]

@@ -22,7 +22,7 @@ import tensorstore as ts
 from formats.encodings import Encoding
 from formats.orbax import open_arrays
 from formats.safetensors import read_boxes
-from formats.storage import write_file
+from formats.storage import Store, write_file
 from model_mappings.axes import Range
 from model_mappings.cells import Box, Part
 from model_mappings.plan import Array, holds, is_float
@@ -303,7 +303,7 @@ def run_task(task: Task, conversion: Conversion, store: ts.TensorStore, sample: 
 class CompareArrays(beam.PTransform):
     """Numbers of tasks -> a file with all findings, which `read_findings` reads."""
 
-    def __init__(self, staged: bytes, plan_hash: str, items: Path, sample: float, report: Path):
+    def __init__(self, staged: bytes, plan_hash: str, items: Store, sample: float, report: Path):
         super().__init__()
         self.fn = _CompareFn(staged, plan_hash, items, sample)
         self.report = report
@@ -319,7 +319,7 @@ class CompareArrays(beam.PTransform):
 
 
 class _CompareFn(beam.DoFn):
-    def __init__(self, staged: bytes, plan_hash: str, items: Path, sample: float):
+    def __init__(self, staged: bytes, plan_hash: str, items: Store, sample: float):
         self.staged, self.plan_hash, self.items, self.sample = staged, plan_hash, items, sample
 
     def setup(self) -> None:

@@ -7,14 +7,21 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from formats import lease
+from formats.storage import store_and_name
 
 ROOT = Path(__file__).parents[2]
-HOLDER = "import sys, time; from pathlib import Path; from formats import lease\nwith lease.hold(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+TAKE = "import sys, time; from formats import lease; from formats.storage import store_and_name; taken = lease.hold(*store_and_name(sys.argv[1]))\n"
+HOLDER = TAKE + "with taken: print('held', flush=True); time.sleep(60)"
+
+
+def hold(path: Path) -> AbstractContextManager[None]:
+    return lease.hold(*store_and_name(str(path)))
 
 
 def start(path: Path) -> subprocess.Popen:
@@ -37,13 +44,13 @@ def test_a_living_owner_keeps_everyone_out(tmp_path: Path) -> None:
     path = tmp_path / "lease"
     process = start(path)
     try:
-        with pytest.raises(lease.HeldError, match=f"process {process.pid} on "), lease.hold(path):
+        with pytest.raises(lease.HeldError, match=f"process {process.pid} on "), hold(path):
             pass
     finally:
         process.kill()
         process.wait()
     assert path.is_symlink()
-    with lease.hold(path):
+    with hold(path):
         assert path.is_symlink()
     assert list(tmp_path.iterdir()) == []
 
@@ -52,11 +59,11 @@ def test_an_owner_elsewhere_is_stale_only_when_it_stops_renewing(tmp_path: Path)
     """Its process number says nothing here."""
     path = tmp_path / "lease"
     pretend(path, age=lease.STALE - 5)
-    with pytest.raises(lease.HeldError, match="process 1 on elsewhere"), lease.hold(path):
+    with pytest.raises(lease.HeldError, match="process 1 on elsewhere"), hold(path):
         pass
     path.unlink()
     pretend(path, age=lease.STALE + 5)
-    with lease.hold(path):
+    with hold(path):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -65,7 +72,7 @@ def test_the_owner_renews(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """A long conversion stays the owner."""
     monkeypatch.setattr(lease, "HEARTBEAT", 0.02)
     path = tmp_path / "lease"
-    with lease.hold(path):
+    with hold(path):
         os.utime(path, (0, 0), follow_symlinks=False)
         deadline = time.monotonic() + 5
         while path.lstat().st_mtime == 0 and time.monotonic() < deadline:
@@ -76,7 +83,7 @@ def test_the_owner_renews(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_lease_that_was_taken_over_is_not_removed(tmp_path: Path) -> None:
     """An owner that slept too long finds another's lease, and leaves it."""
     path = tmp_path / "lease"
-    with lease.hold(path):
+    with hold(path):
         path.unlink()
         pretend(path)
     assert path.is_symlink()
@@ -85,11 +92,7 @@ def test_a_lease_that_was_taken_over_is_not_removed(tmp_path: Path) -> None:
 def test_of_many_racers_for_a_stale_lease_one_wins(tmp_path: Path) -> None:
     """Ten times eight processes that all find it stale at the same time."""
     race = (
-        "import sys, time; from pathlib import Path; from formats import lease\n"
-        "sys.stdin.readline()\n"
-        "try:\n"
-        "    with lease.hold(Path(sys.argv[1])): print('won', flush=True); sys.stdin.readline()\n"
-        "except lease.HeldError: print('lost', flush=True)\n"
+        TAKE + "sys.stdin.readline()\ntry:\n    with taken: print('won', flush=True); sys.stdin.readline()\nexcept lease.HeldError: print('lost', flush=True)\n"
     )
     for number in range(10):
         path = tmp_path / str(number)

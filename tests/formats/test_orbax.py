@@ -15,8 +15,9 @@ import pytest
 from support import BF16, HERE
 
 from formats.ocdbt import ATTEMPT, IncompleteError
-from formats.orbax import Contents, Staging, assemble, find_items, read_arrays, write_unit
-from formats.storage import StorageError, create_file
+from formats.orbax import Contents, assemble, find_items, read_arrays, write_unit
+from formats.staging import Staging, staging_at
+from formats.storage import StorageError, Store, create_file
 from formats.zarr import ArraySpec, Format
 
 SPECS = [
@@ -50,7 +51,7 @@ def units() -> list[Shards]:
 
 
 def start(output: Path) -> Staging:
-    staging = Staging(output, 0)
+    staging = staging_at(output, 0)
     staging.create(b"the plan")
     return staging
 
@@ -66,7 +67,7 @@ def finish(staging: Staging, format: Format = DEFAULT, overwrite: bool = False) 
 
 
 def restored(staging: Staging) -> dict[str, np.ndarray]:
-    params = ocp.PyTreeCheckpointer().restore(staging.final / "items")["params"]["params"]
+    params = ocp.PyTreeCheckpointer().restore(Path(staging.final) / "items")["params"]["params"]
     return {"params.params.a": params["a"], "params.params.b.c": params["b"]["c"], "params.params.b.d": params["b"]["d"]}
 
 
@@ -75,13 +76,13 @@ def assert_whole(staging: Staging) -> None:
     for spec in SPECS:
         got = restored(staging)[spec.key]
         assert (got.dtype, got.shape, got.tobytes()) == (spec.dtype, spec.shape, values(spec).tobytes())
-    assert [path.name for path in staging.output.iterdir()] == ["0"]
-    assert {path.name for path in staging.final.iterdir()} == {"items", "_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json"}
-    assert (staging.final / "items" / "commit_success.txt").exists()
+    assert [path.name for path in Path(staging.output).iterdir()] == ["0"]
+    assert {path.name for path in Path(staging.final).iterdir()} == {"items", "_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json"}
+    assert (Path(staging.final) / "items" / "commit_success.txt").exists()
 
 
-def attempts(items: Path) -> set[str]:
-    return {path.name.removeprefix(ATTEMPT) for path in items.glob(f"{ATTEMPT}*")}
+def attempts(items: Store) -> set[str]:
+    return {name.removeprefix(ATTEMPT) for name in items.folders() if name.startswith(ATTEMPT)}
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -92,8 +93,8 @@ def test_units_become_a_checkpoint(tmp_path: Path, format: Format) -> None:
     assert set(staging.done()) == {0, 1, 2, 3}
     finish(staging, format)
     assert_whole(staging)
-    metadata = json.loads((staging.final / "_CHECKPOINT_METADATA").read_bytes())
-    record = json.loads((staging.final / "conversion.json").read_bytes())
+    metadata = json.loads((Path(staging.final) / "_CHECKPOINT_METADATA").read_bytes())
+    record = json.loads((Path(staging.final) / "conversion.json").read_bytes())
     assert record["source"] == "here"
     assert set(record["digests"]) == {spec.key for spec in SPECS}
     assert metadata["custom_metadata"] == {"scan_layers": True, "weightbeam": record | {"dropped": {"why": 2}}}
@@ -106,10 +107,10 @@ def test_of_two_attempts_at_a_unit_one_counts(tmp_path: Path, format: Format) ->
     first = write_unit(staging, 0, units()[0], format)
     assert write_unit(staging, 0, units()[0], format) == first
     write_all(staging, format, done=(0,))
-    assert staging.done()[0] == first
+    assert staging.ledger()[0]["attempt"] == first
     if format.use_ocdbt:
         assert len(attempts(staging.items)) == 5
-    counted = set(staging.done().values())
+    counted = {entry["attempt"] for entry in staging.ledger().values()}
     finish(staging, format)
     assert_whole(staging)
     if format.use_ocdbt:
@@ -132,7 +133,7 @@ def test_a_missing_unit_is_refused(tmp_path: Path, format: Format) -> None:
     write_all(staging, format, done=(1,))
     with pytest.raises(IncompleteError, match=r"1 of 4 units are missing, e\.g\. \[1\]"):
         finish(staging, format)
-    assert not staging.final.exists()
+    assert not Path(staging.final).exists()
     write_unit(staging, 1, units()[1], format)
     finish(staging, format)
     assert_whole(staging)
@@ -146,7 +147,7 @@ def test_a_unit_without_all_of_its_shards_is_refused(tmp_path: Path, format: For
     write_all(staging, format, done=(1,))
     with pytest.raises(IncompleteError, match="1 keys missing"):
         finish(staging, format)
-    assert not staging.final.exists()
+    assert not Path(staging.final).exists()
 
 
 def test_a_shard_in_two_units_is_refused(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_a_shard_in_two_units_is_refused(tmp_path: Path) -> None:
     write_all(staging, Format(), done=(3,))
     with pytest.raises(IncompleteError, match="1 written twice"):
         finish(staging)
-    assert not staging.final.exists()
+    assert not Path(staging.final).exists()
 
 
 @pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False)], ids=str)
@@ -168,18 +169,18 @@ def test_an_array_that_nobody_asked_for_is_refused(tmp_path: Path, format: Forma
     write_all(staging, format, done=(3,))
     with pytest.raises(IncompleteError, match=r"1 extra.*zzz"):
         finish(staging, format)
-    assert not staging.final.exists()
+    assert not Path(staging.final).exists()
 
 
 def test_a_lost_database_is_noticed(tmp_path: Path) -> None:
     """A database that the ledger names but that is gone merges as empty, silently, in TensorStore: the keys are missing here."""
     staging = start(tmp_path / "out")
     write_all(staging, Format())
-    lost = staging.items / f"{ATTEMPT}{staging.done()[2]}"
+    lost = Path(staging.items) / f"{ATTEMPT}{staging.ledger()[2]['attempt']}"
     lost.rename(tmp_path / "elsewhere")
     with pytest.raises(IncompleteError, match="missing"):
         finish(staging)
-    assert not staging.final.exists()
+    assert not Path(staging.final).exists()
 
 
 @pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False, use_zarr3=False)], ids=str)
@@ -188,27 +189,27 @@ def test_assembling_twice_changes_nothing(tmp_path: Path, format: Format) -> Non
     staging = start(tmp_path / "out")
     write_all(staging, format)
     finish(staging, format)
-    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in staging.output.rglob("*")}
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in Path(staging.output).rglob("*")}
     finish(staging, format)
-    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in staging.output.rglob("*")} == before
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in Path(staging.output).rglob("*")} == before
 
 
 def test_an_existing_checkpoint_isnt_touched(tmp_path: Path) -> None:
     """Without `overwrite` it is neither replaced nor mixed with the new one."""
     staging = start(tmp_path / "out")
-    staging.final.mkdir()
-    (staging.final / "old").write_text("old")
+    Path(staging.final).mkdir()
+    (Path(staging.final) / "old").write_text("old")
     write_all(staging, Format())
     with pytest.raises(OSError, match=r"not empty|exists"):
         finish(staging)
-    assert (staging.final / "old").read_text() == "old"
+    assert (Path(staging.final) / "old").read_text() == "old"
 
 
 def test_overwrite_leaves_nothing_of_the_old_checkpoint(tmp_path: Path) -> None:
     """With it the new one stands in its place, alone."""
     staging = start(tmp_path / "out")
-    staging.final.mkdir()
-    (staging.final / "old").write_text("old")
+    Path(staging.final).mkdir()
+    (Path(staging.final) / "old").write_text("old")
     write_all(staging, Format())
     finish(staging, overwrite=True)
     assert_whole(staging)
@@ -221,7 +222,7 @@ WRITER = """
 import os, runpy, signal, sys, time
 sys.path.insert(0, {here!r})
 test = runpy.run_path({this!r})
-import formats.orbax
+import formats.orbax, formats.storage.local
 format = test["Format"](use_ocdbt={use_ocdbt})
 
 def write(staging, number, unit, ready):
@@ -230,7 +231,7 @@ def write(staging, number, unit, ready):
 
 def run(moment, staging, ready):
     if moment is None:
-        formats.orbax.create_file = lambda *_: os._exit(9)
+        formats.storage.local.create_file = lambda *_: os._exit(9)
     write(staging, 0, 0, ready)
     for number in range(4, 10**9):
         write(staging, number, 1, ready)
@@ -254,8 +255,8 @@ MOMENTS = [None, 0.0, 0.003, 0.01, 0.02, 0.05]  # seconds after the first unit; 
 def dead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Format, dict[float | None, Staging]]:
     """What processes left behind that wrote a unit, and then others without end, until they died at a moment."""
     folder = tmp_path_factory.mktemp("dead")
-    left = {moment: Staging(folder / str(moment), 0) for moment in MOMENTS}
-    jobs = [(moment, str(staging.output)) for moment, staging in left.items()]
+    left = {moment: staging_at(folder / str(moment), 0) for moment in MOMENTS}
+    jobs = [(moment, str(Path(staging.output))) for moment, staging in left.items()]
     script = WRITER.format(here=str(HERE), this=__file__, use_ocdbt=request.param, jobs=jobs)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     statuses = [int(line) for line in ran.stdout.split()]
@@ -286,7 +287,7 @@ def test_kills_at_any_moment_leave_nothing_that_counts_halfway(dead: tuple[Forma
     done = staging.done()
     assert 0 in done
     for unit in [number for number in done if number >= 4]:  # beyond the four of the checkpoint: not in this one
-        (staging.units / f"{unit}.json").unlink()
+        staging.work.delete(f"units/{unit}.json")
     write_all(staging, format, done=(0,))
     finish(staging, format)
     assert_whole(staging)
@@ -311,7 +312,7 @@ def test_what_was_written_is_what_inspection_reads(tmp_path: Path, format: Forma
     write_all(staging, format)
     finish(staging, format)
     items = staging.final / "items"
-    assert [find_items(path) for path in (staging.output, staging.final, items)] == [items] * 3
+    assert [find_items(place) for place in (staging.output, staging.final, items)] == [items] * 3
     found = {array.spec.key: array for array in read_arrays(items)}
     assert set(found) == {*(spec.key for spec in SPECS), "step"}
     for spec in SPECS:

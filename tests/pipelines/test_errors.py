@@ -17,8 +17,8 @@ import pytest
 from safetensors.numpy import save_file
 from support import DEEPSEEK, FP8, INDEX, LLAMA, call, convert, random_tensors, read_config, read_file, save, split
 
-from formats.orbax import Staging
 from formats.safetensors import open_checkpoint
+from formats.staging import staging_at
 from pipelines.cli import FailedError
 from pipelines.execution import execute
 from pipelines.options import pipeline_options
@@ -387,5 +387,5 @@ def test_a_source_that_changes_after_it_was_planned(tmp_path: Path) -> None:
     conversion = prepare(Options(), open_checkpoint(source))
     os.truncate(source / "model.safetensors", 3000)
     with pytest.raises(FailedError, match=r"model\.safetensors: ends at byte 3000[^$]*--resume"):
-        execute(conversion, Staging(tmp_path / "out", 0), pipeline_options([]))
+        execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))
     assert not (tmp_path / "out" / "0").exists()

@@ -12,8 +12,8 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, convert, digests, given, given_arrays, headers_only, nbytes, random_tensors, restore, save, split
 
-from formats.orbax import Staging
 from formats.safetensors import open_checkpoint
+from formats.staging import staging_at
 from pipelines.execution import build, execute
 from pipelines.options import pipeline_options
 from transforms.arena import Arena
@@ -29,7 +29,7 @@ CASE = "qwen3-moe"
 def test_the_stages_are_one_chain(tmp_path: Path) -> None:
     """Each stage is a transform of its own, whose only input is what the one before puts out."""
     pipeline = beam.Pipeline(options=PipelineOptions([]))
-    build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), Staging(tmp_path / "out", 0))
+    build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), staging_at(tmp_path / "out", 0))
     proto = pipeline.to_runner_api()
     transforms = proto.components.transforms
     (root,) = (transforms[name] for name in proto.root_transform_ids)
@@ -43,7 +43,7 @@ def test_the_stages_are_one_chain(tmp_path: Path) -> None:
 def test_nothing_is_shuffled_between_read_and_write(tmp_path: Path) -> None:
     """Two shuffles: of descriptors before the stages that hold arrays, and of ids behind them; each of those stages is one plain ParDo."""
     pipeline = beam.Pipeline(options=PipelineOptions([]))
-    build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), Staging(tmp_path / "out", 0))
+    build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), staging_at(tmp_path / "out", 0))
     leaves = [t for t in pipeline.to_runner_api().components.transforms.values() if t.spec.urn and not t.subtransforms]
     shuffles = {t.unique_name.split("/")[0] for t in leaves if t.spec.urn == "beam:transform:group_by_key:v1"}
     assert shuffles == {"ExpandUnits", "AssembleCheckpoint"}
@@ -59,7 +59,7 @@ def test_every_stage_did_its_own_work(generated: Path, tmp_path: Path) -> None:
     """
     conversion = prepare(Options(unit_bytes=100_000), open_checkpoint(generated / "cases" / CASE))
     assert len(conversion.units) > 5
-    result = execute(conversion, Staging(tmp_path / "out", 0), pipeline_options([]))
+    result = execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))
     found = {(counter.key.metric.namespace, counter.key.metric.name): counter.result for counter in result.metrics().query()["counters"]}
     for stage in WORKING:
         assert found[stage, "bytes"] > 0

@@ -18,10 +18,9 @@ import orbax.checkpoint as ocp
 import pytest
 from support import BF16, DEEPSEEK, LLAMA, assert_same_bits, call, convert, digests, flatten, random_tensors, reference, restore, save, split
 
-from formats.lease import hold
 from formats.ocdbt import ATTEMPT
-from formats.orbax import Staging
 from formats.safetensors import open_checkpoint
+from formats.staging import staging_at
 from pipelines.execution import execute
 from pipelines.options import pipeline_options
 from transforms.conversion import Options, prepare
@@ -71,8 +70,8 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     conversion = prepare(Options(unit_bytes=8000, mesh=("fsdp=2",)), open_checkpoint(source))
     rest = [conversion.expand(unit) for unit in range(len(conversion.units)) if f"{unit}.json" not in second]
     assert len(rest) > 3
-    with hold(Staging(output, 0).lease):  # the killed process's, which is stale
-        result = execute(conversion, Staging(output, 0), pipeline_options([]), resume=True)
+    with staging_at(output, 0).hold():  # the killed process's, which is stale
+        result = execute(conversion, staging_at(output, 0), pipeline_options([]), resume=True)
     assert result is not None
     (written,) = [c.result for c in result.metrics().query()["counters"] if (c.key.metric.namespace, c.key.metric.name) == ("WriteChunks", "bytes")]
     assert written == sum(math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for unit in rest for job in unit.jobs)
@@ -258,7 +257,7 @@ def test_a_second_conversion_into_the_same_output_is_refused(source: Path, tmp_p
     """While another holds the lease: exit 2, in whatever mode, and nothing is touched. Another step is free."""
     output = tmp_path / "out"
     output.mkdir()
-    with hold(Staging(output, 0).lease):
+    with staging_at(output, 0).hold():
         for mode in ((), ("--overwrite",), ("--resume",)):
             assert call("convert", "--source", source, "--output", output, *mode) == 2
             assert f"another conversion (process {os.getpid()} on " in capsys.readouterr().err

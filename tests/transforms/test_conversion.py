@@ -96,7 +96,7 @@ def test_the_hash_tells_sources_apart() -> None:
     checkpoint = headers_only(LLAMA)
     shard = checkpoint.shards[0]
     others = [
-        dataclasses.replace(checkpoint, shards=(dataclasses.replace(shard, mtime_ns=1),)),
+        dataclasses.replace(checkpoint, shards=(dataclasses.replace(shard, version="1"),)),
         dataclasses.replace(checkpoint, shards=(dataclasses.replace(shard, size=shard.size + 1),)),
         dataclasses.replace(checkpoint, shards=(dataclasses.replace(shard, name="other.safetensors"),)),
         dataclasses.replace(checkpoint, config=checkpoint.config | {"rms_norm_eps": 1e-6}),

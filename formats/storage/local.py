@@ -1,31 +1,21 @@
-"""Where bytes lie. Local files only so far; `gs://` and `hf://` are refused by name."""
+"""Local files: reads of ranges without copies, writes that last."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
+import shutil
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+from formats.storage.store import File, Range, StorageError, Store
 
 PAGE = 4096  # bytes; what a disk reads at least
 MAX_BUFFERS = 1024  # IOV_MAX on Linux
-
-
-class StorageError(OSError):
-    """A file can't be read or written, or isn't what it was."""
-
-
-def local_path(url: str) -> Path:
-    """The local path of `url`, absolute: workers may run elsewhere.
-
-    Raises:
-      StorageError: the URL names a store that isn't supported.
-    """
-    scheme, separator, _ = url.partition("://")
-    if separator:
-        raise StorageError(f"{url}: {scheme}:// isn't supported yet, only local folders are")
-    return Path(url).expanduser().absolute()
 
 
 def open_file(path: str) -> int:
@@ -41,7 +31,7 @@ def open_file(path: str) -> int:
     return fd
 
 
-def read_ranges(path: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
+def read_ranges(path: str, ranges: Iterable[Range]) -> int:
     """Reads ranges of a file into buffers: `(offset, buffer)` each, as long as its buffer.
 
     Ranges less than a page apart go into one system call (the gap into a scratch buffer), so that no page is read twice.
@@ -141,3 +131,94 @@ def create_file(path: Path, data: bytes) -> bool:
     finally:
         os.unlink(temporary)
     return True
+
+
+class LocalFolder(Store):
+    """A folder of this machine, or of a file system that it has mounted."""
+
+    at_a_time = 1
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.url)
+
+    def __fspath__(self) -> str:
+        return self.url
+
+    def check_readable(self) -> None:
+        if not self.folder.is_dir():
+            raise StorageError(f"{self.url}: no such folder")
+
+    def check_file(self, name: str) -> None:
+        """Links may lead within the folder, and from a hub cache's snapshot to its blobs."""
+        try:
+            root, target = self.folder.resolve(), (self.folder / name).resolve()
+        except RuntimeError as e:
+            raise StorageError("a symbolic link that leads back to itself") from e
+        if not target.is_relative_to(root) and not (root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"):
+            raise StorageError("a symbolic link that leads out of the folder")
+
+    def make(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def unmake(self) -> None:
+        with contextlib.suppress(OSError):  # it isn't empty, or was never there
+            self.folder.rmdir()
+
+    def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
+        below = self.folder / prefix.rpartition("/")[0]
+        found = below.rglob("*") if recursive else below.glob("*")
+        names = sorted(str(path.relative_to(self.folder)) for path in found)
+        return [file for name in names if name.startswith(prefix) and (file := self.stat(name))]
+
+    def entries(self) -> Sequence[str]:
+        return sorted(os.listdir(self.folder))
+
+    def folders(self) -> Sequence[str]:
+        return sorted(path.name for path in self.folder.glob("*") if path.is_dir())
+
+    def stat(self, name: str) -> File | None:
+        path = self.folder / name
+        try:
+            found = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if stat.S_ISDIR(found.st_mode):
+            return None
+        return File(name, found.st_size, str(found.st_mtime_ns), found.st_mtime, found.st_ino, _sha256_of_blob(path))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        with open(open_file(self.path(name)), "rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+
+    def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
+        return read_ranges(self.path(name), ranges)
+
+    def write(self, name: str, data: bytes) -> None:
+        write_file(self._make_way(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        return create_file(self._make_way(name), data)
+
+    def delete(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+
+    def delete_folder(self, name: str = "") -> None:
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def kvstore(self) -> dict[str, Any]:
+        return {"driver": "file", "path": f"{self.url}/"}
+
+    def _make_way(self, name: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def _sha256_of_blob(path: Path) -> str | None:
+    """The hash of a file in a hub's cache, which names its blobs by it."""
+    if not path.is_symlink():
+        return None
+    blob = path.resolve()
+    return blob.name if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name) else None

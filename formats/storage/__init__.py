@@ -1,0 +1,44 @@
+"""Where bytes lie: local folders, buckets (`gs://`) and the hub's repositories (`hf://`), behind one interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from formats.storage.local import TEMPORARY, LocalFolder, create_file, sync_folder, write_file
+from formats.storage.store import File, Range, StorageError, Store, reason
+
+__all__ = [
+    "TEMPORARY", "File", "LocalFolder", "Range", "StorageError", "Store",
+    "create_file", "open_store", "reason", "store_and_name", "sync_folder", "write_file",
+]  # fmt: skip
+
+
+def open_store(where: str | Path | Store) -> Store:
+    """The store that a URL names; a path without a scheme is a local folder, and is made absolute: workers may run elsewhere.
+
+    Nothing is read, but for a hub's revision, which is resolved to a commit here, once.
+
+    Raises:
+      StorageError: there is no such store, or the hub has no such revision.
+    """
+    if isinstance(where, Store):
+        return where
+    url = str(where)
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        return LocalFolder(str(Path(url).expanduser().absolute()))
+    if scheme == "gs":
+        from formats.storage.bucket import Bucket  # only now: the clients take a while to import
+
+        return Bucket(url.rstrip("/"))
+    if scheme == "hf":
+        from formats.storage.hub import open_repository
+
+        return open_repository(url.rstrip("/"))
+    raise StorageError(f"{url}: {scheme}:// isn't supported; local folders, gs://bucket/folder and hf://organisation/model are")
+
+
+def store_and_name(path: str) -> tuple[Store, str]:
+    """The store of a file that `Store.path` named, and the file's name in it."""
+    folder, _, name = path.rpartition("/")
+    return open_store(folder or "/"), name

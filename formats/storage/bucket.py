@@ -1,0 +1,215 @@
+"""Buckets of Google Cloud Storage: google-cloud-storage for what is small or conditional, TensorStore for what is large."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import tensorstore as ts
+from google.api_core import exceptions
+from google.api_core.retry import Retry
+from google.auth.exceptions import DefaultCredentialsError, TransportError
+from google.cloud import storage
+from google.cloud.storage.retry import DEFAULT_RETRY
+from requests.exceptions import RequestException
+
+from formats.storage.store import File, Range, Request, StorageError, Store, make_requests
+
+TIMEOUT = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
+RETRY: Retry = DEFAULT_RETRY.with_timeout(300.0)  # seconds in all; backs off, and only what a repetition can mend is repeated
+MOST = 16 << 20  # bytes of a request
+AT_A_TIME = 4  # requests of one read, so that one unit holds at most 64 MiB beside its buffers
+FIELDS = "items(name,size,generation,crc32c,updated),prefixes,nextPageToken"
+CONTEXT = {"gcs_request_concurrency": {"limit": 32}, "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"}}
+
+# A connection over which next to nothing comes for so long is given up, and the request repeated: a stall isn't a hang.
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "30")
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1024")
+
+
+@functools.cache
+def _client() -> storage.Client:
+    """This process's client."""
+    try:
+        return storage.Client()
+    except DefaultCredentialsError as e:
+        raise StorageError("gs:// needs Google credentials, and there are none; `gcloud auth application-default login` makes them") from e
+    except OSError as e:  # no project, which only creating buckets would need
+        return storage.Client(project="none") if "project" in str(e).lower() else _fail("gs://", e)
+
+
+@functools.cache
+def _context() -> ts.Context:
+    return ts.Context(CONTEXT)
+
+
+def _fail(url: str, error: Exception) -> NoReturn:
+    """Turns a client's error into ours."""
+    message = getattr(error, "message", None) or str(error) or type(error).__name__
+    hint = ""
+    if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized):
+        hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
+    raise StorageError(f"{url}: {message.splitlines()[0]}{hint}") from error
+
+
+class Bucket(Store):
+    """A folder of a bucket: the objects whose names begin with it."""
+
+    at_a_time = 16
+
+    def __init__(self, url: str):
+        super().__init__(url)
+        self.bucket, _, self.folder = url.removeprefix("gs://").partition("/")
+        if not self.bucket:
+            raise StorageError(f"{url}: names no bucket; it should be gs://bucket/folder")
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.folder}/" if self.folder else ""
+
+    def _blob(self, name: str) -> storage.Blob:
+        return _client().bucket(self.bucket).blob(f"{self._prefix}{name}")
+
+    @contextlib.contextmanager
+    def _told(self, name: str = "") -> Iterator[None]:
+        """Turns the clients' errors into ours, but for those that say that nothing is there, or something else than was asked for."""
+        try:
+            yield
+        except (exceptions.NotFound, exceptions.PreconditionFailed, StorageError):
+            raise
+        except (exceptions.GoogleAPICallError, exceptions.RetryError, RequestException, TransportError, ValueError, OSError) as e:
+            _fail(self.path(name) if name else self.url, e)
+
+    def check_readable(self) -> None:
+        with self._told():
+            try:
+                pages = _client().list_blobs(self.bucket, prefix=self._prefix, max_results=1, fields=FIELDS, timeout=TIMEOUT, retry=RETRY)
+                if next(iter(pages), None) is None:
+                    raise StorageError(f"{self.url}: no objects there")
+            except exceptions.NotFound as e:
+                raise StorageError(f"{self.url}: no such bucket") from e
+
+    def _list(self, prefix: str, recursive: bool) -> tuple[list[File], set[str]]:
+        with self._told():
+            try:
+                delimiter = None if recursive else "/"
+                found = _client().list_blobs(
+                    self.bucket, prefix=f"{self._prefix}{prefix}", delimiter=delimiter, fields=FIELDS, timeout=TIMEOUT, retry=RETRY, page_size=1000
+                )
+                files = [self._file(blob) for blob in found if not blob.name.endswith("/")]
+            except exceptions.NotFound as e:
+                raise StorageError(f"gs://{self.bucket}: no such bucket") from e
+        return sorted(files, key=lambda file: file.name), set(found.prefixes)
+
+    def _file(self, blob: storage.Blob) -> File:
+        updated = blob.updated.timestamp() if blob.updated else 0.0
+        return File(blob.name.removeprefix(self._prefix), blob.size or 0, str(blob.generation), updated, crc32c=blob.crc32c)
+
+    def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
+        return self._list(prefix, recursive)[0]
+
+    def folders(self) -> Sequence[str]:
+        return sorted(prefix.removeprefix(self._prefix).rstrip("/") for prefix in self._list("", recursive=False)[1])
+
+    def stat(self, name: str) -> File | None:
+        with self._told(name):
+            try:
+                blob = self._blob(name)
+                blob.reload(timeout=TIMEOUT, retry=RETRY)
+                return self._file(blob)
+            except exceptions.NotFound:
+                return None
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        if stop is not None and stop <= start:
+            return b""
+        with self._told(name):
+            try:
+                last = None if stop is None else stop - 1
+                return self._blob(name).download_as_bytes(start=start or None, end=last, raw_download=True, checksum=None, timeout=TIMEOUT, retry=RETRY)
+            except exceptions.RequestRangeNotSatisfiable:
+                return b""
+            except exceptions.NotFound as e:
+                raise FileNotFoundError(2, "no such object", self.path(name)) from e
+
+    def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
+        store = ts.KvStore.open(self.kvstore(), context=_context()).result()
+        total = 0
+        waiting: collections.deque[tuple[Request, ts.Future]] = collections.deque()
+
+        def finish() -> None:
+            request, future = waiting.popleft()
+            try:
+                found = future.result()
+            except Exception as e:
+                raise StorageError(f"{self.path(name)}: bytes {request.start:,} to {request.stop:,}: {e}") from e
+            if found.state != "value" or len(found.value) != request.stop - request.start:
+                raise StorageError(f"{self.path(name)}: is gone, or ends before byte {request.stop:,}; was it changed after it was planned?")
+            if version is not None and _generation(found.stamp.generation) != version:
+                raise StorageError(f"{self.path(name)} changed while it was converted; start anew with --overwrite")
+            request.scatter(request.start, memoryview(found.value))
+
+        for request in make_requests(ranges, MOST):
+            if len(waiting) == AT_A_TIME:
+                finish()
+            waiting.append((request, store.read(name, byte_range=slice(request.start, request.stop))))
+            total += request.stop - request.start
+        while waiting:
+            finish()
+        return total
+
+    def write(self, name: str, data: bytes) -> None:
+        self._upload(name, data, None)
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            self._upload(name, data, 0)
+        except exceptions.PreconditionFailed:
+            with contextlib.suppress(FileNotFoundError):
+                return self.read(name) == data  # it is ours, and the answer to the first attempt was lost
+            return False
+        return True
+
+    def replace(self, name: str, data: bytes, version: str) -> str | None:
+        """Writes an object whole if it is still of that version; returns its new version, or None where it isn't."""
+        try:
+            return self._upload(name, data, int(version))
+        except (exceptions.PreconditionFailed, exceptions.NotFound):
+            return None
+
+    def _upload(self, name: str, data: bytes, generation: int | None) -> str:
+        with self._told(name):
+            blob = self._blob(name)
+            try:
+                blob.upload_from_string(
+                    data, content_type="application/octet-stream", if_generation_match=generation, checksum="crc32c", timeout=TIMEOUT, retry=RETRY
+                )
+            except exceptions.NotFound as e:
+                if generation:
+                    raise
+                raise StorageError(f"gs://{self.bucket}: no such bucket") from e
+            return str(blob.generation)
+
+    def delete(self, name: str, version: str | None = None) -> None:
+        """Deletes an object; only that version of it, if one is named."""
+        with self._told(name), contextlib.suppress(exceptions.NotFound, exceptions.PreconditionFailed):
+            self._blob(name).delete(if_generation_match=None if version is None else int(version), timeout=TIMEOUT, retry=RETRY)
+
+    def delete_folder(self, name: str = "") -> None:
+        names = [file.name for file in self.list(f"{name}/" if name else "")]
+        with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
+            for _ in pool.map(self.delete, names):
+                pass
+
+    def kvstore(self) -> dict[str, Any]:
+        return {"driver": "gcs", "bucket": self.bucket, "path": self._prefix}
+
+
+def _generation(stamp: bytes) -> str:
+    """The generation that TensorStore's stamp holds: eight bytes, the lowest first, and one that says what kind it is."""
+    return str(int.from_bytes(stamp[:8], "little"))

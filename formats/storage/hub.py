@@ -1,0 +1,231 @@
+"""Repositories of the Hugging Face hub, read at one commit, in ranges.
+
+A file's URL is resolved once in each process, to where its bytes lie; that address is signed, needs no token, and is asked for
+anew when it has expired. So a hub sees one request a file, and its token goes nowhere else.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+import httpx2
+import tenacity
+from huggingface_hub import HfApi, ModelInfo, constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import build_hf_headers, http_stream_backoff, logging
+
+from formats.storage.store import File, Range, Request, StorageError, Store, make_requests
+from formats.storage.token import token
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+TIMEOUT = httpx2.Timeout(30.0, connect=10.0)  # seconds between two pieces of an answer, and to connect
+ATTEMPTS = 8  # without a byte of progress
+MOST = 16 << 20  # bytes of a request
+CONNECTIONS = 16  # of this process
+
+logging.set_verbosity_error()  # its warnings show signed addresses
+
+
+def open_repository(url: str) -> Repository:
+    """`hf://organisation/model`, `@` a branch, tag or commit; the revision is resolved to a commit.
+
+    Raises:
+      StorageError: the hub can't be reached, has no such thing, or doesn't let us.
+    """
+    repo, _, revision = url.removeprefix("hf://").partition("@")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
+        raise StorageError(f"{url}: should be hf://organisation/model, with @revision for another than main")
+    if COMMIT.fullmatch(revision):
+        return Repository(url)
+    found = _info(repo, revision or None, url)
+    _INFO[repo, found.sha] = found
+    return Repository(f"hf://{repo}@{found.sha}")
+
+
+class Repository(Store):
+    """A repository at a commit; read only."""
+
+    def __init__(self, url: str):
+        super().__init__(url)
+        self.repo, _, self.commit = url.removeprefix("hf://").partition("@")
+
+    def check_readable(self) -> None:
+        if self._info().gated:
+            try:
+                repeated(api().auth_check)(self.repo)
+            except (HfHubHTTPError, httpx2.HTTPError) as e:
+                _fail(self.url, self.repo, e)
+
+    def _info(self) -> ModelInfo:
+        if (self.repo, self.commit) not in _INFO:
+            _INFO[self.repo, self.commit] = _info(self.repo, self.commit, self.url)
+        return _INFO[self.repo, self.commit]
+
+    def files(self) -> dict[str, File]:
+        """Everything in the repository, by name."""
+        found = self._info().siblings or []
+        hashes = {file.rfilename: file.lfs.sha256 for file in found if file.lfs}
+        return {file.rfilename: File(file.rfilename, file.size or 0, self.commit, sha256=hashes.get(file.rfilename)) for file in found}
+
+    def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
+        files = sorted(self.files().items())
+        return [file for name, file in files if name.startswith(prefix) and (recursive or "/" not in name.removeprefix(prefix))]
+
+    def stat(self, name: str) -> File | None:
+        return self.files().get(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        if (file := self.stat(name)) is None:
+            raise FileNotFoundError(2, "no such file", self.path(name))
+        stop = file.size if stop is None else min(stop, file.size)
+        buffer = bytearray(max(0, stop - start))
+        self.read_into(name, [(start, memoryview(buffer))] if buffer else [])
+        return bytes(buffer)
+
+    def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
+        wanted = list(make_requests(ranges, MOST))
+        if len(wanted) == 1:
+            self._fetch(name, wanted[0])
+        else:
+            for done in [_pool().submit(self._fetch, name, request) for request in wanted]:
+                done.result()
+        return sum(request.stop - request.start for request in wanted)
+
+    def _fetch(self, name: str, request: Request) -> None:
+        """Fetches one stretch, going on where a connection broke."""
+        done, failures = request.start, 0
+        while done < request.stop:
+            before = done
+            try:
+                location, headers = _locations(self.repo, self.commit, name)
+                wanted = headers | {"Range": f"bytes={done}-{request.stop - 1}", "Accept-Encoding": "identity"}
+                with http_stream_backoff("GET", location, headers=wanted, timeout=TIMEOUT, max_retries=ATTEMPTS, follow_redirects=False) as answer:
+                    if answer.status_code in (401, 403):  # the signature has expired
+                        _locations.forget(self.repo, self.commit, name, location)
+                        raise _BrokenError(f"{answer.status_code} {answer.reason_phrase}")
+                    if answer.status_code != 206:
+                        raise StorageError(f"{self.path(name)}: asked for bytes {done:,} to {request.stop:,}, was answered {answer.status_code}")
+                    try:
+                        for data in answer.iter_raw():
+                            request.scatter(done, memoryview(data)[: request.stop - done])
+                            done += len(data)
+                    except httpx2.TransportError as e:
+                        raise _BrokenError(str(e) or type(e).__name__) from e
+                if done < request.stop:
+                    raise _BrokenError("the answer was too short")
+            except EntryNotFoundError as e:
+                raise FileNotFoundError(2, "no such file", self.path(name)) from e
+            except (HfHubHTTPError, httpx2.HTTPError) as e:
+                _fail(self.path(name), self.repo, e)
+            except _BrokenError as e:
+                failures = 0 if done > before else failures + 1
+                if failures == ATTEMPTS:
+                    raise StorageError(f"{self.path(name)}: at byte {done:,}, {ATTEMPTS} times in a row: {e}") from e
+                time.sleep(min(30.0, 0.1 * 2**failures))
+
+
+class _BrokenError(Exception):
+    """A connection ended before everything was there."""
+
+
+class _Locations:
+    """Where the bytes of files lie: for each the address, and the headers that it needs."""
+
+    def __init__(self) -> None:
+        self._locks: defaultdict[tuple[str, str, str], threading.Lock] = defaultdict(threading.Lock)
+        self._found: dict[tuple[str, str, str], str] = {}
+
+    def __call__(self, repo: str, commit: str, name: str) -> tuple[str, dict[str, str]]:
+        key = (repo, commit, name)
+        with self._locks[key]:  # the others wait for an address rather than ask for it too
+            if key not in self._found:
+                url = hf_hub_url(repo, name, revision=commit, endpoint=_endpoint())
+                self._found[key] = get_hf_file_metadata(url, token=token() or False, timeout=30.0, retry_on_errors=True, endpoint=_endpoint()).location
+            location = self._found[key]
+        ours = urlsplit(location)[:2] == urlsplit(_endpoint())[:2]
+        return location, build_hf_headers(token=token() or False if ours else False)
+
+    def forget(self, repo: str, commit: str, name: str, location: str) -> None:
+        """Asks anew next time, unless someone has done so already."""
+        with self._locks[repo, commit, name]:
+            if self._found.get((repo, commit, name)) == location:
+                del self._found[repo, commit, name]
+
+
+_locations = _Locations()
+
+
+@functools.cache
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(CONNECTIONS, "hub")
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
+
+
+def api() -> HfApi:
+    """The hub's interface, as us."""
+    return HfApi(endpoint=_endpoint(), token=token() or False, library_name="weightbeam")
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether a request that failed so may succeed when it is repeated."""
+    if isinstance(error, HfHubHTTPError):
+        return error.response is not None and error.response.status_code in (408, 429, 500, 502, 503, 504)
+    return isinstance(error, httpx2.TransportError)
+
+
+def wait(state: tenacity.RetryCallState) -> float:
+    """Seconds before the next attempt: what the hub asks for, else more each time."""
+    error = state.outcome.exception() if state.outcome else None
+    asked = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) and error.response is not None else ""
+    return float(asked) if asked.isdigit() else min(30.0, 0.5 * 2**state.attempt_number)
+
+
+repeated = tenacity.retry(retry=tenacity.retry_if_exception(is_passing), wait=wait, stop=tenacity.stop_after_attempt(ATTEMPTS), reraise=True)
+
+
+_INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repository at a commit, which doesn't change
+
+
+def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
+    try:
+        return repeated(api().model_info)(repo, revision=revision, files_metadata=True, timeout=30.0)
+    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError) as e:
+        _fail(url, repo, e)
+
+
+def _fail(url: str, repo: str, error: Exception) -> NoReturn:
+    """Turns the hub's error into ours, with what to do."""
+    known = token() is not None
+    if isinstance(error, GatedRepoError):
+        todo = "the token that is set has no access yet" if known else "then set HF_TOKEN to a token of that account"
+        message = f"is gated: accept its terms on {_endpoint()}/{repo}; {todo}"
+    elif isinstance(error, RevisionNotFoundError):
+        message = "no such revision"
+    elif isinstance(error, RepositoryNotFoundError):
+        message = "no such repository, or a private one" + (" that the token which is set can't see" if known else ": HF_TOKEN isn't set")
+    elif isinstance(error, HfHubHTTPError) and error.response is not None:
+        message = f"the hub answered {error.response.status_code} {error.response.reason_phrase}"
+    elif isinstance(error, HFValidationError):
+        message = str(error)
+    else:
+        message = f"{_endpoint()} can't be reached: {error or type(error).__name__}"
+    raise StorageError(f"{url}: {message}") from error

@@ -1,0 +1,230 @@
+"""The interface: what the rest of the project asks of a place where files lie."""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import dataclasses
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
+
+Range = tuple[int, memoryview]  # an offset in a file, and the buffer for what lies there, as long as the buffer
+
+
+class StorageError(OSError):
+    """Something can't be read or written, or isn't what it was; the message is for the user."""
+
+
+def reason(error: OSError) -> str:
+    """Why, without the name of the file."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class File:
+    """What a store knows of a file without reading it.
+
+    Attributes:
+      name: relative to the store.
+      size: in bytes.
+      version: tells its content from a later one's: its time of change in nanoseconds, its generation, its commit.
+      updated: seconds since 1970; 0 where the store doesn't say.
+      inode: of a local file, else 0.
+      sha256, crc32c: of its bytes, where the store says it: in hexadecimal, in base 64.
+    """
+
+    name: str
+    size: int
+    version: str
+    updated: float = 0.0
+    inode: int = 0
+    sha256: str | None = None
+    crc32c: str | None = None
+
+
+class Store(abc.ABC):
+    """A folder of files. Cheap to make and to pickle: clients are made when they are first needed, one in a process.
+
+    Attributes:
+      url: absolute, without a slash at its end.
+      at_a_time: small files that are worth reading at a time, since each answer takes a while.
+    """
+
+    at_a_time = 8
+
+    def __init__(self, url: str):
+        self.url = url
+
+    def __truediv__(self, name: str) -> Self:
+        """A folder below."""
+        return type(self)(f"{self.url}/{name}")
+
+    @property
+    def parent(self) -> Self:
+        """The folder that this one lies in."""
+        return type(self)(self.url.rpartition("/")[0])
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.url == getattr(other, "url", None)
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def path(self, name: str) -> str:
+        """What names a file everywhere; see `store_and_name`."""
+        return f"{self.url}/{name}"
+
+    def check_readable(self) -> None:  # noqa: B027
+        """Makes sure that the folder is there.
+
+        Raises:
+          StorageError: it isn't, or may not be read.
+        """
+
+    def check_file(self, name: str) -> None:  # noqa: B027
+        """Makes sure that a stranger's file lies where it seems to lie.
+
+        Raises:
+          StorageError: it is a link that leads elsewhere.
+        """
+
+    @abc.abstractmethod
+    def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
+        """The files whose names begin with `prefix`, sorted by name; those of folders below too, unless told otherwise."""
+
+    def entries(self) -> Sequence[str]:
+        """The names of what lies directly in the folder, be it files that can be read or not."""
+        return [file.name for file in self.list(recursive=False)]
+
+    def folders(self) -> Sequence[str]:
+        """The names of the folders directly below."""
+        raise NotImplementedError(f"{type(self).__name__} has no folders")
+
+    @abc.abstractmethod
+    def stat(self, name: str) -> File | None:
+        """What is known of a file; None if there is none."""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return self.stat(name) is not None
+
+    @abc.abstractmethod
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes of a file from `start` to `stop`, or to its end; fewer where it ends before.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          OSError: it can't be read.
+        """
+
+    def read_many(self, names: Sequence[str]) -> Iterator[bytes]:
+        """The bytes of several small files, in their order."""
+        if self.at_a_time == 1:
+            yield from map(self.read, names)
+            return
+        with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
+            yield from pool.map(self.read, names)
+
+    def make(self) -> None:  # noqa: B027
+        """Makes the folder, if the store has folders."""
+
+    def unmake(self) -> None:  # noqa: B027
+        """Removes the folder if it is empty."""
+
+    def check_writable(self) -> None:
+        """Makes sure that files can be made and deleted.
+
+        Raises:
+          StorageError: they can't.
+        """
+        probe = f".weightbeam-probe-{uuid.uuid4().hex}"
+        self.create(probe, b"")
+        self.delete(probe)
+
+    @abc.abstractmethod
+    def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
+        """Fills the buffers of `ranges`. What lies close together is fetched in one request; requests are repeated where that helps.
+
+        Args:
+          name: the file.
+          ranges: in any order.
+          version: what the file must be; refused otherwise, where the store can tell at no cost.
+
+        Returns:
+          Bytes fetched.
+
+        Raises:
+          StorageError: the file can't be read, ends before a range does, or is another one.
+        """
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file whole and durably: readers see all of it or what was there before."""
+        raise StorageError(f"{self.url} can't be written to")
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Writes a file whole unless there is one; returns whether it was this call that made it."""
+        raise StorageError(f"{self.url} can't be written to")
+
+    def delete(self, name: str) -> None:
+        """Deletes a file; nothing happens if there is none."""
+        raise StorageError(f"{self.url} can't be written to")
+
+    def delete_folder(self, name: str = "") -> None:
+        """Deletes a folder below, or this one, with everything in it; nothing happens if there is none."""
+        raise StorageError(f"{self.url} can't be written to")
+
+    def kvstore(self) -> dict[str, Any]:
+        """The folder as TensorStore's key-value store."""
+        raise StorageError(f"{self.url} can't hold an Orbax checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One stretch of a file that is fetched in one go, gaps included.
+
+    Attributes:
+      start, stop: bytes of the file.
+      parts: the buffers to fill, in order, and where in the file each begins.
+    """
+
+    start: int
+    stop: int
+    parts: tuple[Range, ...]
+
+    def scatter(self, at: int, data: memoryview) -> None:
+        """Puts bytes that lie at `at` in the file where they belong."""
+        for offset, buffer in self.parts:
+            first, last = max(offset, at), min(offset + len(buffer), at + len(data))
+            if first < last:
+                buffer[first - offset : last - offset] = data[first - at : last - at]
+
+
+def make_requests(ranges: Iterable[Range], most: int) -> Iterator[Request]:
+    """Cuts ranges into requests of at most `most` bytes; those that (nearly) adjoin go together: a gap may add 1/64 to a request."""
+    parts: list[Range] = []
+    start = stop = 0
+    for offset, buffer in sorted(ranges, key=lambda item: item[0]):
+        while buffer:
+            if parts and (not 0 <= offset - stop <= (stop - start) >> 6 or stop - start >= most):
+                yield Request(start, stop, tuple(parts))
+                parts = []
+            if not parts:
+                start = offset
+            taken = min(len(buffer), max(1, start + most - offset))
+            parts.append((offset, buffer[:taken]))
+            offset, buffer = offset + taken, buffer[taken:]
+            stop = offset
+    if parts:
+        yield Request(start, stop, tuple(parts))

@@ -1,0 +1,57 @@
+"""The hub's token: where it comes from. It goes into the hub's requests and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import huggingface_hub
+
+from formats.storage.store import StorageError
+
+SECRET = "WEIGHTBEAM_HF_TOKEN_SECRET"  # in the environment: which secret holds the token
+EMULATOR = "SECRET_MANAGER_EMULATOR_HOST"  # in the environment: the URL of a stand-in for Secret Manager
+TIMEOUT = 30.0  # seconds
+
+
+def token() -> str | None:
+    """The hub's token; None if there is none.
+
+    The first of these: HF_TOKEN, the hub's own login on this machine, the secret that the environment names.
+
+    Raises:
+      StorageError: the secret can't be read.
+    """
+    return huggingface_hub.get_token() or (_read_secret(version) if (version := secret()) else None)
+
+
+def secret() -> str | None:
+    """The secret that holds the token, as `projects/…/secrets/…/versions/latest`: a name that may be told, unlike the token."""
+    return os.environ.get(SECRET)
+
+
+def name_secret(version: str | None) -> None:
+    """Names that secret for this process and those that it starts; None changes nothing."""
+    if version:
+        os.environ[SECRET] = version
+
+
+@functools.cache
+def _read_secret(version: str) -> str:
+    from google.api_core.client_options import ClientOptions  # only now: only where a secret is named
+    from google.api_core.exceptions import GoogleAPIError
+    from google.auth.credentials import AnonymousCredentials
+    from google.auth.exceptions import GoogleAuthError
+    from google.cloud.secretmanager import SecretManagerServiceClient
+
+    stand_in = os.environ.get(EMULATOR)
+    try:
+        client = SecretManagerServiceClient(
+            transport="rest",
+            credentials=AnonymousCredentials() if stand_in else None,
+            client_options=ClientOptions(api_endpoint=stand_in),
+        )
+        answer = client.access_secret_version(name=version, timeout=TIMEOUT)
+    except (GoogleAPIError, GoogleAuthError, OSError) as e:
+        raise StorageError(f"{version}: the hub's token can't be read from Secret Manager: {e}") from e
+    return answer.payload.data.decode().strip()

@@ -1,0 +1,235 @@
+"""Conversions on Google Cloud Dataflow: what the options must say, what follows from the plan, and a job from its submission to its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOptions, PipelineOptions, SetupOptions, StandardOptions, WorkerOptions
+from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
+from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState
+
+from pipelines.errors import RefusedError
+from pipelines.progress import ShowProgress, quiet
+from pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, human, memory_bound
+from transforms.conversion import Conversion
+
+RUNNER = "DataflowRunner"
+MACHINE = "n2-standard-2"  # bytes are moved: a network of 10 Gbit/s for two cores
+DISK_GB = 30  # for the system, the image and logs; no byte of a model is kept on a worker
+MAX_WORKERS = 1000  # unless more are asked for
+SYSTEM_BYTES = 1 << 30  # of a machine, for Dataflow's own processes (its guide to out-of-memory errors)
+CORE_BYTES = {"standard": 3.75, "highmem": 6.5, "highcpu": 0.9}  # GiB: the least of any series of machines
+PROCESSES = "use_multiple_sdk_containers"  # the experiment that starts a process for each core; on unless it is forbidden
+NAME_LENGTH = 40  # characters of a job's name that are the model's
+POLL = 30.0  # seconds between looks at a job's counters
+
+
+class JobError(Exception):
+    """A job ended otherwise than done."""
+
+
+# --- before the plan ------------------------------------------------------------------------------------------------------------
+
+
+def find_problems(options: PipelineOptions, runner: PipelineRunner) -> Iterator[str]:
+    """What the options lack for a job, or get wrong. The region may come from gcloud's configuration, as in Beam."""
+    cloud, validator = options.view_as(GoogleCloudOptions), PipelineOptionsValidator(options, runner)
+    try:
+        from apache_beam.runners.dataflow.internal import apiclient  # noqa: F401
+    except ImportError:
+        yield f"--runner={RUNNER}: Google's clients aren't installed; pip install 'weightbeam[gcp]'"
+        return
+    if not cloud.project:
+        yield "--project=PROJECT is missing: the Google Cloud project that the job runs in"
+    cloud.region = cloud.region or runner.get_default_gcp_region()
+    if not cloud.region:
+        yield "--region=REGION is missing: where the workers run; best where the bucket is"
+    if not cloud.temp_location and not cloud.staging_location:
+        yield "--temp_location=gs://BUCKET/FOLDER is missing: where the job's own files go"
+    for option in ("temp_location", "staging_location"):
+        if getattr(cloud, option):
+            yield from validator.validate_gcs_path(cloud, option)
+    if cloud.project and cloud.region and validator.is_service_runner():
+        yield from validator.validate_cloud_options(cloud)
+    if not cloud.no_auth and not _has_credentials():
+        yield "no Google credentials are found: gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS"
+
+
+def _has_credentials() -> bool:
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+
+    try:
+        google.auth.default()
+    except DefaultCredentialsError:
+        return False
+    return True
+
+
+# --- what follows from the plan -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A machine type: its cores, and its memory in bytes (for a series that differ, the least)."""
+
+    cores: int
+    memory: int
+
+    @staticmethod
+    def parse(name: str) -> Machine | None:
+        """`n2-standard-2`, `n2-custom-4-8192`; None for one that says nothing of its size, or something else."""
+        if match := re.fullmatch(r"(?:\w+-)?custom-(\d+)-(\d+)(?:-ext)?", name):
+            return Machine(int(match[1]), int(match[2]) << 20)
+        if match := re.fullmatch(r"\w+-(standard|highmem|highcpu)-(\d+)(?:-\w+)?", name):
+            return Machine(int(match[2]), int(CORE_BYTES[match[1]] * int(match[2]) * (1 << 30)))
+        return None
+
+
+def settle(options: PipelineOptions, conversion: Conversion, target: str) -> None:
+    """Sets what the user left open: machines, threads and memory by the plan's bound, and a job's name that is the target's own.
+
+    Raises:
+      RefusedError: the machine that was asked for is too small.
+    """
+    cloud, worker, debug = options.view_as(GoogleCloudOptions), options.view_as(WorkerOptions), options.view_as(DebugOptions)
+    prime = "enable_prime" in (cloud.dataflow_service_options or []) or debug.lookup_experiment("enable_prime")
+    if worker.machine_type is None and not prime:  # Prime chooses machines itself, and takes no wishes
+        worker.machine_type = MACHINE
+    machine = Machine.parse(worker.machine_type or MACHINE)
+    if not debug.lookup_experiment(PROCESSES) and not debug.lookup_experiment(f"no_{PROCESSES}"):
+        debug.add_experiment(f"no_{PROCESSES}")  # the memory bound is that of one process
+    if debug.number_of_worker_harness_threads is None:
+        debug.number_of_worker_harness_threads = _threads(conversion, machine)
+    threads = debug.number_of_worker_harness_threads
+    needed = memory_bound(conversion, threads) + SYSTEM_BYTES
+    if machine and machine.memory < needed:
+        what = f"{threads} threads × --unit_bytes={human(conversion.options.unit_bytes)}, and what is always needed"
+        todo = f"a larger one, a smaller --unit_bytes, or fewer with --number_of_worker_harness_threads (now {threads})"
+        raise RefusedError(f"--machine_type={worker.machine_type} has {human(machine.memory)} of memory, but {human(needed)} are needed: {what}; take {todo}")
+    hints = options.view_as(StandardOptions)
+    if not cloud.flexrs_goal and not any(re.match("min_?ram=", hint, re.IGNORECASE) for hint in hints.resource_hints):
+        hints.resource_hints = [*hints.resource_hints, f"min_ram={needed}B"]  # FlexRS knows no hints
+    if worker.disk_size_gb is None:
+        worker.disk_size_gb = DISK_GB
+    if worker.autoscaling_algorithm is None:
+        worker.autoscaling_algorithm = "THROUGHPUT_BASED"
+    if worker.max_num_workers is None:
+        worker.max_num_workers = max(worker.num_workers or 1, min(-(-len(conversion.units) // threads), MAX_WORKERS))
+    setup = options.view_as(SetupOptions)
+    if setup.save_main_session is None:
+        setup.save_main_session = False  # every DoFn lies in a module of ours
+    if worker.sdk_container_image and setup.sdk_location == "default":
+        setup.sdk_location = "container"
+    cloud.job_name = cloud.job_name or job_name(conversion, target)
+
+
+def _threads(conversion: Conversion, machine: Machine | None) -> int:
+    """As a local run has them for each core, or fewer where memory is short."""
+    machine = machine or Machine.parse(MACHINE)
+    assert machine is not None
+    room = (machine.memory - SYSTEM_BYTES - base_bytes(conversion)) // conversion.options.unit_bytes
+    return max(1, min(THREADS_PER_CORE * machine.cores, MAX_THREADS, room))
+
+
+def job_name(conversion: Conversion, target: str) -> str:
+    """The same for the same target: Dataflow lets no second job of a name run in a project's region."""
+    model = conversion.checkpoint.root.rstrip("/").rpartition("/")[2].partition("@")[0]
+    words = re.sub("[^a-z0-9]+", "-", model.lower())[:NAME_LENGTH].strip("-")
+    return f"weightbeam-{words or 'model'}-{hashlib.sha256(target.encode()).hexdigest()[:8]}"
+
+
+# --- the job --------------------------------------------------------------------------------------------------------------------
+
+
+def waits(options: PipelineOptions) -> bool:
+    """Whether a command ends with what it started: not where a job is left to its own, or only described."""
+    return not (options.view_as(StandardOptions).no_wait_until_finish or options.view_as(GoogleCloudOptions).template_location)
+
+
+def run(pipeline: beam.Pipeline, total: int, noise: io.StringIO) -> PipelineResult:
+    """Submits the pipeline as a job, says where it is, and waits for its end unless the options say otherwise.
+
+    Args:
+      pipeline: with the options that `settle` has seen.
+      total: bytes that the job will write.
+      noise: takes what Beam prints.
+
+    Raises:
+      JobError: it failed, or was cancelled.
+      KeyboardInterrupt: while waiting; the job goes on, and the message says so.
+    """
+    options, terminal = pipeline.options.view_as(GoogleCloudOptions), sys.stderr
+
+    def say(text: str) -> None:
+        print(text, file=terminal, flush=True)
+
+    with quiet(noise):
+        result: Any = pipeline.run()
+        if not result.has_job:
+            say(f"the job's description is in {options.template_location}")
+            return result
+        place = f"--project {options.project} --region {options.region}"
+        say(f"Dataflow job {result.job_id()} ({options.job_name})")
+        say(f"https://console.cloud.google.com/dataflow/jobs/{options.region}/{result.job_id()}?project={options.project}")
+        if not waits(options):
+            say(f"gcloud dataflow jobs describe {result.job_id()} {place}")
+            return result
+        try:
+            with ShowProgress(total, bytes_written(result)):
+                _wait(result, lambda state: say(f"job {state.removeprefix('JOB_STATE_').lower()}"))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the job goes on; it ends with gcloud dataflow jobs cancel {result.job_id()} {place}") from None
+    return result
+
+
+def _wait(result: Any, say: Callable[[str], None]) -> None:
+    from apache_beam.runners.dataflow.dataflow_runner import DataflowRunner
+
+    runner = result._runner
+    DataflowRunner.poll_for_job_completion(runner, result, None, say)  # in this thread, and with the states: `wait_until_finish` has neither
+    if result.state != PipelineState.DONE:
+        told = getattr(runner, "last_error_msg", None) or ""
+        raise JobError(f"{told}\n{cause(told) or f'the job is {result.state.lower()}'}")
+
+
+def cause(message: str) -> str:
+    """The line of a worker's traceback that names the error; empty if there is none."""
+    lines = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", message, re.MULTILINE)
+    return lines[-1].strip() if lines else ""
+
+
+def bytes_written(result: Any) -> Callable[[], int]:
+    """Asks for the counter of WriteChunks, now and then."""
+    known, asked = 0, float("-inf")
+
+    def ask() -> int:
+        nonlocal known, asked
+        if time.monotonic() - asked > POLL:
+            asked = time.monotonic()
+            for metric in result._runner.dataflow_client.get_job_metrics(result.job_id()).metrics:
+                context = metric.name.context
+                if (metric.name.name, context.get("namespace")) == ("bytes", "WriteChunks") and "tentative" not in context:
+                    known = int(metric.scalar)
+        return known
+
+    return ask
+
+
+def find_active(options: PipelineOptions, name: str) -> str | None:
+    """The id of the job of that name that is at work in the options' project and region; None if there is none."""
+    from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationClient
+    from google.cloud import dataflow
+
+    cloud = options.view_as(GoogleCloudOptions)
+    request = dataflow.ListJobsRequest(project_id=cloud.project, location=cloud.region, name=name, filter=dataflow.ListJobsRequest.Filter.ACTIVE)
+    jobs = DataflowApplicationClient(options)._jobs_client.list_jobs(request)  # its own `job_id_for_name` never ends where there is no such job
+    return next((job.id for job in jobs if job.name == name), None)
