@@ -116,6 +116,20 @@ class Checkpoint:
         """Every tensor by name; in the order of the files and of their offsets."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
 
+    def unreadable(self) -> list[Problem]:
+        """The files whose last byte can't be read; the first ones were, for their headers."""
+        store = open_store(self.root)
+
+        def attempt(shard: Shard) -> Problem | None:
+            try:
+                store.read(shard.name, max(0, shard.size - 1), shard.size)
+            except OSError as e:
+                return Problem("source", shard.path, f"its end can't be read: {reason(e)}")
+            return None
+
+        with concurrent.futures.ThreadPoolExecutor(store.at_a_time) as pool:
+            return [problem for problem in pool.map(attempt, self.shards) if problem]
+
     def check(self) -> None:
         """Checks that the files are those that were opened.
 

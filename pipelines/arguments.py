@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 
 from transforms.options import Options
 
 VERSION = "0.1.0"
 DEFAULTS = Options()
+# An n2-standard-2 of Dataflow (batch, us-central1): list price in US$, 2 vCPUs × 0.056 + 8 GB × 0.003557, and 10 Gbit/s
+# (cloud.google.com/dataflow/pricing, cloud.google.com/compute/docs/general-purpose-machines).
+GBPS, HOUR_PRICE = 10.0, 0.14
 
 OVERVIEW = """\
 Weightbeam turns Hugging Face checkpoints into MaxText's Orbax checkpoints.
@@ -21,6 +26,11 @@ Weightbeam turns Hugging Face checkpoints into MaxText's Orbax checkpoints.
 PLAN = """\
 Reads config.json and the headers of the safetensors files, and says what a conversion would do: arrays, chunks, units,
 bytes, memory, what is lossy, what is left out and why, and every problem. Writes nothing but --json FILE.
+
+With --workers it simulates the conversion on so many workers of Dataflow, from a bucket or the hub into a bucket: the time, the
+cost, and what limits them. docs/running.md says what it assumes.
+
+  weightbeam plan --source ~/models/DeepSeek-V3 --mesh fsdp=64,expert=4 --workers 1,10,100
 
 Exit status: 0 the conversion can go ahead, 2 it can't.
 """
@@ -81,6 +91,19 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
 
 
+WATCH = """\
+Converts the releases of the hub that a configuration asks for: looks for models that match, waits until a release is
+complete, refuses it with the reason or converts, verifies and publishes it, and records each step in the output. Any number
+of watchers may run at once. docs/watching.md explains the configuration.
+
+  weightbeam watch --config watch.yaml --dry_run        what would be done
+  weightbeam watch --config watch.yaml --once           for schedulers
+  weightbeam watch --config gs://bucket/watch.yaml --interval 15m --serve 8080
+
+Exit status: 0 nothing failed, 1 something did, 2 the configuration is refused.
+"""
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the texts as they are written, and shows the defaults that say something."""
 
@@ -116,6 +139,29 @@ def positive(text: str) -> int:
     return number
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """Integers from 1 on, with commas between them."""
+    return tuple(positive(number.strip()) for number in text.split(","))
+
+
+def amount(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0")
+    return number
+
+
+def secret(text: str) -> str:
+    """A version of a secret, as Secret Manager names it. What isn't one may be a token, and isn't repeated."""
+    if not re.fullmatch(r"projects/[^/\s]+/secrets/[^/\s]+/versions/[^/\s]+", text):
+        raise argparse.ArgumentTypeError("it should be the name of a secret, projects/PROJECT/secrets/SECRET/versions/latest, and no token")
+    return text
+
+
 def share(text: str) -> float:
     """A number above 0, up to 1."""
     try:
@@ -128,18 +174,34 @@ def share(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes: a number, or one with KiB, MiB or GiB."""
-    for unit, factor in (("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("", 1)):
+    """Bytes: a number, or one with KiB, MiB, GiB or TiB, or with KB, MB, GB or TB."""
+    units = {f"{prefix}{kind}": base**power for kind, base in (("iB", 1024), ("B", 1000)) for power, prefix in enumerate("KMGT", 1)}
+    for unit, factor in (units | {"": 1}).items():
         number = text.removesuffix(unit).strip()
         if text.endswith(unit) and number.isascii() and number.isdigit() and int(number) > 0:
             return int(number) * factor
     raise argparse.ArgumentTypeError(f"{text!r} should be bytes, such as 134217728 or 128MiB")
 
 
+def seconds(text: str) -> float:
+    """Seconds: a number with s, m, h or d."""
+    number, factor = text[:-1], {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
+    if factor is None or not number.isascii() or not number.isdigit() or not 0 < int(number) < MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number with s, m, h or d, such as 15m")
+    return float(int(number) * factor)
+
+
+def port(text: str) -> int:
+    """A number of a TCP port."""
+    if (number := natural(text)) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a port, up to 65535")
+    return number
+
+
 def add_conversion(parser: argparse.ArgumentParser) -> None:
     """The options that say what is converted, and into what."""
     add = parser.add_argument
-    add("--source", metavar="FOLDER", help="folder with config.json and safetensors files")
+    add("--source", metavar="URL", help="where config.json and the safetensors files are: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
     add(
         "--scan_layers",
         type=boolean,
@@ -161,24 +223,34 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--step", type=natural, default=DEFAULTS.step, metavar="N", help="the step under which the checkpoint is written")
     add("--virtual", action="store_true", default=False, help="refer to the source's files for every array that lies in them already")
+    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token, for all workers")
+
+
+def add_simulation(parser: argparse.ArgumentParser) -> None:
+    """The options of a plan that say on what the conversion would run."""
+    add = parser.add_argument
+    add("--workers", type=counts, metavar="N,N,…", help="say how long it takes on N workers of Dataflow, such as 1,10,100, and what that costs")
+    add("--worker_gbps", type=amount, default=GBPS, metavar="GBPS", help="a worker's network in Gbit/s (10^9 bits), each way")
+    add("--worker_hour_price", type=amount, default=HOUR_PRICE, metavar="PRICE", help="of a worker with 2 vCPUs and 8 GB, in any currency")
 
 
 def add_verification(parser: argparse.ArgumentParser) -> None:
     """The options of a comparison; None stands for what the checkpoint says."""
     add = parser.add_argument
-    add("--source", metavar="FOLDER", help="folder with config.json and safetensors files")
-    add("--checkpoint", metavar="PATH", help="the Orbax checkpoint: its root, a step or an item")
+    add("--source", metavar="URL", help="where config.json and the safetensors files are: a folder, gs:// or hf://")
+    add("--checkpoint", metavar="URL", help="the Orbax checkpoint: its root, a step or an item, in a folder or in gs://")
     add("--sample", type=share, default=1.0, metavar="SHARE", help="compare only this share of the tensors, such as 0.05")
     add("--json", metavar="FILE", help="write what was found of each array as JSON too")
     add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it")
     add("--scan_layers", type=boolean, metavar="true|false", help="whether layers are stacked")
     add("--param_scan_axis", type=natural, metavar="N", help="where the stacked axis is (default: 1)")
+    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token, for all workers")
 
 
 def add_inspection(parser: argparse.ArgumentParser) -> None:
     """The options of an inspection; None stands for what the checkpoint says."""
     add = parser.add_argument
-    add("checkpoint", metavar="PATH", help="an Orbax checkpoint, or a folder of safetensors files")
+    add("checkpoint", metavar="URL", help="an Orbax checkpoint or safetensors files, in a folder, gs:// or (safetensors) hf://")
     add("--mesh", action="append", metavar="AXES", help="what loading costs on a mesh, such as fsdp=16,expert=4; may be repeated")
     add("--sharding_rules", metavar="FILE", help="your logical_axis_rules, as for convert (default: those that it was made for)")
     add("--source", metavar="FOLDER", help="folder with the model's config.json, for a checkpoint that doesn't tell its logical axes")
@@ -188,7 +260,7 @@ def add_inspection(parser: argparse.ArgumentParser) -> None:
 def add_output(parser: argparse.ArgumentParser) -> None:
     """The options that say where the checkpoint goes."""
     add = parser.add_argument
-    add("--output", metavar="FOLDER", help="the checkpoint's folder; it must not hold that step yet")
+    add("--output", metavar="URL", help="where the checkpoint goes: a folder or gs://bucket/folder; it must not hold that step yet")
     add("--link", choices=("hard", "symlink", "copy"), default="hard", help="how --virtual puts the source's files into the checkpoint")
     add("--sha256", action="store_true", default=False, help="with --virtual, read the source's files once and record their hashes")
     add("--resume", action="store_true", default=False, help="go on with a stopped conversion")
@@ -210,6 +282,17 @@ def add_materialization(parser: argparse.ArgumentParser) -> None:
     add("--step", type=natural, metavar="N", help="the step under which it is written (default: that of the virtual checkpoint)")
 
 
+def add_watching(parser: argparse.ArgumentParser) -> None:
+    """The options that aren't of the configuration."""
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="what to watch: a file, or gs://bucket/file")
+    add("--once", action="store_true", help="look once, do what there is to do, and end")
+    add("--dry_run", action="store_true", help="look once and say what would be done; write nothing")
+    add("--interval", type=seconds, default="15m", metavar="TIME", help="how often to look")
+    add("--retry", metavar="MODEL", help="have what was refused or failed of this model begin anew, and end")
+    add("--serve", type=port, metavar="PORT", help="take the hub's webhooks too; their secret is in WEIGHTBEAM_WEBHOOK_SECRET")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser("weightbeam", description=OVERVIEW, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -225,9 +308,11 @@ def make_parser() -> argparse.ArgumentParser:
     plan = command("plan", "say what a conversion would do, and every problem", PLAN)
     add_conversion(plan)
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
+    add_simulation(plan)
     verify = command("verify", "compare a checkpoint with its source, element by element", VERIFY)
     add_verification(verify)
     add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", MATERIALIZE))
     inspect = command("inspect", "show what a checkpoint holds", INSPECT)
     add_inspection(inspect)
+    add_watching(command("watch", "convert the hub's releases as they come", WATCH))
     return parser

@@ -41,6 +41,7 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
     except StorageError as e:
         raise RefusedError(f"--output={e}") from e
     refuse(conversion, [*conversion.plan.problems, *_check_output(staging, conversion, args)])
+    refuse(conversion, conversion.checkpoint.unreadable())
     if args.resume and not staging.exists() and plan_of(staging.final) == conversion.hash:
         with _alone(staging):  # and takes away what a killed process left
             print(f"{staging.final} is finished already; nothing to do")

@@ -27,7 +27,7 @@ def token() -> str | None:
 
 def secret() -> str | None:
     """The secret that holds the token, as `projects/…/secrets/…/versions/latest`: a name that may be told, unlike the token."""
-    return os.environ.get(SECRET)
+    return os.environ.get(SECRET) or None
 
 
 def name_secret(version: str | None) -> None:

@@ -1,0 +1,59 @@
+"""What the Flex Template's launcher runs: the template's parameters, as options of `weightbeam convert`.
+
+A file of its own, outside the packages: a script's folder comes first on Python's path, and `pipelines/inspect.py` would hide Python's own module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from pipelines.arguments import make_parser
+from pipelines.cli import main
+
+IMAGE = "WEIGHTBEAM_IMAGE"  # in the environment: the image that this runs in; set by the Dockerfile
+IMAGE_OPTION = "--sdk_container_image"
+
+
+def conversion_options() -> dict[str, argparse.Action]:
+    """The options of `weightbeam convert`, by name."""
+    commands = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return {action.dest: action for action in commands.choices["convert"]._actions if action.dest != "help"}
+
+
+def is_switch(option: argparse.Action) -> bool:
+    """Whether an option takes no value. As a parameter it is true or false."""
+    return option.nargs == 0
+
+
+def may_repeat(option: argparse.Action) -> bool:
+    """Whether an option may be given several times. As a parameter it has several values, with spaces between them."""
+    return isinstance(option, argparse._AppendAction)
+
+
+def to_arguments(parameters: Sequence[str], image: str | None) -> list[str]:
+    """The command line that a template's parameters stand for.
+
+    Args:
+      parameters: `--name=value` each, as the launcher writes them: Weightbeam's options, and Beam's, which stay as they are.
+      image: what workers run, where the parameters don't say.
+    """
+    options, line = conversion_options(), []
+    for parameter in parameters:
+        name, _, value = parameter.removeprefix("--").partition("=")
+        option = options.get(name)
+        if option and is_switch(option):
+            line += {"true": [f"--{name}"], "false": []}.get(value, [parameter])  # anything else is for the parser to refuse
+        elif option and may_repeat(option):
+            line += [f"--{name}={one}" for one in value.split()]
+        else:
+            line.append(parameter)
+    if image and not any(parameter.startswith(f"{IMAGE_OPTION}=") for parameter in parameters):
+        line.append(f"{IMAGE_OPTION}={image}")
+    return line
+
+
+if __name__ == "__main__":
+    sys.exit(main(["convert", *to_arguments(sys.argv[1:], os.environ.get(IMAGE))]))

@@ -1,0 +1,122 @@
+"""The image: its Dockerfile is linted, pinned, and its install steps run here, in a new environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from dockerfile_parse import DockerfileParser
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+PREFIX = "/opt/weightbeam"  # where the first stage installs to
+PINS = dict(line.split("==") for line in (ROOT / "deploy" / "constraints.txt").read_text().splitlines() if "==" in line)
+
+
+@pytest.fixture(scope="module")
+def instructions(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """The Dockerfile's instructions: what, and with which value."""
+    folder = tmp_path_factory.mktemp("parser")  # the parser opens its file for writing
+    shutil.copy(DOCKERFILE, folder)
+    return [(entry["instruction"], entry["value"]) for entry in DockerfileParser(str(folder)).structure]
+
+
+def values(instructions: list[tuple[str, str]], kind: str) -> list[str]:
+    return [value for instruction, value in instructions if instruction == kind]
+
+
+def lint(text: str) -> set[str]:
+    """The rules that hadolint finds broken."""
+    command = [str(Path(sys.executable).with_name("hadolint")), "--no-fail", "--format", "json", "-"]
+    ran = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=True)
+    return {problem["code"] for problem in json.loads(ran.stdout)}
+
+
+def test_the_dockerfile_is_clean() -> None:
+    assert lint(DOCKERFILE.read_text()) == set()
+
+
+def test_the_linter_finds_faults() -> None:
+    assert {"DL3007", "DL3042"} <= lint("FROM python:latest\nRUN pip install beam==1\n")
+
+
+def test_images_are_pinned(instructions: list[tuple[str, str]]) -> None:
+    images = [value.split()[0] for value in values(instructions, "FROM")]
+    assert [image for image in images if not re.search(r":[\w.-]*\d{2}[\w.-]*$", image)] == []
+
+
+def test_the_versions_agree(instructions: list[tuple[str, str]]) -> None:
+    """The boot program and the SDK are of one Beam, and every image has this Python."""
+    images = values(instructions, "FROM")
+    beam = next(image for image in images if image.startswith("apache/beam"))
+    assert beam.split()[0] == f"apache/beam_python3.11_sdk:{PINS['apache-beam']}"
+    assert all(re.search(r"python:?311", image.replace(".", "")) for image in images)
+
+
+def test_what_is_copied_is_there_and_not_ignored(instructions: list[tuple[str, str]]) -> None:
+    copied = {source for value in values(instructions, "COPY") if "--from=" not in value for source in value.split()[:-1]}
+    kept = {line[1:] for line in DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied == kept
+    assert [source for source in copied if not (ROOT / source).exists()] == []
+
+
+def test_stages_that_are_copied_from_exist(instructions: list[tuple[str, str]]) -> None:
+    stages = {value.split(" AS ")[1] for value in values(instructions, "FROM") if " AS " in value}
+    assert {stage for value in values(instructions, "COPY") for stage in re.findall(r"--from=(\S+)", value)} == stages
+
+
+def test_the_launcher_is_a_file_that_is_copied(instructions: list[tuple[str, str]]) -> None:
+    launcher = re.search(r"FLEX_TEMPLATE_PYTHON_PY_FILE=(\S+)", " ".join(values(instructions, "ENV")))
+    assert launcher
+    assert f"deploy/launch.py {launcher[1]}" in values(instructions, "COPY")
+
+
+def install(instructions: list[tuple[str, str]], folder: Path) -> Path:
+    """Runs the Dockerfile's steps as they stand there, but for the prefix, in a new environment; gives its programs' folder."""
+    source, environment = folder / "source", folder / "environment"
+    source.mkdir()
+    venv.create(environment, with_pip=True)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    variables["PATH"] = f"{environment / 'bin'}{os.pathsep}{variables['PATH']}"
+    for instruction, value in instructions:
+        if instruction == "COPY" and "--from=" not in value and not value.split()[-1].startswith("/"):
+            *names, target = value.split()
+            for name in names:
+                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+                copy(ROOT / name, source / target)
+        elif instruction == "RUN":
+            step = ["/bin/sh", "-c", value.replace(PREFIX, str(environment))]
+            ran = subprocess.run(step, cwd=source, env=variables, capture_output=True, text=True, timeout=900, check=False)
+            assert ran.returncode == 0, f"{value}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}"
+    shutil.rmtree(source)  # as in the image: only what was installed is left
+    return environment / "bin"
+
+
+@pytest.mark.install
+def test_the_install_steps_make_what_the_image_needs(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
+    """One test, so that parallel runs install once."""
+    programs = install(instructions, tmp_path)
+
+    def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([programs / program, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    shown = run("weightbeam", "--help")
+    assert (shown.returncode, "weightbeam convert" in shown.stdout) == (0, True), shown.stderr
+
+    shutil.copy(ROOT / "deploy" / "launch.py", tmp_path)  # it needs Beam and its Dataflow runner, to refuse an option that neither knows
+    launched = run("python", "launch.py", f"--source={tmp_path}", f"--output={tmp_path / 'out'}", "--runner=DataflowRunner", "--no_such_option=1")
+    assert (launched.returncode, "--no_such_option=1" in launched.stderr, "Traceback" in launched.stderr) == (2, True, False), launched.stderr
+
+    for module in ("torch", "transformers", "tensorflow"):
+        assert f"No module named '{module}'" in run("python", "-c", f"import {module}").stderr
+
+    frozen = run("python", "-m", "pip", "freeze", "--exclude", "weightbeam").stdout.split()
+    assert len(frozen) > 50
+    assert {line for line in frozen if line.partition("==")[2] != PINS.get(line.partition("==")[0])} == set(), "see the first line of deploy/constraints.txt"
