@@ -15,9 +15,12 @@ CORE = [
     "xxhash>=3.5",
     "google-cloud-storage>=3",
     "huggingface_hub>=2",
+    "pydantic>=2.12",
+    "requests>=2.32",
     "tenacity>=9",
 ]
 EXTRAS = {
+    "bench": ["matplotlib>=3.10"],  # and what the tests need
     "gcp": ["apache-beam[gcp]>=2.77,<3", "build>=1.2", "gcsfs", "setuptools>=77"],  # build: packs what workers install; gcsfs: Orbax's way to gs://
     "verify": ["torch==2.13.0", "transformers==5.23.0"],
     "test": [

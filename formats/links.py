@@ -16,40 +16,71 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from formats.safetensors import HF_QUANT_CONFIG, INDEX, Checkpoint
-from formats.storage import TEMPORARY, StorageError, Store, sync_folder, write_file
+from formats.safetensors import HF_QUANT_CONFIG, INDEX, Checkpoint, Shard
+from formats.storage import TEMPORARY, File, LocalFolder, StorageError, Store, open_store, pieces, sync_folder
 
 SOURCE = "source"  # below the item
 SUMS = "SHA256SUMS"  # beside the files, if their hashes were asked for; `sha256sum -c` reads it
 HARD, SYMBOLIC, COPY = "hard", "symlink", "copy"
+OBJECT = "object"  # in a bucket: rewritten by the store where the source lies in a bucket too, else uploaded
 
 
 class LinkError(StorageError):
     """A file can't be put into the checkpoint in the way that was asked for."""
 
 
-def put_source(folder: Path, checkpoint: Checkpoint, how: str, hashed: bool = False) -> None:
+def put_source(folder: Store, checkpoint: Checkpoint, how: str, hashed: bool = False) -> None:
     """Puts a checkpoint's files into `folder`, durably. What an earlier attempt left there is replaced; a finished copy is kept.
 
     Args:
       folder: where.
       checkpoint: whose files.
-      how: hard or symbolic links, or copies.
+      how: hard or symbolic links, or copies; a bucket has only copies.
       hashed: read each file, and write the hashes beside them.
 
     Raises:
       LinkError: says why not, and what to do.
     """
-    folder.mkdir(exist_ok=True)
+    source = open_store(checkpoint.root)
+    folder.make()
     for shard in checkpoint.shards:
-        _put(Path(os.path.realpath(shard.path)), folder / shard.name, how)  # the real file: a hub's cache holds links
+        if not isinstance(folder, LocalFolder):
+            _put_object(folder, source, shard, how)
+        elif isinstance(source, LocalFolder):
+            _put(Path(os.path.realpath(shard.path)), folder.folder / shard.name, how)  # the real file: a hub's cache holds links
+        elif how == COPY:
+            _download(folder, source, shard)
+        else:
+            raise LinkError(f"{shard.path} isn't a local file, and can't be linked; --link copy downloads it")
     for name in ("config.json", INDEX, HF_QUANT_CONFIG):
         with contextlib.suppress(FileNotFoundError):
-            write_file(folder / name, (Path(checkpoint.root) / name).read_bytes())
+            folder.write(name, source.read(name))
     if hashed:
-        lines = [f"{shard.sha256 or sha256(folder / shard.name)}  {shard.name}\n" for shard in checkpoint.shards]
-        write_file(folder / SUMS, "".join(lines).encode())
-    sync_folder(folder)
+        lines = [f"{shard.sha256 or sha256(folder, shard.name)}  {shard.name}\n" for shard in checkpoint.shards]
+        folder.write(SUMS, "".join(lines).encode())
+    if isinstance(folder, LocalFolder):
+        sync_folder(folder.folder)
+
+
+def _put_object(folder: Store, source: Store, shard: Shard, how: str) -> None:
+    """A file as an object of the checkpoint's bucket, where it may lie already."""
+    if how == SYMBOLIC:
+        raise LinkError(f"{folder}: a bucket has no links; without --link the files are copied there")
+    there = folder.stat(shard.name)
+    if there is None or there.size != shard.size or there.crc32c != shard.crc32c:  # who doesn't know its crc32c is copied again
+        folder.copy(source, shard.name, shard.size, shard.sha256)
+
+
+def _download(folder: LocalFolder, source: Store, shard: Shard) -> None:
+    """A copy of a file that lies elsewhere."""
+    target = folder.folder / shard.name
+    temporary = target.with_name(f".{target.name}{TEMPORARY}")
+    with open(temporary, "wb") as file:
+        for piece in pieces(source, shard.name, shard.size, shard.sha256):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, target)
 
 
 def _put(file: Path, target: Path, how: str) -> None:
@@ -97,65 +128,94 @@ class Identity:
     Attributes:
       name: in `items/source/`.
       size: in bytes.
-      mtime_ns, inode: of the file itself, where it is linked.
+      version, inode, crc32c: of the file itself, where it is linked (`formats.storage.File`).
       link: how it got there.
-      sha256: where it is known: named by a hub's cache, or asked for.
+      sha256: where it is known: named by a hub or its cache, or asked for.
     """
 
     name: str
     size: int
-    mtime_ns: int
+    version: str
     inode: int
     link: str
     sha256: str | None
+    crc32c: str | None = None
 
-    def faults(self, folder: Path) -> Iterator[str]:
+    def faults(self, folder: Store) -> Iterator[str]:
         """Why the file isn't the one that it was, as far as that can be told; its bytes are read only where their hash settles it."""
-        path = folder / self.name
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            yield f"is gone; it was a link to {os.readlink(path)}" if path.is_symlink() else "is gone"
-            return
-        if stat.st_size != self.size:
-            yield f"has {stat.st_size:,} bytes, and had {self.size:,}"
-        elif (stat.st_mtime_ns, stat.st_ino) != (self.mtime_ns, self.inode):
+        found, led = folder.stat(self.name), _leads_to(folder, self.name)
+        if found is None:
+            yield f"is gone; it was a link to {led}" if led else "is gone"
+        elif found.size != self.size:
+            yield f"has {found.size:,} bytes, and had {self.size:,}"
+        elif self.crc32c is not None and found.crc32c is not None:
+            if found.crc32c != self.crc32c:
+                yield f"holds other bytes: its crc32c isn't {self.crc32c}"
+        elif (found.version, found.inode) != (self.version, self.inode):
             if self.sha256 is not None:
-                if sha256(path) != self.sha256:
+                if sha256(folder, self.name) != self.sha256:
                     yield f"holds other bytes: its sha256 isn't {self.sha256}"
-            elif stat.st_ino == self.inode:
+            elif found.inode == self.inode:
                 yield "was changed in place, or touched; its hash isn't known, so nothing can tell which"
-            elif path.is_symlink():
-                yield f"is another file: {os.readlink(path)} was replaced"
+            elif led:
+                yield f"is another file: {led} was replaced"
 
-    def is_moved(self, folder: Path) -> bool:
+    def is_moved(self, folder: Store) -> bool:
         """Whether the file is another one than was written, as it is when the checkpoint was copied."""
-        return (folder / self.name).stat().st_ino != self.inode
+        if (found := folder.stat(self.name)) is None:
+            return False
+        return found.version != self.version if self.link == OBJECT else found.inode != self.inode
 
 
-def identify(folder: Path, checkpoint: Checkpoint) -> list[Identity]:
+def _leads_to(folder: Store, name: str) -> str:
+    """Where a symbolic link leads; empty if it is none."""
+    path = folder.path(name)
+    return os.readlink(path) if isinstance(folder, LocalFolder) and os.path.islink(path) else ""
+
+
+def identify(folder: Store, checkpoint: Checkpoint) -> list[Identity]:
     """What identifies the files that `put_source` put into a folder.
 
     Raises:
       StorageError: a file isn't what the source was when it was planned.
     """
-    found = []
-    sums = (folder / SUMS).read_text().splitlines() if (folder / SUMS).exists() else ()
+    identities = []
+    sums = folder.read(SUMS).decode().splitlines() if folder.exists(SUMS) else ()
     hashes = {name: known for known, name in (line.split("  ", 1) for line in sums)}
     for shard in checkpoint.shards:
-        path = folder / shard.name
-        stat = path.stat()
-        link = SYMBOLIC if path.is_symlink() else HARD if stat.st_ino == shard.inode else COPY
-        if (stat.st_size, str(stat.st_mtime_ns)) != (shard.size, shard.version):
+        found = folder.stat(shard.name)
+        link = _kind(folder, found, shard)
+        if found is None or not _is_same(found, shard, link):
             raise StorageError(f"{shard.path} changed while it was converted; start anew with --overwrite")
-        found.append(Identity(shard.name, stat.st_size, stat.st_mtime_ns, stat.st_ino, link, shard.sha256 or hashes.get(shard.name)))
-    return found
+        known = shard.sha256 or hashes.get(shard.name)
+        identities.append(Identity(shard.name, found.size, found.version, found.inode, link, known, found.crc32c))
+    return identities
 
 
-def sha256(path: Path) -> str:
+def _kind(folder: Store, found: File | None, shard: Shard) -> str:
+    """How a file got there."""
+    if not isinstance(folder, LocalFolder):
+        return OBJECT
+    if _leads_to(folder, shard.name):
+        return SYMBOLIC
+    return HARD if found and found.inode == shard.inode else COPY
+
+
+def _is_same(found: File, shard: Shard, link: str) -> bool:
+    """Whether a file can be the shard; where both stores know a hash, by that."""
+    if found.size != shard.size:
+        return False
+    if found.crc32c and shard.crc32c:
+        return found.crc32c == shard.crc32c
+    return shard.inode == 0 or link == OBJECT or found.version == shard.version  # a link and a local copy have their file's time
+
+
+def sha256(folder: Store, name: str) -> str:
     """The hash of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    hashed, file = hashlib.sha256(), folder.stat(name)
+    for piece in pieces(folder, name, file.size if file else 0):
+        hashed.update(piece)
+    return hashed.hexdigest()
 
 
 def identities(record: Mapping[str, Any]) -> list[Identity]:
@@ -165,5 +225,4 @@ def identities(record: Mapping[str, Any]) -> list[Identity]:
 
 def find_changes(items: Store, files: Iterable[Identity]) -> list[str]:
     """Every file of a virtual checkpoint that isn't what it was, with what is wrong."""
-    folder = Path(str(items / SOURCE))
-    return [f"{SOURCE}/{file.name} {fault}" for file in files for fault in file.faults(folder)]
+    return [f"{SOURCE}/{file.name} {fault}" for file in files for fault in file.faults(items / SOURCE)]

@@ -30,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
-        again = "; what is done is kept, the same command with --resume goes on from there" if args.command in ("convert", "materialize") else ""
-        print(f"\nweightbeam {args.command}: stopped{again}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as e:
+        again = "what is done is kept, the same command with --resume goes on from there" if args.command in ("convert", "materialize") else ""
+        print(f"\nweightbeam {args.command}: stopped; {e or again}".removesuffix("; "), file=sys.stderr, flush=True)
         os._exit(1)  # the pipeline's threads are still at work, and their end isn't worth waiting for
 
 

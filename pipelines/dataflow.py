@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -150,6 +151,37 @@ def job_name(conversion: Conversion, target: str) -> str:
 # --- the job --------------------------------------------------------------------------------------------------------------------
 
 
+def check_alone(options: PipelineOptions) -> None:
+    """Makes sure that no job of this name is at work: it would lose what is staged, and Dataflow says so only when that is done.
+
+    Raises:
+      RefusedError: there is one, or Dataflow doesn't let us see.
+    """
+    from google.api_core.exceptions import GoogleAPIError
+
+    cloud = options.view_as(GoogleCloudOptions)
+    if cloud.template_location:  # the job that a template is launched for has the name already
+        return
+    try:
+        job = find_active(options, cloud.job_name)
+    except (GoogleAPIError, OSError) as e:
+        raise RefusedError(f"Dataflow in {cloud.project}, {cloud.region} can't be asked for its jobs: {e}") from e
+    if job:
+        todo = f"wait for it, or gcloud dataflow jobs cancel {job} --project {cloud.project} --region {cloud.region}"
+        raise RefusedError(f"Dataflow job {job} ({cloud.job_name}) is at work on this output; {todo}")
+
+
+def find_active(options: PipelineOptions, name: str) -> str | None:
+    """The id of the job of that name that is at work in the options' project and region; None if there is none."""
+    from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationClient
+    from google.cloud import dataflow
+
+    cloud = options.view_as(GoogleCloudOptions)
+    request = dataflow.ListJobsRequest(project_id=cloud.project, location=cloud.region, name=name, filter=dataflow.ListJobsRequest.Filter.ACTIVE)
+    jobs = DataflowApplicationClient(options)._jobs_client.list_jobs(request)  # its own `job_id_for_name` never ends where there is no such job
+    return next((job.id for job in jobs if job.name == name), None)
+
+
 def waits(options: PipelineOptions) -> bool:
     """Whether a command ends with what it started: not where a job is left to its own, or only described."""
     return not (options.view_as(StandardOptions).no_wait_until_finish or options.view_as(GoogleCloudOptions).template_location)
@@ -164,7 +196,7 @@ def run(pipeline: beam.Pipeline, total: int, noise: io.StringIO) -> PipelineResu
       noise: takes what Beam prints.
 
     Raises:
-      JobError: it failed, or was cancelled.
+      JobError: it failed, was cancelled, or was lost sight of.
       KeyboardInterrupt: while waiting; the job goes on, and the message says so.
     """
     options, terminal = pipeline.options.view_as(GoogleCloudOptions), sys.stderr
@@ -180,6 +212,7 @@ def run(pipeline: beam.Pipeline, total: int, noise: io.StringIO) -> PipelineResu
         place = f"--project {options.project} --region {options.region}"
         say(f"Dataflow job {result.job_id()} ({options.job_name})")
         say(f"https://console.cloud.google.com/dataflow/jobs/{options.region}/{result.job_id()}?project={options.project}")
+        cancel = f"it ends with gcloud dataflow jobs cancel {result.job_id()} {place}"
         if not waits(options):
             say(f"gcloud dataflow jobs describe {result.job_id()} {place}")
             return result
@@ -187,7 +220,11 @@ def run(pipeline: beam.Pipeline, total: int, noise: io.StringIO) -> PipelineResu
             with ShowProgress(total, bytes_written(result)):
                 _wait(result, lambda state: say(f"job {state.removeprefix('JOB_STATE_').lower()}"))
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"the job goes on; it ends with gcloud dataflow jobs cancel {result.job_id()} {place}") from None
+            raise KeyboardInterrupt(f"the job goes on; {cancel}") from None
+        except JobError:
+            raise
+        except Exception as e:  # of the connection; the job doesn't know of it
+            raise JobError(f"{e}\nDataflow can't be asked any more; the job goes on; {cancel}") from e
     return result
 
 
@@ -215,21 +252,11 @@ def bytes_written(result: Any) -> Callable[[], int]:
         nonlocal known, asked
         if time.monotonic() - asked > POLL:
             asked = time.monotonic()
-            for metric in result._runner.dataflow_client.get_job_metrics(result.job_id()).metrics:
-                context = metric.name.context
-                if (metric.name.name, context.get("namespace")) == ("bytes", "WriteChunks") and "tentative" not in context:
-                    known = int(metric.scalar)
+            with contextlib.suppress(Exception):  # it's for show
+                for metric in result._runner.dataflow_client.get_job_metrics(result.job_id()).metrics:
+                    context = metric.name.context
+                    if (metric.name.name, context.get("namespace")) == ("bytes", "WriteChunks") and "tentative" not in context:
+                        known = int(metric.scalar)
         return known
 
     return ask
-
-
-def find_active(options: PipelineOptions, name: str) -> str | None:
-    """The id of the job of that name that is at work in the options' project and region; None if there is none."""
-    from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationClient
-    from google.cloud import dataflow
-
-    cloud = options.view_as(GoogleCloudOptions)
-    request = dataflow.ListJobsRequest(project_id=cloud.project, location=cloud.region, name=name, filter=dataflow.ListJobsRequest.Filter.ACTIVE)
-    jobs = DataflowApplicationClient(options)._jobs_client.list_jobs(request)  # its own `job_id_for_name` never ends where there is no such job
-    return next((job.id for job in jobs if job.name == name), None)

@@ -66,12 +66,13 @@ def execute(
       The pipeline's result; None where only publishing was left to do.
 
     Raises:
-      RefusedError: no such runner, or the source's files can't be linked.
+      RefusedError: no such runner, a job is at work there, or the source's files can't be linked.
       FailedError: it failed on the way; what is done is kept.
     """
     on_dataflow = options.view_as(StandardOptions).runner == dataflow.RUNNER
     if on_dataflow:
         dataflow.settle(options, conversion, str(staging.final))
+        dataflow.check_alone(options)
     try:
         pipeline = beam.Pipeline(options=options)
     except ValueError as e:

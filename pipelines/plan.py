@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from pathlib import Path
 from pipelines import report, virtual
 from pipelines.errors import RefusedError
 from pipelines.prepare import prepare_conversion, refuse
+from transforms.conversion import Conversion
+from transforms.makespan import Estimate, Worker, efforts_of, estimate
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -22,17 +25,31 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         check_options(rest)
     conversion = prepare_conversion(args)
     threads = report.threads_of(rest)
+    estimates = simulate(conversion, args, rest)
     if args.json:
+        simulated = {"workers": [dataclasses.asdict(each) for each in estimates]} if args.workers else {}
         try:
-            Path(args.json).write_text(json.dumps(report.json_report(conversion, threads) | virtual.json_report(conversion), indent=1))
+            Path(args.json).write_text(json.dumps(report.json_report(conversion, threads) | virtual.json_report(conversion) | simulated, indent=1))
         except OSError as e:
             raise RefusedError(f"--json={args.json}: {e.strerror}") from e
     if conversion.plan.arrays:
         report.print_plan(conversion, threads)
     if conversion.placements:
         virtual.print_placements(conversion)
+    if estimates:
+        report.print_estimates(estimates)
     refuse(conversion, conversion.plan.problems)
     return 0
+
+
+def simulate(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str]) -> list[Estimate]:
+    """The conversion on as many workers as are asked for, each time; nothing without `--workers`, or if nothing can be converted."""
+    if not args.workers or conversion.plan.problems:
+        return []
+    worker = Worker(args.worker_gbps, args.worker_hour_price, report.threads_of(rest, report.THREADS_PER_CORE * Worker.cores))
+    efforts, files = list(efforts_of(conversion)), len(conversion.checkpoint.shards)
+    from_hub = conversion.checkpoint.root.startswith("hf://")
+    return [estimate(efforts, workers, worker, files, from_hub) for workers in args.workers]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from model_mappings.cells import pattern
 from transforms.conversion import Conversion, rules_of
+from transforms.makespan import Estimate
 from transforms.mesh import base_rules, model_rules
 
 BASE_BYTES = 320 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
@@ -29,10 +30,10 @@ def local_threads() -> int:
     return min(THREADS_PER_CORE * cores, MAX_THREADS)
 
 
-def threads_of(arguments: Sequence[str]) -> int:
-    """Units that one process works on at a time, by Beam's options."""
+def threads_of(arguments: Sequence[str], default: int | None = None) -> int:
+    """Units that one process works on at a time, by Beam's options, or else by default: as many as in a local run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--direct_num_workers", "--number_of_worker_harness_threads", type=int, default=local_threads(), dest="threads")
+    parser.add_argument("--direct_num_workers", "--number_of_worker_harness_threads", type=int, default=default or local_threads(), dest="threads")
     return parser.parse_known_args(list(arguments))[0].threads
 
 
@@ -57,6 +58,12 @@ def memory_bound(conversion: Conversion, threads: int) -> int:
 def base_bytes(conversion: Conversion) -> int:
     """Bytes of a worker that no unit needs."""
     return BASE_BYTES + TENSOR_BYTES * len(conversion.checkpoint.tensors)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `9.5 min`, `1 h 05 min`."""
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{seconds / 60:.1f} min"
 
 
 def human(nbytes: float) -> str:
@@ -127,6 +134,16 @@ def print_plan(conversion: Conversion, threads: int) -> None:
         )
     CONSOLE.print()
     CONSOLE.print(totals)
+
+
+def print_estimates(estimates: Iterable[Estimate]) -> None:
+    """How long a conversion takes on how many workers."""
+    rows = table(">workers", ">time", ">of it units", ">vCPU hours", ">cost", "limited by")
+    for each in estimates:
+        times = duration(each.wall_seconds), duration(each.unit_seconds)
+        rows.add_row(f"{each.workers:,}", *times, f"{each.vcpu_hours:,.1f}", f"{each.cost:,.2f}", each.limit)
+    CONSOLE.print("\nsimulated, on workers of Dataflow:")
+    CONSOLE.print(rows)
 
 
 def rules_text(conversion: Conversion) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from formats.links import SOURCE, SYMBOLIC, find_changes, identities
@@ -74,7 +73,7 @@ def check_files(items: Store) -> bool:
     if changes := find_changes(items, files):
         raise FailedError("\n".join(f"  {change}" for change in changes))
     if files:
-        moved = sum(file.is_moved(Path(str(items / SOURCE))) for file in files)
+        moved = sum(file.is_moved(items / SOURCE) for file in files)
         copies = f"; {moved} are copies made since" if moved else ""
         print(f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made{copies}")
     return bool(files)
@@ -95,6 +94,6 @@ def open_own_source(items: Store) -> Checkpoint:
     except StorageError as e:
         raise RefusedError(f"  {e}; the links in {items / SOURCE} lead there") from e
     found = {shard.name: (shard.size, shard.version, shard.inode) for shard in checkpoint.shards}
-    if changed := sorted(found.items() ^ {name: (file.size, str(file.mtime_ns), file.inode) for name, file in files.items()}.items()):
+    if changed := sorted(found.items() ^ {name: (file.size, file.version, file.inode) for name, file in files.items()}.items()):
         raise RefusedError(f"  {checkpoint.root}/{changed[0][0]} isn't the file that the checkpoint was made of")
     return checkpoint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from formats.links import HARD, SOURCE, identify, put_source
 from formats.orbax import Contents, assemble, plan_of
@@ -37,7 +36,7 @@ def stage(conversion: Conversion, staging: Staging, resume: bool, link: str = HA
         staging.create(conversion.stage())
     if conversion.virtual_bytes:
         try:
-            put_source(Path(str(staging.items / SOURCE)), conversion.checkpoint, link, hashed)
+            put_source(staging.items / SOURCE, conversion.checkpoint, link, hashed)
         except StorageError:
             if not resumed:
                 staging.discard()
@@ -55,7 +54,7 @@ def assemble_checkpoint(conversion: Conversion, staging: Staging, overwrite: boo
     conversion.checkpoint.check()
     record, references = conversion.record(), list(conversion.references())
     if references:
-        files = identify(Path(str(staging.items / SOURCE)), conversion.checkpoint)
+        files = identify(staging.items / SOURCE, conversion.checkpoint)
         arrays = sum(placement.spec is not None for placement in conversion.placements)
         about = {"arrays": arrays, "bytes": conversion.virtual_bytes, "chunks": len(references), "files": [dataclasses.asdict(file) for file in files]}
         record["references"] = about

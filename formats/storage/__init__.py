@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from formats.storage.local import TEMPORARY, LocalFolder, create_file, sync_folder, write_file
-from formats.storage.store import File, Range, StorageError, Store, reason
+from formats.storage.store import File, Range, StorageError, Store, pieces, reason
 
 __all__ = [
     "TEMPORARY", "File", "LocalFolder", "Range", "StorageError", "Store",
-    "create_file", "open_store", "reason", "store_and_name", "sync_folder", "write_file",
+    "create_file", "open_store", "pieces", "reason", "store_and_name", "sync_folder", "write_file",
 ]  # fmt: skip
 
 

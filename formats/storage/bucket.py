@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import concurrent.futures
 import contextlib
 import functools
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import google_crc32c
 import tensorstore as ts
 from google.api_core import exceptions
 from google.api_core.retry import Retry
-from google.auth.exceptions import DefaultCredentialsError, TransportError
+from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
 from google.cloud import storage
 from google.cloud.storage.retry import DEFAULT_RETRY
 from requests.exceptions import RequestException
 
-from formats.storage.store import File, Range, Request, StorageError, Store, make_requests
+from formats.storage.store import PIECE, File, Range, Request, StorageError, Store, make_requests, pieces
 
 TIMEOUT = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
 RETRY: Retry = DEFAULT_RETRY.with_timeout(300.0)  # seconds in all; backs off, and only what a repetition can mend is repeated
@@ -52,9 +55,9 @@ def _fail(url: str, error: Exception) -> NoReturn:
     """Turns a client's error into ours."""
     message = getattr(error, "message", None) or str(error) or type(error).__name__
     hint = ""
-    if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized):
+    if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized) or message.startswith("PERMISSION_DENIED"):
         hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
-    raise StorageError(f"{url}: {message.splitlines()[0]}{hint}") from error
+    raise StorageError(f"{url}: {message.splitlines()[0].partition(" [http_")[0]}{hint}") from error
 
 
 class Bucket(Store):
@@ -80,9 +83,9 @@ class Bucket(Store):
         """Turns the clients' errors into ours, but for those that say that nothing is there, or something else than was asked for."""
         try:
             yield
-        except (exceptions.NotFound, exceptions.PreconditionFailed, StorageError):
+        except (exceptions.NotFound, exceptions.PreconditionFailed, FileNotFoundError, StorageError):
             raise
-        except (exceptions.GoogleAPICallError, exceptions.RetryError, RequestException, TransportError, ValueError, OSError) as e:
+        except (exceptions.GoogleAPICallError, exceptions.RetryError, RequestException, GoogleAuthError, ValueError, OSError) as e:
             _fail(self.path(name) if name else self.url, e)
 
     def check_readable(self) -> None:
@@ -147,7 +150,7 @@ class Bucket(Store):
             try:
                 found = future.result()
             except Exception as e:
-                raise StorageError(f"{self.path(name)}: bytes {request.start:,} to {request.stop:,}: {e}") from e
+                _fail(f"{self.path(name)}: bytes {request.start:,} to {request.stop:,}", e)
             if found.state != "value" or len(found.value) != request.stop - request.start:
                 raise StorageError(f"{self.path(name)}: is gone, or ends before byte {request.stop:,}; was it changed after it was planned?")
             if version is not None and _generation(found.stamp.generation) != version:
@@ -167,33 +170,50 @@ class Bucket(Store):
         self._upload(name, data, None)
 
     def create(self, name: str, data: bytes) -> bool:
-        try:
-            self._upload(name, data, 0)
-        except exceptions.PreconditionFailed:
-            with contextlib.suppress(FileNotFoundError):
-                return self.read(name) == data  # it is ours, and the answer to the first attempt was lost
-            return False
-        return True
+        return self._upload(name, data, 0) is not None
 
     def replace(self, name: str, data: bytes, version: str) -> str | None:
         """Writes an object whole if it is still of that version; returns its new version, or None where it isn't."""
-        try:
-            return self._upload(name, data, int(version))
-        except (exceptions.PreconditionFailed, exceptions.NotFound):
-            return None
+        return self._upload(name, data, int(version))
 
-    def _upload(self, name: str, data: bytes, generation: int | None) -> str:
+    def _upload(self, name: str, data: bytes, generation: int | None) -> str | None:
+        """Writes an object whole; only over that generation, if one is named. Returns the new one, or None where there was another."""
         with self._told(name):
             blob = self._blob(name)
+            blob.metadata = {"attempt": uuid.uuid4().hex}
             try:
                 blob.upload_from_string(
                     data, content_type="application/octet-stream", if_generation_match=generation, checksum="crc32c", timeout=TIMEOUT, retry=RETRY
                 )
+            except exceptions.PreconditionFailed:
+                found = _client().bucket(self.bucket).get_blob(blob.name, timeout=TIMEOUT, retry=RETRY)
+                if found is None or (found.metadata or {}).get("attempt") != blob.metadata["attempt"]:
+                    return None
+                return str(found.generation)  # it is ours: the first attempt succeeded, and its answer was lost
             except exceptions.NotFound as e:
                 if generation:
-                    raise
+                    return None
                 raise StorageError(f"gs://{self.bucket}: no such bucket") from e
             return str(blob.generation)
+
+    def copy(self, source: Store, name: str, size: int, sha256: str | None = None) -> None:
+        with self._told(name):
+            blob = self._blob(name)
+            if isinstance(source, Bucket):
+                token, original = None, source._blob(name)
+                while True:
+                    token, _, _ = blob.rewrite(original, token=token, timeout=TIMEOUT, retry=RETRY)
+                    if token is None:
+                        return
+            checksum = google_crc32c.Checksum()
+            with blob.open("wb", chunk_size=PIECE, timeout=TIMEOUT, retry=RETRY) as upload:
+                for piece in pieces(source, name, size, sha256):
+                    checksum.update(piece)
+                    upload.write(piece)
+            blob.reload(timeout=TIMEOUT, retry=RETRY)
+            if blob.crc32c != base64.b64encode(checksum.digest()).decode():
+                self.delete(name)
+                raise StorageError(f"{self.path(name)}: what arrived isn't what was sent")
 
     def delete(self, name: str, version: str | None = None) -> None:
         """Deletes an object; only that version of it, if one is named."""
@@ -207,6 +227,7 @@ class Bucket(Store):
                 pass
 
     def kvstore(self) -> dict[str, Any]:
+        _client()  # without credentials TensorStore would look for them without end
         return {"driver": "gcs", "bucket": self.bucket, "path": self._prefix}
 
 

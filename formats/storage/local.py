@@ -161,6 +161,10 @@ class LocalFolder(Store):
     def make(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
 
+    def check_writable(self) -> None:
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise StorageError("can't be written to")
+
     def unmake(self) -> None:
         with contextlib.suppress(OSError):  # it isn't empty, or was never there
             self.folder.rmdir()
@@ -190,7 +194,7 @@ class LocalFolder(Store):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         with open(open_file(self.path(name)), "rb") as file:
             file.seek(start)
-            return file.read(-1 if stop is None else stop - start)
+            return file.read(-1 if stop is None else max(0, stop - start))
 
     def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
         return read_ranges(self.path(name), ranges)

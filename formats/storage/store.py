@@ -5,10 +5,11 @@ from __future__ import annotations
 import abc
 import concurrent.futures
 import dataclasses
-import uuid
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
+PROBE = ".weightbeam-probe"  # a file that is made and deleted
 Range = tuple[int, memoryview]  # an offset in a file, and the buffer for what lies there, as long as the buffer
 
 
@@ -149,9 +150,8 @@ class Store(abc.ABC):
         Raises:
           StorageError: they can't.
         """
-        probe = f".weightbeam-probe-{uuid.uuid4().hex}"
-        self.create(probe, b"")
-        self.delete(probe)
+        self.write(PROBE, b"")
+        self.delete(PROBE)
 
     @abc.abstractmethod
     def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
@@ -185,9 +185,38 @@ class Store(abc.ABC):
         """Deletes a folder below, or this one, with everything in it; nothing happens if there is none."""
         raise StorageError(f"{self.url} can't be written to")
 
+    def copy(self, source: Store, name: str, size: int, sha256: str | None = None) -> None:
+        """Copies a file of another store, whole or not at all; within buckets no byte passes through here.
+
+        Raises:
+          StorageError: it can't be, or isn't what its hash says.
+        """
+        raise StorageError(f"{self.url} can't be written to")
+
     def kvstore(self) -> dict[str, Any]:
         """The folder as TensorStore's key-value store."""
         raise StorageError(f"{self.url} can't hold an Orbax checkpoint")
+
+
+PIECE = 16 << 20  # bytes that a copy holds
+
+
+def pieces(store: Store, name: str, size: int, sha256: str | None = None) -> Iterator[bytes]:
+    """The bytes of a file, one piece after the other.
+
+    Raises:
+      StorageError: it ends too early, or its hash isn't `sha256`.
+    """
+    hashed = hashlib.sha256()
+    for start in range(0, size, PIECE):
+        piece = store.read(name, start, min(size, start + PIECE))
+        if sha256 is not None:
+            hashed.update(piece)
+        if len(piece) != min(PIECE, size - start):
+            raise StorageError(f"{store.path(name)}: ends before byte {size:,}; was it changed after it was planned?")
+        yield piece
+    if sha256 is not None and hashed.hexdigest() != sha256:
+        raise StorageError(f"{store.path(name)}: its sha256 isn't {sha256}, what came is damaged")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -212,19 +241,19 @@ class Request:
 
 
 def make_requests(ranges: Iterable[Range], most: int) -> Iterator[Request]:
-    """Cuts ranges into requests of at most `most` bytes; those that (nearly) adjoin go together: a gap may add 1/64 to a request."""
+    """Cuts ranges into requests of at most `most` bytes; those that (nearly) adjoin go together: gaps add at most 1/64 to what is asked for."""
     parts: list[Range] = []
-    start = stop = 0
+    start = stop = asked = 0
     for offset, buffer in sorted(ranges, key=lambda item: item[0]):
         while buffer:
-            if parts and (not 0 <= offset - stop <= (stop - start) >> 6 or stop - start >= most):
+            if parts and not (stop <= offset < start + most and offset - start - asked <= asked >> 6):
                 yield Request(start, stop, tuple(parts))
                 parts = []
             if not parts:
-                start = offset
-            taken = min(len(buffer), max(1, start + most - offset))
+                start, asked = offset, 0
+            taken = min(len(buffer), start + most - offset)
             parts.append((offset, buffer[:taken]))
-            offset, buffer = offset + taken, buffer[taken:]
+            offset, buffer, asked = offset + taken, buffer[taken:], asked + taken
             stop = offset
     if parts:
         yield Request(start, stop, tuple(parts))

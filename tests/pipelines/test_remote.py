@@ -212,3 +212,31 @@ def test_what_cant_be_reached_is_said_before_any_work(arguments: tuple[str, ...]
     output = () if "--output" in arguments else ("--output", "gs://bucket/ckpt")
     assert message in run("convert", *arguments, *output, env=gcs.env() | hub.env(), status=2)
     assert not gcs.objects["bucket"]
+
+
+@pytest.mark.parametrize("place", ["hub", "bucket", "folder"])
+def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Path, wanted: dict[str, list]) -> None:
+    """The source's files are objects of the checkpoint, copied by the store itself where they are in it already; materialised it is an ordinary one."""
+    for path in source.iterdir():
+        gcs.put("bucket", f"models/it/{path.name}", path.read_bytes())
+    env, where = gcs.env() | hub.env(), dict(hub="hf://org/model", bucket="gs://bucket/models/it", folder=str(source))[place]
+    gcs.log.clear()
+    said = run("convert", "--virtual", "--source", where, "--output", "gs://bucket/virtual", env=env)
+    assert "the source's own files" in said
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert gcs.log.received < 200_000 if place == "bucket" else size < gcs.log.received < size + 200_000
+    assert restored("gs://bucket/virtual/0/items", env) == wanted
+    assert "as when it was made" in run("verify", "--checkpoint", "gs://bucket/virtual", env=env)
+
+    run("materialize", "gs://bucket/virtual", "--output", "gs://bucket/made", "--mesh", "fsdp=4", env=env)
+    run("convert", "--source", where, "--output", "gs://bucket/converted", "--mesh", "fsdp=4", env=env)
+    made, converted = (json.loads(gcs.objects["bucket"][f"{name}/0/conversion.json"].data) for name in ("made", "converted"))
+    assert made["digests"] == converted["digests"]
+
+    name = "virtual/0/items/source/model-00002-of-00003.safetensors"
+    held = gcs.objects["bucket"][name].data
+    for changed, message in ((held[:-1] + b"?", "holds other bytes: its crc32c isn't"), (held[:-9], "and had"), (None, "is gone")):
+        del gcs.objects["bucket"][name]
+        if changed is not None:
+            gcs.put("bucket", name, changed)
+        assert message in run("verify", "--checkpoint", "gs://bucket/virtual", env=env, status=1)

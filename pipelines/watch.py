@@ -1,0 +1,101 @@
+"""`weightbeam watch`: converts the releases of the hub that a configuration asks for, as they come."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from formats.storage.token import name_secret
+from pipelines.errors import FailedError, RefusedError
+from pipelines.report import CONSOLE, table
+from pipelines.watching.config import read_config
+from pipelines.watching.notices import Notices, log_lines, warn
+from pipelines.watching.receiver import SECRET, receive_webhooks
+from pipelines.watching.records import FAILED
+from pipelines.watching.releases import is_wanted
+from pipelines.watching.watcher import Finding, Watcher
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Watches once, or until it is stopped."""
+    if rest:
+        raise RefusedError(f"unknown options: {' '.join(rest)}; what is passed on to Beam stands in the configuration, under runner")
+    if not args.config:
+        raise RefusedError("--config is missing: a file that says what to watch; docs/watching.md has an example")
+    config = read_config(args.config)
+    if args.serve is not None and not os.environ.get(SECRET):
+        raise RefusedError(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
+    name_secret(config.hf_token_secret)
+    log_lines()
+    watcher = Watcher(config, Notices(config.notify), args.dry_run)
+    try:
+        if args.retry:
+            return _report(watcher.retry(args.retry))
+        if args.once or args.dry_run:
+            return _report(watcher.once())
+        with _webhooks(args.serve) as changed:
+            _loop(watcher, args.interval, changed)
+    except OSError as e:
+        raise FailedError(f"  {e}") from e
+    return 0
+
+
+@contextlib.contextmanager
+def _webhooks(port: int | None) -> Iterator[queue.SimpleQueue[str]]:
+    """The models that webhooks name; none without a port."""
+    changed: queue.SimpleQueue[str] = queue.SimpleQueue()
+    if port is None:
+        yield changed
+        return
+    try:
+        with receive_webhooks(port, os.environ[SECRET], changed.put):
+            yield changed
+    except OSError as e:
+        raise RefusedError(f"--serve={port}: {e.strerror or e}") from e
+
+
+def _loop(watcher: Watcher, interval: float, changed: queue.SimpleQueue[str]) -> None:
+    """Looks at everything each `interval` seconds, and in between at the models that webhooks name, or that are due."""
+    next_round, due = time.monotonic(), dict[str, float]()  # model -> when to look at it
+    while True:
+        with contextlib.suppress(queue.Empty):
+            repo = changed.get(timeout=max(0.0, min([next_round, *due.values()]) - time.monotonic()))
+            if is_wanted(repo, watcher.config.models):
+                due[repo] = time.monotonic()
+        if time.monotonic() >= next_round:
+            due |= _look(watcher, None)
+            next_round = time.monotonic() + interval
+        for repo in [repo for repo, at in due.items() if at <= time.monotonic()]:
+            del due[repo]
+            due |= _look(watcher, [repo])
+
+
+def _look(watcher: Watcher, repos: list[str] | None) -> dict[str, float]:
+    """Has the watcher look once; returns which models to look at again, and when."""
+    try:
+        findings = watcher.once(repos)
+    except OSError as e:  # the output, which may be there again next time
+        warn(str(e))
+        return {}
+    offset = time.monotonic() - time.time()
+    return {finding.repo: finding.again.timestamp() + offset for finding in findings if finding.again}
+
+
+def _report(findings: Sequence[Finding]) -> int:
+    """Prints how things stand; returns the exit status."""
+    rows = table("model", "commit", "target", "state", "why")
+    for finding in findings:
+        rows.add_row(finding.repo, finding.commit[:12], finding.target, finding.state, finding.reason)
+    CONSOLE.print(rows)
+    return int(any(finding.state == FAILED for finding in findings))
+
+
+if __name__ == "__main__":
+    from pipelines.cli import main
+
+    sys.exit(main(["watch", *sys.argv[1:]]))

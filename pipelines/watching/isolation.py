@@ -1,0 +1,167 @@
+"""Work in a process of its own: what becomes of its memory, or of it, doesn't touch the watcher. It ends when the watcher does."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, Self
+
+from formats.lease import HeldError
+from pipelines.arguments import make_parser
+from pipelines.errors import FailedError, RefusedError
+
+DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
+TAIL = 2000  # characters of what a process that died had printed
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How work ended.
+
+    Attributes:
+      status: done, refused, failed, or busy: another process is at it.
+      message: why it isn't done.
+      facts: what came of it.
+    """
+
+    status: str
+    message: str = ""
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+Work = Callable[[list[str]], dict[str, Any]]
+
+
+class Apart:
+    """A process for a release: does one work after the other. What isn't done well ends it, and another one begins."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")  # nothing of this process's threads and clients
+        self._process: SpawnProcess | None = None
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._log.close()
+
+    def run(self, work: Work, arguments: Sequence[str]) -> Outcome:
+        """Does work, and waits for it."""
+        if self._process is None:
+            self._connection, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=_serve, args=(theirs, self._log.name))
+            self._process.start()
+            theirs.close()
+        try:
+            self._connection.send((work, list(arguments)))
+            outcome: Outcome = self._connection.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            printed = Path(self._log.name).read_text(errors="replace")[-TAIL:]
+            outcome = Outcome(FAILED, f"{_how(self._process.exitcode or 0)}; the last that it printed:\n{printed}")
+        if outcome.status != DONE:
+            self._end()
+        return outcome
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()  # it has said all there is to say, or isn't to go on
+            self._process.join()
+            self._connection.close()
+            self._process = None
+
+
+def _how(status: int) -> str:
+    """How a process ended."""
+    if status >= 0:
+        return f"the process ended with status {status}"
+    hint = ", as the system does where memory runs out" if -status == signal.SIGKILL else ""
+    return f"the process was ended by {signal.Signals(-status).name}{hint}"
+
+
+def _serve(connection: Connection, log: str) -> None:
+    """What the process does: work, until nobody asks for it."""
+    threading.Thread(target=_follow, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the watcher's, which then ends this process
+    printed = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    while True:
+        work, arguments = connection.recv()
+        connection.send(_outcome(work, arguments))
+
+
+def _outcome(work: Work, arguments: list[str]) -> Outcome:
+    try:
+        return Outcome(DONE, facts=work(arguments))
+    except (RefusedError, FailedError) as e:
+        status = BUSY if isinstance(e.__cause__, HeldError) else REFUSED if isinstance(e, RefusedError) else FAILED
+        return Outcome(status, str(e).strip())
+    except Exception as e:
+        traceback.print_exc()
+        return Outcome(FAILED, f"{type(e).__name__}: {e}")
+
+
+def _follow() -> None:
+    """Ends this process when the one that started it is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+# --- what is done so ------------------------------------------------------------------------------------------------------------
+
+
+def _parse(command: str, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    return make_parser().parse_known_args([command, *arguments])
+
+
+def plan(arguments: Sequence[str]) -> dict[str, Any]:
+    """Plans a conversion; returns what is worth knowing of it.
+
+    Raises:
+      RefusedError: it has problems.
+      FailedError: a file can't be read, or isn't whole, which may be different another time.
+    """
+    from pipelines.prepare import describe, prepare_conversion, refuse
+
+    conversion = prepare_conversion(_parse("plan", arguments)[0])
+    problems = conversion.plan.problems
+    if any(problem.kind == "corrupt" for problem in problems):
+        raise FailedError(describe(problems))
+    refuse(conversion, problems)
+    return {"plan": conversion.hash, "family": conversion.plan.family, "target_bytes": conversion.target_bytes, "warnings": list(conversion.warnings)}
+
+
+def convert(arguments: Sequence[str]) -> dict[str, Any]:
+    """Converts, or goes on with it."""
+    from pipelines import convert
+
+    convert.run(*_parse("convert", arguments))
+    return {}
+
+
+def verify(arguments: Sequence[str]) -> dict[str, Any]:
+    """Verifies; returns how many elements and arrays were compared."""
+    from pipelines import verify
+
+    with tempfile.TemporaryDirectory() as folder:
+        findings = Path(folder) / "findings.json"
+        verify.run(*_parse("verify", [*arguments, f"--json={findings}"]))
+        arrays = json.loads(findings.read_text()).values()
+    rounded = sum(bool(found.get("rounded")) for found in arrays)
+    return {"elements": sum(found.get("compared", 0) for found in arrays), "arrays": len(arrays), "rounded": rounded}

@@ -1,0 +1,109 @@
+"""Telling of every change of a state: one line of JSON in the log, and to webhooks and Pub/Sub topics."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import requests
+import tenacity
+
+from pipelines.errors import RefusedError
+from pipelines.watching.records import FAILED, Record
+
+TIMEOUT = 10.0  # seconds, for each attempt
+ATTEMPTS = 4
+
+_log = logging.getLogger("weightbeam.watch")
+
+
+class _Lines(logging.Formatter):
+    """A line of JSON, in the fields that Cloud Logging knows."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"severity": record.levelname, "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), "message": record.getMessage()}
+        return json.dumps(line | getattr(record, "facts", {}) | ({"trace": self.formatException(record.exc_info)} if record.exc_info else {}))
+
+
+def log_lines() -> None:
+    """Has the log go to standard error, a line of JSON each."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines())
+    _log.handlers[:] = [handler]
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
+
+
+def text_of(record: Record) -> str:
+    """A record as a sentence."""
+    commit, target = record.get("commit"), record.get("target")
+    what = record["repo"] + (f"@{commit[:12]}" if commit else "") + (f" for {target}" if target else "")
+    return f"{what}: {record['state']}" + (f": {record['reason']}" if record.get("reason") else "")
+
+
+def note(record: Record) -> None:
+    """Logs a state."""
+    _log.log(logging.WARNING if record["state"] == FAILED else logging.INFO, text_of(record), extra={"facts": dict(record)})
+
+
+def warn(message: str) -> None:
+    """Logs what isn't a state of a release."""
+    _log.warning(message)
+
+
+class Notices:
+    """Where changes of states are told: webhooks (`https://…`) and topics (`projects/…/topics/…`)."""
+
+    def __init__(self, sinks: Sequence[str]):
+        self._webhooks = [sink for sink in sinks if "://" in sink]
+        self._topics = [sink for sink in sinks if "://" not in sink]
+        self._publisher: Any = _publisher() if self._topics else None
+
+    def tell(self, record: Record) -> None:
+        """Logs and sends a record. What can't be sent is logged, and stops nothing: the record is in the output."""
+        note(record)
+        message = {"text": text_of(record), **record}
+        for number, url in enumerate(self._webhooks, 1):
+            try:
+                _post(url, message)
+            except requests.RequestException as e:  # its text has the URL, which may be a secret
+                answer = f"answered {e.response.status_code}" if e.response is not None else type(e).__name__
+                warn(f"webhook {number} of notify wasn't told of {text_of(record)}: {answer}")
+        for topic in self._topics:
+            try:
+                attributes = {name: str(record[name]) for name in ("state", "repo", "commit", "target") if name in record}
+                self._publisher.publish(topic, json.dumps(message).encode(), **attributes).result(timeout=60)
+            except Exception as e:  # of gRPC, of the credentials, or of the time that it took
+                warn(f"{topic} wasn't told of {text_of(record)}: {type(e).__name__}: {e}")
+
+
+def _publisher() -> Any:
+    try:
+        from google.cloud.pubsub_v1 import PublisherClient  # only now: it isn't needed elsewhere
+    except ImportError as e:
+        raise RefusedError("notify: a Pub/Sub topic needs google-cloud-pubsub: pip install 'weightbeam[gcp]'") from e
+    from google.auth.exceptions import DefaultCredentialsError
+
+    try:
+        return PublisherClient()
+    except DefaultCredentialsError as e:
+        raise RefusedError("notify: a Pub/Sub topic needs Google credentials; `gcloud auth application-default login` makes them") from e
+
+
+def _is_passing(error: BaseException) -> bool:
+    if not isinstance(error, requests.RequestException):
+        return False
+    return error.response is None or error.response.status_code in (408, 429) or error.response.status_code >= 500
+
+
+@tenacity.retry(
+    retry=tenacity.retry_if_exception(_is_passing),
+    wait=tenacity.wait_exponential_jitter(initial=0.5, max=10, jitter=0.5),
+    stop=tenacity.stop_after_attempt(ATTEMPTS),
+    reraise=True,
+)
+def _post(url: str, message: Record) -> None:
+    requests.post(url, json=dict(message), timeout=TIMEOUT).raise_for_status()

@@ -1,0 +1,202 @@
+"""What the hub has: which models match, the release that a branch points to, and whether it is whole and allowed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import fnmatch
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import httpx2
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from formats.safetensors import INDEX, MAX_HEADER, QUANT_CONFIGS
+from formats.storage import StorageError, Store, open_store
+from formats.storage.hub import api, repeated
+from pipelines.report import human
+
+CONFIGS = ("config.json", INDEX, *QUANT_CONFIGS)
+WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth")
+SHOWN = 3  # files that are missing, by name
+WILDCARDS = "*?["
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """A repository at a commit.
+
+    Attributes:
+      repo, commit: which.
+      updated: when the repository was last committed to.
+      sizes: bytes of each file, by name.
+      hashes: of each file's content, by name.
+      licenses: its names in the model card, in lower case.
+    """
+
+    repo: str
+    commit: str
+    updated: datetime.datetime
+    sizes: Mapping[str, int]
+    hashes: Mapping[str, str]
+    licenses: tuple[str, ...]
+
+    @property
+    def url(self) -> str:
+        return f"hf://{self.repo}@{self.commit}"
+
+    @functools.cached_property
+    def shards(self) -> list[str]:
+        """The safetensors files beside `config.json`."""
+        return sorted(name for name in self.sizes if name.endswith(WEIGHTS) and "/" not in name)
+
+    @functools.cached_property
+    def weights(self) -> str:
+        """Identifies what a conversion reads: the same for two commits that differ elsewhere, such as in the README."""
+        pickles = [name for name in self.sizes if name.endswith(PICKLES) and "/" not in name]  # while there is nothing else
+        files = sorted({*CONFIGS, *(self.shards or pickles)} & self.sizes.keys())
+        return hashlib.sha256(json.dumps([[name, self.hashes[name]] for name in files]).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turns the hub's errors into ours."""
+    try:
+        yield
+    except RevisionNotFoundError as e:
+        raise StorageError(f"{what}: no such revision") from e
+    except RepositoryNotFoundError as e:  # a gated one says what it holds
+        raise StorageError(f"{what}: no such repository, or a private one that HF_TOKEN can't see") from e
+    except HFValidationError as e:
+        raise StorageError(f"{what}: {e}") from e
+    except (HfHubHTTPError, httpx2.HTTPError) as e:
+        raise StorageError(f"{what}: {(str(e) or type(e).__name__).splitlines()[0]}") from e
+
+
+def is_wanted(repo: str, patterns: Iterable[str]) -> bool:
+    """Whether a model's name matches one of the patterns."""
+    return any(fnmatch.fnmatchcase(repo, pattern) for pattern in patterns)
+
+
+def find_models(patterns: Iterable[str], since: datetime.date | None = None) -> list[str]:
+    """The names of the models that match; those that a wildcard found only if they have changed since.
+
+    Raises:
+      StorageError: the hub can't be asked.
+    """
+    found: dict[str, None] = {}
+    wild: dict[str, list[str]] = {}
+    for pattern in patterns:
+        if any(mark in pattern for mark in WILDCARDS):
+            wild.setdefault(pattern.partition("/")[0], []).append(pattern)
+        else:
+            found[pattern] = None
+    for author, theirs in wild.items():
+        for name in _names_of(author, since):
+            if is_wanted(name, theirs):
+                found[name] = None
+    return list(found)
+
+
+def _names_of(author: str, since: datetime.date | None) -> list[str]:
+    """An author's models, the last changed first."""
+
+    @repeated
+    def names() -> list[str]:
+        listed = []
+        for info in api().list_models(author=author, sort="last_modified", expand=["lastModified"]):
+            if since and info.last_modified and info.last_modified.date() < since:
+                break
+            with contextlib.suppress(HFValidationError):  # it becomes part of a path
+                validate_repo_id(info.id)
+                listed.append(info.id)
+        return listed
+
+    with _told(f"the models of {author}"):
+        return names()
+
+
+def find_release(repo: str, revision: str) -> Release:
+    """The release that a revision points to now. One request, so that all of it is of one commit.
+
+    Raises:
+      StorageError: there is none, or the hub can't be asked.
+    """
+    with _told(repo):
+        validate_repo_id(repo)
+        info = repeated(api().model_info)(repo, revision=revision, files_metadata=True, timeout=30.0)
+    siblings = info.siblings or []
+    card: Mapping[str, Any] = info.card_data.to_dict() if info.card_data else {}
+    named = [card.get("license"), card.get("license_name"), *(tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:"))]
+    licenses = dict.fromkeys(str(name).lower() for each in named for name in (each if isinstance(each, list) else [each]) if name)
+    return Release(
+        repo,
+        str(info.sha),
+        info.last_modified or datetime.datetime.now(datetime.UTC),
+        {file.rfilename: file.size or 0 for file in siblings},
+        {file.rfilename: file.lfs.sha256 if file.lfs else str(file.blob_id) for file in siblings},
+        tuple(licenses),
+    )
+
+
+def objections(release: Release, max_bytes: int | None, licenses: Iterable[str] | None) -> list[str]:
+    """Why a release isn't converted, as far as the hub's description tells."""
+    found = []
+    if not release.shards:
+        pickles = [name for name in release.sizes if name.endswith(PICKLES)]
+        others = "pickle files, which can run code when they are loaded" if pickles else "no weights that are known"
+        found.append(f"no safetensors files beside config.json, but {others}")
+    nbytes = sum(release.sizes[name] for name in release.shards)
+    if max_bytes is not None and nbytes > max_bytes:
+        found.append(f"{human(nbytes)} of safetensors files, max_bytes is {human(max_bytes)}")
+    if licenses is not None and not {name.lower() for name in licenses} & set(release.licenses):
+        found.append(f"its licence is {', '.join(release.licenses) or 'not named'}, which isn't among licenses")
+    return found
+
+
+def access_denied(release: Release) -> str | None:
+    """Why its files may not be read; None if they may.
+
+    Raises:
+      StorageError: it can't be told.
+    """
+    try:
+        open_store(release.url).check_readable()
+    except StorageError as e:
+        if isinstance(e.__cause__, GatedRepoError):
+            return str(e).removeprefix(f"{release.url}: ")
+        raise
+    return None
+
+
+def missing_files(release: Release) -> list[str]:
+    """What isn't there yet of a release: `config.json`, and the files that the index names.
+
+    Raises:
+      StorageError: the index can't be read.
+    """
+    wanted = {"config.json"}
+    if INDEX in release.sizes:
+        wanted |= _named(open_store(release.url), release.sizes[INDEX])
+    return sorted(wanted - release.sizes.keys())
+
+
+def _named(store: Store, nbytes: int) -> set[str]:
+    """The files that an index names; none if it is malformed, which the plan will say better."""
+    if nbytes > MAX_HEADER:
+        return set()
+    try:
+        weight_map = json.loads(store.read(INDEX))["weight_map"]
+        return {name for name in weight_map.values() if isinstance(name, str)}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
+
+
+def shown(names: list[str]) -> str:
+    """Names, or the first of them and how many more."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,84 @@
+"""The hub's token: where it is looked for, and that it stays where it belongs."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers.server import Call, Reply, Server, json_reply
+
+from formats.storage import StorageError
+from formats.storage.token import EMULATOR, SECRET, _read_secret, name_secret, secret, token
+
+NAME = "projects/1234/secrets/hub/versions/latest"
+
+
+class FakeSecrets(Server):
+    """A Secret Manager, by REST: versions of secrets by name."""
+
+    def __init__(self, **versions: bytes) -> None:
+        super().__init__()
+        self.versions = {NAME.replace("hub", name): data for name, data in versions.items()}
+
+    def answer(self, call: Call) -> Reply:
+        match = re.fullmatch("/v1/(.+):access", call.path)
+        if call.method != "GET" or match is None:
+            raise NotImplementedError
+        if (data := self.versions.get(match[1])) is None:
+            error = {"code": 404, "message": f"Secret [{match[1]}] not found or has no versions.", "status": "NOT_FOUND"}
+            return json_reply(404, {"error": error}, kind="read")
+        return json_reply(200, {"name": match[1], "payload": {"data": base64.b64encode(data).decode()}}, kind="read")
+
+
+@pytest.fixture(autouse=True)
+def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSecrets]:
+    """No token anywhere but in a secret that nobody has named yet."""
+    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv(SECRET, "")
+    _read_secret.cache_clear()
+    with FakeSecrets(hub=b"hf_of_the_secret\n") as server:
+        monkeypatch.setenv(EMULATOR, server.url)
+        yield server
+
+
+def test_the_first_that_is_there(secrets: FakeSecrets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment, then the hub's login, then the secret; which isn't asked before it is needed, and once in a process."""
+    assert token() is None
+    name_secret(None)
+    assert not secret()
+    name_secret(NAME)
+    assert secret() == NAME
+    assert token() == token() == "hf_of_the_secret"
+    assert len(secrets.log) == 1
+    (tmp_path / "token").write_text("hf_of_the_login")
+    assert token() == "hf_of_the_login"
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
+    assert token() == "hf_of_the_environment"
+    assert len(secrets.log) == 1
+
+
+def test_a_secret_that_is_not_there() -> None:
+    name_secret(NAME.replace("hub", "other"))
+    with pytest.raises(StorageError, match=r"projects/1234/secrets/other/versions/latest: the hub's token can't be read from Secret Manager: 404 .*not found"):
+        token()
+
+
+def test_no_secret_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EMULATOR, "http://127.0.0.1:1")
+    name_secret(NAME)
+    with pytest.raises(StorageError, match=re.escape(f"{NAME}: the hub's token can't be read from Secret Manager: ")):
+        token()
+
+
+def test_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real one, without an account of Google's."""
+    monkeypatch.delenv(EMULATOR)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "nothing.json"))
+    name_secret(NAME)
+    with pytest.raises(StorageError, match=r"Secret Manager: .*nothing.json was not found"):
+        token()

@@ -1,0 +1,575 @@
+"""`weightbeam watch` on a hub: each release once, whoever watches and whatever ends them; what isn't converted says why."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import yaml
+from google.pubsub_v1 import PublishRequest, PublishResponse
+from servers.gcs import FakeGcs
+from servers.hub import FakeHub
+from servers.server import Call, Fault, Reply, Server, json_reply
+from support import BF16, INDEX, LLAMA, assert_same_bits, call, random_tensors, reference, restore, save, split
+
+from formats.storage import hub as storage
+from formats.storage import open_store
+from pipelines.watching.config import Target, read_config
+from pipelines.watching.records import ROOT, History, LostError, key_of
+from pipelines.watching.releases import find_release
+from transforms.options import Options
+
+REPO = "acme/tiny"
+PATIENCE = 120  # seconds that anything may take
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with FakeHub() as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setenv("HF_HOME", "/nonexistent")  # nobody's login
+        monkeypatch.setattr(storage, "_locations", storage._Locations())  # another hub, with the same commits
+        monkeypatch.setattr(storage, "_INFO", {})
+        yield server
+
+
+class Watch:
+    """A configuration and its output."""
+
+    def __init__(self, folder: Path, hub: FakeHub, output: str | None = None):
+        self.folder, self.hub = folder, hub
+        self.output = folder / "out"
+        self.file = folder / "watch.yaml"
+        self.settings: dict[str, Any] = dict(
+            output=output or str(self.output), models=["acme/*"], quiet_minutes=0, verify=0, targets=[dict(name="fsdp2", mesh=["fsdp=2"])]
+        )
+        self.set()
+
+    def set(self, **settings: Any) -> None:
+        self.settings |= settings
+        self.file.write_text(yaml.safe_dump(self.settings))
+
+    def once(self, *options: str) -> int:
+        return call("watch", "--config", self.file, *(options or ["--once"]))
+
+    def start(self, *options: str, **environment: str) -> subprocess.Popen[str]:
+        """A watcher in a process of its own."""
+        command = [sys.executable, "-m", "pipelines.watch", "--config", str(self.file), *options]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
+
+    def records(self, repo: str = REPO) -> list[list[dict[str, Any]]]:
+        """Each history of a repository, in the order of their beginnings."""
+        store = open_store(str(self.output)) / ROOT / repo
+        found: dict[str, list[dict[str, Any]]] = {}
+        for file in store.list():
+            if file.name.endswith("/lease") or "/same-" in file.name or file.name.endswith("-tmp"):
+                continue
+            found.setdefault(file.name.partition("/")[0], []).append(json.loads(store.read(file.name)))
+        return sorted(found.values(), key=lambda records: records[0]["time"])
+
+    def states(self, repo: str = REPO) -> list[list[str]]:
+        return [[record["state"] for record in records] for records in self.records(repo)]
+
+    def last(self, repo: str = REPO) -> dict[str, Any]:
+        (records,) = self.records(repo)
+        return records[-1]
+
+    def published(self, target: str = "fsdp2", repo: str = REPO) -> dict[str, Any]:
+        """The report that the pointer holds."""
+        return json.loads((self.output / repo / f"{target}.json").read_bytes())
+
+
+@pytest.fixture
+def watch(tmp_path: Path, hub: FakeHub) -> Watch:
+    return Watch(tmp_path, hub)
+
+
+def release(folder: Path, seed: int = 0, config: dict[str, Any] = LLAMA) -> Path:
+    return save(folder, config, *split(random_tensors(config, seed=seed), 2))
+
+
+def wanted(seed: int = 0) -> dict[str, np.ndarray]:
+    return reference(LLAMA, random_tensors(LLAMA, seed=seed), BF16)
+
+
+def step_of(report: dict[str, Any]) -> Path:
+    return Path(report["checkpoint"]) / "0"
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+WHOLE = ["discovered", "planned", "converting", "verified", "published"]
+
+
+# --- once, and only once --------------------------------------------------------------------------------------------------------
+
+
+def test_a_release_is_converted_verified_and_published(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The checkpoint has the right bits, the report says where it comes from, each state is a line of JSON; a second look does nothing."""
+    watch.set(verify=1.0, licenses=["MIT"], max_bytes="1MB")
+    hub.add(REPO, release(tmp_path / "hf"), card={"license": "mit"})
+    commit = hub.repositories[REPO].head.sha
+    assert watch.once("--dry_run") == 0
+    assert "would be converted: 39.2 KB, llama" in capsys.readouterr().out
+    assert not watch.output.exists()
+    assert watch.once() == 0
+    assert watch.states() == [WHOLE]
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert [line["state"] for line in lines] == WHOLE
+    report = watch.published()
+    assert report["commit"] == commit
+    assert report["licenses"] == ["mit"]
+    assert report["verified"] == {"elements": sum(values.size for values in wanted().values()), "arrays": 12, "rounded": 1, "sample": 1.0}
+    assert report["checkpoint"].startswith(f"{watch.output}/{REPO}/{commit[:12]}/fsdp2-")
+    assert_same_bits(restore(step_of(report)), wanted())
+    assert json.loads((step_of(report) / "conversion.json").read_bytes())["source"] == f"hf://{REPO}@{commit}"
+    hub.cdn.log.clear()
+    hub.log.clear()
+    assert watch.once() == 0
+    assert watch.states() == [WHOLE]
+    assert [entry.kind for entry in hub.traffic] == ["list", "info"]
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_two_watchers_started_together_convert_once(tmp_path: Path, hub: FakeHub, place: str) -> None:
+    hub.add(REPO, release(tmp_path / "hf"))
+    with FakeGcs("bucket") as gcs, contextlib.ExitStack() as stack:
+        watch = Watch(tmp_path, hub, "gs://bucket/models" if place == "bucket" else None)
+        environment = gcs.env() if place == "bucket" else {}
+        both = [stack.enter_context(watch.start("--once", **environment)) for _ in range(2)]
+        said = [process.communicate(timeout=PATIENCE) for process in both]
+        assert [process.returncode for process in both] == [0, 0], said
+        lines = [json.loads(line) for _, stderr in said for line in stderr.splitlines() if line.startswith("{")]
+        assert sorted(line["state"] for line in lines if "state" in line) == sorted(WHOLE)
+        if place == "folder":
+            assert watch.states() == [WHOLE]
+            assert_same_bits(restore(step_of(watch.published())), wanted())
+        else:
+            names = list(gcs.objects["bucket"])
+            assert len([name for name in names if name.startswith(f"models/{ROOT}/") and name.endswith(".json")]) == len(WHOLE)
+            assert f"models/{REPO}/fsdp2.json" in names
+            assert not [name for name in names if name.endswith("lease")]
+    tensors = list((tmp_path / "hf").glob("*.safetensors"))
+    once = sum(file.stat().st_size for file in tensors)
+    assert hub.cdn.log.sent < 2 * once, "the files were read twice"
+
+
+def test_racing_watchers_make_each_record_once(tmp_path: Path, hub: FakeHub) -> None:
+    """Of eight threads that take a step from one state one succeeds, and the others are told."""
+    hub.add(REPO, release(tmp_path / "hf"))
+    found, target = find_release(REPO, "main"), Target("any", (), Options())
+    output = open_store(str(tmp_path / "out"))
+    racers = [History(output, REPO, key_of(REPO, found.weights, target)) for _ in range(8)]
+    start = threading.Barrier(8)
+
+    def race(history: History) -> bool:
+        start.wait()
+        try:
+            history.begin(found, target)
+        except LostError:
+            return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(race, racers)) == 1
+
+
+def test_a_commit_of_the_readme_isnt_converted_again(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.add(REPO, release(tmp_path / "hf"))
+    first = hub.repositories[REPO].head.sha
+    assert watch.once() == 0
+    (tmp_path / "hf" / "README.md").write_text("better words")
+    second = hub.commit(REPO, tmp_path / "hf", ["README.md"])
+    hub.cdn.log.clear()
+    capsys.readouterr()
+    assert watch.once() == 0
+    (line,) = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert (line["state"], line["commit"], line["same_weights_as"]) == ("same", second, first)
+    assert watch.once() == 0
+    assert capsys.readouterr().err == ""
+    assert watch.states() == [WHOLE]
+    assert not hub.cdn.log
+
+
+def test_every_target_of_a_release(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """One more target converts the release for that one only."""
+    hub.add(REPO, release(tmp_path / "hf"))
+    assert watch.once() == 0
+    watch.set(targets=[*watch.settings["targets"], dict(name="flat", scan_layers=False, save_dtype="float32")])
+    assert watch.once() == 0
+    assert watch.states() == [WHOLE, WHOLE]
+    arrays = restore(step_of(watch.published("flat")))
+    assert arrays["decoder.layers_1.mlp.wo.kernel"].dtype == np.float32
+
+
+# --- what waits, and what is refused --------------------------------------------------------------------------------------------
+
+
+def test_an_incomplete_release_waits(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The index names a file that isn't there; then it is."""
+    folder = release(tmp_path / "hf")
+    hub.add(REPO, folder, ["config.json", INDEX, "model-00001-of-00002.safetensors"])
+    assert watch.once() == 0
+    assert "waiting  incomplete: model-00002-of-00002.safetensors not there yet" in capsys.readouterr().out
+    assert not watch.output.exists()
+    hub.commit(REPO, folder, ["model-00002-of-00002.safetensors"])
+    assert watch.once() == 0
+    assert watch.states() == [WHOLE]
+    assert_same_bits(restore(step_of(watch.published())), wanted())
+
+
+def test_a_release_that_isnt_quiet_waits(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.add(REPO, release(tmp_path / "hf"))
+    watch.set(quiet_minutes=10)
+    assert watch.once() == 0
+    assert "waiting  committed to at" in capsys.readouterr().out
+    assert not watch.output.exists()
+    watch.set(quiet_minutes=1e-6)
+    assert watch.once("--dry_run") == 0
+    assert "would be converted" in capsys.readouterr().out
+
+
+def test_what_is_refused_says_why(watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gated, without a licence that is allowed, too large, pickles, no table. Nothing of their weights is read. What the hub settles is settled
+    when it says otherwise.
+    """
+    folder, mit = release(tmp_path / "hf"), {"license": "mit"}
+    (tmp_path / "pickle").mkdir()
+    (tmp_path / "pickle" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"pickle")
+    hub.add("acme/gated", folder, gated="manual", card=mit)
+    hub.add("acme/unlicensed", folder)
+    hub.add("acme/llama-licence", folder, card={"license": "other", "license_name": "acme-community"})
+    hub.add("acme/large", save(tmp_path / "large", LLAMA, random_tensors(LLAMA | dict(vocab_size=6400))), card=mit)
+    hub.add("acme/pickle", tmp_path / "pickle", card=mit)
+    hub.add("acme/unknown", save(tmp_path / "unknown", LLAMA | dict(model_type="falcon"), random_tensors(LLAMA)), card=mit)
+    watch.set(licenses=["mit"], max_bytes="100KB")
+    assert watch.once() == 0
+    reasons = {}
+    for name in ("gated", "unlicensed", "llama-licence", "large", "pickle", "unknown"):
+        assert watch.states(f"acme/{name}") == [["discovered", "refused"]]
+        reasons[name] = watch.last(f"acme/{name}")["reason"]
+    assert f"{hub.url}/acme/gated" in reasons["gated"]
+    assert reasons["unlicensed"] == "its licence is not named, which isn't among licenses"
+    assert "other, acme-community" in reasons["llama-licence"]
+    assert "max_bytes is 100 KB" in reasons["large"]
+    assert "pickle files, which can run code" in reasons["pickle"]
+    assert "no table for model_type 'falcon'" in reasons["unknown"]
+    assert watch.once() == 0  # the same again is no news
+    assert watch.states("acme/gated") == watch.states("acme/unknown") == [["discovered", "refused"]]
+    monkeypatch.setenv("HF_TOKEN", hub.allow("hf_of_a_test", "acme/gated"))
+    assert watch.once() == 0
+    assert watch.states("acme/gated") == [["discovered", "refused", *WHOLE]]
+    assert watch.states("acme/unknown") == [["discovered", "refused"]]
+    assert not hub.cdn.leaks
+    assert "hf_of_a_test" not in "".join(path.read_text(errors="replace") for path in watch.output.rglob("*.json"))
+
+
+def test_wildcards_and_dates(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a wildcard finds is looked at if it has changed since; what is named always is."""
+    folder = release(tmp_path / "hf")
+    now = time.time()
+    for name, days in (("acme/old-llama", 40), ("acme/old-named", 40), ("acme/new-llama", 1), ("acme/new-other", 1), ("other/new-llama", 1)):
+        hub.clock = lambda days=days: now - days * 86400
+        hub.add(name, folder)
+    hub.clock = time.time
+    since = time.strftime("%Y-%m-%d", time.gmtime(now - 20 * 86400))
+    watch.file.write_text(yaml.safe_dump(watch.settings | dict(models=["acme/*-llama", "acme/old-named"])) + f"since: {since}\n")
+    assert watch.once("--dry_run") == 0
+    shown = capsys.readouterr().out
+    assert [name for name in hub.repositories if name in shown] == ["acme/old-named", "acme/new-llama"]
+
+
+# --- what is stopped, moved or broken on the way --------------------------------------------------------------------------------
+
+
+def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """After a `kill -9` nothing of the watcher is left; the next run goes on with the commit that was begun, not mixing in what the branch moved to,
+    and converts that too. The pointer names the newer one.
+    """
+    watch.set(targets=[dict(name="fsdp2", mesh=["fsdp=2"], unit_bytes=8000)], runner=dict(direct_num_workers=1))
+    hub.add(REPO, release(tmp_path / "first"))
+    first = hub.repositories[REPO].head.sha
+    hub.cdn.faults = [Fault("slow", seconds=0.3)]
+    with watch.start("--once") as process:
+        wait_for(lambda: len(list(watch.output.glob(f"{REPO}/*/*/0.orbax-checkpoint-tmp/units/[0-9]*.json"))) > 1, process)
+        second = hub.commit(REPO, release(tmp_path / "second", seed=1))
+        workers = children_of(process.pid)
+        process.kill()
+        process.communicate()
+    assert workers
+    wait_for(lambda: not any(is_alive(worker) for worker in workers))
+    assert watch.states() == [["discovered", "planned", "converting"]]
+    (staging,) = watch.output.glob(f"{REPO}/*/*/0.orbax-checkpoint-tmp")
+    made = {path.name: json.loads(path.read_bytes())["attempt"] for path in staging.glob("units/[0-9]*.json")}
+    hub.cdn.faults = []
+    assert watch.once() == 0
+    assert watch.states() == [["discovered", "planned", "converting", "converting", "verified", "published"], WHOLE]
+    reports = [json.loads(path.read_bytes()) for path in watch.output.glob(f"{REPO}/*/*/release.json")]
+    checkpoints = {report["commit"]: step_of(report) for report in reports}
+    assert set(checkpoints) == {first, second}
+    assert set(made.values()) <= {path.name.removeprefix("ocdbt.process_") for path in (checkpoints[first] / "items").iterdir()}, "made again"
+    assert_same_bits(restore(checkpoints[first]), wanted())
+    assert_same_bits(restore(checkpoints[second]), wanted(seed=1))
+    assert watch.published()["commit"] == second
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_polite_stop_isnt_held_against_the_release(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """SIGTERM while it converts: exit status 1, no lease, no attempt less."""
+    watch.set(attempts=1)
+    hub.add(REPO, release(tmp_path / "hf"))
+    hub.cdn.faults = [Fault("slow", seconds=0.5)]
+    with watch.start("--once") as process:
+        wait_for(lambda: watch.states() == [["discovered", "planned", "converting"]], process)
+        process.send_signal(signal.SIGTERM)
+        _, message = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "Traceback" not in message
+    assert watch.last()["attempt"] == 0
+    hub.cdn.faults = []
+    assert watch.once() == 0
+    assert watch.states() == [["discovered", "planned", "converting", "planned", "converting", "verified", "published"]]
+
+
+def test_what_failed_is_tried_again_so_often(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """With a delay in between, then no more, until it is asked for. The cause is a file in the output's way."""
+    hub.add(REPO, release(tmp_path / "hf"))
+    watch.set(attempts=2, retry_minutes=60)
+    in_the_way = watch.output / REPO / hub.repositories[REPO].head.sha[:12]
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.write_text("")
+    once = ["discovered", "planned", "converting", "failed"]
+    assert watch.once() == 1
+    assert watch.states() == [once]
+    assert watch.once() == 1  # too early
+    assert watch.states() == [once]
+    watch.set(retry_minutes=0)
+    assert watch.once() == 1
+    assert watch.once() == 1
+    assert watch.states() == [[*once, "planned", "converting", "failed"]]
+    assert watch.last()["attempt"] == 2
+    assert "is a file" in watch.last()["reason"] or "Not a directory" in watch.last()["reason"]
+    in_the_way.unlink()
+    assert watch.once() == 1
+    assert watch.once("--retry", REPO) == 0
+    assert watch.once() == 0
+    assert watch.states()[0][-5:] == WHOLE
+
+
+def test_a_conversion_that_dies_doesnt_end_the_watcher(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """Its process is killed, as by a system without memory: it failed, and the next model is converted."""
+    watch.set(models=["acme/a", "acme/b"])
+    folder = release(tmp_path / "hf")
+    hub.add("acme/a", folder)
+    hub.add("acme/b", folder)
+    hub.cdn.faults = [Fault("slow", seconds=1, matching="acme%2Fa|acme/a")]
+    with watch.start("--once") as process:
+        wait_for(lambda: watch.states("acme/a") == [["discovered", "planned", "converting"]], process)
+        wait_for(lambda: workers_of(process.pid), process)
+        for worker in workers_of(process.pid):
+            os.kill(worker, signal.SIGKILL)
+        out, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1, out
+    assert watch.last("acme/a")["state"] == "failed"
+    assert "SIGKILL" in watch.last("acme/a")["reason"]
+    assert watch.states("acme/b") == [WHOLE]
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes that work for a watcher; multiprocessing has one more, which keeps count of its resources."""
+    return [child for child in children_of(pid) if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+# --- telling, and being told ----------------------------------------------------------------------------------------------------
+
+
+class Inbox(Server):
+    """Takes webhooks."""
+
+    SETTINGS = ("faults",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[dict[str, Any]] = []
+
+    def answer(self, call: Call) -> Reply:
+        self.messages.append(json.loads(call.body))
+        return json_reply(200, {})
+
+    def refusal(self, fault: Fault) -> Reply:
+        return json_reply(fault.status, {})
+
+
+def test_states_are_sent_to_webhooks(watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """In order, once each although the receiver is out of order at times."""
+    hub.add(REPO, release(tmp_path / "hf"))
+    with Inbox() as inbox:
+        inbox.faults = [Fault("status", every=2)]
+        monkeypatch.setenv("INBOX", inbox.url)
+        watch.set(notify=["$INBOX"])
+        assert watch.once() == 0
+        assert [message["state"] for message in inbox.messages] == WHOLE
+        assert inbox.messages[-1]["text"].startswith(f"{REPO}@")
+        assert inbox.messages[-1]["items"].endswith("/0/items")
+    assert "wasn't told" not in capsys.readouterr().err
+
+
+def test_a_webhook_that_is_gone_stops_nothing(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its URL, which is a secret, isn't shown."""
+    hub.add(REPO, release(tmp_path / "hf"))
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        watch.set(licenses=[], notify=[f"http://127.0.0.1:{taken.getsockname()[1]}/secret"])
+        assert watch.once() == 0
+    assert watch.states() == [["discovered", "refused"]]
+    said = capsys.readouterr().err
+    assert said.count("webhook 1 of notify wasn't told") == 2
+    assert "secret" not in said
+
+
+def test_states_are_sent_to_pubsub(watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the stock client, to a server of Pub/Sub's gRPC."""
+    received: list[PublishRequest] = []
+
+    def publish(request: PublishRequest, context: grpc.ServicerContext) -> PublishResponse:
+        received.append(request)
+        return PublishResponse(message_ids=[str(len(received))])
+
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+    method = grpc.unary_unary_rpc_method_handler(publish, PublishRequest.deserialize, PublishResponse.serialize)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("google.pubsub.v1.Publisher", {"Publish": method})])
+    monkeypatch.setenv("PUBSUB_EMULATOR_HOST", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    server.start()
+    hub.add(REPO, save(tmp_path / "hf", LLAMA | dict(model_type="falcon"), random_tensors(LLAMA)))
+    watch.set(notify=["projects/acme/topics/releases"])
+    try:
+        assert watch.once() == 0
+    finally:
+        server.stop(0)
+    messages = [message for request in received for message in request.messages]
+    assert {request.topic for request in received} == {"projects/acme/topics/releases"}
+    assert [message.attributes["state"] for message in messages] == ["discovered", "refused"]
+    assert "no table for model_type 'falcon'" in json.loads(messages[1].data)["reason"]
+
+
+def test_the_hubs_webhooks_start_a_conversion(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """With the secret, of a model that matches; another sender is turned away. Between rounds that are an hour apart."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/"
+
+    def is_serving() -> bool:
+        with contextlib.suppress(OSError):
+            return urllib.request.urlopen(url, timeout=5).status == 200
+        return False
+
+    def post(content: bytes, secret: str) -> int:
+        try:
+            return urllib.request.urlopen(urllib.request.Request(url, content, {"X-Webhook-Secret": secret}), timeout=5).status
+        except urllib.error.HTTPError as e:
+            return e.code
+
+    def payload(name: str, scope: str = "repo.content") -> bytes:
+        return json.dumps(dict(event=dict(action="update", scope=scope), repo=dict(type="model", name=name))).encode()
+
+    assert watch.once("--serve", str(port)) == 2  # no secret
+    with watch.start("--serve", str(port), "--interval", "1h", WEIGHTBEAM_WEBHOOK_SECRET="right") as process:
+        try:
+            wait_for(is_serving, process)
+            wait_for(lambda: "list" in hub.log.counts(), process)
+            hub.add(REPO, release(tmp_path / "hf"))
+            hub.add("other/tiny", tmp_path / "hf")
+            assert post(payload(REPO), "wrong") == 401
+            assert post(b"[1]", "right") == 400
+            assert post(b"{" * 100_000, "right") == 400
+            assert post(payload(REPO, "discussion"), "right") == 202
+            time.sleep(0.5)
+            assert "info" not in hub.log.counts()
+            assert post(payload("other/tiny"), "right") == 202
+            assert post(payload(REPO), "right") == 202
+            wait_for(lambda: (watch.output / REPO / "fsdp2.json").exists(), process)
+        finally:
+            process.terminate()
+            process.communicate(timeout=PATIENCE)
+    assert {entry.name for entry in hub.log if entry.kind == "info"} == {REPO}
+    assert watch.states() == [WHOLE]
+
+
+# --- the configuration ----------------------------------------------------------------------------------------------------------
+
+WRONG = """
+output: hf://acme/out
+models: [acme/*, "*/tiny"]
+targets:
+  - {name: A Name, save_dtype: int8, scan_layers: maybe, virtual: true}
+  - {name: mesh, mesh: [fsdp=16, wheels=4]}
+  - {name: list, vocab_size: [1, 2]}
+max_bytes: much
+quiet_minutes: -1
+runner: {no_such_option: 1}
+notify: [ftp://somewhere/secret, $NOT_SET]
+colour: red
+"""
+
+
+def test_everything_wrong_with_a_configuration_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "watch.yaml"
+    file.write_text(WRONG)
+    assert call("watch", "--config", file, "--once") == 2
+    said = capsys.readouterr().err
+    places = ["output:", "models:", "targets.0: name:", "save_dtype:", "scan_layers:", "virtual:", "targets.1: --mesh=wheels=4", "targets.2: vocab_size:",
+              "max_bytes:", "quiet_minutes:", "runner:", "notify.0:", "notify.1:", "colour:"]  # fmt: skip
+    assert [place for place in places if place not in said] == []
+    assert "somewhere" not in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "models: [a", "output: /x\noutput: /y\n", "\xff"])
+def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "watch.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    assert call("watch", "--config", file, "--once") == 2
+    assert call("watch", "--config", tmp_path / "none.yaml", "--once") == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_example_is_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELEASES_WEBHOOK", "https://hooks.example.com/1")
+    config = read_config(str(Path(__file__).parents[2] / "deploy" / "watch.yaml"))
+    assert {target.name for target in config.targets} >= {"scanned"}

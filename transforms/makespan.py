@@ -1,0 +1,189 @@
+"""How long a conversion takes on N workers of Dataflow, and what it costs: a simulation, from what each unit reads, decodes, copies and writes.
+
+Rates of the processor are measured, on one core each (`benchmarks/results.json`, 2026-11-21); what a service takes or allows is
+its documentation's, or an estimate, and says so. Nothing was measured on Dataflow itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+
+from formats.encodings import Encoding
+from formats.encodings.bitsandbytes import BlockCodes, ScaledRows8
+from formats.encodings.encoding import Transposed
+from formats.encodings.fp4 import FusedNvfp4
+from formats.encodings.gptq import Awq, Gptq
+from formats.encodings.packed import PackedRows
+from formats.encodings.scaled import Scaled
+from model_mappings.cells import volume
+from model_mappings.plan import Array
+from transforms.conversion import Conversion
+from transforms.units import element_box, fetches_of
+
+# Bytes a second that one core handles.
+FP8, FP4 = 789e6, 485e6  # stored bytes that it decodes; of the FP4 formats the slowest
+DECODE: dict[type, float] = {PackedRows: 510e6, Gptq: 444e6, Awq: 404e6, BlockCodes: 547e6, ScaledRows8: 1664e6, FusedNvfp4: FP4}
+TRANSPOSE, COPY = 4.2e9, 8.5e9  # bytes made: each row becomes a column, or runs stay whole
+# Bytes read or written: the CPU time of the three conversions of `benchmarks.bench`, less the start-up and the above, is 0.58 to 0.80
+# seconds for each GB that they read or write locally. TLS adds 0.19 (AES-128-GCM by OpenSSL 3 on that machine: 5.3 GB/s).
+TRANSFER = 1.1e9
+
+# Of the services.
+START = 240.0  # seconds until a worker works: its machine, the image, the plan. An estimate
+LATENCY = 0.05  # seconds until a bucket answers. An estimate
+IN_TURN = 5  # requests of a unit that wait for each other: read, manifest, data, manifest, ledger
+OBJECTS = 3  # that a unit writes: data, manifest, ledger
+ASSEMBLY_REQUESTS, AT_A_TIME = 4, 16  # for each unit, of one worker: ledger, manifest, root of the tree, and the ledger's removal
+MERGE = 1.5 / 5000  # seconds for each database of 100 keys (measured with 5,000 of them, locally)
+# Requests a second that a bucket takes at first, and the seconds in which they may double (cloud.google.com/storage/docs/request-rate)
+BUCKET_WRITES, BUCKET_READS, DOUBLING = 1000.0, 5000.0, 1200.0
+HUB_RESOLVES, HUB_WINDOW = 5000, 300.0  # files in so many seconds, for a free account (huggingface.co/docs/hub/rate-limits, 2026-09)
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """What a unit takes.
+
+    Attributes:
+      seconds: of one core.
+      reads: requests.
+      read, written: bytes.
+    """
+
+    seconds: float
+    reads: int
+    read: int
+    written: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """A worker of Dataflow.
+
+    Attributes:
+      gbps: of its network, in Gbit/s (10^9 bits), in each direction.
+      hour_price: in any currency.
+      threads: units that it works on at a time.
+      cores: vCPUs; each is taken for a core of the machine that the rates were measured on.
+    """
+
+    gbps: float
+    hour_price: float
+    threads: int
+    cores: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A simulated conversion.
+
+    Attributes:
+      workers: how many.
+      wall_seconds: from the job's submission to the published checkpoint.
+      unit_seconds: of it, for the units; the rest is start-up and assembly.
+      vcpu_hours: paid for.
+      cost: in the currency of the price.
+      limit: what takes longest.
+    """
+
+    workers: int
+    wall_seconds: float
+    unit_seconds: float
+    vcpu_hours: float
+    cost: float
+    limit: str
+
+
+def efforts_of(conversion: Conversion) -> Iterator[Effort]:
+    """What each unit of a plan takes; seconds for tens of thousands."""
+    arrays, grids = conversion.plan.arrays, conversion.grids
+    copy = [_copy_rate(array) for array in arrays]
+    for blocks in conversion.units:
+        seconds, reads, read, written = 0.0, 0, 0, 0
+        for name, boxes in fetches_of(blocks, arrays, grids).items():
+            encoding = conversion.encodings[name]
+            for box, _ in boxes:
+                sizes = [stored.nbytes for stored in encoding.reads(box)]
+                reads, read = reads + len(sizes), read + sum(sizes)
+                seconds += sum(sizes) / decode_rate(encoding)
+        for block in blocks:
+            spec = grids[block.array].spec
+            made = volume(element_box(spec, block.shards)) * spec.dtype.itemsize
+            written += made
+            seconds += made / copy[block.array]
+        yield Effort(seconds + (read + written) / TRANSFER, reads, read, written)
+
+
+def decode_rate(encoding: Encoding) -> float:
+    """Stored bytes a second that one core decodes; infinite for values that are stored as they are."""
+    if isinstance(encoding, Transposed):
+        return decode_rate(encoding.stored)
+    if isinstance(encoding, Scaled):
+        return FP4 if encoding.per_byte > 1 else FP8
+    return math.inf if encoding.label is None else DECODE[type(encoding)]
+
+
+def _copy_rate(array: Array) -> float:
+    """Bytes a second that one core makes of an array: by whether its fastest axis is that of its tensors."""
+    corner = tuple((0, 1) for _ in array.shape)
+    piece = next((piece for cell in array.cells(corner) for piece in cell.pieces(corner)), None)
+    return TRANSPOSE if piece and piece.order and piece.order[-1] != len(piece.order) - 1 else COPY
+
+
+def schedule(durations: Sequence[float], machines: int) -> float:
+    """When the last of some jobs ends that are started in order, each on the machine that is free first."""
+    free = [0.0] * min(machines, len(durations))
+    for duration in durations:
+        heapq.heapreplace(free, free[0] + duration)
+    return max(free, default=0.0)
+
+
+def occupation(effort: Effort, worker: Worker) -> tuple[float, str]:
+    """Seconds that a unit keeps a thread, all of the worker's threads being busy, and what decides it."""
+    rate = worker.gbps * 1e9 / 8
+    alone = effort.seconds + (effort.read + effort.written) / rate + IN_TURN * LATENCY
+    return max(
+        (alone, "latency of the bucket"),
+        (effort.seconds * worker.threads / worker.cores, "vCPUs"),
+        (max(effort.read, effort.written) * worker.threads / rate, "network of the workers"),
+    )
+
+
+def ramp(requests: float, rate: float) -> float:
+    """Seconds in which a bucket takes so many requests that begins at a rate and doubles it every `DOUBLING` seconds."""
+    return DOUBLING * math.log2(1 + requests * math.log(2) / (rate * DOUBLING))
+
+
+def estimate(efforts: Sequence[Effort], workers: int, worker: Worker, files: int, from_hub: bool) -> Estimate:
+    """Simulates a conversion into a bucket.
+
+    Args:
+      efforts: of the units, in their order.
+      workers: how many, from the first to the last.
+      worker: each of them.
+      files: of the source. A worker asks the hub for each that it needs once.
+      from_hub: they come from the hub, else from a bucket.
+    """
+    occupied = [occupation(effort, worker) for effort in efforts]
+    durations = [seconds for seconds, _ in occupied]
+    worked = schedule(durations, workers * worker.threads)
+    longest = max(durations, default=0.0)
+    totals: dict[str, float] = {}
+    for seconds, why in occupied:
+        totals[why] = totals.get(why, 0.0) + seconds
+    reads = 0 if from_hub else sum(effort.reads for effort in efforts)
+    resolves = workers * min(files, -(-len(efforts) // workers)) if from_hub else 0
+    seconds, limit = max(
+        (worked, "the longest unit" if worked < 2 * longest else max(totals, key=totals.__getitem__, default="start-up")),
+        (ramp(OBJECTS * len(efforts), BUCKET_WRITES), "writes that a bucket takes"),
+        (ramp(reads, BUCKET_READS), "reads that a bucket takes"),
+        ((-(-resolves // HUB_RESOLVES) - 1) * HUB_WINDOW, "files that the hub gives"),
+    )
+    assembly = len(efforts) * (MERGE + ASSEMBLY_REQUESTS * LATENCY / AT_A_TIME)
+    _, limit = max((seconds, limit), (START, "start-up"), (assembly, "assembly"))
+    wall = START + seconds + assembly
+    hours = workers * wall / 3600
+    return Estimate(workers, wall, seconds, hours * worker.cores, hours * worker.hour_price, limit)
