@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test soak lint format bench clean
+.PHONY: demo test soak dataflow-dry-run lint format bench bench-full clean
 
 demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 	$(RUN)/python -m examples.demo out/demo
@@ -23,20 +23,29 @@ format: .venv/test ## mend what can be mended
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
-bench: .venv/test ## measure what the README claims: some minutes, 11 GB of disk
-	$(RUN)/python -m benchmarks.bench
-	$(RUN)/python -m benchmarks.load
-	$(RUN)/python -m benchmarks.kernels
+bench: .venv/bench ## measure what the README claims, one table and a picture: half an hour, 25 GB of disk
+	$(RUN)/python -m benchmarks
+
+bench-full: .venv/bench ## convert a sparse DeepSeek-V3 at its full size: an hour, 20 GB of disk
+	$(RUN)/python -m benchmarks.full_run --json benchmarks/results.json
+	$(RUN)/python -m benchmarks --show
+
+dataflow-dry-run: .venv/test ## submit a small conversion to test servers, and print the Dataflow job
+	PYTHONPATH=.:tests $(RUN)/python tests/submission.py
 
 .venv/core: setup.py
 	$(PYTHON) -m venv .venv
 	$(RUN)/python -m pip install --quiet --upgrade pip
-	$(RUN)/python -m pip install --quiet --editable .
+	$(RUN)/python -m pip install --quiet --editable '.[restore]'
 	touch $@
 
 .venv/test: .venv/core
 	$(RUN)/python -m pip install --quiet torch==2.13.0
 	$(RUN)/python -m pip install --quiet --editable '.[test,verify]'
+	touch $@
+
+.venv/bench: .venv/test
+	$(RUN)/python -m pip install --quiet --editable '.[bench]'
 	touch $@
 
 clean:

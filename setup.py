@@ -8,8 +8,6 @@ CORE = [
     "ml_dtypes>=0.5",
     "tensorstore>=0.1.86",
     "safetensors>=0.8",
-    "jax>=0.10",  # reading back and inspecting only: no worker imports jax or orbax-checkpoint
-    "orbax-checkpoint>=0.12.8",
     "pyyaml>=6",
     "rich>=14",
     "xxhash>=3.5",
@@ -22,9 +20,10 @@ CORE = [
 EXTRAS = {
     "bench": ["matplotlib>=3.10"],  # and what the tests need
     "gcp": ["apache-beam[gcp]>=2.77,<3", "build>=1.2", "gcsfs", "setuptools>=77"],  # build: packs what workers install; gcsfs: Orbax's way to gs://
+    "restore": ["jax>=0.10", "orbax-checkpoint>=0.12.8"],  # what reads checkpoints: the demo, tests and benchmarks; no command and no worker imports it
     "verify": ["torch==2.13.0", "transformers==5.23.0"],
     "test": [
-        "weightbeam[gcp]",
+        "weightbeam[gcp,restore]",
         "compressed-tensors>=0.20.0",
         "dask>=2024.4.2",
         "distributed>=2024.4.2",
@@ -35,8 +34,8 @@ EXTRAS = {
         "psutil>=7",
         "pyright[nodejs]==1.1.414",
         "pytest-xdist>=3.8",
-        "python-hcl2==8.1.4",
         "pytest>=9",
+        "python-hcl2==8.1.4",
         "ruff==0.17.5",
     ],
 }
