@@ -21,6 +21,7 @@ Weightbeam turns Hugging Face checkpoints into MaxText's Orbax checkpoints.
   weightbeam convert --source ~/models/Qwen3-8B --output ckpt --mesh fsdp=16
   weightbeam verify  --source ~/models/Qwen3-8B --checkpoint ckpt        is every element right?
   weightbeam inspect ckpt                                                what a checkpoint holds
+  weightbeam watch   --config watch.yaml                                 the hub's new releases, by themselves
 """
 
 PLAN = """\
@@ -275,6 +276,7 @@ def add_materialization(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", default=False, help="go on with a stopped one")
     add("--overwrite", action="store_true", default=False, help="replace a checkpoint, also the virtual one itself")
     add("--mesh", action="append", metavar="AXES", help="target sharding, such as fsdp=16,expert=4 (default: that of the virtual checkpoint)")
+    add("--sharding_rules", metavar="FILE", help="your logical_axis_rules, as for convert (default: those of the virtual checkpoint)")
     add("--use_ocdbt", type=boolean, default=DEFAULTS.use_ocdbt, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
     add("--use_zarr3", type=boolean, default=DEFAULTS.use_zarr3, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")
     add("--compression", choices=("none", "zstd"), default=DEFAULTS.compression, help="zstd saves about a fifth of the disk and slows loading")

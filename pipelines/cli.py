@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt as e:
         again = "what is done is kept, the same command with --resume goes on from there" if args.command in ("convert", "materialize") else ""
-        print(f"\nweightbeam {args.command}: stopped; {e or again}".removesuffix("; "), file=sys.stderr, flush=True)
+        print(f"\nweightbeam {args.command}: stopped; {str(e) or again}".removesuffix("; "), file=sys.stderr, flush=True)
         os._exit(1)  # the pipeline's threads are still at work, and their end isn't worth waiting for
 
 

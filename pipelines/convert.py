@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from formats.lease import HeldError
 from formats.links import COPY, LinkError
 from formats.orbax import plan_of, publish
-from formats.staging import ITEMS, FolderStaging, Staging, staging_at
+from formats.staging import ITEMS, BucketStaging, FolderStaging, Staging, staging_at
 from formats.storage import StorageError, Store, reason
 from model_mappings.plan import Problem
 from pipelines import report
-from pipelines.errors import FailedError, RefusedError
+from pipelines.errors import BusyError, FailedError, RefusedError
 from pipelines.prepare import prepare_conversion, refuse
 from transforms.assembly import assemble_checkpoint, stage
 from transforms.conversion import Conversion, load
@@ -54,9 +54,8 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
         if conversion.units:
             from pipelines.execution import run_units  # only now: it imports Beam
 
-            written = run_units(conversion, staging, rest, args)
-            if written is None:
-                return 0  # the job publishes it
+            if (written := run_units(conversion, staging, rest, args)) is None:
+                return 0  # the job that was started publishes it
         else:
             _publish_index(conversion, staging, args)
     if plan_of(staging.final) != conversion.hash:
@@ -95,7 +94,7 @@ def _alone(staging: Staging) -> Iterator[None]:
             staging.output.check_writable()
             stack.enter_context(staging.hold())
         except HeldError as e:
-            raise RefusedError(f"  output: {staging.work}: {e}") from e
+            raise BusyError(f"  output: {staging.work}: {e}") from e
         except OSError as e:
             raise RefusedError(f"  output: {staging.output}: {reason(e)}") from e
         yield
@@ -122,6 +121,8 @@ def _output_problems(staging: Staging, conversion: Conversion, args: argparse.Na
 
     if isinstance(staging, FolderStaging) and staging.output.folder.exists() and not staging.output.folder.is_dir():
         return problem(staging.output, "is a file")
+    if isinstance(staging, BucketStaging) and f"{conversion.checkpoint.root}/".startswith(f"{staging.final}/"):
+        return problem(staging.final, "holds the source, and would be deleted first, since a bucket has no renames; choose another --output or --step")
     if (stopped := staging.exists()) and not resume and not overwrite:
         return problem(staging.work, "holds a stopped conversion; go on with --resume, or start anew with --overwrite")
     if stopped and resume and (differs := _difference(staging, conversion)):

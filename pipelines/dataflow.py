@@ -17,7 +17,7 @@ from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOption
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState
 
-from pipelines.errors import RefusedError
+from pipelines.errors import BusyError, RefusedError
 from pipelines.progress import ShowProgress, quiet
 from pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, human, memory_bound
 from transforms.conversion import Conversion
@@ -155,7 +155,8 @@ def check_alone(options: PipelineOptions) -> None:
     """Makes sure that no job of this name is at work: it would lose what is staged, and Dataflow says so only when that is done.
 
     Raises:
-      RefusedError: there is one, or Dataflow doesn't let us see.
+      BusyError: there is one.
+      RefusedError: Dataflow doesn't let us see.
     """
     from google.api_core.exceptions import GoogleAPIError
 
@@ -168,7 +169,7 @@ def check_alone(options: PipelineOptions) -> None:
         raise RefusedError(f"Dataflow in {cloud.project}, {cloud.region} can't be asked for its jobs: {e}") from e
     if job:
         todo = f"wait for it, or gcloud dataflow jobs cancel {job} --project {cloud.project} --region {cloud.region}"
-        raise RefusedError(f"Dataflow job {job} ({cloud.job_name}) is at work on this output; {todo}")
+        raise BusyError(f"Dataflow job {job} ({cloud.job_name}) is at work on this output; {todo}")
 
 
 def find_active(options: PipelineOptions, name: str) -> str | None:

@@ -16,6 +16,7 @@ from formats.orbax import find_items, record_of
 from formats.storage import StorageError
 from pipelines.convert import convert
 from pipelines.errors import FailedError, RefusedError
+from pipelines.prepare import sharding_rules
 from pipelines.virtual import check_files, open_own_source
 from transforms.conversion import options_from, prepare
 from transforms.mesh import MeshError
@@ -40,12 +41,15 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise RefusedError(str(e)) from e
     except FailedError as e:
         raise RefusedError(f"the files that the checkpoint refers to have changed:\n{e}") from e
+    made = options_from(record_of(items)["options"])
     given = {key: getattr(args, key) for key in STORAGE} | {"virtual": False}
     if args.mesh:
         given["mesh"] = tuple(args.mesh)
+    if args.sharding_rules:
+        given["sharding_rules"] = sharding_rules(args.sharding_rules, made.maxtext_model)
     if args.step is not None:
         given["step"] = args.step
-    options = dataclasses.replace(options_from(record_of(items)["options"]), **given)
+    options = dataclasses.replace(made, **given)
     args.step, args.link, args.sha256 = options.step, HARD, False
     try:
         return convert(prepare(options, checkpoint), args, rest)

@@ -58,10 +58,16 @@ class Cloud:
         command = [sys.executable, "-m", "pipelines.convert", "--runner", "DataflowRunner", *place, "--source", source, "--output", output, *options]
         return [str(part) for part in command]
 
-    def start(self, *arguments: object, **environment: str) -> subprocess.Popen[str]:
-        """Starts `command` as a process of its own."""
+    @contextmanager
+    def start(self, *arguments: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
+        """`command` as a process of its own, which doesn't outlive the block."""
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(self.command(*map(str, arguments)), cwd=ROOT, env=self.environment | environment, start_new_session=True, **pipes)
+        command = self.command(*map(str, arguments))
+        with subprocess.Popen(command, cwd=ROOT, env=self.environment | environment, start_new_session=True, **pipes) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def convert(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs `command` to its end."""

@@ -130,19 +130,21 @@ def _check_targets(targets: list[Target]) -> list[Target]:
     return targets
 
 
-def _check_runner(options: dict[str, Any]) -> dict[str, Any]:
+def _check_runner(options: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
     ours = _Parser(add_help=False)
     add_conversion(ours)
     add_output(ours)
     if wrong := sorted(set(options) & vars(ours.parse_args([])).keys()):
         raise ValueError(f"{', '.join(wrong)}: not an option of Beam's")
+    if wrong := sorted({"no_wait_until_finish", "template_location"} & options.keys()):
+        raise ValueError(f"{', '.join(wrong)}: the watcher has to wait for the conversion, to verify it")
     if options:
         from pipelines.options import check_options  # only now: imports Beam
 
         try:
-            check_options(_arguments(options, flags=True))
+            check_options(_arguments(options, flags=True), argparse.Namespace(command="convert", output=str(info.data.get("output", ""))))
         except RefusedError as e:
-            raise ValueError(str(e)) from e
+            raise ValueError("; ".join(str(e).splitlines())) from e
     return options
 
 

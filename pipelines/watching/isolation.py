@@ -17,9 +17,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self
 
-from formats.lease import HeldError
 from pipelines.arguments import make_parser
-from pipelines.errors import FailedError, RefusedError
+from pipelines.errors import BusyError, FailedError, RefusedError
 
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 TAIL = 2000  # characters of what a process that died had printed
@@ -107,9 +106,12 @@ def _serve(connection: Connection, log: str) -> None:
 def _outcome(work: Work, arguments: list[str]) -> Outcome:
     try:
         return Outcome(DONE, facts=work(arguments))
-    except (RefusedError, FailedError) as e:
-        status = BUSY if isinstance(e.__cause__, HeldError) else REFUSED if isinstance(e, RefusedError) else FAILED
-        return Outcome(status, str(e).strip())
+    except BusyError as e:
+        return Outcome(BUSY, str(e).strip())
+    except RefusedError as e:
+        return Outcome(REFUSED, str(e).strip())
+    except FailedError as e:
+        return Outcome(FAILED, str(e).strip())
     except Exception as e:
         traceback.print_exc()
         return Outcome(FAILED, f"{type(e).__name__}: {e}")

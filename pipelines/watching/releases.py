@@ -37,6 +37,7 @@ class Release:
       sizes: bytes of each file, by name.
       hashes: of each file's content, by name.
       licenses: its names in the model card, in lower case.
+      is_gated: whether only those who accepted its terms may read its files.
     """
 
     repo: str
@@ -45,6 +46,7 @@ class Release:
     sizes: Mapping[str, int]
     hashes: Mapping[str, str]
     licenses: tuple[str, ...]
+    is_gated: bool
 
     @property
     def url(self) -> str:
@@ -141,6 +143,7 @@ def find_release(repo: str, revision: str) -> Release:
         {file.rfilename: file.size or 0 for file in siblings},
         {file.rfilename: file.lfs.sha256 if file.lfs else str(file.blob_id) for file in siblings},
         tuple(licenses),
+        bool(info.gated),
     )
 
 
@@ -165,12 +168,13 @@ def access_denied(release: Release) -> str | None:
     Raises:
       StorageError: it can't be told.
     """
-    try:
-        open_store(release.url).check_readable()
-    except StorageError as e:
-        if isinstance(e.__cause__, GatedRepoError):
-            return str(e).removeprefix(f"{release.url}: ")
-        raise
+    if not release.is_gated:
+        return None
+    with _told(release.repo):
+        try:
+            repeated(api().auth_check)(release.repo)
+        except GatedRepoError:
+            return f"gated: accept its terms on {api().endpoint}/{release.repo}, with the account whose token is used"
     return None
 
 

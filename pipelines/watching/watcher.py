@@ -188,7 +188,8 @@ class Watcher:
             self._notices.tell(history.add(PLANNED, checkpoint=self._place(history, outcome.facts["plan"]).url, **outcome.facts))
         checkpoint = history.facts["checkpoint"]
         if history.state != VERIFIED and not self._is_published_as(history, checkpoint):
-            self._notices.tell(history.add(CONVERTING, attempt=attempt, checkpoint=checkpoint))
+            if not history.last.get(BUSY):
+                self._notices.tell(history.add(CONVERTING, attempt=attempt, checkpoint=checkpoint))
             arguments = [source, f"--output={checkpoint}", "--resume", *target.arguments, *self.config.runner_arguments()]
             if not self._do(history, apart, isolation.convert, arguments, attempt):
                 return
@@ -208,6 +209,8 @@ class Watcher:
         if outcome.status == isolation.DONE:
             return outcome
         if outcome.status == isolation.BUSY:  # such as a conversion that was started by hand, or a job that outlived its watcher
+            if not history.last.get(BUSY):  # else it is said already
+                self._notices.tell(history.add(PLANNED, outcome.message, attempt=attempt - 1, **{BUSY: True}))
             raise HeldError(outcome.message)
         self._fail(history, outcome.message, attempt)
         return None

@@ -110,10 +110,10 @@ class Run:
 def run(servers: Cloud, source: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The command waits while the job is carried out; then the checkpoint is fetched from the bucket."""
     folder = tmp_path_factory.mktemp("run")
-    servers.dataflow.states = ["JOB_STATE_RUNNING"]
+    servers.dataflow.states, before = ["JOB_STATE_RUNNING"], len(servers.dataflow.jobs)
     options = ["--unit_bytes", UNIT_BYTES, "--maxtext_model", given()[CASE]["maxtext_model"], "--hf_token_secret", NAME]
     with servers.start(source, f"gs://{OUTPUT}/run", *options, HF_TOKEN=TOKEN) as process:
-        wait_for(lambda: servers.dataflow.jobs, process)
+        wait_for(lambda: len(servers.dataflow.jobs) > before, process)
         job = servers.submission()
         work(servers, job, folder)
         servers.dataflow.jobs[-1].states[:] = ["JOB_STATE_DONE"]

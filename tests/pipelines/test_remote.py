@@ -233,6 +233,8 @@ def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Pat
     made, converted = (json.loads(gcs.objects["bucket"][f"{name}/0/conversion.json"].data) for name in ("made", "converted"))
     assert made["digests"] == converted["digests"]
 
+    assert "holds the source" in run("materialize", "gs://bucket/virtual", "--output", "gs://bucket/virtual", "--overwrite", env=env, status=2)
+
     name = "virtual/0/items/source/model-00002-of-00003.safetensors"
     held = gcs.objects["bucket"][name].data
     for changed, message in ((held[:-1] + b"?", "holds other bytes: its crc32c isn't"), (held[:-9], "and had"), (None, "is gone")):

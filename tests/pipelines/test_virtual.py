@@ -358,6 +358,18 @@ def test_materialize_needs_no_source_and_can_take_the_place(mixed: Path, tmp_pat
     assert call("materialize", tmp_path / "out", "--output", tmp_path / "again") == 2
 
 
+def test_materialize_for_rules_of_ones_own(source: Path, tmp_path: Path) -> None:
+    """Other rules than the virtual checkpoint was made for, as an ordinary conversion takes them."""
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([["embed", []], ["heads", ["fsdp"]], ["mlp", ["fsdp"]]]))
+    options = ("--mesh", "fsdp=2", "--sharding_rules", str(rules))
+    convert(source, tmp_path / "virtual", "--virtual")
+    assert call("materialize", tmp_path / "virtual", "--output", tmp_path / "made", *options) == 0
+    made, wanted = tmp_path / "made" / "0", convert(source, tmp_path / "wanted", *options)
+    assert (record(made)["digests"], record(made)["plan"]) == (record(wanted)["digests"], record(wanted)["plan"])
+    assert keys(made) == keys(wanted) != keys(convert(source, tmp_path / "other", "--mesh", "fsdp=2"))
+
+
 @pytest.mark.parametrize(("link", "accident"), [("hard", "changed in place"), ("symlink", "replaced by rename"), ("symlink", "moved"), ("hard", "truncated")])
 def test_materialize_refuses_files_that_have_changed(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str, accident: str) -> None:
     """Before any work."""

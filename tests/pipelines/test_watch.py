@@ -28,8 +28,10 @@ from servers.hub import FakeHub
 from servers.server import Call, Fault, Reply, Server, json_reply
 from support import BF16, INDEX, LLAMA, assert_same_bits, call, random_tensors, reference, restore, save, split
 
+from formats.staging import staging_at
 from formats.storage import hub as storage
 from formats.storage import open_store
+from pipelines.watching import isolation
 from pipelines.watching.config import Target, read_config
 from pipelines.watching.records import ROOT, History, LostError, key_of
 from pipelines.watching.releases import find_release
@@ -349,13 +351,18 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_polite_stop_isnt_held_against_the_release(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
-    """SIGTERM while it converts: exit status 1, no lease, no attempt less."""
+def test_another_watcher_stays_away_and_a_polite_stop_isnt_held_against_the_release(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While one converts, a second one does nothing. SIGTERM: exit status 1, no lease, no attempt less."""
     watch.set(attempts=1)
     hub.add(REPO, release(tmp_path / "hf"))
-    hub.cdn.faults = [Fault("slow", seconds=0.5)]
+    hub.cdn.faults = [Fault("slow", seconds=2)]
     with watch.start("--once") as process:
         wait_for(lambda: watch.states() == [["discovered", "planned", "converting"]], process)
+        assert watch.once() == 0
+        assert "busy  " in capsys.readouterr().out
+        assert watch.states() == [["discovered", "planned", "converting"]]
         process.send_signal(signal.SIGTERM)
         _, message = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
@@ -389,6 +396,34 @@ def test_what_failed_is_tried_again_so_often(watch: Watch, hub: FakeHub, tmp_pat
     assert watch.once("--retry", REPO) == 0
     assert watch.once() == 0
     assert watch.states()[0][-5:] == WHOLE
+
+
+def test_a_file_that_isnt_whole_is_looked_at_again(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """Whether it is the file or the way to it can't be told, so that it isn't refused for good."""
+    folder = release(tmp_path / "hf")
+    shard = folder / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    hub.add(REPO, folder)
+    assert watch.once() == 1
+    assert watch.states() == [["discovered", "failed"]]
+    assert "truncated?" in watch.last()["reason"]
+
+
+def test_a_conversion_that_others_are_at_is_waited_for(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as one that was started by hand; said once, and not counted as an attempt."""
+    watch.set(attempts=1)
+    hub.add(REPO, release(tmp_path / "hf"))
+    commit = hub.repositories[REPO].head.sha
+    made = isolation.plan([f"--source=hf://{REPO}@{commit}", "--mesh=fsdp=2"])["plan"]
+    staging = staging_at(str(watch.output / REPO / commit[:12] / f"fsdp2-{made[:8]}"), 0)
+    staging.output.make()
+    with staging.hold():
+        for _ in range(2):
+            assert watch.once() == 0
+            assert "busy  " in capsys.readouterr().out
+            assert watch.states() == [["discovered", "planned", "converting", "planned"]]
+    assert watch.once() == 0
+    assert watch.states() == [["discovered", "planned", "converting", "planned", "verified", "published"]]
 
 
 def test_a_conversion_that_dies_doesnt_end_the_watcher(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
@@ -542,7 +577,7 @@ targets:
   - {name: list, vocab_size: [1, 2]}
 max_bytes: much
 quiet_minutes: -1
-runner: {no_such_option: 1}
+runner: {no_such_option: 1, runner: DataflowRunner}
 notify: [ftp://somewhere/secret, $NOT_SET]
 colour: red
 """
@@ -554,7 +589,7 @@ def test_everything_wrong_with_a_configuration_is_said_at_once(tmp_path: Path, c
     assert call("watch", "--config", file, "--once") == 2
     said = capsys.readouterr().err
     places = ["output:", "models:", "targets.0: name:", "save_dtype:", "scan_layers:", "virtual:", "targets.1: --mesh=wheels=4", "targets.2: vocab_size:",
-              "max_bytes:", "quiet_minutes:", "runner:", "notify.0:", "notify.1:", "colour:"]  # fmt: skip
+              "max_bytes:", "quiet_minutes:", "runner: unknown options", "--project=PROJECT is missing", "notify.0:", "notify.1:", "colour:"]  # fmt: skip
     assert [place for place in places if place not in said] == []
     assert "somewhere" not in said
     assert "Traceback" not in said

@@ -11,7 +11,7 @@ from typing import Any
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from servers.server import Call, Reply, Server, json_reply, route
+from servers.server import Call, Fault, Reply, Server, json_reply, route
 
 JOBS = "/v1b3/projects/([^/]+)/locations/([^/]+)/jobs"
 TOKEN = "/token"
@@ -95,6 +95,9 @@ class FakeDataflow(Server):
         function, parts = found
         with self.lock:
             return function(call, *parts)
+
+    def refusal(self, fault: Fault) -> Reply:
+        return json_reply(fault.status, {"error": {"code": fault.status, "message": "a fault that was asked for", "status": "FAULT"}})
 
     def _create(self, call: Call, project: str, region: str) -> Reply:
         """Takes a job; where one of that name is at work it is answered with that one, as the real service does."""
