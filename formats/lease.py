@@ -1,7 +1,7 @@
 """A lease: one conversion at a time.
 
 A file whose content is its owner, made in one step or not at all, and renewed by the owner as long as it lives. Whoever finds
-it refuses to start, unless it is stale: not renewed for `STALE` seconds, or its owner was a process of this machine that is gone.
+it refuses to start, unless it is stale: not renewed for `STALE` seconds, or its owner was a process that could be seen from here and is gone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def hold(store: Store, name: str) -> Iterator[None]:
     Raises:
       HeldError: another owner holds it.
     """
-    me = {"owner": uuid.uuid4().hex, "host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "process": _started(os.getpid())}
+    me = {"owner": uuid.uuid4().hex, "host": socket.gethostname(), "processes": _processes(), "pid": os.getpid(), "process": _started(os.getpid())}
     lease = _lease(store, name)
     while not lease.create(me):
         _take_away_if_stale(lease)
@@ -194,16 +194,19 @@ class _Object:
 
 
 def _is_gone(owner: Owner) -> bool:
-    """Whether the owner was a process of this machine, and isn't any more."""
-    if owner.get("host") != socket.gethostname():
+    """Whether the owner was a process that could be seen from here, and isn't any more."""
+    if (owner.get("host"), owner.get("processes")) != (socket.gethostname(), _processes()):
         return False
-    return owner.get("boot") != _boot() or _started(owner.get("pid", 0)) != owner.get("process")
+    return _started(owner.get("pid", 0)) != owner.get("process")
 
 
-def _boot() -> str:
-    """Identifies this run of the machine; empty where the system doesn't say."""
+def _processes() -> str:
+    """Identifies the processes that can be seen from here: this run of the machine, and this container; empty where the system doesn't say.
+
+    Containers may have the same host name, and see only their own processes.
+    """
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 

@@ -49,6 +49,10 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
     for warning in report.collapse(conversion.warnings):
         print(f"warning: {warning}", file=sys.stderr)
     start, written = time.monotonic(), 0
+    if isinstance(staging, BucketStaging) and staging.exists():
+        from pipelines.execution import check_job
+
+        check_job(staging, rest)
     with _alone(staging):
         refuse(conversion, _check_output(staging, conversion, args))  # again: now nobody else changes it
         if conversion.units:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import json
 import re
 import sys
 import time
@@ -17,9 +18,10 @@ from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOption
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState
 
+from formats.staging import Staging
 from pipelines.errors import BusyError, RefusedError
 from pipelines.progress import ShowProgress, quiet
-from pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, human, memory_bound
+from pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, human, memory_bound, thread_bytes
 from transforms.conversion import Conversion
 
 RUNNER = "DataflowRunner"
@@ -30,6 +32,7 @@ SYSTEM_BYTES = 1 << 30  # of a machine, for Dataflow's own processes (its guide 
 CORE_BYTES = {"standard": 3.75, "highmem": 6.5, "highcpu": 0.9}  # GiB: the least of any series of machines
 PROCESSES = "use_multiple_sdk_containers"  # the experiment that starts a process for each core; on unless it is forbidden
 NAME_LENGTH = 40  # characters of a job's name that are the model's
+JOB = "job.json"  # beside the staged plan: the job that is at work on it
 POLL = 30.0  # seconds between looks at a job's counters
 
 
@@ -137,7 +140,7 @@ def _threads(conversion: Conversion, machine: Machine | None) -> int:
     """As a local run has them for each core, or fewer where memory is short."""
     machine = machine or Machine.parse(MACHINE)
     assert machine is not None
-    room = (machine.memory - SYSTEM_BYTES - base_bytes(conversion)) // conversion.options.unit_bytes
+    room = (machine.memory - SYSTEM_BYTES - base_bytes(conversion)) // thread_bytes(conversion)
     return max(1, min(THREADS_PER_CORE * machine.cores, MAX_THREADS, room))
 
 
@@ -170,6 +173,28 @@ def check_alone(options: PipelineOptions) -> None:
     if job:
         todo = f"wait for it, or gcloud dataflow jobs cancel {job} --project {cloud.project} --region {cloud.region}"
         raise BusyError(f"Dataflow job {job} ({cloud.job_name}) is at work on this output; {todo}")
+
+
+def note_job(staging: Staging, options: PipelineOptions) -> None:
+    """Says beside the staged plan which job is at work on it: it outlives the command, and the command's lease."""
+    cloud = options.view_as(GoogleCloudOptions)
+    staging.work.write(JOB, json.dumps({"job_name": cloud.job_name, "project": cloud.project, "region": cloud.region}).encode())
+
+
+def check_noted(staging: Staging, options: PipelineOptions) -> None:
+    """Makes sure that the job which a command before this one left to its own isn't at work any more.
+
+    Raises:
+      RefusedError: it is, or Dataflow doesn't let us see.
+    """
+    if staging.exists() and staging.work.exists(JOB):
+        noted = json.loads(staging.work.read(JOB))
+        cloud = options.view_as(GoogleCloudOptions)
+        cloud.job_name, cloud.project, cloud.region, cloud.template_location = noted["job_name"], noted["project"], noted["region"], None
+        try:
+            check_alone(options)
+        except RefusedError as e:
+            raise type(e)(f"  output: {staging.work}: {e}; {staging.work.path(JOB)} names the job: delete it if that is gone") from e
 
 
 def find_active(options: PipelineOptions, name: str) -> str | None:

@@ -41,6 +41,11 @@ def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, ove
     )
 
 
+def check_job(staging: Staging, rest: Sequence[str]) -> None:
+    """Makes sure that no job which was left to its own is at work there; see `dataflow.check_noted`."""
+    dataflow.check_noted(staging, pipeline_options(rest))
+
+
 def run_units(conversion: Conversion, staging: Staging, rest: Sequence[str], args: argparse.Namespace) -> int | None:
     """Runs the pipeline as the command line says; returns the bytes that this process wrote, None where a job goes on without it."""
     before, options = WRITTEN.total, pipeline_options(rest, args)
@@ -86,6 +91,7 @@ def execute(
         left = int(conversion.made_bytes * share_left(staging, conversion))
         build(pipeline, conversion, staging, overwrite, threads_of(options) * conversion.options.unit_bytes)
         if on_dataflow:
+            dataflow.note_job(staging, options)
             return dataflow.run(pipeline, left, noise)
         with ShowProgress(left, _written(conversion, staging, left, options)), quiet(noise):
             result = pipeline.run()

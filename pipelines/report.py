@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from formats.storage import open_store
 from model_mappings.cells import pattern
 from transforms.conversion import Conversion, rules_of
 from transforms.makespan import Estimate
@@ -52,7 +53,12 @@ def collapse(lines: Iterable[str]) -> list[str]:
 
 def memory_bound(conversion: Conversion, threads: int) -> int:
     """Bytes of memory that a worker needs at most."""
-    return threads * conversion.options.unit_bytes + base_bytes(conversion)
+    return threads * thread_bytes(conversion) + base_bytes(conversion)
+
+
+def thread_bytes(conversion: Conversion) -> int:
+    """Bytes that each thread needs at most: a unit, and what reading takes beside it."""
+    return conversion.options.unit_bytes + open_store(conversion.checkpoint.root).held_bytes
 
 
 def base_bytes(conversion: Conversion) -> int:
@@ -128,10 +134,8 @@ def print_plan(conversion: Conversion, threads: int) -> None:
     if conversion.units:
         totals.add_row("units", f"{len(conversion.units):,}, the largest takes {human(conversion.unit_working_bytes)} of memory")
         totals.add_row("reads", f"{human(read)}, {read / source:.3f} × the source")
-        totals.add_row(
-            "memory",
-            f"at most {human(memory_bound(conversion, threads))} a worker: {threads} threads × {human(options.unit_bytes)} + {human(base_bytes(conversion))}",
-        )
+        sum_of = f"{threads} threads × {human(thread_bytes(conversion))} + {human(base_bytes(conversion))}"
+        totals.add_row("memory", f"at most {human(memory_bound(conversion, threads))} a worker: {sum_of}")
     CONSOLE.print()
     CONSOLE.print(totals)
 

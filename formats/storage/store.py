@@ -50,9 +50,11 @@ class Store(abc.ABC):
     Attributes:
       url: absolute, without a slash at its end.
       at_a_time: small files that are worth reading at a time, since each answer takes a while.
+      held_bytes: that `read_into` takes beside the buffers which it fills.
     """
 
     at_a_time = 8
+    held_bytes = 0
 
     def __init__(self, url: str):
         self.url = url

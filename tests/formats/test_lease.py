@@ -34,7 +34,7 @@ def start(path: Path) -> subprocess.Popen:
 
 def pretend(path: Path, age: float = 0.0, **owner: object) -> None:
     """A lease of someone else, renewed `age` seconds ago."""
-    os.symlink(json.dumps(dict(owner=1, host="elsewhere", boot="b", pid=1, process="1") | owner), path)
+    os.symlink(json.dumps(dict(owner=1, host="elsewhere", processes="b", pid=1, process="1") | owner), path)
     when = time.time() - age
     os.utime(path, (when, when), follow_symlinks=False)
 

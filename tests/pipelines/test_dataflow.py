@@ -194,8 +194,14 @@ def test_an_image_and_no_waiting(servers: Cloud, source: str) -> None:
     assert again.returncode == 2
     assert f"Dataflow job {job.job.id} ({job.name}) is at work on this output" in again.stderr
     assert any(name.startswith("left/0.weightbeam/") for name in servers.gcs.objects[OUTPUT])  # what it needs is still there
+    here = [*options[-2:], "--overwrite", "--runner", "FnApiRunner"]  # by another runner, which knows of the job by what it left there
+    other = servers.convert(source, f"gs://{OUTPUT}/left", *here)
+    assert other.returncode == 2
+    assert f"Dataflow job {job.job.id} ({job.name}) is at work on this output" in other.stderr
     servers.dataflow.jobs[-1].states[:] = ["JOB_STATE_CANCELLED"]
     assert dataflow.find_active(PipelineOptions(place), job.name) is None
+    assert servers.convert(source, f"gs://{OUTPUT}/left", *here).returncode == 0
+    assert not [name for name in servers.gcs.objects[OUTPUT] if name.startswith("left/0.weightbeam")]
 
 
 def test_a_job_that_is_lost_sight_of(servers: Cloud, source: str) -> None:
