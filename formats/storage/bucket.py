@@ -19,13 +19,16 @@ from google.api_core.retry import Retry
 from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
 from google.cloud import storage
 from google.cloud.storage.retry import DEFAULT_RETRY
+from requests.adapters import HTTPAdapter
 from requests.exceptions import RequestException
 
 from formats.storage.store import PIECE, File, Range, Request, StorageError, Store, make_requests, pieces
 
+CONNECTIONS = 128  # that are kept: 16 for each of eight threads
 TIMEOUT = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
 RETRY: Retry = DEFAULT_RETRY.with_timeout(300.0)  # seconds in all; backs off, and only what a repetition can mend is repeated
-MOST = 16 << 20  # bytes of a request
+MOST = 8 << 20  # bytes of a request
+LONGEST = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
 AT_A_TIME = 4  # requests of one read, so that one unit holds at most 64 MiB beside its buffers
 FIELDS = "items(name,size,generation,crc32c,updated),prefixes,nextPageToken"
 CONTEXT = {"gcs_request_concurrency": {"limit": 32}, "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"}}
@@ -38,10 +41,18 @@ os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1024")
 @functools.cache
 def _client() -> storage.Client:
     """This process's client."""
+    client = _connect()
+    client._http.mount("https://", HTTPAdapter(pool_maxsize=CONNECTIONS))  # the stock pool throws away what goes beyond ten
+    client._http.mount("http://", HTTPAdapter(pool_maxsize=CONNECTIONS))
+    return client
+
+
+def _connect() -> storage.Client:
     try:
         return storage.Client()
     except DefaultCredentialsError as e:
-        raise StorageError("gs:// needs Google credentials, and there are none; `gcloud auth application-default login` makes them") from e
+        why = str(e).splitlines()[0]
+        raise StorageError(f"gs:// needs Google credentials: {why} `gcloud auth application-default login` makes them") from e
     except OSError as e:  # no project, which only creating buckets would need
         return storage.Client(project="none") if "project" in str(e).lower() else _fail("gs://", e)
 
@@ -53,21 +64,23 @@ def _context() -> ts.Context:
 
 def _fail(url: str, error: Exception) -> NoReturn:
     """Turns a client's error into ours."""
-    message = getattr(error, "message", None) or str(error) or type(error).__name__
+    message = str(error) or type(error).__name__
     hint = ""
     if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized) or message.startswith("PERMISSION_DENIED"):
         hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
-    raise StorageError(f"{url}: {message.splitlines()[0].partition(" [http_")[0]}{hint}") from error
+    raise StorageError(f"{url}: {message.splitlines()[0].partition(' [http_')[0]}{hint}") from error
 
 
 class Bucket(Store):
     """A folder of a bucket: the objects whose names begin with it."""
 
     at_a_time = 16
+    held_bytes = AT_A_TIME * MOST
 
     def __init__(self, url: str):
         super().__init__(url)
-        self.bucket, _, self.folder = url.removeprefix("gs://").partition("/")
+        _, _, rest = url.partition("//")
+        self.bucket, _, self.folder = rest.partition("/")
         if not self.bucket:
             raise StorageError(f"{url}: names no bucket; it should be gs://bucket/folder")
 
@@ -148,10 +161,12 @@ class Bucket(Store):
         def finish() -> None:
             request, future = waiting.popleft()
             try:
-                found = future.result()
+                found = future.result(timeout=LONGEST)
             except Exception as e:
-                _fail(f"{self.path(name)}: bytes {request.start:,} to {request.stop:,}", e)
-            if found.state != "value" or len(found.value) != request.stop - request.start:
+                if not str(e).startswith("OUT_OF_RANGE"):
+                    _fail(f"{self.path(name)}: bytes {request.start:,} to {request.stop:,}", e)
+                found = None
+            if found is None or found.state != "value" or len(found.value) != request.stop - request.start:
                 raise StorageError(f"{self.path(name)}: is gone, or ends before byte {request.stop:,}; was it changed after it was planned?")
             if version is not None and _generation(found.stamp.generation) != version:
                 raise StorageError(f"{self.path(name)} changed while it was converted; start anew with --overwrite")
@@ -232,5 +247,5 @@ class Bucket(Store):
 
 
 def _generation(stamp: bytes) -> str:
-    """The generation that TensorStore's stamp holds: eight bytes, the lowest first, and one that says what kind it is."""
-    return str(int.from_bytes(stamp[:8], "little"))
+    """The generation that TensorStore's stamp holds: a byte that says what kind it is, and eight, the lowest first."""
+    return str(int.from_bytes(stamp[1:9], "little"))

@@ -7,13 +7,15 @@ anew when it has expired. So a hub sees one request a file, and its token goes n
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
+import logging
 import os
 import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -28,18 +30,21 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import build_hf_headers, http_stream_backoff, logging
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, parse_ratelimit_headers
 
 from formats.storage.store import File, Range, Request, StorageError, Store, make_requests
 from formats.storage.token import token
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-TIMEOUT = httpx2.Timeout(30.0, connect=10.0)  # seconds between two pieces of an answer, and to connect
-ATTEMPTS = 8  # without a byte of progress
+CONNECT, STALL = 10.0, 30.0  # seconds to connect, and between two pieces of an answer
+ATTEMPTS = 8  # in a row, without a byte of progress
+BACKOFF = 0.5  # seconds; doubled before each attempt
+LONGEST = 3600.0  # seconds for one request, and for attempts in a row
 MOST = 16 << 20  # bytes of a request
 CONNECTIONS = 16  # of this process
 
-logging.set_verbosity_error()  # its warnings show signed addresses
+for logger in ("huggingface_hub", "httpx2", "httpcore2"):
+    logging.getLogger(logger).setLevel(logging.ERROR)  # what they have to say shows signed addresses
 
 
 def open_repository(url: str) -> Repository:
@@ -54,8 +59,9 @@ def open_repository(url: str) -> Repository:
     if COMMIT.fullmatch(revision):
         return Repository(url)
     found = _info(repo, revision or None, url)
-    _INFO[repo, found.sha] = found
-    return Repository(f"hf://{repo}@{found.sha}")
+    commit = found.sha or ""
+    _INFO[repo, commit] = found
+    return Repository(f"hf://{repo}@{commit}")
 
 
 class Repository(Store):
@@ -100,48 +106,67 @@ class Repository(Store):
 
     def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
         wanted = list(make_requests(ranges, MOST))
-        if len(wanted) == 1:
-            self._fetch(name, wanted[0])
-        else:
-            for done in [_pool().submit(self._fetch, name, request) for request in wanted]:
-                done.result()
+        ended = threading.Event()
+        futures = [_pool().submit(self._fetch, name, request, ended) for request in wanted]
+        try:
+            for future in futures:
+                future.result()
+        finally:  # after a failure, too, nobody writes into the buffers any more
+            ended.set()
+            for future in futures:
+                future.cancel()
+            concurrent.futures.wait(futures)
         return sum(request.stop - request.start for request in wanted)
 
-    def _fetch(self, name: str, request: Request) -> None:
-        """Fetches one stretch, going on where a connection broke."""
-        done, failures = request.start, 0
-        while done < request.stop:
-            before = done
-            try:
-                location, headers = _locations(self.repo, self.commit, name)
-                wanted = headers | {"Range": f"bytes={done}-{request.stop - 1}", "Accept-Encoding": "identity"}
-                with http_stream_backoff("GET", location, headers=wanted, timeout=TIMEOUT, max_retries=ATTEMPTS, follow_redirects=False) as answer:
-                    if answer.status_code in (401, 403):  # the signature has expired
-                        _locations.forget(self.repo, self.commit, name, location)
-                        raise _BrokenError(f"{answer.status_code} {answer.reason_phrase}")
-                    if answer.status_code != 206:
-                        raise StorageError(f"{self.path(name)}: asked for bytes {done:,} to {request.stop:,}, was answered {answer.status_code}")
-                    try:
-                        for data in answer.iter_raw():
-                            request.scatter(done, memoryview(data)[: request.stop - done])
-                            done += len(data)
-                    except httpx2.TransportError as e:
-                        raise _BrokenError(str(e) or type(e).__name__) from e
-                if done < request.stop:
-                    raise _BrokenError("the answer was too short")
-            except EntryNotFoundError as e:
-                raise FileNotFoundError(2, "no such file", self.path(name)) from e
-            except (HfHubHTTPError, httpx2.HTTPError) as e:
-                _fail(self.path(name), self.repo, e)
-            except _BrokenError as e:
-                failures = 0 if done > before else failures + 1
-                if failures == ATTEMPTS:
-                    raise StorageError(f"{self.path(name)}: at byte {done:,}, {ATTEMPTS} times in a row: {e}") from e
-                time.sleep(min(30.0, 0.1 * 2**failures))
+    def _fetch(self, name: str, request: Request, ended: threading.Event) -> None:
+        """Fetches one stretch, going on where a connection broke, until someone says that it is of no use any more."""
+        done, latest = request.start, time.monotonic() + LONGEST
+        again = _retrying(tenacity.sleep_using_event(ended))
+        try:
+            while True:
+                done = again(self._go_on, name, request, done, ended, latest)
+                if done >= request.stop:
+                    return
+                ended.wait(BACKOFF)
+        except EntryNotFoundError:
+            raise StorageError(f"{self.path(name)}: no such file") from None
+        except (HfHubHTTPError, httpx2.HTTPError) as e:
+            _fail(f"{self.path(name)}: at byte {done:,}", self.repo, e)
 
+    def _go_on(self, name: str, request: Request, start: int, ended: threading.Event, latest: float) -> int:
+        """Fetches from `start` on; returns how far it came, and raises an error that may pass only if nothing came."""
+        done = start
+        try:
+            with self._open(name, start, request.stop) as answer:
+                for data in answer.iter_raw():
+                    if ended.is_set() or time.monotonic() > latest:
+                        raise StorageError(f"{self.path(name)}: at byte {done:,}: given up after {LONGEST:,.0f} s, the connection is too slow")
+                    request.scatter(done, memoryview(data)[: request.stop - done])
+                    done += len(data)
+        except httpx2.TransportError:
+            if done == start:
+                raise
+        if done == start:
+            raise httpx2.RemoteProtocolError("the answer was empty")
+        return done
 
-class _BrokenError(Exception):
-    """A connection ended before everything was there."""
+    @contextlib.contextmanager
+    def _open(self, name: str, start: int, stop: int) -> Iterator[httpx2.Response]:
+        """The answer that brings these bytes; a signature that has expired is renewed once."""
+        for renewed in (False, True):
+            location, headers = _locations(self.repo, self.commit, name)
+            wanted = headers | {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+            with get_session().stream("GET", location, headers=wanted, timeout=httpx2.Timeout(STALL, connect=CONNECT), follow_redirects=False) as answer:
+                if answer.status_code in (401, 403) and not renewed:
+                    _locations.forget(self.repo, self.commit, name, location)
+                    continue
+                if answer.status_code == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+                    yield answer
+                    return
+                if answer.status_code == 416:
+                    raise StorageError(f"{self.path(name)}: ends before byte {start + 1:,}, and should have {stop:,} at least; it is damaged on the hub")
+                hf_raise_for_status(answer)
+                raise StorageError(f"{self.path(name)}: asked for bytes {start:,} to {stop:,}, was answered {answer.status_code} with others")
 
 
 class _Locations:
@@ -156,7 +181,7 @@ class _Locations:
         with self._locks[key]:  # the others wait for an address rather than ask for it too
             if key not in self._found:
                 url = hf_hub_url(repo, name, revision=commit, endpoint=_endpoint())
-                self._found[key] = get_hf_file_metadata(url, token=token() or False, timeout=30.0, retry_on_errors=True, endpoint=_endpoint()).location
+                self._found[key] = get_hf_file_metadata(url, token=token() or False, timeout=STALL, endpoint=_endpoint()).location
             location = self._found[key]
         ours = urlsplit(location)[:2] == urlsplit(_endpoint())[:2]
         return location, build_hf_headers(token=token() or False if ours else False)
@@ -195,11 +220,29 @@ def is_passing(error: BaseException) -> bool:
 def wait(state: tenacity.RetryCallState) -> float:
     """Seconds before the next attempt: what the hub asks for, else more each time."""
     error = state.outcome.exception() if state.outcome else None
-    asked = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) and error.response is not None else ""
-    return float(asked) if asked.isdigit() else min(30.0, 0.5 * 2**state.attempt_number)
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        limit = parse_ratelimit_headers(error.response.headers)
+        if (asked := error.response.headers.get("Retry-After", "")).isdigit():
+            return float(asked)
+        if limit and error.response.status_code == 429 and limit.remaining == 0:
+            return float(limit.reset_in_seconds)
+    return min(30.0, BACKOFF * 2**state.attempt_number)
 
 
-repeated = tenacity.retry(retry=tenacity.retry_if_exception(is_passing), wait=wait, stop=tenacity.stop_after_attempt(ATTEMPTS), reraise=True)
+def _is_over(state: tenacity.RetryCallState) -> bool:
+    """Whether to give up. A hub that says when to come again is obeyed however often, as long as that is soon enough."""
+    if (state.seconds_since_start or 0.0) + state.upcoming_sleep > LONGEST:
+        return True
+    error = state.outcome.exception() if state.outcome else None
+    limited = isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code == 429
+    return state.attempt_number >= ATTEMPTS and not limited
+
+
+def _retrying(sleep: Callable[[float], None] = time.sleep) -> tenacity.Retrying:
+    return tenacity.Retrying(retry=tenacity.retry_if_exception(is_passing), wait=wait, stop=_is_over, sleep=sleep, reraise=True)
+
+
+repeated = _retrying().wraps  # decorates a function that asks the hub
 
 
 _INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repository at a commit, which doesn't change
@@ -207,7 +250,7 @@ _INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repositor
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
     try:
-        return repeated(api().model_info)(repo, revision=revision, files_metadata=True, timeout=30.0)
+        return repeated(api().model_info)(repo, revision=revision, files_metadata=True, timeout=STALL)
     except (HfHubHTTPError, HFValidationError, httpx2.HTTPError) as e:
         _fail(url, repo, e)
 
@@ -222,10 +265,12 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
         message = "no such revision"
     elif isinstance(error, RepositoryNotFoundError):
         message = "no such repository, or a private one" + (" that the token which is set can't see" if known else ": HF_TOKEN isn't set")
+    elif isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code == 401 and known:
+        message = "the hub doesn't accept the token that is set; is it wrong, or has it expired?"
     elif isinstance(error, HfHubHTTPError) and error.response is not None:
         message = f"the hub answered {error.response.status_code} {error.response.reason_phrase}"
     elif isinstance(error, HFValidationError):
         message = str(error)
     else:
-        message = f"{_endpoint()} can't be reached: {error or type(error).__name__}"
-    raise StorageError(f"{url}: {message}") from error
+        message = f"{_endpoint()}, or the host of its files, can't be reached: {str(error) or type(error).__name__}"
+    raise StorageError(f"{url}: {message}") from None  # the error may show a signed address

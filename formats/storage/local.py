@@ -200,10 +200,13 @@ class LocalFolder(Store):
         return read_ranges(self.path(name), ranges)
 
     def write(self, name: str, data: bytes) -> None:
-        write_file(self._make_way(name), data)
+        path = self.folder / name
+        if self.folder.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        return create_file(self._make_way(name), data)
+        return create_file(self.folder / name, data)
 
     def delete(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
@@ -213,11 +216,6 @@ class LocalFolder(Store):
 
     def kvstore(self) -> dict[str, Any]:
         return {"driver": "file", "path": f"{self.url}/"}
-
-    def _make_way(self, name: str) -> Path:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
 
 
 def _sha256_of_blob(path: Path) -> str | None:

@@ -172,11 +172,14 @@ class Store(abc.ABC):
         """
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file whole and durably: readers see all of it or what was there before."""
+        """Writes a file whole and durably: readers see all of it or what was there before. Folders below are made, but not this one."""
         raise StorageError(f"{self.url} can't be written to")
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a file whole unless there is one; returns whether it was this call that made it."""
+        """Writes a file whole unless there is one; returns whether it was this call that made it. No folder is made for it.
+
+        So whoever comes too late notices that the folder is gone.
+        """
         raise StorageError(f"{self.url} can't be written to")
 
     def delete(self, name: str) -> None:

@@ -119,6 +119,7 @@ class History:
         said = {"attempt": self.attempt} | known | facts | ({"reason": reason} if reason else {})
         record = {"state": state, "time": now().isoformat(), "repo": self.repo, "key": self.key} | said
         record = json.loads(json.dumps(record))  # as others will read it
+        self.store.make()
         if not self.store.create(_name(len(self.records) + 1), json.dumps(record, indent=1).encode()):
             raise LostError(f"{self.store}: another watcher has gone on with it")
         self.records.append(record)

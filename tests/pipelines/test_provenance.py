@@ -67,7 +67,7 @@ def test_a_hub_cache_tells_the_hash_of_its_files(tmp_path: Path) -> None:
     (snapshot / "model.safetensors").symlink_to(blobs / sha)
     (snapshot / "config.json").write_bytes((made / "config.json").read_bytes())
     assert [shard["sha256"] for shard in record(convert(snapshot, tmp_path / "out"))["shards"]] == [sha]
-    assert [shard["sha256"] for shard in record(convert(made, tmp_path / "plain"))["shards"]] == [None]
+    assert all("sha256" not in shard for shard in record(convert(made, tmp_path / "plain"))["shards"])
 
 
 def test_inspect_shows_where_a_checkpoint_comes_from(tmp_path: Path, capsys) -> None:

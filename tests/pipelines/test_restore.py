@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from support import HERE, convert, given_arrays, restore
 
-from formats.orbax import read_arrays
+from formats.orbax import find_items, read_arrays
 
 CASE = "deepseek3"
 FORMATS = {
@@ -61,7 +61,7 @@ def restore_all(steps: dict[str, Path], mesh: str, devices: int) -> dict[str, di
 
 def test_the_grids_are_different(steps: dict[str, Path]) -> None:
     """Whole arrays, chunks, and chunks packed into shards: what is restored below isn't always the same."""
-    kinds = {name: {(array.spec.chunk, array.spec.shard) for array in read_arrays(step / "items")} for name, step in steps.items()}
+    kinds = {name: {(array.spec.chunk, array.spec.shard) for array in read_arrays(find_items(step))} for name, step in steps.items()}
     assert len({frozenset(kind) for kind in kinds.values()}) >= len(FORMATS)
     assert any(chunk != shard for chunk, shard in kinds["for any mesh"])
     assert not any(chunk != shard for chunk, shard in kinds["for three meshes"])

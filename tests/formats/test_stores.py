@@ -1,0 +1,793 @@
+"""The stores: one contract for folders and buckets, and what the network does to buckets and to the hub."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import email.message
+import hashlib
+import itertools
+import json
+import logging
+import os
+import pickle
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.cloud.storage.retry import DEFAULT_RETRY
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from servers.dataflow import FakeDataflow
+from servers.gcs import FakeGcs
+from servers.hub import FakeHub
+from servers.server import Call, Reply
+
+from formats import lease
+from formats.storage import StorageError, Store, open_store
+from formats.storage import bucket as buckets
+from formats.storage import hub as hubs
+from formats.storage.store import Request, make_requests
+
+ROOT = Path(__file__).parents[2]
+DATA = random.Random(0).randbytes(200_000)
+REPO, SHARD = "org/model", "weights/model.safetensors"
+TOKEN = "hf_thisisthetoken"
+FILES = {SHARD: DATA, "config.json": b"{}", "weights/more/tokenizer.json": b'{"a": 1}'}
+
+
+def race(function: Callable[[], Any], racers: int = 8) -> list[Any]:
+    """What the function returns in threads that start together."""
+    barrier = threading.Barrier(racers)
+
+    def run(_: int) -> Any:
+        barrier.wait()
+        return function()
+
+    with ThreadPoolExecutor(racers) as pool:
+        return list(pool.map(run, range(racers)))
+
+
+def fetch(store: Store, name: str, *ranges: tuple[int, int], version: str | None = None) -> list[bytes]:
+    """Ranges of a file, by `read_into`."""
+    buffers = [bytearray(stop - start) for start, stop in ranges]
+    store.read_into(name, [(start, memoryview(buffer)) for (start, _), buffer in zip(ranges, buffers, strict=True)], version)
+    return [bytes(buffer) for buffer in buffers]
+
+
+def outside(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process of its own, without this one's credentials and servers."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GOOGLE_", "GCE_", "STORAGE_", "TENSORSTORE_", "HF_", "CLOUDSDK_"))}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=kept | env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeGcs]:
+    with FakeGcs("bucket", "other") as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.env().items():
+            patch.setenv(name, value)
+        patch.setattr(buckets, "RETRY", DEFAULT_RETRY.with_delay(0.01, 0.02).with_timeout(2.0))
+        patch.setitem(buckets.CONTEXT, "gcs_request_retries", {"max_retries": 6, "initial_delay": "10ms", "max_delay": "10ms"})
+        buckets._client.cache_clear()
+        buckets._context.cache_clear()
+        yield server
+        buckets._client.cache_clear()
+        buckets._context.cache_clear()
+
+
+@pytest.fixture
+def gcs(server: FakeGcs) -> FakeGcs:
+    server.faults, server.forbidden, server.read_only, server.clock = [], [], [], time.time
+    server.log.clear()
+    return server
+
+
+@pytest.fixture
+def bucket(gcs: FakeGcs) -> buckets.Bucket:
+    return buckets.Bucket(f"gs://bucket/{uuid.uuid4().hex}")
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    made = open_store(tmp_path / "folder") if request.param == "folder" else request.getfixturevalue("bucket")
+    made.make()
+    return made
+
+
+# --- what all of them do ---------------------------------------------------------------------------------------------------------
+
+
+def test_names(store: Store) -> None:
+    for name in ("a", "b/c", "b/d/e", "ba", "z ü%2F+?#"):
+        store.write(name, name.encode())
+    assert [file.name for file in store.list()] == ["a", "b/c", "b/d/e", "ba", "z ü%2F+?#"]
+    assert [file.name for file in store.list("b")] == ["b/c", "b/d/e", "ba"]
+    assert [file.name for file in store.list("b/")] == ["b/c", "b/d/e"]
+    assert [file.name for file in store.list("b/", recursive=False)] == ["b/c"]
+    assert [file.name for file in store.list(recursive=False)] == ["a", "ba", "z ü%2F+?#"]
+    assert store.list("none/") == store.list("c") == []
+    assert store.folders() == ["b"]
+    assert {"a", "ba"} <= set(store.entries())
+    below = store / "b"
+    assert [file.name for file in below.list()] == ["c", "d/e"]
+    assert (below.read("c"), (below / "d").read("e"), store.read("z ü%2F+?#")) == (b"b/c", b"b/d/e", "z ü%2F+?#".encode())
+    assert below.path("c") == f"{store.url}/b/c"
+
+
+def test_what_is_known_of_a_file(store: Store) -> None:
+    before = time.time() - 1
+    store.write("a/b", b"12345")
+    found = store.stat("a/b")
+    assert found is not None
+    assert (found.name, found.size) == ("a/b", 5)
+    assert before <= found.updated <= time.time() + 1
+    assert found == store.list()[0]
+    assert store.stat("a") is store.stat("a/c") is None
+    assert store.exists("a/b")
+    time.sleep(0.01)
+    store.write("a/b", b"54321")
+    again = store.stat("a/b")
+    assert again is not None
+    assert again.version != found.version
+
+
+def test_ranges(store: Store) -> None:
+    store.write("x", DATA)
+    store.write("empty", b"")
+    for start, stop in ((0, None), (0, 10), (500, None), (7, 7), (9, 7), (len(DATA) - 5, len(DATA) + 5), (len(DATA), None), (len(DATA) + 9, len(DATA) + 99)):
+        assert store.read("x", start, stop) == (b"" if stop is not None and stop < start else DATA[start:stop])
+    assert store.read("empty") == store.read("empty", 0, 10) == b""
+    assert fetch(store, "x") == []
+    with pytest.raises(FileNotFoundError):
+        store.read("none")
+    with pytest.raises(StorageError):
+        fetch(store, "none", (0, 1))
+    with pytest.raises(StorageError, match="was it changed after it was planned"):
+        fetch(store, "x", (0, 5), (len(DATA) - 5, len(DATA) + 1))
+
+
+def test_many_small_files(store: Store) -> None:
+    names = [str(number) for number in range(50)]
+    for name in names:
+        store.write(name, name.encode())
+    assert list(store.read_many(names)) == [name.encode() for name in names]
+
+
+def test_what_is_written(store: Store) -> None:
+    store.check_writable()
+    assert store.list() == []
+    store.write("a/b", b"1")
+    store.write("a/b", b"2")
+    assert store.read("a/b") == b"2"
+    assert not store.create("a/b", b"3")
+    assert store.create("a/c", b"3")
+    assert (store.read("a/b"), store.read("a/c")) == (b"2", b"3")
+    store.delete("a/b")
+    store.delete("a/b")
+    assert not store.exists("a/b")
+    store.write("ab/c", b"4")
+    store.delete_folder("a")
+    store.delete_folder("none")
+    assert [file.name for file in store.list()] == ["ab/c"]
+    store.delete_folder()
+    assert store.list() == []
+
+
+def test_of_racing_threads_one_creates(store: Store) -> None:
+    """Though all of them write the same."""
+    for number in range(5):
+        assert sorted(race(lambda name=str(number): store.create(name, b"the same"))) == [False] * 7 + [True]
+
+
+def test_of_racing_processes_one_creates(tmp_path: Path) -> None:
+    code = "import sys; from formats.storage import open_store as o; input(); print([o(sys.argv[1]).create(str(i), b'x') for i in range(20)])"
+    pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    racers: list[Any] = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) for _ in range(8)]
+    for racer in racers:
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    told = [json.loads(racer.communicate()[0].lower()) for racer in racers]
+    assert [sum(column) for column in zip(*told, strict=True)] == [1] * 20
+
+
+def test_stores_pickle(store: Store) -> None:
+    store.write("a", b"1")
+    again = pickle.loads(pickle.dumps(store))
+    assert again == store
+    assert again.read("a") == b"1"
+    assert len({store, again, store / "b"}) == 2
+
+
+@pytest.mark.parametrize(("url", "message"), [("s3://bucket/x", "isn't supported"), ("gs://", "names no bucket"), ("gs:///x", "names no bucket")])
+def test_what_is_no_store(url: str, message: str) -> None:
+    with pytest.raises(StorageError, match=message):
+        open_store(url)
+
+
+# --- requests --------------------------------------------------------------------------------------------------------------------
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 700)), max_size=40)
+
+
+@given(RANGES, st.integers(1, 3000))
+def test_requests(ranges: list[tuple[int, int]], most: int) -> None:
+    """Every byte, in requests that aren't too long; at most 1/64 more than was asked for, and none twice but where ranges overlap."""
+    data = DATA[:6000]
+    buffers = [(start, memoryview(bytearray(size))) for start, size in ranges]
+    requests = list(make_requests(buffers, most))
+    for request in requests:
+        assert 0 < request.stop - request.start <= most
+        for at in range(request.start, request.stop, 100):  # as it arrives
+            request.scatter(at, memoryview(data)[at : min(at + 100, request.stop)])
+    assert [bytes(buffer) for _, buffer in buffers] == [data[start : start + size] for start, size in ranges]
+    assert 64 * (sum(request.stop - request.start for request in requests) - sum(size for _, size in ranges)) <= sum(size for _, size in ranges)
+    if all(a + n <= b for (a, n), (b, _) in itertools.pairwise(sorted(ranges))):
+        assert all(one.stop <= other.start for one, other in itertools.pairwise(requests))
+
+
+def test_gaps_dont_add_up() -> None:
+    """Each of them is short, and together they would be half of it."""
+    buffers, at = [(0, memoryview(bytearray(6400)))], 6400
+    for _ in range(100):
+        at += at // 70
+        buffers.append((at, memoryview(bytearray(1))))
+        at += 1
+    requests = list(make_requests(buffers, 1 << 20))
+    assert sum(request.stop - request.start for request in requests) <= 6500 * 65 / 64
+
+
+@pytest.fixture(params=["folder", "bucket", "hub"])
+def full(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A store that has the shard."""
+    if request.param == "hub":
+        return request.getfixturevalue("model")
+    made = open_store(tmp_path / "folder") if request.param == "folder" else request.getfixturevalue("bucket")
+    made.make()
+    made.write(SHARD, DATA)
+    return made
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ranges=st.lists(st.tuples(st.integers(0, len(DATA) - 5000), st.integers(0, 5000)), max_size=15))
+def test_any_ranges(full: Store, ranges: list[tuple[int, int]]) -> None:
+    wanted = [(start, start + size) for start, size in ranges]
+    assert fetch(full, SHARD, *wanted) == [DATA[start:stop] for start, stop in wanted]
+
+
+def test_what_is_counted(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the server counts it: each byte once, in as many requests as it takes."""
+    monkeypatch.setattr(buckets, "MOST", 50_000)
+    bucket.write("x", DATA)
+    gcs.log.clear()
+    buffers = [(start, memoryview(bytearray(5000))) for start in range(0, len(DATA), 5000)]
+    random.Random(0).shuffle(buffers)
+    assert bucket.read_into("x", buffers) == len(DATA) == gcs.log.sent
+    assert gcs.log.counts() == {"read": 4}
+    assert gcs.log.read_twice() == 0
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_more_names_than_a_page_holds(bucket: buckets.Bucket, gcs: FakeGcs) -> None:
+    names = [f"{number:04}" for number in range(2500)]
+    for name in names:
+        gcs.put("bucket", f"{bucket.folder}/x/{name}/y", b"")
+    assert [file.name for file in bucket.list()] == [f"x/{name}/y" for name in names]
+    assert gcs.log.counts() == {"list": 3}
+    assert (bucket / "x").folders() == names
+
+
+def test_a_lost_answer(bucket: buckets.Bucket, gcs: FakeGcs) -> None:
+    """What was done is told as done, though the repetition is refused; and another's work isn't taken for ours, though it is the same."""
+    gcs.fail("lost", times=1, matching="^POST .*upload")
+    assert bucket.create("a", b"1")
+    assert not bucket.create("a", b"1")
+    found = bucket.stat("a")
+    assert found is not None
+    fault = gcs.fail("lost", times=1, matching="^POST .*upload")
+    version = bucket.replace("a", b"2", found.version)
+    assert fault.hits == 1
+    again = bucket.stat("a")
+    assert again is not None
+    assert version == again.version
+    assert bucket.replace("a", b"2", found.version) is None
+    assert bucket.replace("none", b"2", found.version) is None
+    gcs.fail("lost", times=1, matching="^DELETE")
+    bucket.delete("a")
+    assert bucket.list() == []
+
+
+def test_another_generation_is_refused(bucket: buckets.Bucket) -> None:
+    bucket.write("x", DATA)
+    found = bucket.stat("x")
+    assert found is not None
+    assert fetch(bucket, "x", (5, 10), version=found.version) == [DATA[5:10]]
+    bucket.write("x", DATA[::-1])
+    with pytest.raises(StorageError, match="changed while it was converted"):
+        fetch(bucket, "x", (5, 10), version=found.version)
+    bucket.delete("x", found.version)
+    assert bucket.exists("x")
+
+
+@pytest.mark.parametrize("fault", [dict(kind="status", status=429), dict(kind="status", status=503), dict(kind="reset"), dict(kind="cut")], ids=str)
+def test_a_bucket_that_fails_now_and_then(bucket: buckets.Bucket, gcs: FakeGcs, fault: dict[str, Any]) -> None:
+    """Every other answer of what either client asks for."""
+    made = gcs.fail(**fault, every=2)
+    bucket.write("x", DATA)
+    assert bucket.create("y", b"1")
+    assert [file.name for file in bucket.list()] == ["x", "y"]
+    assert bucket.exists("x")
+    assert bucket.read("x", 10, 150_000) == DATA[10:150_000]
+    assert fetch(bucket, "x", (0, 90_000), (100_000, 200_000)) == [DATA[:90_000], DATA[100_000:]]
+    bucket.delete_folder()
+    assert bucket.list() == []
+    assert made.hits > 3
+
+
+def test_a_bucket_that_always_fails(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "RETRY", buckets.RETRY.with_timeout(0.3))
+    bucket.write("x", DATA)
+    gcs.fail("status", status=503)
+    began = time.monotonic()
+    for ask in (bucket.list, lambda: bucket.stat("x"), lambda: bucket.read("x"), lambda: bucket.write("y", b""), lambda: fetch(bucket, "x", (0, 10))):
+        with pytest.raises(StorageError, match=f"{bucket.url}.*503|{bucket.url}.*a fault that was asked for"):
+            ask()
+    assert time.monotonic() - began < 20
+
+
+def test_what_is_forbidden(bucket: buckets.Bucket, gcs: FakeGcs) -> None:
+    """Said once, with what to do."""
+    bucket.write("x", DATA)
+    gcs.read_only = ["bucket"]
+    gcs.log.clear()
+    assert bucket.read("x") == DATA
+    for ask in (bucket.check_writable, lambda: bucket.create("y", b""), lambda: bucket.delete("x"), bucket.delete_folder):
+        with pytest.raises(StorageError, match=f"{bucket.url}.*roles/storage.objectUser"):
+            ask()
+    gcs.forbidden = ["bucket"]
+    gcs.log.clear()
+    asks = (bucket.check_readable, bucket.list, lambda: bucket.stat("x"), lambda: bucket.read("x"), lambda: fetch(bucket, "x", (0, 10)))
+    for ask in asks:
+        with pytest.raises(StorageError, match=f"{bucket.url}.*roles/storage.objectUser") as error:
+            ask()
+        assert "[http_" not in str(error.value)
+    assert len(gcs.log) == len(asks)
+
+
+def test_no_such_bucket(gcs: FakeGcs) -> None:
+    none = open_store("gs://none/x")
+    for ask in (none.check_readable, none.check_writable, none.list, lambda: none.write("x", b"")):
+        with pytest.raises(StorageError, match=r"gs://none.*no such bucket"):
+            ask()
+    assert none.stat("x") is None
+    with pytest.raises(StorageError, match="gs://none/x/y: is gone"):
+        fetch(none, "y", (0, 1))
+    with pytest.raises(StorageError, match="gs://other/x: no objects there"):
+        open_store("gs://other/x").check_readable()
+
+
+def test_many_threads_keep_their_connections(bucket: buckets.Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    """The client's pool is large enough; it warns of each connection that it throws away."""
+    names = [str(number) for number in range(100)]
+    for name in names:
+        bucket.write(name, b"")
+    race(lambda: list(bucket.read_many(names)))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_stalled_bucket_is_timed_out(gcs: FakeGcs, bucket: buckets.Bucket) -> None:
+    """TensorStore's reads, in a process that it has to itself: it reads its environment once."""
+    bucket.write("x", DATA[:2000])
+    gcs.fail("stall", times=1, seconds=60, matching="^GET")
+    code = (
+        "import sys; from formats.storage import open_store; b = bytearray(2000); open_store(sys.argv[1]).read_into('x', [(0, memoryview(b))]); print(b.hex())"
+    )
+    began = time.monotonic()
+    told = outside(code, bucket.url, **gcs.env(), TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS="1")
+    assert time.monotonic() - began < 30
+    assert told.stdout.splitlines()[-1] == DATA[:2000].hex()
+
+
+ASK = """
+import sys
+from formats.storage import StorageError, open_store
+store = open_store("gs://bucket/x")
+for ask in (store.list, lambda: store.read_into("x", [(0, memoryview(bytearray(10)))]), store.kvstore):
+    try:
+        ask()
+    except StorageError as e:
+        print(e)
+"""
+
+
+def test_no_credentials(tmp_path: Path) -> None:
+    """Said soon, though the host that would know on Google's machines keeps silent."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        metadata = dict(GCE_METADATA_IP=where, GCE_METADATA_HOST=where, GCE_METADATA_TIMEOUT="1", GCE_METADATA_DETECT_RETRIES="1")
+        told = outside(ASK, HOME=str(tmp_path), CLOUDSDK_CONFIG=str(tmp_path), **metadata)
+    assert time.monotonic() - began < 20
+    assert [line.partition(":")[2][:31] for line in told.stdout.splitlines()] == ["// needs Google credentials: Yo"] * 3
+
+
+def test_credentials_that_are_refused(tmp_path: Path) -> None:
+    with FakeDataflow() as google:
+        google.fail("status", status=400)
+        told = outside("from formats.storage import open_store; open_store('gs://bucket/x').list()", **google.env(tmp_path))
+    assert told.stdout.splitlines()[-1].startswith("formats.storage.store.StorageError: gs://bucket/x: ")
+
+
+# --- a lease in a bucket ---------------------------------------------------------------------------------------------------------
+
+
+OTHER = json.dumps({"owner": "o", "host": "elsewhere", "boot": "b", "pid": 1, "process": "1"}).encode()
+
+
+def test_one_holds_a_lease(bucket: buckets.Bucket) -> None:
+    with lease.hold(bucket, "lease"):
+        assert lease.is_held(bucket, "lease")
+        with pytest.raises(lease.HeldError, match=f"process {os.getpid()} on "), lease.hold(bucket, "lease"):
+            pass
+    assert bucket.list() == []
+
+
+def test_a_lease_is_renewed(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though answers get lost; else its owner would take it for another's."""
+    monkeypatch.setattr(lease, "HEARTBEAT", 0.02)
+    with lease.hold(bucket, "lease"):
+        gcs.fail("lost", times=3, every=2, matching="^POST .*upload")
+        versions = set()
+        deadline = time.monotonic() + 10
+        while len(versions) < 8 and time.monotonic() < deadline:
+            found = bucket.stat("lease")
+            assert found is not None
+            versions.add(found.version)
+            time.sleep(0.01)
+        assert len(versions) >= 8
+        assert gcs.faults[0].hits == 3
+    assert bucket.list() == []
+
+
+def test_of_many_racers_for_a_stale_lease_one_wins(bucket: buckets.Bucket, gcs: FakeGcs) -> None:
+    for number in range(3):
+        name, over = str(number), threading.Barrier(8)
+        gcs.clock = lambda: time.time() - lease.STALE - 5
+        bucket.write(name, OTHER)
+        gcs.clock = time.time
+
+        def take(name: str = name, over: threading.Barrier = over) -> bool:
+            with contextlib.ExitStack() as stack:
+                try:
+                    stack.enter_context(lease.hold(bucket, name))
+                    won = True
+                except lease.HeldError:
+                    won = False
+                over.wait()
+                return won
+
+        assert sorted(race(take)) == [False] * 7 + [True]
+    assert bucket.list() == []
+
+
+def test_a_lease_that_was_lost_is_left_alone(bucket: buckets.Bucket) -> None:
+    with lease.hold(bucket, "lease"):
+        bucket.write("lease", OTHER)
+    assert bucket.read("lease") == OTHER
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """With short waits."""
+    for name, data in FILES.items():
+        path = tmp_path / "model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    monkeypatch.setattr(hubs, "BACKOFF", 0.002)
+    monkeypatch.setattr(hubs, "STALL", 0.4)
+    monkeypatch.setattr(hubs, "_INFO", {})
+    monkeypatch.setattr(hubs, "_locations", hubs._Locations())
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with FakeHub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        server.add(REPO, tmp_path / "model")
+        yield server
+        close_session()
+
+
+@pytest.fixture
+def model(hub: FakeHub) -> hubs.Repository:
+    return hubs.open_repository(f"hf://{REPO}")
+
+
+def change(hub: FakeHub, tmp_path: Path, **how: Any) -> str:
+    """Commits another shard."""
+    path = tmp_path / "changed" / SHARD
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(DATA[::-1])
+    return hub.commit(REPO, tmp_path / "changed", **how)
+
+
+def test_what_a_repository_holds(model: hubs.Repository, hub: FakeHub) -> None:
+    files = {file.name: file for file in model.list()}
+    assert {name: file.size for name, file in files.items() if name in FILES} == {name: len(data) for name, data in FILES.items()}
+    assert files[SHARD].sha256 == hashlib.sha256(DATA).hexdigest()
+    assert files["config.json"].sha256 is None
+    assert {file.version for file in files.values()} == {hub.repositories[REPO].head.sha}
+    assert [file.name for file in model.list("weights/", recursive=False)] == [SHARD]
+    assert [file.name for file in model.list("weights/")] == [SHARD, "weights/more/tokenizer.json"]
+    assert hub.log.counts() == {"info": 1}
+    assert {name: model.read(name) for name in FILES} == FILES
+    assert model.read(SHARD, 10, 20) == DATA[10:20]
+    assert model.read(SHARD, 20, 10) == b""
+    with pytest.raises(FileNotFoundError):
+        model.read("none")
+    with pytest.raises(StorageError, match="none: no such file"):
+        fetch(model, "none", (0, 1))
+    with pytest.raises(StorageError, match="can't be written to"):
+        model.write("x", b"")
+    assert pickle.loads(pickle.dumps(model)).read("config.json") == b"{}"
+
+
+@pytest.mark.parametrize("redirected", [False, True])
+def test_small_files(model: hubs.Repository, hub: FakeHub, redirected: bool) -> None:
+    hub.resolve_cache = redirected
+    assert model.read("weights/more/tokenizer.json", 2, 5) == b'a":'
+
+
+def test_a_revision_is_resolved_once(model: hubs.Repository, hub: FakeHub, tmp_path: Path) -> None:
+    first = hub.repositories[REPO].head.sha
+    second = change(hub, tmp_path)
+    third = change(hub, tmp_path, branch="refs/pr/1", title="A proposal")
+    hub.repositories[REPO].tags["v1"] = hub.repositories[REPO].commits[first]
+    assert (model.url, model.read(SHARD)) == (f"hf://{REPO}@{first}", DATA)
+    for revision, commit, data in (("main", second, DATA[::-1]), ("v1", first, DATA), ("refs/pr/1", third, DATA[::-1]), (first, first, DATA)):
+        found = open_store(f"hf://{REPO}@{revision}")
+        assert found.url == f"hf://{REPO}@{commit}"
+        assert found.read(SHARD) == data
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [dict(kind="cut"), dict(kind="reset"), dict(kind="stall", seconds=30), dict(kind="status", status=503), dict(kind="status", status=429, retry_after=0)],
+    ids=lambda fault: fault["kind"] + str(fault.get("status", "")),
+)
+def test_a_hub_that_fails_now_and_then(model: hubs.Repository, hub: FakeHub, fault: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range goes on where it broke: no byte comes twice."""
+    monkeypatch.setattr(hubs, "MOST", 70_000)
+    made = hub.cdn.fail(**fault, every=2, times=3)
+    assert fetch(model, SHARD, (1, len(DATA))) == [DATA[1:]]
+    assert made.hits >= 2
+    assert (hub.cdn.log.sent, hub.cdn.log.read_twice()) == (len(DATA) - 1 + (_sent_by_refusals(hub)), 0)
+    assert hub.log.counts() == {"info": 1, "resolve": 1}
+
+
+def _sent_by_refusals(hub: FakeHub) -> int:
+    return sum(entry.sent for entry in hub.cdn.log if entry.status >= 400)
+
+
+def test_a_hub_whose_metadata_fails_now_and_then(hub: FakeHub) -> None:
+    hub.fail("status", status=500, every=2)
+    hub.fail("slow", seconds=30, times=2)
+    assert open_store(f"hf://{REPO}").read(SHARD) == DATA
+
+
+def test_what_the_hub_asks_for_is_waited_for(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for server in (hub, hub.cdn):
+        server.fail("status", status=429, retry_after=1, times=1)
+        began = time.monotonic()
+        assert model.read(SHARD) == DATA
+        assert 1 <= time.monotonic() - began < 5
+    monkeypatch.setattr(hubs, "ATTEMPTS", 2)  # a limit doesn't count
+    hub.cdn.fail("status", status=429, retry_after=0, times=5)
+    assert model.read(SHARD) == DATA
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (dict(kind="status", status=503), "at byte 0: the hub answered 503 Service Unavailable"),
+        (dict(kind="status", status=429, retry_after=7200), "at byte 0: the hub answered 429 Too Many Requests"),
+        (dict(kind="reset"), "can't be reached"),
+        (dict(kind="slow", seconds=60), "can't be reached: .*timed out"),
+    ],
+    ids=["503", "429", "reset", "slow"],
+)
+def test_a_hub_that_always_fails(model: hubs.Repository, hub: FakeHub, fault: dict[str, Any], message: str) -> None:
+    """It is given up after a bounded number of attempts; where it asks for too long a wait, at once."""
+    hub.cdn.fail(**fault)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=f"{SHARD}: .*{message}") as error:
+        model.read(SHARD)
+    assert time.monotonic() - began < 15
+    assert "Signature" not in str(error.value)
+    assert hub.cdn.faults[0].hits == (1 if fault.get("retry_after") else hubs.ATTEMPTS)
+
+
+def test_a_connection_that_is_too_slow(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It always brings something, and it would take for ever."""
+    monkeypatch.setattr(hubs, "LONGEST", 0.3)
+    hub.cdn.fail("slow", seconds=0.2)
+    hub.cdn.fail("cut")
+    with pytest.raises(StorageError, match="too slow"):
+        model.read(SHARD)
+
+
+def test_what_wont_pass_isnt_repeated(model: hubs.Repository, hub: FakeHub) -> None:
+    for status, requests in ((404, 1), (410, 1), (401, 2), (403, 2)):  # a signature may have expired
+        hub.cdn.faults = []
+        fault = hub.cdn.fail("status", status=status)
+        with pytest.raises(StorageError, match=f"the hub .*{status}"):
+            model.read(SHARD)
+        assert fault.hits == requests
+    hub.faults = []
+    fault = hub.fail("status", status=403)
+    with pytest.raises(StorageError, match="403"):
+        open_store(f"hf://{REPO}@main")
+    assert fault.hits == 1
+
+
+def test_a_signature_that_expires(model: hubs.Repository, hub: FakeHub) -> None:
+    hub.expiry = 100
+    assert model.read(SHARD, 0, 10) == DATA[:10]
+    assert model.read(SHARD, 10, 20) == DATA[10:20]
+    assert hub.log.counts()["resolve"] == 1
+    now = time.time()
+    hub.clock = lambda: now + 200
+    assert model.read(SHARD) == DATA
+    assert hub.log.counts()["resolve"] == 2
+
+
+def test_a_file_that_isnt_what_the_hub_said(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter; or sent whole, or from elsewhere, whatever was asked for."""
+    blob = hub.repositories[REPO].head.files[SHARD]
+    model.read(SHARD, 0, 1)
+    answer = hub.cdn.answer
+    with monkeypatch.context() as patch:
+        patch.setattr(blob, "data", DATA[:150_000])
+        with pytest.raises(StorageError, match="ends before byte 150,001"):
+            model.read(SHARD)
+
+    def whole(call: Call) -> Reply:
+        return answer(dataclasses.replace(call, headers=email.message.Message()))
+
+    def elsewhere(call: Call) -> Reply:
+        headers = email.message.Message()
+        headers["Range"] = "bytes=0-9"
+        return answer(dataclasses.replace(call, headers=headers))
+
+    for wrong in (whole, elsewhere):
+        monkeypatch.setattr(hub.cdn, "answer", wrong)
+        with pytest.raises(StorageError, match=r"asked for bytes 10 to 20, was answered 20[06] with others"):
+            model.read(SHARD, 10, 20)
+
+
+def test_after_a_failure_no_buffer_is_written(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may belong to another read by then."""
+    monkeypatch.setattr(hubs, "MOST", 10_000)
+    monkeypatch.setattr(hubs, "STALL", 30.0)
+    answer, scatter, busy = hub.cdn.answer, Request.scatter, threading.Event()
+
+    def fails_first(call: Call) -> Reply:
+        if call.headers["Range"].startswith("bytes=0-"):
+            busy.wait(10)
+            return Reply(404)
+        return answer(call)
+
+    def slow(request: Request, at: int, data: memoryview) -> None:
+        busy.set()
+        time.sleep(0.3)
+        scatter(request, at, data)
+
+    monkeypatch.setattr(hub.cdn, "answer", fails_first)
+    monkeypatch.setattr(Request, "scatter", slow)
+    buffer = bytearray(len(DATA))
+    with pytest.raises(StorageError, match="404"):
+        model.read_into(SHARD, [(0, memoryview(buffer))])
+    left = bytes(buffer)
+    time.sleep(0.5)
+    assert bytes(buffer) == left
+
+
+def test_few_connections_at_a_time(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of threads and requests."""
+    monkeypatch.setattr(hubs, "MOST", 5000)
+    answer, lock, now, most = hub.cdn.answer, threading.Lock(), 0, 0
+
+    def counted(call: Call) -> Reply:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.02)
+        with lock:
+            now -= 1
+        return answer(call)
+
+    monkeypatch.setattr(hub.cdn, "answer", counted)
+    assert race(lambda: fetch(model, SHARD, (0, len(DATA)))) == [[DATA]] * 8
+    assert hubs.CONNECTIONS // 2 <= most <= hubs.CONNECTIONS
+    assert len(hub.cdn._http.connections) <= hubs.CONNECTIONS
+    assert hub.log.counts()["resolve"] == 1
+
+
+def test_who_may_read(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gated, private, and what isn't there: what to do about it."""
+    hub.add("org/gated", tmp_path / "model", gated="manual")
+    hub.add("org/private", tmp_path / "model", private=True)
+
+    def refused(name: str, message: str) -> None:
+        with pytest.raises(StorageError, match=message):
+            open_store(f"hf://{name}").check_readable()
+
+    page = f"org/gated@.*accept its terms on {hub.url}/org/gated"
+    refused("org/gated", f"{page}; then set HF_TOKEN")
+    refused("org/private", "no such repository, or a private one: HF_TOKEN isn't set")
+    refused("org/none", "no such repository, or a private one: HF_TOKEN isn't set")
+    refused(f"{REPO}@none", "hf://org/model@none: no such revision")
+    refused("org/model/weights", "should be hf://organisation/model")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    refused(REPO, "doesn't accept the token that is set")
+    hub.allow(TOKEN)
+    refused("org/gated", f"{page}; the token that is set has no access yet")
+    refused("org/private", "no such repository, or a private one that the token which is set can't see")
+    with pytest.raises(StorageError, match=f"{SHARD}.*is gated"):
+        fetch(open_store("hf://org/gated"), SHARD, (0, 1))
+    hub.allow(TOKEN, "org/gated", "org/private")
+    for name in ("org/gated", "org/private"):
+        found = open_store(f"hf://{name}")
+        found.check_readable()
+        assert found.read(SHARD) == DATA
+    assert hub.cdn.leaks == []
+
+
+LOUD = """
+import logging, sys, traceback
+logging.basicConfig(level=logging.DEBUG)
+from formats.storage import hub, open_store
+hub.BACKOFF, hub.STALL = 0.002, 0.5
+for url in sys.argv[2:]:
+    try:
+        store = open_store(url)
+        store.check_readable()
+        print(len(store.read(sys.argv[1])))
+    except OSError:
+        traceback.print_exc()
+"""
+
+
+def test_secrets_are_never_told(hub: FakeHub, tmp_path: Path) -> None:
+    """The token goes to the hub only; neither it nor a signed address is in a log, a message or a traceback, whatever happens."""
+    hub.allow(TOKEN)
+    hub.add("org/gated", tmp_path / "model", gated="manual")
+    faults: dict[str, dict[str, Any]] = {"m404": dict(status=404), "m403": dict(status=403), "m503": dict(status=503), "reset": {}}
+    for name, fault in faults.items():
+        hub.add(f"org/{name}", tmp_path / "model")
+        hub.cdn.fail("status" if fault else "reset", matching=f"org/{name}/", **fault)
+    urls = [f"hf://{REPO}", "hf://org/gated", "hf://org/none", f"hf://{REPO}@none", *(f"hf://org/{name}" for name in faults)]
+    output = outside(LOUD, SHARD, *urls, **hub.env(TOKEN), HF_HOME=str(tmp_path / "home")).stdout
+    for told in ("200000", "is gated", "no such repository", "no such revision", "404 Not Found", "403 Forbidden", "503 Service", "can't be reached"):
+        assert told in output
+    for secret in (TOKEN[3:], base64.b64encode(TOKEN.encode()).decode(), "Signature="):
+        assert secret not in output
+    assert len(hub.cdn.log) > len(urls)
+    assert hub.cdn.leaks == []
