@@ -29,7 +29,7 @@ TIMEOUT = (10.0, 60.0)  # seconds to connect, and between two pieces of an answe
 RETRY: Retry = DEFAULT_RETRY.with_timeout(300.0)  # seconds in all; backs off, and only what a repetition can mend is repeated
 MOST = 8 << 20  # bytes of a request
 LONGEST = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
-AT_A_TIME = 4  # requests of one read, so that one unit holds at most 64 MiB beside its buffers
+AT_A_TIME = 4  # requests of one read, whose bytes are held beside the buffers that they go to
 FIELDS = "items(name,size,generation,crc32c,updated),prefixes,nextPageToken"
 CONTEXT = {"gcs_request_concurrency": {"limit": 32}, "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"}}
 
@@ -153,7 +153,7 @@ class Bucket(Store):
             except exceptions.NotFound as e:
                 raise FileNotFoundError(2, "no such object", self.path(name)) from e
 
-    def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
+    def read_into(self, name: str, ranges: Iterable[Range]) -> int:
         store = ts.KvStore.open(self.kvstore(), context=_context()).result()
         total = 0
         waiting: collections.deque[tuple[Request, ts.Future]] = collections.deque()
@@ -168,8 +168,6 @@ class Bucket(Store):
                 found = None
             if found is None or found.state != "value" or len(found.value) != request.stop - request.start:
                 raise StorageError(f"{self.path(name)}: is gone, or ends before byte {request.stop:,}; was it changed after it was planned?")
-            if version is not None and _generation(found.stamp.generation) != version:
-                raise StorageError(f"{self.path(name)} changed while it was converted; start anew with --overwrite")
             request.scatter(request.start, memoryview(found.value))
 
         for request in make_requests(ranges, MOST):
@@ -238,14 +236,8 @@ class Bucket(Store):
     def delete_folder(self, name: str = "") -> None:
         names = [file.name for file in self.list(f"{name}/" if name else "")]
         with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
-            for _ in pool.map(self.delete, names):
-                pass
+            list(pool.map(self.delete, names))
 
     def kvstore(self) -> dict[str, Any]:
         _client()  # without credentials TensorStore would look for them without end
         return {"driver": "gcs", "bucket": self.bucket, "path": self._prefix}
-
-
-def _generation(stamp: bytes) -> str:
-    """The generation that TensorStore's stamp holds: a byte that says what kind it is, and eight, the lowest first."""
-    return str(int.from_bytes(stamp[1:9], "little"))

@@ -104,7 +104,7 @@ class Repository(Store):
         self.read_into(name, [(start, memoryview(buffer))] if buffer else [])
         return bytes(buffer)
 
-    def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
+    def read_into(self, name: str, ranges: Iterable[Range]) -> int:
         wanted = list(make_requests(ranges, MOST))
         ended = threading.Event()
         futures = [_pool().submit(self._fetch, name, request, ended) for request in wanted]

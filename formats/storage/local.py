@@ -196,7 +196,7 @@ class LocalFolder(Store):
             file.seek(start)
             return file.read(-1 if stop is None else max(0, stop - start))
 
-    def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
+    def read_into(self, name: str, ranges: Iterable[Range]) -> int:
         return read_ranges(self.path(name), ranges)
 
     def write(self, name: str, data: bytes) -> None:

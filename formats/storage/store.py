@@ -156,19 +156,18 @@ class Store(abc.ABC):
         self.delete(PROBE)
 
     @abc.abstractmethod
-    def read_into(self, name: str, ranges: Iterable[Range], version: str | None = None) -> int:
+    def read_into(self, name: str, ranges: Iterable[Range]) -> int:
         """Fills the buffers of `ranges`. What lies close together is fetched in one request; requests are repeated where that helps.
 
         Args:
           name: the file.
           ranges: in any order.
-          version: what the file must be; refused otherwise, where the store can tell at no cost.
 
         Returns:
           Bytes fetched.
 
         Raises:
-          StorageError: the file can't be read, ends before a range does, or is another one.
+          StorageError: the file can't be read, or ends before a range does.
         """
 
     def write(self, name: str, data: bytes) -> None:
