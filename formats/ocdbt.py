@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,6 +12,8 @@ import tensorstore as ts
 
 from formats.storage import Store
 
+AT_A_TIME = 4096  # databases that are merged in one transaction; each takes some 30 KiB
+LISTED = 100_000  # keys that are listed at a time
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
 CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}, "file_io_concurrency": {"limit": 16}}
@@ -42,30 +47,63 @@ class IncompleteError(ValueError):
     """A merged database doesn't hold exactly the keys that it should."""
 
 
-def merge(items: Store, folders: Iterable[Store], more: Iterable[tuple[str, bytes]], expected: Sequence[str]) -> None:
-    """Merges the databases in `folders` below `items`, and the objects `more`, into the one of `items`, atomically.
+def merge(items: Store, databases: Sequence[Store], objects: Iterable[tuple[str, bytes]], expected: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Merges databases below `items`, and objects, into the one of `items`. No array bytes are moved: it refers to the others' files.
 
-    No array bytes are moved: the merged database refers to the others' files.
+    So many databases at a time, atomically; one that was stopped is merged anew, which changes nothing. Then every key is checked.
+
+    Args:
+      items: what holds the databases, and will be one.
+      databases: in any order.
+      objects: keys and values that are in none of them.
+      expected: for each folder of the result, such as an array's, its keys. All keys are in one of them.
 
     Raises:
       IncompleteError: a key of `expected` is missing, one is there that shouldn't be, or two databases hold the same.
     """
-    shared = context()
-    transaction = ts.Transaction(atomic=True)
-    merged = ts.KvStore.open(database(items), context=shared).result().with_transaction(transaction)
-    children = [ts.KvStore.open(database(folder), context=shared).result() for folder in folders]
-    counts = [child.list() for child in children]
-    copies = [child.experimental_copy_range_to(merged) for child in children]
-    for copy in copies:
-        copy.result()
-    writes = [merged.write(key, value) for key, value in more]
-    for write in writes:
-        write.result()
-    held = [key.decode() for key in merged.list().result()]
-    wanted = set(expected)
-    missing, extra = wanted.difference(held), set(held) - wanted
-    twice = sum(len(count.result()) for count in counts) + len(writes) - len(held)
-    if missing or extra or twice:
-        examples = sorted(missing or extra)[:3]
-        raise IncompleteError(f"the units left {len(missing)} keys missing, {len(extra)} extra and {twice} written twice, e.g. {examples}")
-    transaction.commit_sync()
+    count = 0
+    for start in range(0, len(databases), AT_A_TIME):
+        count += _copy(items, databases[start : start + AT_A_TIME])
+        _trim()
+    merged = ts.KvStore.open(database(items), context=context()).result()
+    with ts.Transaction(atomic=True) as transaction:
+        writes = [merged.with_transaction(transaction).write(key, value) for key, value in objects]
+        for write in writes:
+            write.result()
+    _check(merged, count + len(writes), expected)
+
+
+def _copy(items: Store, databases: Sequence[Store]) -> int:
+    """Has the database of `items` refer to all that is in others; returns how many keys these have."""
+    shared = context()  # of these alone: it remembers every database that was opened in it
+    with ts.Transaction(atomic=True) as transaction:
+        merged = ts.KvStore.open(database(items), context=shared).result().with_transaction(transaction)
+        children = [ts.KvStore.open(database(folder), context=shared).result() for folder in databases]
+        for copy in [child.experimental_copy_range_to(merged) for child in children]:
+            copy.result()
+        return sum(len(held.result()) for held in [child.list() for child in children])
+
+
+def _trim() -> None:
+    """Gives back what was freed: glibc keeps it, for each of TensorStore's threads, which would be gigabytes in the end."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _check(merged: ts.KvStore, count: int, expected: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Each folder must hold its keys and no others. If as many were merged as are expected, then none came twice, and none lies elsewhere."""
+    folders, total = set(), 0
+    for folder, names in expected:
+        keys = sorted(name.encode() for name in names)
+        bounds = [f"{folder}/".encode(), *keys[LISTED::LISTED], f"{folder}0".encode()]  # "0" comes after "/"
+        for start, (low, high) in enumerate(itertools.pairwise(bounds)):
+            wanted, held = keys[start * LISTED : (start + 1) * LISTED], merged.list(ts.KvStore.KeyRange(low, high)).result()
+            if sorted(held) != wanted:
+                missing, extra = set(wanted).difference(held), set(held).difference(wanted)
+                example = sorted(missing or extra)[0].decode()
+                raise IncompleteError(f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {example}")
+        folders.add(folder.encode())
+        total += len(keys)
+    if total != count:
+        extra = [key.decode() for key in merged.list().result() if key.partition(b"/")[0] not in folders]
+        raise IncompleteError(f"the units left {len(extra)} keys extra and {count - total - len(extra)} written twice, e.g. {extra[:1]}")

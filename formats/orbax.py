@@ -122,7 +122,7 @@ def _complete(staging: Staging, contents: Contents) -> None:
         if contents.references:
             write_database(items / SOURCE, contents.references)
             databases.append(items / SOURCE)
-        ocdbt.merge(items, databases, objects, [key for spec in everything for key in zarr.keys(spec, format)])
+        ocdbt.merge(items, databases, objects, ((spec.key, zarr.keys(spec, format)) for spec in everything))
         if contents.references:
             remove_database(items / SOURCE)
             _check_references(items, contents.references)

@@ -88,6 +88,11 @@ def give_back(arena: Arena) -> None:
     _FREE.append(arena)
 
 
+def release_free() -> None:
+    """Gives the arenas that nobody uses back to the system: the units are done, and the assembly needs memory of its own."""
+    _FREE.clear()
+
+
 def _release(thread: int, nbytes: int) -> None:
     with _CHANGED:
         _HELD[thread] -= nbytes

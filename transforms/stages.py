@@ -22,7 +22,7 @@ from formats.staging import Staging
 from formats.storage import StorageError
 from formats.storage.token import name_secret
 from formats.zarr import Format
-from transforms.arena import give_back, take
+from transforms.arena import give_back, release_free, take
 from transforms.assembly import assemble_checkpoint
 from transforms.conversion import load_staged
 from transforms.stack import stack
@@ -244,6 +244,7 @@ def is_published(staging: Staging, plan_hash: str) -> bool:
 def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool, secret: str | None) -> int:
     name_secret(secret)
     if not is_published(staging, plan_hash):
+        release_free()
         assemble_checkpoint(load_staged(staging, plan_hash), staging, overwrite)
     return written
 
