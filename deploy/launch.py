@@ -6,15 +6,11 @@ A file of its own, outside the packages: a script's folder comes first on Python
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from pipelines.arguments import make_parser
 from pipelines.cli import main
-
-IMAGE = "WEIGHTBEAM_IMAGE"  # in the environment: the image that this runs in; set by the Dockerfile
-IMAGE_OPTION = "--sdk_container_image"
 
 
 def conversion_options() -> dict[str, argparse.Action]:
@@ -33,12 +29,11 @@ def may_repeat(option: argparse.Action) -> bool:
     return isinstance(option, argparse._AppendAction)
 
 
-def to_arguments(parameters: Sequence[str], image: str | None) -> list[str]:
+def to_arguments(parameters: Sequence[str]) -> list[str]:
     """The command line that a template's parameters stand for.
 
     Args:
       parameters: `--name=value` each, as the launcher writes them: Weightbeam's options, and Beam's, which stay as they are.
-      image: what workers run, where the parameters don't say.
     """
     options, line = conversion_options(), []
     for parameter in parameters:
@@ -50,10 +45,8 @@ def to_arguments(parameters: Sequence[str], image: str | None) -> list[str]:
             line += [f"--{name}={one}" for one in value.split()]
         else:
             line.append(parameter)
-    if image and not any(parameter.startswith(f"{IMAGE_OPTION}=") for parameter in parameters):
-        line.append(f"{IMAGE_OPTION}={image}")
     return line
 
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", *to_arguments(sys.argv[1:], os.environ.get(IMAGE))]))
+    sys.exit(main(["convert", *to_arguments(sys.argv[1:])]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from deploy.launch import IMAGE_OPTION, conversion_options, is_switch, may_repeat
+from deploy.launch import conversion_options, is_switch, may_repeat
 from pipelines.arguments import CONVERT, boolean, natural, positive, secret, size
 
 FILE = Path(__file__).with_name("metadata.json")
@@ -18,7 +18,7 @@ LEFT_OUT = {
     "link": "buckets have no links",
     "sharding_rules": "a file of the machine that gives the command; the launcher has none",
 }
-FROM_BEAM = (IMAGE_OPTION.removeprefix("--"), "number_of_worker_harness_threads")  # the rest of Beam's are in the launch request's environment
+FROM_BEAM = ("sdk_container_image", "number_of_worker_harness_threads")  # the rest of Beam's are in the launch request's environment
 PLACES = {
     "source": {"paramType": "TEXT", "regexes": ["^(gs|hf)://.+$"]},
     "output": {"paramType": "GCS_WRITE_FOLDER", "regexes": ["^gs://.+$"]},

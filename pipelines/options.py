@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from pipelines.report import local_threads
 
 LOCAL_RUNNER = "FnApiRunner"
 PORTABLE = ("PortableRunner", "FlinkRunner", "SparkRunner")
+IMAGE = "WEIGHTBEAM_IMAGE"  # in the environment: the image that this runs in, which workers can run too (deploy/Dockerfile)
 SETUP_FILE = Path(__file__).parents[1] / "setup.py"  # there in a checkout, not where the package was installed from a wheel
 PLACES = {  # the options that name a folder, and what helps if it is on this machine
     "source": "upload it to gs://BUCKET/FOLDER, or name hf://organisation/model",
@@ -132,8 +134,11 @@ def pipeline_options(arguments: Sequence[str], args: argparse.Namespace | None =
             direct.direct_running_mode = "multi_threading"
         if "--direct_num_workers" not in given:
             direct.direct_num_workers = local_threads()
-    if in_containers(options) and not _has_package(options) and SETUP_FILE.is_file():
-        options.view_as(SetupOptions).setup_file = str(SETUP_FILE)
+    if in_containers(options) and not _has_package(options):
+        if image := os.environ.get(IMAGE):
+            options.view_as(WorkerOptions).sdk_container_image = image
+        elif SETUP_FILE.is_file():
+            options.view_as(SetupOptions).setup_file = str(SETUP_FILE)
     return options
 
 

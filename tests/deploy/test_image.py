@@ -114,7 +114,7 @@ def test_the_install_steps_make_what_the_image_needs(instructions: list[tuple[st
     launched = run("python", "launch.py", f"--source={tmp_path}", f"--output={tmp_path / 'out'}", "--runner=DataflowRunner", "--no_such_option=1")
     assert (launched.returncode, "--no_such_option=1" in launched.stderr, "Traceback" in launched.stderr) == (2, True, False), launched.stderr
 
-    for module in ("torch", "transformers", "tensorflow"):
+    for module in ("torch", "transformers", "tensorflow", "jax", "orbax"):
         assert f"No module named '{module}'" in run("python", "-c", f"import {module}").stderr
 
     frozen = run("python", "-m", "pip", "freeze", "--exclude", "weightbeam").stdout.split()

@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from apache_beam.options.pipeline_options import SetupOptions, WorkerOptions
 
 from deploy import metadata
 from deploy.launch import conversion_options, to_arguments
 from pipelines.arguments import boolean, make_parser
+from pipelines.options import pipeline_options
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "deploy" / "launch.py"
@@ -57,7 +59,7 @@ def test_a_default_that_is_sent_changes_nothing(name: str) -> None:
     default = parameter["defaultValue"]
     assert all(re.search(regex, default) for regex in parameter.get("regexes", []))
     assert default in [option["value"] for option in parameter.get("enumOptions", [{"value": default}])]
-    assert convert(*to_arguments([f"--{name}={default}"], None)) == convert()
+    assert convert(*to_arguments([f"--{name}={default}"])) == convert()
 
 
 SAMPLES = (
@@ -87,20 +89,21 @@ def test_places_are_in_the_cloud(name: str, taken: tuple[str, ...]) -> None:
 
 
 def test_a_switch_is_true_or_false() -> None:
-    assert to_arguments(["--resume=true", "--overwrite=false"], None) == ["--resume"]
+    assert to_arguments(["--resume=true", "--overwrite=false"]) == ["--resume"]
     with pytest.raises(SystemExit):
-        convert(*to_arguments(["--resume=perhaps"], None))
+        convert(*to_arguments(["--resume=perhaps"]))
 
 
 def test_several_meshes_have_spaces_between_them() -> None:
-    assert convert(*to_arguments(["--mesh=fsdp=16,expert=4 fsdp=64"], None)).mesh == ["fsdp=16,expert=4", "fsdp=64"]
+    assert convert(*to_arguments(["--mesh=fsdp=16,expert=4 fsdp=64"])).mesh == ["fsdp=16,expert=4", "fsdp=64"]
 
 
-def test_workers_run_the_launchers_image_unless_told_otherwise() -> None:
-    beam = ["--runner=DataflowRunner", "--experiments=a", "--experiments=b"]
-    assert to_arguments(beam, IMAGE) == [*beam, f"--sdk_container_image={IMAGE}"]
-    other = [*beam, "--sdk_container_image=mine"]
-    assert to_arguments(other, IMAGE) == other
+def test_workers_run_the_launchers_image_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its environment, as the Dockerfile sets it."""
+    monkeypatch.setenv("WEIGHTBEAM_IMAGE", IMAGE)
+    for given, image in (([], IMAGE), (["--sdk_container_image=mine"], "mine")):
+        options = pipeline_options(to_arguments(["--runner=DataflowRunner", "--experiments=a", *given]))
+        assert (options.view_as(WorkerOptions).sdk_container_image, options.view_as(SetupOptions).setup_file) == (image, None)
 
 
 def test_the_launcher_runs_a_file(tmp_path: Path) -> None:

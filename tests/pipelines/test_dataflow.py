@@ -23,6 +23,7 @@ from support import LLAMA, LLAMA_8B, call, digests, given, given_arrays, headers
 
 from formats.safetensors import open_checkpoint
 from formats.staging import staging_at
+from formats.storage.bucket import Bucket
 from formats.storage.token import SECRET
 from pipelines import dataflow
 from pipelines.errors import RefusedError
@@ -147,7 +148,7 @@ def test_what_the_job_asks_for(run: Run, generated: Path) -> None:
     assert set(run.job.files) == {"pipeline.pb", "workflow.tar.gz", "submission_environment_dependencies.txt"}
     assert {package["name"] for package in pool["packages"]} == set(run.job.files) - {"pipeline.pb"}
     for step in WORKING:
-        assert int(run.job.hints(step)[MIN_RAM]) == memory_bound(conversion, 4) + (1 << 30)
+        assert int(run.job.hints(step)[MIN_RAM]) == memory_bound(conversion, 4) + 4 * Bucket.held_bytes + (1 << 30)  # the job reads from a bucket
     assert len({step.environment_id for step in run.job.steps().values() if step.environment_id}) == 1  # else Dataflow fuses less
     assert run.job.options["source"] == f"gs://models/{CASE}"  # for who looks at the job
     assert run.job.options["save_main_session"] is False
