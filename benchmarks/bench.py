@@ -1,20 +1,24 @@
-"""What the README claims, measured: `make bench`, or
+"""Conversions against a raw copy and against stock Orbax: speed, memory, bytes read and shuffled, flushes.
 
-    python -m benchmarks.bench --folder out/bench --layers 8 --rounds 5 --json out/bench.json
+    python -m benchmarks.bench --folder out/bench --layers 8 --rounds 5 --json benchmarks/results.json
 
 For a llama-like, a MoE-like (bf16) and an FP8 checkpoint of about 2 GB each (`benchmarks/models.py`; written once):
 
 - *convert*: `weightbeam convert --mesh fsdp=16`, scanned, as a subprocess: the interpreter's start-up and the imports are inside.
 - *raw copy*: one thread reads the same files and writes the same bytes, in blocks of 16 MB, with an fsync for each file. For
   FP8, whose target is bigger than its source, it reads the source and writes as many bytes as the target has.
-- Raw copies and conversions alternate; the medians count. Before each the source is read once, so that it lies in the page
+- *stock Orbax*: `benchmarks/stock.py`, a subprocess too.
+- Raw copies, stock saves and conversions alternate; the medians count. Before each the source is read once, so that it lies in the page
   cache, and `os.sync` leaves nothing to write back. What they wrote is deleted afterwards, not on the clock.
-- Peak memory comes from one more conversion, which is watched (`measure.tree_bytes`).
+- Peak memory comes from one more conversion and one more stock save, which are watched (`measure.tree_bytes`).
 - *read amplification*: what the conversion got from read(2), less what `weightbeam plan` on the same model got (the interpreter,
   the libraries and the headers), by the bytes of the tensors.
 - *shuffled*: the descriptors of all units, by the bytes of the tensors.
+- *flushes*: calls of fsync and fdatasync in one more conversion, under strace if the machine has it.
 
-Run it on a machine that has nothing else to do. It needs 11 GB of disk.
+Then the peak memory of a Llama-like model of 1 GB and of one of 8 GB (`--memory`: their layers).
+
+Run it on a machine that has nothing else to do. It needs 25 GB of disk.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import models
-from benchmarks.measure import WEIGHTBEAM, Figure, report, run
+from benchmarks.figures import Figure, report
+from benchmarks.measure import WEIGHTBEAM, Run, count_flushes, run
 from formats.safetensors import open_checkpoint
 from transforms.conversion import Conversion, Options, prepare
 
@@ -41,6 +46,9 @@ TIMES_RAW = {"llama": 1.25, "moe": 1.25, "fp8": 2.0}  # the limit of a conversio
 MAX_PEAK_BYTES = 3 << 29  # 1.5 GiB
 MAX_READ_AMPLIFICATION = 1.02
 MAX_SHUFFLED = 0.001  # of the model's bytes
+MIN_TIMES_STOCK = 5.0  # stock Orbax's seconds and memory in terms of ours
+MAX_MEMORY_GROWTH = 1.1  # from 1 GB to 8 GB
+MEMORY_LAYERS = (3, 38)  # of a Llama-like model: 1.05 GB and 8.1 GB
 
 
 def make_source(kind: str, folder: Path, layers: int) -> Path:
@@ -93,47 +101,81 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     file_bytes = sum(path.stat().st_size for path in files)
     raw_bytes = conversion.target_bytes if kind == "fp8" else file_bytes
     command = (WEIGHTBEAM, "convert", "--source", source, "--mesh", MESH, "--output", output)
+    stock = (sys.executable, "-m", "benchmarks.stock", "--source", source, "--output", output)
     for old in (output, copy):  # of a run that was stopped
         shutil.rmtree(old, ignore_errors=True)
 
-    raw, converted = [], []
+    def once(*command: str | Path, watch: bool = False) -> Run:
+        warm(files)
+        taken = run(*command, watch=watch)
+        shutil.rmtree(output)
+        return taken
+
+    raw, saved, converted = [], [], []
     for number in range(1, rounds + 1):
         warm(files)
         raw.append(raw_copy(files, copy, raw_bytes))
         shutil.rmtree(copy)
-        warm(files)
-        converted.append(run(*command))
-        shutil.rmtree(output)
-        tell(kind, f"round {number} of {rounds}: raw copy {raw[-1]:.2f} s, convert {converted[-1].seconds:.2f} s")
-    warm(files)
-    watched = run(*command, watch=True)
-    shutil.rmtree(output)
+        saved.append(once(*stock))
+        converted.append(once(*command))
+        seconds = f"raw copy {raw[-1]:.2f} s, stock Orbax {saved[-1].seconds:.2f} s, convert {converted[-1].seconds:.2f} s"
+        tell(kind, f"round {number} of {rounds}: {seconds}")
+    watched, watched_stock = once(*command, watch=True), once(*stock, watch=True)
+    flushes = count_flushes(*command)
+    shutil.rmtree(output, ignore_errors=True)
     # With an option of Beam's, `plan` imports Beam too.
     start_up = run(WEIGHTBEAM, "plan", "--source", source, "--mesh", MESH, "--direct_running_mode=multi_threading")
 
-    raw_seconds = statistics.median(raw)
+    raw_seconds, stock_seconds = statistics.median(raw), statistics.median(one.seconds for one in saved)
+    seconds = statistics.median(one.seconds for one in converted)
     read_bytes = statistics.median(one.read_bytes for one in converted) - start_up.read_bytes
     factor, because = TIMES_RAW[kind], f"{START_SECONDS:g} s + {TIMES_RAW[kind]:g} × raw copy"
+    times_memory = watched_stock.peak_bytes / watched.peak_bytes
     figures = [
         Figure("raw copy", kind, raw_seconds, "s"),
-        Figure("convert", kind, statistics.median(one.seconds for one in converted), "s", START_SECONDS + factor * raw_seconds, because),
+        Figure("convert", kind, seconds, "s", START_SECONDS + factor * raw_seconds, because),
         Figure("convert, CPU", kind, statistics.median(one.cpu_seconds for one in converted), "s"),
         Figure("convert, peak memory", kind, watched.peak_bytes, "bytes", MAX_PEAK_BYTES),
-        Figure("read amplification", kind, read_bytes / conversion.source_bytes, "", MAX_READ_AMPLIFICATION),
+        Figure("stock Orbax", kind, stock_seconds, "s"),
+        Figure("stock Orbax, peak memory", kind, watched_stock.peak_bytes, "bytes"),
+        Figure("stock Orbax ÷ convert", kind, stock_seconds / seconds, "×", MIN_TIMES_STOCK, at_least=True),
+        Figure("the same, peak memory", kind, times_memory, "×", MIN_TIMES_STOCK, at_least=True),
+        Figure("read amplification", kind, read_bytes / conversion.source_bytes, "×", MAX_READ_AMPLIFICATION),
         Figure("shuffled ÷ model", kind, shuffled_bytes(conversion) / conversion.source_bytes, "", MAX_SHUFFLED),
+        Figure("units", kind, len(conversion.units)),
     ]
+    figures += [Figure("flushes", kind, flushes)] if flushes is not None else []
     details = {
         "source_bytes": conversion.source_bytes,
         "target_bytes": conversion.target_bytes,
         "raw_copy_bytes": {"read": file_bytes, "written": raw_bytes},
-        "units": len(conversion.units),
         "raw_copy_seconds": raw,
+        "stock_seconds": [one.seconds for one in saved],
+        "stock_cpu_seconds": [one.cpu_seconds for one in saved],
         "convert_seconds": [one.seconds for one in converted],
         "convert_read_bytes": [one.read_bytes for one in converted],
         "start_up_read_bytes": start_up.read_bytes,
         "watched_seconds": watched.seconds,
     }
     return figures, details
+
+
+def measure_memory(folder: Path, layers: Sequence[int]) -> list[Figure]:
+    """Peak memory of conversions that differ in nothing but the model's bytes; the largest model isn't kept."""
+    figures: list[Figure] = []
+    source = output = folder / "converted"
+    for number in layers:
+        source = make_source("llama", folder, number)
+        size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        name = f"llama, {size / 1e9:.1f} GB"
+        tell(name, "converting")
+        shutil.rmtree(output, ignore_errors=True)
+        watched = run(WEIGHTBEAM, "convert", "--source", source, "--mesh", MESH, "--output", output, watch=True)
+        shutil.rmtree(output)
+        figures.append(Figure("convert, peak memory", name, watched.peak_bytes, "bytes", MAX_PEAK_BYTES))
+    shutil.rmtree(source)
+    growth = figures[-1].ours / figures[0].ours
+    return [*figures, Figure("the last ÷ the first", "llama", growth, "×", MAX_MEMORY_GROWTH)]
 
 
 def shuffled_bytes(conversion: Conversion) -> int:
@@ -152,13 +194,16 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("out/bench"), help="where checkpoints and copies go; all on one disk")
     parser.add_argument("--layers", type=int, default=8, help="of each model; 8 make about 2 GB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and every round as JSON too")
+    parser.add_argument("--memory", type=int, nargs="*", default=MEMORY_LAYERS, metavar="LAYERS", help="of the models whose memory is compared")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures and every round into this file")
     args = parser.parse_args()
     figures, details = [], {"layers": args.layers, "rounds": args.rounds}
     for kind in models.MODELS:
         more, details[kind] = measure(kind, args.folder, args.layers, args.rounds)
         figures += more
-    report(figures, details, args.json)
+    if args.memory:
+        figures += measure_memory(args.folder, args.memory)
+    report("convert", figures, details, args.json)
     return 0
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.full_size --folder out/full_size --rounds 3
 
 The shards are sparse: headers with the true names, dtypes and shapes, files of the true sizes, no data, so that they take a few
-MB of disk. (DeepSeek-V3's come to 688,586,727,721 bytes; the hub's to 688,586,727,753.)
+MB of disk. (DeepSeek-V3's come to 688,586,727,721 bytes; the hub's to 688,586,727,753.) `benchmarks/full_run.py` converts them.
 
 Measured is `weightbeam plan` as a subprocess, start-up and imports inside: the median of the rounds' seconds, and in one more
 run the peak memory of its process tree. The counts are the plan's own, but for tensors and cells.
@@ -21,15 +21,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import WEIGHTBEAM, Figure, report, run
+import ml_dtypes
+import numpy as np
+
+from benchmarks.figures import Figure, report
+from benchmarks.measure import WEIGHTBEAM, run
+from benchmarks.stock import BLOCK
 from model_mappings.config import Config, Layout
 from model_mappings.plan import expand
 from model_mappings.registry import family_of
 
 MESH = "fsdp=64,expert=4"
 MAX_SECONDS, MAX_BYTES = 10.0, 1 << 30
-BLOCK = 128  # rows and columns that share a scale
 ITEMSIZE = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
+NOISE_SHARE, NOISE_BYTES = 128, 1 << 25  # one byte in so many isn't zero; the noise that those bytes are taken from
 
 # config.json of deepseek-ai/DeepSeek-V3, as far as it says something about shapes
 DEEPSEEK_V3 = dict(
@@ -105,8 +110,19 @@ def linear(name: str, rows: int, columns: int) -> Iterator[TensorEntry]:
     yield f"{name}.weight_scale_inv", "F32", (-(-rows // BLOCK), -(-columns // BLOCK))
 
 
-def write(config: dict, files: int, folder: Path, tensors: Callable[[dict], Iterator[TensorEntry]] = tensors) -> int:
-    """Writes a checkpoint of sparse shards of about equal size, whatever tensors that parts; returns the bytes of its tensors."""
+def write(config: dict, files: int, folder: Path, tensors: Callable[[dict], Iterator[TensorEntry]] = tensors, noisy: bool = False) -> int:
+    """Writes a checkpoint of sparse shards of about equal size, whatever tensors that parts.
+
+    Args:
+      config: of the model.
+      files: how many shards.
+      folder: doesn't exist yet.
+      tensors: of a config.
+      noisy: the head of each tensor, a `NOISE_SHARE`th, isn't zero but noise, another for each; float32 ones are noise throughout.
+
+    Returns:
+      The bytes of its tensors.
+    """
     entries = [(name, dtype, shape, math.prod(shape) * ITEMSIZE[dtype]) for name, dtype, shape in tensors(config)]
     total = sum(nbytes for *_, nbytes in entries)
     shards: list[dict] = [{} for _ in range(files)]
@@ -118,17 +134,35 @@ def write(config: dict, files: int, folder: Path, tensors: Callable[[dict], Iter
         sizes[at] += nbytes
         written += nbytes
     folder.mkdir(parents=True)
-    weight_map = {}
+    noise = make_noise() if noisy else {}
+    weight_map: dict[str, str] = {}
     for number, (shard, size) in enumerate(zip(shards, sizes, strict=True), start=1):
         name = f"model-{number:05}-of-{files:06}.safetensors"
         header = json.dumps({"__metadata__": {"format": "pt"}, **shard}, separators=(",", ":")).encode()
         with open(folder / name, "wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            file.truncate(8 + len(header) + size)
+            data = file.tell()
+            file.truncate(data + size)
+            for position, entry in enumerate(list(shard.values()) if noisy else [], start=len(weight_map)):
+                begin, end = entry["data_offsets"]
+                count = end - begin if entry["dtype"] == "F32" else max((end - begin) // NOISE_SHARE // 4 * 4, min(end - begin, 4096))
+                start = position * 977 * 4 % (NOISE_BYTES - count)
+                file.seek(data + begin)
+                file.write(noise[entry["dtype"]][start : start + count])
         weight_map |= dict.fromkeys(shard, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return total
+
+
+def make_noise() -> dict[str, memoryview]:
+    """For each dtype `NOISE_BYTES` of finite values."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, NOISE_BYTES, dtype=np.uint8)
+    codes[np.isnan(codes.view(ml_dtypes.float8_e4m3fn))] = 0
+    halves = rng.integers(0, 1 << 16, NOISE_BYTES // 2, dtype=np.uint16) & 0xBFFF  # exponents below 2
+    scales = rng.uniform(1e-4, 1e-3, NOISE_BYTES // 4).astype(np.float32)
+    return {"F8_E4M3": codes.data, "BF16": halves.view(np.uint8).data, "F32": scales.view(np.uint8).data}
 
 
 def count_cells(config: dict) -> int:
@@ -156,7 +190,7 @@ def measure(model: str, folder: Path, rounds: int) -> tuple[list[Figure], dict[s
         Figure("arrays", model, len(plan["arrays"])),
         Figure("cells", model, count_cells(config)),
         Figure("units", model, plan["units"]),
-        Figure("read amplification, planned", model, plan["bytes"]["read_amplification"], "", 1.02),
+        Figure("read amplification, planned", model, plan["bytes"]["read_amplification"], "×", 1.02),
         Figure("memory bound of a worker", model, plan["memory"]["per_worker_bytes"], "bytes"),
     ]
     details = {
@@ -176,13 +210,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("out/full_size"), help="where the sparse checkpoints go; a few MB of disk")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
     args = parser.parse_args()
     figures, details = [], {"rounds": args.rounds}
     for model in MODELS:
         more, details[model] = measure(model, args.folder, args.rounds)
         figures += more
-    report(figures, details, args.json)
+    report("plan", figures, details, args.json)
     return 0
 
 

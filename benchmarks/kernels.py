@@ -4,7 +4,6 @@
 
 Each kernel alternates with a memcpy of as many bytes as it reads, in the same process, which is pinned to one core; the medians
 count. Input, output and the copy's target are touched before. Rates are bytes read: packed codes and their scales, or the array.
-With `--json` the figures replace what the file has under `kernels`; nothing else in it changes.
 
 What is expected of them: FP8 400 MB/s, 4 bits 150 MB/s, and of a copy a third of memcpy. numpy has no instruction that
 transposes, and moves one element after the other, three or four a nanosecond at best: of 2 bytes each that is 6 to 8 GB/s
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -26,10 +24,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.measure import machine
+from benchmarks.figures import Figure, report
 from formats.encodings import Encoding, Scaled
 from formats.encodings.bitsandbytes import BlockCodes, Nested, ScaledRows8
 from formats.encodings.gptq import Awq, Gptq
@@ -148,8 +144,8 @@ def copies() -> Iterator[Kernel]:
             yield Kernel(f"{name}, {dtype.name}", source.nbytes, run, share=COPY_SHARE)
 
 
-def measure(kernel: Kernel, rounds: int) -> dict[str, Any]:
-    """The figures of a kernel and of a memcpy of the bytes that it reads."""
+def measure(kernel: Kernel, rounds: int) -> tuple[Figure, dict[str, Any]]:
+    """The figure of a kernel, and the rate of a memcpy of the bytes that it reads."""
     source, target = np.ones(kernel.nbytes, np.uint8), np.zeros(kernel.nbytes, np.uint8)
     seconds: dict[str, list[float]] = {"kernel": [], "memcpy": []}
     for _ in range(rounds + 1):
@@ -159,44 +155,26 @@ def measure(kernel: Kernel, rounds: int) -> dict[str, Any]:
             seconds[name].append(time.perf_counter() - start)
     ours, memcpy = (kernel.nbytes / statistics.median(taken[1:]) for taken in seconds.values())  # the first warms up
     wanted = kernel.rate if kernel.rate else kernel.share * memcpy if kernel.share else None
-    return {
-        "what": kernel.name,
-        "bytes": kernel.nbytes,
-        "bytes_per_second": ours,
-        "memcpy_bytes_per_second": memcpy,
-        "wanted_bytes_per_second": wanted,
-        "met": None if wanted is None else ours >= wanted,
-    }
-
-
-def report(figures: list[dict[str, Any]]) -> None:
-    """Prints the table."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("kernel", "MB/s", "memcpy", "share", "wanted", ""):
-        table.add_column(column, justify="left" if column in ("kernel", "") else "right", no_wrap=True)
-    for figure in figures:
-        ours, memcpy, wanted = (figure[f"{key}bytes_per_second"] for key in ("", "memcpy_", "wanted_"))
-        verdict = "" if wanted is None else "met" if figure["met"] else "[bold red]NOT MET[/]"
-        table.add_row(figure["what"], f"{ours / 1e6:,.0f}", f"{memcpy / 1e6:,.0f}", f"{ours / memcpy:.2f}", f"{wanted / 1e6:,.0f}" if wanted else "", verdict)
-    Console(highlight=False, width=None if os.isatty(1) else 160).print(table)
+    because = f"{kernel.share:.2f} × memcpy" if kernel.share else ""
+    figure = Figure(kernel.name, "", ours / 1e6, "MB/s", wanted and wanted / 1e6, because, at_least=True)
+    return figure, {"bytes": kernel.nbytes, "memcpy_bytes_per_second": memcpy}
 
 
 def main() -> int:
     """Measures all kernels and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file, under `kernels`")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
     args = parser.parse_args()
-    here = machine()
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    figures = []
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    figures, details = [], {"rounds": args.rounds}
     for kernels in (decoders, copies):
         for kernel in kernels():
-            figures.append(measure(kernel, args.rounds))
-    report(figures)
-    if args.json:
-        held = json.loads(args.json.read_text()) if args.json.exists() else {}
-        args.json.write_text(json.dumps(held | {"kernels": {"machine": here, "rounds": args.rounds, "figures": figures}}, indent=1))
+            figure, details[kernel.name] = measure(kernel, args.rounds)
+            figures.append(figure)
+    os.sched_setaffinity(0, cores)  # the report counts them
+    report("kernels", figures, details, args.json)
     return 0
 
 

@@ -27,14 +27,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.bench import make_source, tell
-from benchmarks.measure import WEIGHTBEAM, Figure, machine, report, run
+from benchmarks.figures import Figure, report
+from benchmarks.measure import WEIGHTBEAM, run
 from formats.orbax import find_items, open_arrays, read_arrays
 from formats.safetensors import open_checkpoint
 from transforms.conversion import Options, prepare
@@ -54,7 +54,7 @@ def convert(source: Path, folder: Path, *options: str) -> Path:
     """A checkpoint of ours; it is written if it isn't there yet."""
     if not folder.exists():
         run(WEIGHTBEAM, "convert", "--source", source, "--output", folder, *options)
-    return find_items(folder)
+    return folder / "0" / "items"
 
 
 def save_by_axis_0(items: Path, folder: Path) -> Path:
@@ -65,7 +65,7 @@ def save_by_axis_0(items: Path, folder: Path) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "benchmarks.load", "--save", str(items.resolve()), str(unfinished.resolve())], env=environment, check=True)
         unfinished.rename(folder)
-    return find_items(folder)
+    return folder / "0" / "items"
 
 
 def _save(items: Path, folder: Path) -> None:
@@ -89,7 +89,7 @@ def _save(items: Path, folder: Path) -> None:
 def restore_host(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
     """Reads boxes of the arrays; returns the seconds, and the growth of this process's counters."""
     before, start = _counters(), time.monotonic()
-    stores = open_arrays(items)
+    stores = open_arrays(find_items(items))
     reads = [stores[key][tuple(slice(*span) for span in box)].read() for key, box in boxes.items()]
     values = [np.asarray(read.result()) for read in reads]
     seconds, after = time.monotonic() - start, _counters()
@@ -140,24 +140,18 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
 
     needed = median(OURS, "nbytes")
     figures = [
-        Figure(f"load amplification, {name}", kind, median(name, "rchar") / needed, "", MAX_AMPLIFICATION if name != AXIS_0 else None) for name in checkpoints
+        Figure(f"load amplification, {name}", kind, median(name, "rchar") / needed, "×", MAX_AMPLIFICATION if name != AXIS_0 else None) for name in checkpoints
     ]
-    figures += [Figure(f"of its experts, {name}", kind, ratio, "", MAX_AMPLIFICATION if name != AXIS_0 else None) for name, ratio in of_experts.items()]
-    limits = {name: (median(AXIS_0, "seconds"), "axis 0") for name in (OURS, ANY)}
-    figures += [Figure(f"load of one host, {name}", kind, median(name, "seconds"), "s", *limits.get(name, ())) for name in checkpoints]
+    figures += [Figure(f"of its experts, {name}", kind, ratio, "×", MAX_AMPLIFICATION if name != AXIS_0 else None) for name, ratio in of_experts.items()]
+    slowest = median(AXIS_0, "seconds")
+    figures += [Figure(f"load of one host, {name}", kind, median(name, "seconds"), "s", slowest, AXIS_0) for name in (OURS, ANY)]
+    figures.append(Figure(f"load of one host, {AXIS_0}", kind, slowest, "s"))
     computed = {}
     for name, items in checkpoints.items():
-        stored = [array.spec for array in read_arrays(items) if array.spec.key in specs]
+        stored = [array.spec for array in read_arrays(find_items(items)) if array.spec.key in specs]
         each = {spec.key: load_of(spec, specs[spec.key], mesh) for spec in stored}
         computed[name] = {"all": total(each.values()).worst, "worst array": max(load.worst for load in each.values())}
     return figures, {"needed_bytes": needed, "computed_amplification": computed, "restores": restored}
-
-
-def keep(figures: Sequence[Figure], details: dict[str, Any], file: Path) -> None:
-    """Puts the results under `load` into a file of results, and leaves the others as they are."""
-    results = json.loads(file.read_text()) if file.exists() else {}
-    results["load"] = {"machine": machine(), "figures": [figure.as_json() for figure in figures], "details": details}
-    file.write_text(json.dumps(results, indent=1))
 
 
 def main() -> int:
@@ -166,7 +160,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("out/load"), help="where the checkpoints go")
     parser.add_argument("--layers", type=int, default=2, help="of each model; 2 make about 0.9 GB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures and every restore under `load` into this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures and every restore into this file")
     parser.add_argument("--restore", type=Path, help=argparse.SUPPRESS)  # the process of one host
     parser.add_argument("--save", type=Path, nargs=2, help=argparse.SUPPRESS)  # the process with simulated devices
     args = parser.parse_args()
@@ -181,9 +175,7 @@ def main() -> int:
     for kind in KINDS:
         more, details[kind] = measure(kind, args.folder, args.layers, args.rounds)
         figures += more
-    report(figures, details, None)
-    if args.json:
-        keep(figures, details, args.json)
+    report("load", figures, details, args.json)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a command's seconds, memory and reads, over its whole process tree; the machine; the table.
+"""What the benchmarks share: a command's seconds, memory, reads and flushes, over its whole process tree; and the machine.
 
 Linux only: the counts come from /proc.
 """
@@ -9,20 +9,17 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 POLL_SECONDS = 0.02
 WEIGHTBEAM = Path(sys.executable).with_name("weightbeam")  # the command as a user starts it
@@ -46,12 +43,13 @@ class Run:
     peak_bytes: int
 
 
-def run(*command: str | Path, watch: bool = False) -> Run:
+def run(*command: str | Path, watch: bool = False, every: float = POLL_SECONDS) -> Run:
     """Runs a command to its end.
 
     Args:
       command: the program and its arguments.
       watch: poll the memory of its process tree. That disturbs it a little, so seconds are taken from runs without.
+      every: seconds between two looks.
 
     Raises:
       RuntimeError: its exit status isn't 0; the message has the end of what it printed.
@@ -59,7 +57,7 @@ def run(*command: str | Path, watch: bool = False) -> Run:
     with tempfile.TemporaryFile() as output:
         start = time.monotonic()
         process = subprocess.Popen([str(part) for part in command], stdout=output, stderr=subprocess.STDOUT)
-        peak = _watch(process.pid) if watch else 0
+        peak = _watch(process.pid, every) if watch else 0
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, but /proc keeps its counts until wait4
         seconds = time.monotonic() - start
         read_bytes = _counts(process.pid)["rchar"]
@@ -71,12 +69,12 @@ def run(*command: str | Path, watch: bool = False) -> Run:
     return Run(seconds, usage.ru_utime + usage.ru_stime, read_bytes, peak)
 
 
-def _watch(pid: int) -> int:
-    """The greatest memory of a process tree until its root ends, polled every `POLL_SECONDS`."""
+def _watch(pid: int, every: float) -> int:
+    """The greatest memory of a process tree until its root ends."""
     root, peak = psutil.Process(pid), 0
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         peak = max(peak, tree_bytes(root))
-        time.sleep(POLL_SECONDS)
+        time.sleep(every)
     return peak
 
 
@@ -108,6 +106,15 @@ def _counts(pid: int) -> dict[str, int]:
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
+def count_flushes(*command: str | Path) -> int | None:
+    """How often a command and its descendants flush a file or a folder to the disk (fsync, fdatasync); None where there is no strace."""
+    if not shutil.which("strace"):
+        return None
+    with tempfile.NamedTemporaryFile("r") as calls:
+        run("strace", "--follow-forks", "--quiet=all", "--trace=fsync,fdatasync,sync,syncfs,msync", "--output", calls.name, *command)
+        return sum("sync(" in line or "syncfs(" in line for line in calls if "resumed" not in line)
+
+
 def machine() -> dict[str, Any]:
     """Where, when and with what the figures were taken."""
     versions = {name: importlib.metadata.version(name) for name in ("weightbeam", "tensorstore", "apache-beam", "numpy")}
@@ -117,61 +124,3 @@ def machine() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version(), **versions},
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """A line of the table.
-
-    Attributes:
-      what, model: what was measured, and on what.
-      ours: the value.
-      unit: of the value and the limit: `s`, `bytes`, or empty for ratios and counts.
-      limit: what `ours` may be at most; None for what is only told.
-      because: how the limit comes about, where it isn't fixed.
-    """
-
-    what: str
-    model: str
-    ours: float
-    unit: str = ""
-    limit: float | None = None
-    because: str = ""
-
-    @property
-    def ratio(self) -> float | None:
-        """`ours` in terms of the limit; at most 1 if it is met."""
-        return None if self.limit is None else self.ours / self.limit
-
-    def as_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "ratio": self.ratio, "met": None if self.ratio is None else self.ratio <= 1}
-
-
-def _text(value: float, unit: str) -> str:
-    if unit == "s":
-        return f"{value:.2f} s"
-    if unit == "bytes":
-        return f"{value / 2**30:.2f} GiB"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if value < 0.1 else f"{value:.3f}"
-
-
-def report(figures: Sequence[Figure], details: Mapping[str, Any], json_file: Path | None) -> None:
-    """Prints the table and the machine's line; writes them and the `details` as JSON if asked."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("what", "model", "ours", "limit", "ratio", ""):
-        table.add_column(column, justify="right" if column in ("ours", "ratio") else "left", no_wrap=True)
-    for figure in figures:
-        ratio = figure.ratio
-        limit = "" if figure.limit is None else " = ".join(filter(None, (_text(figure.limit, figure.unit), figure.because)))
-        verdict = ("", "") if ratio is None else (f"{ratio:.2f}", "met" if ratio <= 1 else "[bold red]NOT MET[/]")
-        table.add_row(figure.what, figure.model, _text(figure.ours, figure.unit), limit, *verdict)
-    console = Console(highlight=False, width=None if os.isatty(1) else 160)
-    console.print(table)
-    here = machine()
-    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
-    console.print(f"\n{here['cores']} cores, {here['memory_bytes'] / 2**30:.0f} GiB, {here['date']}, {versions}")
-    if json_file:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        held = json.loads(json_file.read_text()) if json_file.exists() else {}  # other benchmarks' figures stay
-        made = {"machine": here, "figures": [figure.as_json() for figure in figures], "details": details}
-        json_file.write_text(json.dumps(held | made, indent=1))

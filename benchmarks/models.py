@@ -1,6 +1,6 @@
 """Checkpoints to measure with: real safetensors files of random finite weights, in the hub's form.
 
-python -m benchmarks.models llama /tmp/llama --layers 8
+python -m benchmarks.models llama out/llama --layers 8
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.stock import BLOCK
+
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 SHARD_BYTES = 500_000_000
-BLOCK = 128
 
 # name -> shape; `{layer}` and `{expert}` are spelled out
 LAYER = "model.layers.{layer}."
