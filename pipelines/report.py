@@ -17,7 +17,7 @@ from transforms.conversion import Conversion, rules_of
 from transforms.makespan import Estimate
 from transforms.mesh import base_rules, model_rules
 
-BASE_BYTES = 320 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
+BASE_BYTES = 384 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
 TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
 CONSOLE = Console(highlight=False, soft_wrap=True, width=None if os.isatty(1) else 200)
 
