@@ -12,13 +12,15 @@ CORE = [
     "rich>=14",
     "xxhash>=3.5",
     "google-cloud-storage>=3",
+    "google-crc32c>=1.9",
+    "httpx2>=2.16",
     "huggingface_hub>=2",
     "pydantic>=2.12",
     "requests>=2.32",
     "tenacity>=9",
 ]
 EXTRAS = {
-    "bench": ["matplotlib>=3.10"],  # and what the tests need
+    "bench": ["weightbeam[restore]", "matplotlib>=3.10", "psutil>=7"],
     "gcp": ["apache-beam[gcp]>=2.77,<3", "build>=1.2", "gcsfs", "setuptools>=77"],  # build: packs what workers install; gcsfs: Orbax's way to gs://
     "restore": ["jax>=0.10", "orbax-checkpoint>=0.12.8"],  # what reads checkpoints: the demo, tests and benchmarks; no command and no worker imports it
     "verify": ["torch==2.13.0", "transformers==5.23.0"],

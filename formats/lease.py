@@ -51,16 +51,8 @@ def hold(store: Store, name: str) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-        lease.release(me)
-
-
-def is_held(store: Store, name: str) -> bool:
-    """Whether someone holds the lease."""
-    try:
-        found, age = _lease(store, name).find()
-    except FileNotFoundError:
-        return False
-    return age < STALE and not _is_gone(found)
+        with contextlib.suppress(OSError):  # what was done under it is done; it goes stale by itself
+            lease.release()
 
 
 def _lease(store: Any, name: str) -> _Lease:
@@ -93,14 +85,16 @@ class _Lease(Protocol):
         """Its owner, and the seconds since it was renewed. Raises FileNotFoundError if there is none."""
         ...
 
-    def renew(self) -> None: ...
+    def renew(self) -> None:
+        """Says that its maker lives, if it is still this maker's."""
+        ...
 
     def take_away(self, found: Owner) -> None:
         """Removes exactly the one that was found last, whoever else does the same at the same time."""
         ...
 
-    def release(self, owner: Owner) -> None:
-        """Removes it if it is this owner's."""
+    def release(self) -> None:
+        """Removes it if it is still its maker's."""
         ...
 
     def clean(self) -> None:
@@ -113,8 +107,10 @@ class _Link:
 
     def __init__(self, path: Path):
         self.path = path
+        self.owner: Owner = {}
 
     def create(self, owner: Owner) -> bool:
+        self.owner = owner
         try:
             os.symlink(json.dumps(owner), self.path)
         except FileExistsError:
@@ -125,7 +121,8 @@ class _Link:
         return _read(self.path), time.time() - self.path.lstat().st_mtime
 
     def renew(self) -> None:
-        os.utime(self.path, follow_symlinks=False)
+        if _read(self.path) == self.owner:
+            os.utime(self.path, follow_symlinks=False)
 
     def take_away(self, found: Owner) -> None:
         taken = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}")
@@ -135,8 +132,8 @@ class _Link:
                 self.create(other)
             taken.unlink()
 
-    def release(self, owner: Owner) -> None:
-        if _read(self.path) == owner:
+    def release(self) -> None:
+        if _read(self.path) == self.owner:
             self.path.unlink()
 
     def clean(self) -> None:
@@ -161,11 +158,8 @@ class _Object:
         self.version = ""
 
     def create(self, owner: Owner) -> bool:
-        if not self.store.create(self.name, json.dumps(owner).encode()):
-            return False
-        found = self.store.stat(self.name)
-        self.owner, self.version = owner, found.version if found else ""
-        return True
+        self.owner, self.version = owner, self.store.replace(self.name, json.dumps(owner).encode(), None) or ""
+        return bool(self.version)
 
     def find(self) -> tuple[Owner, float]:
         found = self.store.stat(self.name)
@@ -176,7 +170,7 @@ class _Object:
             owner = json.loads(self.store.read(self.name))
         except ValueError:
             owner = {}
-        return owner, time.time() - found.updated
+        return owner, self.store.now() - found.updated  # both by the bucket's clock: this machine's may be wrong
 
     def renew(self) -> None:
         if self.version:  # else someone took it away
@@ -185,7 +179,7 @@ class _Object:
     def take_away(self, found: Owner) -> None:
         self.store.delete(self.name, self.version)
 
-    def release(self, owner: Owner) -> None:
+    def release(self) -> None:
         if self.version:
             self.store.delete(self.name, self.version)
 

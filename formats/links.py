@@ -67,20 +67,35 @@ def _put_object(folder: Store, source: Store, shard: Shard, how: str) -> None:
     if how == SYMBOLIC:
         raise LinkError(f"{folder}: a bucket has no links; without --link the files are copied there")
     there = folder.stat(shard.name)
-    if there is None or there.size != shard.size or there.crc32c != shard.crc32c:  # who doesn't know its crc32c is copied again
-        folder.copy(source, shard.name, shard.size, shard.sha256)
+    if there is None or there.size != shard.size or not (there.crc32c == shard.crc32c or there.original == shard.version):
+        folder.copy(source, File(shard.name, shard.size, shard.version, sha256=shard.sha256))
 
 
 def _download(folder: LocalFolder, source: Store, shard: Shard) -> None:
-    """A copy of a file that lies elsewhere."""
+    """A copy of a file that lies elsewhere, unless it is there already."""
+    if _holds(folder, shard):
+        return
     target = folder.folder / shard.name
     temporary = target.with_name(f".{target.name}{TEMPORARY}")
     with open(temporary, "wb") as file:
-        for piece in pieces(source, shard.name, shard.size, shard.sha256):
+        for piece in pieces(source, shard.name, shard.size, shard.sha256, shard.crc32c):
             file.write(piece)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, target)
+
+
+def _holds(folder: Store, shard: Shard) -> bool:
+    """Whether a folder holds a file, by a hash that is known."""
+    found = folder.stat(shard.name)
+    if found is None or found.size != shard.size or not (shard.sha256 or shard.crc32c):
+        return False
+    try:
+        for _ in pieces(folder, shard.name, shard.size, shard.sha256, shard.crc32c):
+            pass
+    except OSError:
+        return False
+    return True
 
 
 def _put(file: Path, target: Path, how: str) -> None:

@@ -106,4 +106,4 @@ def _check(merged: ts.KvStore, count: int, expected: Iterable[tuple[str, Iterabl
         total += len(keys)
     if total != count:
         extra = [key.decode() for key in merged.list().result() if key.partition(b"/")[0] not in folders]
-        raise IncompleteError(f"the units left {len(extra)} keys extra and {count - total - len(extra)} written twice, e.g. {extra[:1]}")
+        raise IncompleteError(f"the units left {len(extra)} keys extra and {max(0, count - total - len(extra))} written twice, e.g. {extra[:1]}")

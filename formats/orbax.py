@@ -127,21 +127,25 @@ def _complete(staging: Staging, contents: Contents) -> None:
             remove_database(items / SOURCE)
             _check_references(items, contents.references)
     else:
-        for name in (METADATA, CHECKPOINT_METADATA, MARKER):  # of an assembly that was stopped
-            items.delete(name)
         for key, value in objects:
             items.write(key, value)
         _check_files(items, everything, format)
-    if staging.done() != done:  # the merge may have made the folder anew
-        raise StorageError(f"{staging.checkpoint} was taken over by another conversion, or removed")
+    _check_same(staging, done)  # the merge may have made the folder anew
     items.write(METADATA, _json(_tree_metadata(specs, format)))
     record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
     staging.checkpoint.write(RECORD, json.dumps(record, indent=1).encode())
     about = _json(_checkpoint_metadata({"scan_layers": contents.scan_layers, "weightbeam": summary(record)}))
     items.write(CHECKPOINT_METADATA, about)  # where MaxText looks for scan_layers: load_parameters_path is the item
     staging.checkpoint.write(CHECKPOINT_METADATA, about)
+    _check_same(staging, done)
     for store in (items, staging.checkpoint):
         store.write(MARKER, b"Checkpoint commit was successful")
+
+
+def _check_same(staging: Staging, done: Mapping[int, Any]) -> None:
+    """Makes sure that the ledger is the one that was read."""
+    if staging.done() != done:
+        raise StorageError(f"{staging.checkpoint} was taken over by another conversion, or removed")
 
 
 def _check_references(items: Store, references: Sequence[Reference]) -> None:
@@ -154,7 +158,7 @@ def _check_references(items: Store, references: Sequence[Reference]) -> None:
 def _check_files(items: Store, specs: Sequence[ArraySpec], format: Format) -> None:
     """Without a database every key is a file: all of them, and no others."""
     wanted = {key for spec in specs for key in zarr.keys(spec, format)}
-    held = {file.name for file in items.list()}
+    held = {file.name for file in items.list()} - {METADATA, CHECKPOINT_METADATA, MARKER}  # of an assembly that was stopped
     for stray in [key for key in held - wanted if key.endswith((".__lock", TEMPORARY))]:  # TensorStore's and ours, of writes that were killed
         items.delete(stray)
         held.remove(stray)
@@ -238,6 +242,7 @@ def find_items(where: str | Path | Store) -> Store:
       StorageError: none of them.
     """
     store = open_store(where)
+    store.kvstore()  # refused where no checkpoint can be
     if store.exists(METADATA):
         return store
     if (store / ITEMS).exists(METADATA):

@@ -4,7 +4,7 @@ In a folder, everything lies in one place that a rename publishes:
 
     <output>/<step>.weightbeam-lease            who is at work
     <output>/<step>.orbax-checkpoint-tmp/       the checkpoint as it grows; then <output>/<step>/
-        plan.json.gz, units/<id>.json           the staged plan and the ledger; removed before publishing
+        plan.json.gz, units/<plan>/<id>.json    the staged plan and the ledger; removed before publishing
         failure.txt                             what Beam said of a failure; removed before publishing
 
 A bucket has no renames. There the checkpoint grows where it will be read, and its marker publishes it:
@@ -13,7 +13,8 @@ A bucket has no renames. There the checkpoint grows where it will be read, and i
     <output>/<step>.weightbeam/                 plan, ledger and failure; removed after publishing
     <output>/<step>/                            the checkpoint; no reader takes it for one before its marker is there
 
-A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once.
+A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once. Entries lie in a folder
+that has the plan's name: a worker that wakes after another plan was staged here enters nothing that counts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Staging(abc.ABC):
     Attributes:
       output: what the user named.
       step: the step below it.
+      units: the ledger's folder in `work`; the plan's own.
       work: where the plan and the ledger are.
       checkpoint: where the checkpoint is before it is published.
     """
@@ -49,8 +51,9 @@ class Staging(abc.ABC):
     work: Store
     checkpoint: Store
 
-    def __init__(self, output: Store, step: int):
+    def __init__(self, output: Store, step: int, plan: str):
         self.output, self.step = output, step
+        self.units = f"{UNITS}/{plan[:16]}"
 
     @property
     def final(self) -> Store:
@@ -105,21 +108,21 @@ class Staging(abc.ABC):
 
     def enter(self, unit: int, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Enters a unit in the ledger; returns the entry that counts, this one or an earlier one."""
-        name = f"{UNITS}/{unit}.json"
+        name = f"{self.units}/{unit}.json"
         if self.work.create(name, json.dumps(entry).encode()):
             return dict(entry)
         return json.loads(self.work.read(name))
 
     def done(self) -> dict[int, tuple[str, int]]:
         """The units that count, each with what tells its ledger entry from another one."""
-        files = self.work.list(f"{UNITS}/")
-        names = {file.name.removeprefix(f"{UNITS}/").removesuffix(".json"): (file.version, file.inode) for file in files}
+        files = self.work.list(f"{self.units}/")
+        names = {file.name.removeprefix(f"{self.units}/").removesuffix(".json"): (file.version, file.inode) for file in files}
         return {int(name): mark for name, mark in names.items() if name.isdecimal()}
 
     def ledger(self) -> dict[int, dict[str, Any]]:
         """For each unit that counts, the `attempt` that made it, and its shares in the arrays' `digests`."""
         units = sorted(self.done())
-        return dict(zip(units, map(json.loads, self.work.read_many([f"{UNITS}/{unit}.json" for unit in units])), strict=True))
+        return dict(zip(units, map(json.loads, self.work.read_many([f"{self.units}/{unit}.json" for unit in units])), strict=True))
 
     def note_failure(self, text: str) -> str:
         """Keeps the story of a failure; returns where."""
@@ -161,10 +164,11 @@ class FolderStaging(Staging):
     def create(self, plan: bytes) -> None:
         self.discard()
         Path(self.items).mkdir(parents=True)
-        Path(self.work / UNITS).mkdir()
+        Path(self.work / self.units).mkdir(parents=True)
         self.work.write(PLAN, plan)
 
     def discard(self) -> None:
+        self.work.delete(PLAN)  # first: what is left if this is stopped is no conversion that could go on
         shutil.rmtree(self.checkpoint, ignore_errors=True)
 
     def note_failure(self, text: str) -> str:
@@ -206,14 +210,16 @@ class BucketStaging(Staging):
         return self.output / f"{self.step}.weightbeam"
 
     def exists(self) -> bool:
-        return bool(self.work.entries())
+        return self.is_staged()
 
     def is_taken(self) -> bool:
         return not self.exists() and bool(self.final.entries() or self.final.folders())
 
     def discard(self) -> None:
         """Throws away what was staged, and what is in its place: a bucket can't have both."""
-        self.final.delete(MARKER)
+        self.work.delete(PLAN)  # first: what is left if this is stopped is no conversion that could go on
+        for store in (self.final, self.final / ITEMS):
+            store.delete(MARKER)
         self.final.delete_folder()
         self.work.delete_folder()
 
@@ -223,8 +229,8 @@ class BucketStaging(Staging):
         self.work.delete_folder()
 
 
-def staging_at(output: str | Path | Store, step: int) -> Staging:
-    """The places of a conversion into `output`.
+def staging_at(output: str | Path | Store, step: int, plan: str = "plan") -> Staging:
+    """The places of a conversion into `output`, by the plan with that hash.
 
     Raises:
       StorageError: nothing can be written there.
@@ -232,4 +238,4 @@ def staging_at(output: str | Path | Store, step: int) -> Staging:
     if str(output).startswith("hf://"):
         raise StorageError(f"{output}: a checkpoint can't be written to the hub, only to a folder or to gs://bucket/folder")
     store = open_store(output)
-    return FolderStaging(store, step) if isinstance(store, LocalFolder) else BucketStaging(store, step)
+    return FolderStaging(store, step, plan) if isinstance(store, LocalFolder) else BucketStaging(store, step, plan)

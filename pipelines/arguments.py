@@ -274,7 +274,7 @@ def add_materialization(parser: argparse.ArgumentParser) -> None:
     add("checkpoint", metavar="PATH", help="the virtual checkpoint: its root, a step or an item")
     add("--output", metavar="FOLDER", help="the new checkpoint's folder; it must not hold that step yet")
     add("--resume", action="store_true", default=False, help="go on with a stopped one")
-    add("--overwrite", action="store_true", default=False, help="replace a checkpoint, also the virtual one itself")
+    add("--overwrite", action="store_true", default=False, help="replace a checkpoint, in a folder also the virtual one itself")
     add("--mesh", action="append", metavar="AXES", help="target sharding, such as fsdp=16,expert=4 (default: that of the virtual checkpoint)")
     add("--sharding_rules", metavar="FILE", help="your logical_axis_rules, as for convert (default: those of the virtual checkpoint)")
     add("--use_ocdbt", type=boolean, default=DEFAULTS.use_ocdbt, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")

@@ -30,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as e:  # of a disk or a store, where nothing could be made of it
+        print(f"weightbeam {args.command}: failed\n  {e}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt as e:
         again = "what is done is kept, the same command with --resume goes on from there" if args.command in ("convert", "materialize") else ""
         print(f"\nweightbeam {args.command}: stopped; {str(e) or again}".removesuffix("; "), file=sys.stderr, flush=True)

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Carries a planned conversion out, or refuses to, and says what came of it."""
     try:
-        staging = staging_at(args.output, args.step)
+        staging = staging_at(args.output, args.step, conversion.hash)
     except StorageError as e:
         raise RefusedError(f"--output={e}") from e
     refuse(conversion, [*conversion.plan.problems, *_check_output(staging, conversion, args)])
@@ -49,11 +49,11 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
     for warning in report.collapse(conversion.warnings):
         print(f"warning: {warning}", file=sys.stderr)
     start, written = time.monotonic(), 0
-    if isinstance(staging, BucketStaging) and staging.exists():
-        from pipelines.execution import check_job
-
-        check_job(staging, rest)
     with _alone(staging):
+        if isinstance(staging, BucketStaging) and staging.exists():
+            from pipelines.execution import check_job
+
+            check_job(staging, rest)
         refuse(conversion, _check_output(staging, conversion, args))  # again: now nobody else changes it
         if conversion.units:
             from pipelines.execution import run_units  # only now: it imports Beam
@@ -69,7 +69,8 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
     rate = f" ({report.human(written / seconds)}/s)" if written else ""
     print(f"{staging.final / ITEMS}: {len(conversion.plan.arrays):,} arrays, {size} in {seconds:.1f} s{rate}")
     if conversion.virtual_bytes:
-        print(f"{report.human(conversion.virtual_bytes)} of it are the source's own files (--link {args.link}); docs/virtual.md says what that means")
+        how = f"--link {args.link}" if isinstance(staging, FolderStaging) else "copied into the bucket"
+        print(f"{report.human(conversion.virtual_bytes)} of it are the source's own files ({how}); docs/virtual.md says what that means")
     if conversion.plan.dropped:
         print(f"{report.count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why")
     return 0

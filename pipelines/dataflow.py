@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +18,7 @@ from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineS
 
 from formats.staging import Staging
 from pipelines.errors import BusyError, RefusedError
-from pipelines.progress import ShowProgress, quiet
+from pipelines.progress import ShowProgress, quiet, seldom
 from pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, human, memory_bound, thread_bytes
 from transforms.conversion import Conversion
 
@@ -187,14 +185,16 @@ def check_noted(staging: Staging, options: PipelineOptions) -> None:
     Raises:
       RefusedError: it is, or Dataflow doesn't let us see.
     """
-    if staging.exists() and staging.work.exists(JOB):
+    try:
         noted = json.loads(staging.work.read(JOB))
-        cloud = options.view_as(GoogleCloudOptions)
-        cloud.job_name, cloud.project, cloud.region, cloud.template_location = noted["job_name"], noted["project"], noted["region"], None
-        try:
-            check_alone(options)
-        except RefusedError as e:
-            raise type(e)(f"  output: {staging.work}: {e}; {staging.work.path(JOB)} names the job: delete it if that is gone") from e
+    except FileNotFoundError:
+        return
+    cloud = options.view_as(GoogleCloudOptions)
+    cloud.job_name, cloud.project, cloud.region, cloud.template_location = noted["job_name"], noted["project"], noted["region"], None
+    try:
+        check_alone(options)
+    except RefusedError as e:
+        raise type(e)(f"  output: {staging.work}: {e}; {staging.work.path(JOB)} names the job: delete it if that is gone") from e
 
 
 def find_active(options: PipelineOptions, name: str) -> str | None:
@@ -272,17 +272,14 @@ def cause(message: str) -> str:
 
 def bytes_written(result: Any) -> Callable[[], int]:
     """Asks for the counter of WriteChunks, now and then."""
-    known, asked = 0, float("-inf")
+    known = 0
 
     def ask() -> int:
-        nonlocal known, asked
-        if time.monotonic() - asked > POLL:
-            asked = time.monotonic()
-            with contextlib.suppress(Exception):  # it's for show
-                for metric in result._runner.dataflow_client.get_job_metrics(result.job_id()).metrics:
-                    context = metric.name.context
-                    if (metric.name.name, context.get("namespace")) == ("bytes", "WriteChunks") and "tentative" not in context:
-                        known = int(metric.scalar)
+        nonlocal known
+        for metric in result._runner.dataflow_client.get_job_metrics(result.job_id()).metrics:
+            context = metric.name.context
+            if (metric.name.name, context.get("namespace")) == ("bytes", "WriteChunks") and "tentative" not in context:
+                known = int(metric.scalar)
         return known
 
-    return ask
+    return seldom(ask, POLL)

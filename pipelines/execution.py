@@ -20,7 +20,7 @@ from pipelines import dataflow
 from pipelines.convert import share_left
 from pipelines.errors import FailedError, RefusedError
 from pipelines.options import LOCAL_RUNNER, pipeline_options, threads_of
-from pipelines.progress import ShowProgress, quiet
+from pipelines.progress import LINE_EVERY, ShowProgress, quiet, seldom
 from transforms.assembly import stage
 from transforms.conversion import Conversion, remember
 from transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks, unit_ranges
@@ -109,7 +109,7 @@ def _written(conversion: Conversion, staging: Staging, left: int, options: Pipel
     if options.view_as(StandardOptions).runner == LOCAL_RUNNER and threads:
         before = WRITTEN.total
         return lambda: WRITTEN.total - before
-    return lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left
+    return seldom(lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left, LINE_EVERY)
 
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:

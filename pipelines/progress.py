@@ -52,6 +52,21 @@ class ShowProgress:
             print(f"{self._doing}: {human(done)} of {human(self._total)}, {human(done / seconds)}/s{left}", file=self._stream, flush=True)
 
 
+def seldom(ask: Callable[[], int], seconds: float) -> Callable[[], int]:
+    """Asks what takes a while only now and then, and keeps to the last answer meanwhile, and where there is none: it's for show."""
+    known, asked = 0, float("-inf")
+
+    def answer() -> int:
+        nonlocal known, asked
+        if time.monotonic() - asked > seconds:
+            asked = time.monotonic()
+            with contextlib.suppress(Exception):
+                known = ask()
+        return known
+
+    return answer
+
+
 @contextlib.contextmanager
 def quiet(noise: io.StringIO) -> Iterator[None]:
     """Catches what Beam prints and logs: on a failure that is hundreds of lines."""

@@ -16,7 +16,7 @@ from pipelines.report import CONSOLE, table
 from pipelines.watching.config import read_config
 from pipelines.watching.notices import Notices, log_lines, warn
 from pipelines.watching.receiver import SECRET, receive_webhooks
-from pipelines.watching.records import FAILED
+from pipelines.watching.records import FAILED, LostError
 from pipelines.watching.releases import is_wanted
 from pipelines.watching.watcher import Finding, Watcher
 
@@ -40,6 +40,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             return _report(watcher.once())
         with _webhooks(args.serve) as changed:
             _loop(watcher, args.interval, changed)
+    except LostError as e:
+        raise FailedError(f"  {e} at this moment; run it again for what is still refused or failed") from e
     except OSError as e:
         raise FailedError(f"  {e}") from e
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import collections
 import concurrent.futures
 import contextlib
@@ -18,11 +17,12 @@ from google.api_core import exceptions
 from google.api_core.retry import Retry
 from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
 from google.cloud import storage
+from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 from requests.adapters import HTTPAdapter
 from requests.exceptions import RequestException
 
-from formats.storage.store import PIECE, File, Range, Request, StorageError, Store, make_requests, pieces
+from formats.storage.store import PIECE, PROBE, File, Range, Request, StorageError, Store, in_base64, make_requests, pieces
 
 CONNECTIONS = 128  # that are kept: 16 for each of eight threads
 TIMEOUT = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
@@ -30,7 +30,8 @@ RETRY: Retry = DEFAULT_RETRY.with_timeout(300.0)  # seconds in all; backs off, a
 MOST = 8 << 20  # bytes of a request
 LONGEST = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
 AT_A_TIME = 4  # requests of one read, whose bytes are held beside the buffers that they go to
-FIELDS = "items(name,size,generation,crc32c,updated),prefixes,nextPageToken"
+ORIGINAL = "original"  # in an object's metadata: `File.original`
+FIELDS = "items(name,size,generation,crc32c,updated,metadata),prefixes,nextPageToken"
 CONTEXT = {"gcs_request_concurrency": {"limit": 32}, "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"}}
 
 # A connection over which next to nothing comes for so long is given up, and the request repeated: a stall isn't a hang.
@@ -83,6 +84,8 @@ class Bucket(Store):
         self.bucket, _, self.folder = rest.partition("/")
         if not self.bucket:
             raise StorageError(f"{url}: names no bucket; it should be gs://bucket/folder")
+        if self.folder and not {"", ".", ".."}.isdisjoint(self.folder.split("/")):
+            raise StorageError(f"{url}: has an empty part, or a dot for one; buckets don't resolve them")
 
     @property
     def _prefix(self) -> str:
@@ -98,7 +101,7 @@ class Bucket(Store):
             yield
         except (exceptions.NotFound, exceptions.PreconditionFailed, FileNotFoundError, StorageError):
             raise
-        except (exceptions.GoogleAPICallError, exceptions.RetryError, RequestException, GoogleAuthError, ValueError, OSError) as e:
+        except (exceptions.GoogleAPICallError, exceptions.RetryError, DataCorruption, RequestException, GoogleAuthError, ValueError, OSError) as e:
             _fail(self.path(name) if name else self.url, e)
 
     def check_readable(self) -> None:
@@ -124,7 +127,8 @@ class Bucket(Store):
 
     def _file(self, blob: storage.Blob) -> File:
         updated = blob.updated.timestamp() if blob.updated else 0.0
-        return File(blob.name.removeprefix(self._prefix), blob.size or 0, str(blob.generation), updated, crc32c=blob.crc32c)
+        original = (blob.metadata or {}).get(ORIGINAL, "")
+        return File(blob.name.removeprefix(self._prefix), blob.size or 0, str(blob.generation), updated, crc32c=blob.crc32c, original=original)
 
     def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
         return self._list(prefix, recursive)[0]
@@ -185,12 +189,19 @@ class Bucket(Store):
     def create(self, name: str, data: bytes) -> bool:
         return self._upload(name, data, 0) is not None
 
-    def replace(self, name: str, data: bytes, version: str) -> str | None:
-        """Writes an object whole if it is still of that version; returns its new version, or None where it isn't."""
-        return self._upload(name, data, int(version))
+    def replace(self, name: str, data: bytes, version: str | None) -> str | None:
+        """Writes an object whole if it is still of that version (None: if there is none); returns its new version, or None where it isn't."""
+        blob = self._upload(name, data, int(version or 0))
+        return str(blob.generation) if blob else None
 
-    def _upload(self, name: str, data: bytes, generation: int | None) -> str | None:
-        """Writes an object whole; only over that generation, if one is named. Returns the new one, or None where there was another."""
+    def now(self) -> float:
+        """The time by the bucket's clock, in seconds since 1970: when an object was made, which is deleted again."""
+        blob = self._upload(PROBE, b"", None)
+        self.delete(PROBE)
+        return blob.updated.timestamp() if blob and blob.updated else 0.0
+
+    def _upload(self, name: str, data: bytes, generation: int | None) -> storage.Blob | None:
+        """Writes an object whole; only over that generation, if one is named. Returns it, or None where there was another."""
         with self._told(name):
             blob = self._blob(name)
             blob.metadata = {"attempt": uuid.uuid4().hex}
@@ -202,31 +213,46 @@ class Bucket(Store):
                 found = _client().bucket(self.bucket).get_blob(blob.name, timeout=TIMEOUT, retry=RETRY)
                 if found is None or (found.metadata or {}).get("attempt") != blob.metadata["attempt"]:
                     return None
-                return str(found.generation)  # it is ours: the first attempt succeeded, and its answer was lost
+                return found  # it is ours: the first attempt succeeded, and its answer was lost
             except exceptions.NotFound as e:
                 if generation:
                     return None
                 raise StorageError(f"gs://{self.bucket}: no such bucket") from e
-            return str(blob.generation)
+            return blob
 
-    def copy(self, source: Store, name: str, size: int, sha256: str | None = None) -> None:
-        with self._told(name):
-            blob = self._blob(name)
-            if isinstance(source, Bucket):
-                token, original = None, source._blob(name)
-                while True:
-                    token, _, _ = blob.rewrite(original, token=token, timeout=TIMEOUT, retry=RETRY)
-                    if token is None:
-                        return
-            checksum = google_crc32c.Checksum()
+    def copy(self, source: Store, file: File) -> None:
+        with self._told(file.name):
+            try:
+                if isinstance(source, Bucket):
+                    self._rewrite(source, file.name)
+                else:
+                    self._stream(source, file)
+            except exceptions.NotFound as e:
+                raise StorageError(f"{source.path(file.name)}: is gone, or there is no bucket gs://{self.bucket}") from e
+
+    def _rewrite(self, source: Bucket, name: str) -> None:
+        """Has the store copy an object."""
+        blob, original, token = self._blob(name), source._blob(name), None
+        while True:
+            token, _, _ = blob.rewrite(original, token=token, timeout=TIMEOUT, retry=RETRY)
+            if token is None:
+                return
+
+    def _stream(self, source: Store, file: File) -> None:
+        """Uploads a file of another kind of store."""
+        blob, summed = self._blob(file.name), google_crc32c.Checksum()
+        blob.metadata = {ORIGINAL: file.version}
+        try:
             with blob.open("wb", chunk_size=PIECE, timeout=TIMEOUT, retry=RETRY) as upload:
-                for piece in pieces(source, name, size, sha256):
-                    checksum.update(piece)
+                for piece in pieces(source, file.name, file.size, file.sha256):
+                    summed.update(piece)
                     upload.write(piece)
-            blob.reload(timeout=TIMEOUT, retry=RETRY)
-            if blob.crc32c != base64.b64encode(checksum.digest()).decode():
-                self.delete(name)
-                raise StorageError(f"{self.path(name)}: what arrived isn't what was sent")
+        except InvalidResponse as e:  # whose own text may show the upload's address, which is signed
+            raise exceptions.from_http_status(e.response.status_code, e.response.reason or "refused") from None
+        blob.reload(timeout=TIMEOUT, retry=RETRY)
+        if blob.crc32c != in_base64(summed):
+            self.delete(file.name)
+            raise StorageError(f"{self.path(file.name)}: what arrived isn't what was sent")
 
     def delete(self, name: str, version: str | None = None) -> None:
         """Deletes an object; only that version of it, if one is named."""

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -87,7 +87,8 @@ class Repository(Store):
         """Everything in the repository, by name."""
         found = self._info().siblings or []
         hashes = {file.rfilename: file.lfs.sha256 for file in found if file.lfs}
-        return {file.rfilename: File(file.rfilename, file.size or 0, self.commit, sha256=hashes.get(file.rfilename)) for file in found}
+        versions = {file.rfilename: hashes.get(file.rfilename) or file.blob_id or self.commit for file in found}
+        return {name: File(name, file.size or 0, versions[name], sha256=hashes.get(name)) for file in found for name in [file.rfilename]}
 
     def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
         files = sorted(self.files().items())
@@ -121,9 +122,9 @@ class Repository(Store):
     def _fetch(self, name: str, request: Request, ended: threading.Event) -> None:
         """Fetches one stretch, going on where a connection broke, until someone says that it is of no use any more."""
         done, latest = request.start, time.monotonic() + LONGEST
-        again = _retrying(tenacity.sleep_using_event(ended))
+        again = _retrying(ended)
         try:
-            while True:
+            while not ended.is_set():
                 done = again(self._go_on, name, request, done, ended, latest)
                 if done >= request.stop:
                     return
@@ -136,6 +137,8 @@ class Repository(Store):
     def _go_on(self, name: str, request: Request, start: int, ended: threading.Event, latest: float) -> int:
         """Fetches from `start` on; returns how far it came, and raises an error that may pass only if nothing came."""
         done = start
+        if ended.is_set():  # while the next attempt was waited for
+            raise StorageError(f"{self.path(name)}: at byte {done:,}: given up")
         try:
             with self._open(name, start, request.stop) as answer:
                 for data in answer.iter_raw():
@@ -223,9 +226,9 @@ def wait(state: tenacity.RetryCallState) -> float:
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         limit = parse_ratelimit_headers(error.response.headers)
         if (asked := error.response.headers.get("Retry-After", "")).isdigit():
-            return float(asked)
+            return max(BACKOFF, float(asked))
         if limit and error.response.status_code == 429 and limit.remaining == 0:
-            return float(limit.reset_in_seconds)
+            return max(BACKOFF, float(limit.reset_in_seconds))
     return min(30.0, BACKOFF * 2**state.attempt_number)
 
 
@@ -238,8 +241,15 @@ def _is_over(state: tenacity.RetryCallState) -> bool:
     return state.attempt_number >= ATTEMPTS and not limited
 
 
-def _retrying(sleep: Callable[[float], None] = time.sleep) -> tenacity.Retrying:
-    return tenacity.Retrying(retry=tenacity.retry_if_exception(is_passing), wait=wait, stop=_is_over, sleep=sleep, reraise=True)
+def _retrying(ended: threading.Event | None = None) -> tenacity.Retrying:
+    """Repeats what may pass, until `ended` is set."""
+    ended = ended or threading.Event()
+
+    def stop(state: tenacity.RetryCallState) -> bool:
+        return ended.is_set() or _is_over(state)
+
+    sleep = tenacity.sleep_using_event(ended)
+    return tenacity.Retrying(retry=tenacity.retry_if_exception(is_passing), wait=wait, stop=stop, sleep=sleep, reraise=True)
 
 
 repeated = _retrying().wraps  # decorates a function that asks the hub

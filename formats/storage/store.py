@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+import base64
 import concurrent.futures
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
+
+import google_crc32c
 
 PROBE = ".weightbeam-probe"  # a file that is made and deleted
 Range = tuple[int, memoryview]  # an offset in a file, and the buffer for what lies there, as long as the buffer
@@ -29,10 +32,11 @@ class File:
     Attributes:
       name: relative to the store.
       size: in bytes.
-      version: tells its content from a later one's: its time of change in nanoseconds, its generation, its commit.
+      version: tells its content from a later one's: its time of change in nanoseconds, its generation, the hub's name of its blob.
       updated: seconds since 1970; 0 where the store doesn't say.
       inode: of a local file, else 0.
       sha256, crc32c: of its bytes, where the store says it: in hexadecimal, in base 64.
+      original: the version of the file that was uploaded as this one by `Store.copy`; empty for all others.
     """
 
     name: str
@@ -42,6 +46,7 @@ class File:
     inode: int = 0
     sha256: str | None = None
     crc32c: str | None = None
+    original: str = ""
 
 
 class Store(abc.ABC):
@@ -189,7 +194,7 @@ class Store(abc.ABC):
         """Deletes a folder below, or this one, with everything in it; nothing happens if there is none."""
         raise StorageError(f"{self.url} can't be written to")
 
-    def copy(self, source: Store, name: str, size: int, sha256: str | None = None) -> None:
+    def copy(self, source: Store, file: File) -> None:
         """Copies a file of another store, whole or not at all; within buckets no byte passes through here.
 
         Raises:
@@ -205,22 +210,34 @@ class Store(abc.ABC):
 PIECE = 16 << 20  # bytes that a copy holds
 
 
-def pieces(store: Store, name: str, size: int, sha256: str | None = None) -> Iterator[bytes]:
+def pieces(store: Store, name: str, size: int, sha256: str | None = None, crc32c: str | None = None) -> Iterator[bytes]:
     """The bytes of a file, one piece after the other.
 
     Raises:
-      StorageError: it ends too early, or its hash isn't `sha256`.
+      StorageError: it is gone, ends too early, or has another hash than is named.
     """
-    hashed = hashlib.sha256()
+    hashed, summed = hashlib.sha256(), google_crc32c.Checksum()
     for start in range(0, size, PIECE):
-        piece = store.read(name, start, min(size, start + PIECE))
+        try:
+            piece = store.read(name, start, min(size, start + PIECE))
+        except FileNotFoundError as e:
+            raise StorageError(f"{store.path(name)}: is gone") from e
         if sha256 is not None:
             hashed.update(piece)
+        if crc32c is not None:
+            summed.update(piece)
         if len(piece) != min(PIECE, size - start):
             raise StorageError(f"{store.path(name)}: ends before byte {size:,}; was it changed after it was planned?")
         yield piece
     if sha256 is not None and hashed.hexdigest() != sha256:
         raise StorageError(f"{store.path(name)}: its sha256 isn't {sha256}, what came is damaged")
+    if crc32c is not None and in_base64(summed) != crc32c:
+        raise StorageError(f"{store.path(name)}: its crc32c isn't {crc32c}, what came is damaged")
+
+
+def in_base64(summed: google_crc32c.Checksum) -> str:
+    """A checksum as buckets write it."""
+    return base64.b64encode(summed.digest()).decode()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -38,12 +38,14 @@ def name_secret(version: str | None) -> None:
 
 @functools.cache
 def _read_secret(version: str) -> str:
-    from google.api_core.client_options import ClientOptions  # only now: only where a secret is named
-    from google.api_core.exceptions import GoogleAPIError
-    from google.auth.credentials import AnonymousCredentials
-    from google.auth.exceptions import GoogleAuthError
-    from google.cloud.secretmanager import SecretManagerServiceClient
-
+    try:
+        from google.api_core.client_options import ClientOptions  # only now: only where a secret is named
+        from google.api_core.exceptions import GoogleAPIError
+        from google.auth.credentials import AnonymousCredentials
+        from google.auth.exceptions import GoogleAuthError
+        from google.cloud.secretmanager import SecretManagerServiceClient
+    except ImportError as e:
+        raise StorageError(f"{version}: the hub's token can't be read from Secret Manager: pip install 'weightbeam[gcp]'") from e
     stand_in = os.environ.get(EMULATOR)
     try:
         client = SecretManagerServiceClient(

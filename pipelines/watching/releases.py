@@ -85,12 +85,14 @@ def is_wanted(repo: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(repo, pattern) for pattern in patterns)
 
 
-def find_models(patterns: Iterable[str], since: datetime.date | None = None) -> list[str]:
-    """The names of the models that match; those that a wildcard found only if they have changed since.
+def find_models(patterns: Iterable[str], since: datetime.date | None = None) -> tuple[list[str], list[str]]:
+    """Which models match.
 
-    Raises:
-      StorageError: the hub can't be asked.
+    Returns:
+      Their names; those that a wildcard found only if they have changed since.
+      Why the models of some authors can't be listed.
     """
+    problems: list[str] = []
     found: dict[str, None] = {}
     wild: dict[str, list[str]] = {}
     for pattern in patterns:
@@ -99,14 +101,19 @@ def find_models(patterns: Iterable[str], since: datetime.date | None = None) -> 
         else:
             found[pattern] = None
     for author, theirs in wild.items():
-        for name in _names_of(author, since):
-            if is_wanted(name, theirs):
-                found[name] = None
-    return list(found)
+        try:
+            found |= {name: None for name in _names_of(author, since) if is_wanted(name, theirs)}
+        except StorageError as e:
+            problems.append(str(e))
+    return list(found), problems
 
 
 def _names_of(author: str, since: datetime.date | None) -> list[str]:
-    """An author's models, the last changed first."""
+    """An author's models, the last changed first.
+
+    Raises:
+      StorageError: the hub doesn't say.
+    """
 
     @repeated
     def names() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from formats.lease import HeldError
@@ -65,16 +65,20 @@ class Watcher:
         Raises:
           StorageError: the output can't be read or written.
         """
+        problems: list[str] = []
         if repos is None:
-            try:
-                repos = releases.find_models(self.config.models, self.config.since)
-            except StorageError as e:
-                warn(str(e))
-                return [Finding("", "", "", FAILED, str(e))]
-        return [finding for repo in repos for finding in self._look(repo)]
+            repos, problems = releases.find_models(self.config.models, self.config.since)
+        for problem in problems:
+            warn(problem)
+        return [Finding("", "", "", FAILED, problem) for problem in problems] + [finding for repo in repos for finding in self._look(repo)]
 
     def retry(self, repo: str) -> list[Finding]:
-        """Has everything of a repository that was refused or failed begin anew."""
+        """Has everything of a repository that was refused or failed begin anew.
+
+        Raises:
+          LostError: another watcher has just gone on with one of them.
+          StorageError: the output can't be read or written.
+        """
         found = [history for history in histories(self.config.output, repo) if history.state in (REFUSED, FAILED)]
         for history in found:
             self._notices.tell(history.add(DISCOVERED, "asked for again", attempt=0))
@@ -82,6 +86,7 @@ class Watcher:
 
     def _look(self, repo: str) -> Iterator[Finding]:
         known = {history.key: history for history in histories(self.config.output, repo)}
+        self._mend_pointers(repo, known.values())
         try:
             release = releases.find_release(repo, self.config.revision)
             current = {key_of(repo, release.weights, target): target for target in self.config.targets}
@@ -234,8 +239,7 @@ class Watcher:
         report = {name: facts[name] for name in ("repo", "commit", "updated", "weights", "licenses", "target", "options", "tables", "plan", "family")}
         report |= {"weightbeam": VERSION, "checkpoint": checkpoint, "items": f"{checkpoint}/0/items", "verified": facts.get("verified")}
         report["history"] = [{name: record.get(name) for name in ("state", "time", "attempt", "reason")} for record in history.records]
-        name = f"{checkpoint.removeprefix(f'{output.url}/')}/{REPORT}"
-        output.create(name, json.dumps(report, indent=1).encode())
+        output.create(self._report_of(checkpoint), json.dumps(report, indent=1).encode())
         self._notices.tell(history.add(PUBLISHED, checkpoint=checkpoint, items=report["items"]))
         self._point(history.repo, facts["target"])
 
@@ -243,12 +247,31 @@ class Watcher:
         """Has `<repo>/<target>.json` be the report of the newest release, also if another watcher publishes at this moment."""
         output, pointer = self.config.output, f"{repo}/{target}.json"
         while True:
-            published = [history.facts for history in histories(output, repo) if history.state == PUBLISHED and history.first["target"] == target]
-            newest = max(published, key=lambda facts: (facts["updated"], facts["time"]))["checkpoint"]
-            report = output.read(f"{newest.removeprefix(f'{output.url}/')}/{REPORT}")
-            if output.exists(pointer) and output.read(pointer) == report:
+            reports = (self._read(self._report_of(checkpoint)) for checkpoint in _published(histories(output, repo), target))
+            newest = next((report for report in reports if report), None)  # a checkpoint that its owner has deleted has none
+            if newest is None or self._read(pointer) == newest:
                 return
-            output.write(pointer, report)
+            output.write(pointer, newest)
+
+    def _mend_pointers(self, repo: str, known: Collection[History]) -> None:
+        """Writes `<target>.json` where a watcher was ended after it had published, and before it had said so there. Costs one read for each."""
+        for target in [] if self._dry_run else sorted({history.first["target"] for history in known if history.state == PUBLISHED}):
+            try:
+                named = json.loads(self._read(f"{repo}/{target}.json") or b"{}").get("checkpoint")
+            except (ValueError, AttributeError):  # someone's own edit
+                named = None
+            if named != _published(known, target)[0]:
+                self._point(repo, target)
+
+    def _report_of(self, checkpoint: str) -> str:
+        """The name of its report in the output."""
+        return f"{checkpoint.removeprefix(f'{self.config.output.url}/')}/{REPORT}"
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self.config.output.read(name)
+        except FileNotFoundError:
+            return None
 
     def _foresee(self, history: History, release: Release, target: Target, denied: str) -> Finding:
         """What would be done."""
@@ -268,6 +291,12 @@ class Watcher:
 def _finding(history: History) -> Finding:
     last = history.last
     return Finding(history.repo, last["commit"], last["target"], last["state"], last.get("reason", ""))
+
+
+def _published(found: Iterable[History], target: str) -> list[str]:
+    """The checkpoints that were published for a target, the newest release first."""
+    facts = [history.facts for history in found if history.state == PUBLISHED and history.first["target"] == target]
+    return [each["checkpoint"] for each in sorted(facts, key=lambda each: (each["updated"], each["time"]), reverse=True)]
 
 
 def _verification(target: Target) -> list[str]:

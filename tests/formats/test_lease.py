@@ -89,6 +89,18 @@ def test_a_lease_that_was_taken_over_is_not_removed(tmp_path: Path) -> None:
     assert path.is_symlink()
 
 
+def test_another_lease_is_not_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would never go stale."""
+    monkeypatch.setattr(lease, "HEARTBEAT", 0.01)
+    path = tmp_path / "lease"
+    with hold(path):
+        path.unlink()
+        pretend(path, age=30)
+        found = path.lstat().st_mtime
+        time.sleep(0.3)
+        assert path.lstat().st_mtime == found
+
+
 def test_of_many_racers_for_a_stale_lease_one_wins(tmp_path: Path) -> None:
     """Ten times eight processes that all find it stale at the same time."""
     race = (

@@ -215,6 +215,20 @@ def test_overwrite_leaves_nothing_of_the_old_checkpoint(tmp_path: Path) -> None:
     assert_whole(staging)
 
 
+@pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False)], ids=str)
+def test_a_late_unit_of_another_plan_doesnt_count(tmp_path: Path, format: Format) -> None:
+    """A worker that wakes after another plan was staged in the same place: its unit isn't entered, and isn't in the checkpoint."""
+    old, new = (staging_at(tmp_path / "out", 0, plan) for plan in ("old", "new"))
+    old.create(b"the old plan")
+    new.create(b"the new plan")
+    with pytest.raises(FileNotFoundError):
+        write_unit(old, 0, [(spec, box, array + 100) for spec, box, array in units()[0]], format)
+    assert new.done() == {}
+    write_all(new, format)
+    finish(new, format)
+    assert_whole(new)
+
+
 # --- deaths ---------------------------------------------------------------------------------------------------------------------
 
 # Forks a process for each death: TensorStore is used in them alone.
@@ -287,7 +301,7 @@ def test_kills_at_any_moment_leave_nothing_that_counts_halfway(dead: tuple[Forma
     done = staging.done()
     assert 0 in done
     for unit in [number for number in done if number >= 4]:  # beyond the four of the checkpoint: not in this one
-        staging.work.delete(f"units/{unit}.json")
+        staging.work.delete(f"{staging.units}/{unit}.json")
     write_all(staging, format, done=(0,))
     finish(staging, format)
     assert_whole(staging)

@@ -34,9 +34,13 @@ from servers.dataflow import FakeDataflow
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.server import Call, Reply
+from support import LLAMA, random_tensors, save
 
 from formats import lease
-from formats.storage import StorageError, Store, open_store
+from formats.links import COPY, put_source
+from formats.orbax import find_items
+from formats.safetensors import open_checkpoint
+from formats.storage import File, StorageError, Store, open_store, pieces
 from formats.storage import bucket as buckets
 from formats.storage import hub as hubs
 from formats.storage.store import Request, make_requests
@@ -211,7 +215,16 @@ def test_stores_pickle(store: Store) -> None:
     assert len({store, again, store / "b"}) == 2
 
 
-@pytest.mark.parametrize(("url", "message"), [("s3://bucket/x", "isn't supported"), ("gs://", "names no bucket"), ("gs:///x", "names no bucket")])
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://bucket/x", "isn't supported"),
+        ("gs://", "names no bucket"),
+        ("gs:///x", "names no bucket"),
+        ("gs://bucket//x", "has an empty part"),
+        ("gs://bucket/x/../y", "or a dot for one"),
+    ],
+)
 def test_what_is_no_store(url: str, message: str) -> None:
     with pytest.raises(StorageError, match=message):
         open_store(url)
@@ -438,7 +451,7 @@ OTHER = json.dumps({"owner": "o", "host": "elsewhere", "boot": "b", "pid": 1, "p
 
 def test_one_holds_a_lease(bucket: buckets.Bucket) -> None:
     with lease.hold(bucket, "lease"):
-        assert lease.is_held(bucket, "lease")
+        assert [file.name for file in bucket.list()] == ["lease"]
         with pytest.raises(lease.HeldError, match=f"process {os.getpid()} on "), lease.hold(bucket, "lease"):
             pass
     assert bucket.list() == []
@@ -488,6 +501,92 @@ def test_a_lease_that_was_lost_is_left_alone(bucket: buckets.Bucket) -> None:
     assert bucket.read("lease") == OTHER
 
 
+def test_a_lease_is_judged_by_the_buckets_clock(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine's says."""
+    gcs.clock = lambda: time.time() - 2 * lease.STALE
+    bucket.write("lease", OTHER)
+    with pytest.raises(lease.HeldError, match="elsewhere"), lease.hold(bucket, "lease"):
+        pass
+    now = time.time()
+    monkeypatch.setattr(lease.time, "time", lambda: now - 2 * lease.STALE)
+    gcs.clock = lambda: now - lease.STALE + 5
+    with lease.hold(bucket, "lease"):
+        pass
+    assert bucket.list() == []
+
+
+def test_a_lease_that_cant_be_released(bucket: buckets.Bucket, gcs: FakeGcs) -> None:
+    """What was done under it is done."""
+    with lease.hold(bucket, "lease"):
+        gcs.read_only = ["bucket"]
+    assert bucket.exists("lease")
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["hub", "folder", "bucket"])
+def release(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A store that holds a model."""
+    folder = save(tmp_path / "release", LLAMA, random_tensors(LLAMA))
+    if request.param == "folder":
+        return open_store(folder)
+    if request.param == "hub":
+        request.getfixturevalue("hub").add("org/release", folder)
+        return open_store("hf://org/release")
+    made = request.getfixturevalue("bucket") / "release"
+    for path in folder.iterdir():
+        made.write(path.name, path.read_bytes())
+    return made
+
+
+def test_a_finished_copy_is_kept(release: Store, bucket: buckets.Bucket, gcs: FakeGcs, tmp_path: Path) -> None:
+    """In a bucket or a folder; another one is replaced."""
+    checkpoint = open_checkpoint(release)
+    shard, config = checkpoint.shards[0], len(release.read("config.json"))
+    wanted = release.read(shard.name)
+    for target in (bucket / "copy", open_store(tmp_path / "copy")):
+        put_source(target, checkpoint, COPY)
+        first = target.stat(shard.name)
+        gcs.log.clear()
+        put_source(target, checkpoint, COPY)
+        assert target.stat(shard.name) == first
+        assert gcs.log.received < config + 5000
+        for other in (wanted[::-1], wanted[:-1]):
+            target.write(shard.name, other)
+            put_source(target, checkpoint, COPY)
+            assert target.read(shard.name) == wanted
+
+
+def test_what_cant_be_copied(bucket: buckets.Bucket, gcs: FakeGcs, tmp_path: Path) -> None:
+    """A source that is gone, a bucket that isn't there, or may not be written to."""
+    folder = open_store(tmp_path)
+    bucket.write("x", DATA)
+    folder.write("x", DATA)
+    for source in (bucket, folder):
+        with pytest.raises(StorageError, match=f"{source.url}/none: is gone"):
+            (bucket / "copy").copy(source, File("none", 5, "1"))
+        with pytest.raises(StorageError, match="there is no bucket gs://none"):
+            buckets.Bucket("gs://none/x").copy(source, File("x", len(DATA), "1"))
+    gcs.read_only = ["bucket"]
+    for source in (bucket, folder):
+        with pytest.raises(StorageError, match=f"{bucket.url}/copy/x: 403.*roles/storage.objectUser"):
+            (bucket / "copy").copy(source, File("x", len(DATA), "1"))
+    assert [file.name for file in bucket.list()] == ["x"]
+
+
+def test_what_comes_is_checked(bucket: buckets.Bucket) -> None:
+    bucket.write("x", DATA)
+    found = bucket.stat("x")
+    assert found is not None
+    assert b"".join(pieces(bucket, "x", len(DATA), hashlib.sha256(DATA).hexdigest(), found.crc32c)) == DATA
+    bucket.write("x", DATA[::-1])
+    with pytest.raises(StorageError, match="its crc32c isn't"):
+        list(pieces(bucket, "x", len(DATA), crc32c=found.crc32c))
+    with pytest.raises(StorageError, match="its sha256 isn't"):
+        list(pieces(bucket, "x", len(DATA), sha256=hashlib.sha256(DATA).hexdigest()))
+
+
 # --- the hub ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -529,7 +628,7 @@ def test_what_a_repository_holds(model: hubs.Repository, hub: FakeHub) -> None:
     assert {name: file.size for name, file in files.items() if name in FILES} == {name: len(data) for name, data in FILES.items()}
     assert files[SHARD].sha256 == hashlib.sha256(DATA).hexdigest()
     assert files["config.json"].sha256 is None
-    assert {file.version for file in files.values()} == {hub.repositories[REPO].head.sha}
+    assert files[SHARD].version == files[SHARD].sha256
     assert [file.name for file in model.list("weights/", recursive=False)] == [SHARD]
     assert [file.name for file in model.list("weights/")] == [SHARD, "weights/more/tokenizer.json"]
     assert hub.log.counts() == {"info": 1}
@@ -543,6 +642,21 @@ def test_what_a_repository_holds(model: hubs.Repository, hub: FakeHub) -> None:
     with pytest.raises(StorageError, match="can't be written to"):
         model.write("x", b"")
     assert pickle.loads(pickle.dumps(model)).read("config.json") == b"{}"
+
+
+def test_a_file_that_a_commit_leaves_alone_keeps_its_version(model: hubs.Repository, hub: FakeHub, tmp_path: Path) -> None:
+    """So a new model card doesn't make another plan."""
+    change(hub, tmp_path)
+    again = open_store(f"hf://{REPO}")
+    assert again.url != model.url
+    kept = ["config.json", "weights/more/tokenizer.json"]
+    assert [again.stat(name) for name in kept] == [model.stat(name) for name in kept]
+    assert len({file.version for store in (model, again) for name in FILES if (file := store.stat(name))}) == 4
+
+
+def test_a_repository_holds_no_orbax_checkpoint(model: hubs.Repository) -> None:
+    with pytest.raises(StorageError, match=f"{model.url} can't hold an Orbax checkpoint"):
+        find_items(f"hf://{REPO}")
 
 
 @pytest.mark.parametrize("redirected", [False, True])
@@ -703,6 +817,26 @@ def test_after_a_failure_no_buffer_is_written(model: hubs.Repository, hub: FakeH
     left = bytes(buffer)
     time.sleep(0.5)
     assert bytes(buffer) == left
+
+
+def test_after_a_failure_few_requests_are_made(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What still waits, because the hub limits it, asks no more."""
+    monkeypatch.setattr(hubs, "MOST", 50_000)
+    monkeypatch.setattr(hubs, "LONGEST", 6.0)
+    together, asked = threading.Barrier(4), []  # of four stretches one fails, when the others have been refused
+
+    def answer(call: Call) -> Reply:
+        asked.append(call.headers["Range"])
+        if len(asked) <= 4:
+            together.wait(10)
+        return Reply(404) if call.headers["Range"].startswith("bytes=0-") else Reply(429, headers={"Retry-After": "3"})
+
+    monkeypatch.setattr(hub.cdn, "answer", answer)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="404"):
+        fetch(model, SHARD, (0, len(DATA)))
+    assert time.monotonic() - began < 2
+    assert len(asked) == len(set(asked)) == 4
 
 
 def test_few_connections_at_a_time(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,13 @@ def test_no_secret_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EMULATOR, "http://127.0.0.1:1")
     name_secret(NAME)
     with pytest.raises(StorageError, match=re.escape(f"{NAME}: the hub's token can't be read from Secret Manager: ")):
+        token()
+
+
+def test_an_installation_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google.cloud.secretmanager", None)
+    name_secret(NAME)
+    with pytest.raises(StorageError, match=re.escape(f"{NAME}: the hub's token can't be read from Secret Manager: pip install 'weightbeam[gcp]'")):
         token()
 
 

@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Path:
 
 def ledger(output: Path) -> dict[str, str]:
     """The attempt that made each unit, by the unit's file."""
-    entries = output.glob("0.orbax-checkpoint-tmp/units/[0-9]*.json")
+    entries = output.glob("0.orbax-checkpoint-tmp/units/*/[0-9]*.json")
     return {path.name: json.loads(path.read_bytes())["attempt"] for path in entries}
 
 
@@ -71,7 +71,7 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     rest = [conversion.expand(unit) for unit in range(len(conversion.units)) if f"{unit}.json" not in second]
     assert len(rest) > 3
     with staging_at(output, 0).hold():  # the killed process's, which is stale
-        result = execute(conversion, staging_at(output, 0), pipeline_options([]), resume=True)
+        result = execute(conversion, staging_at(output, 0, conversion.hash), pipeline_options([]), resume=True)
     assert result is not None
     (written,) = [c.result for c in result.metrics().query()["counters"] if (c.key.metric.namespace, c.key.metric.name) == ("WriteChunks", "bytes")]
     assert written == sum(math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for unit in rest for job in unit.jobs)

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,7 +34,7 @@ from formats.storage import hub as storage
 from formats.storage import open_store
 from pipelines.watching import isolation
 from pipelines.watching.config import Target, read_config
-from pipelines.watching.records import ROOT, History, LostError, key_of
+from pipelines.watching.records import ROOT, History, LostError, histories, key_of
 from pipelines.watching.releases import find_release
 from transforms.options import Options
 
@@ -306,6 +307,24 @@ def test_wildcards_and_dates(watch: Watch, hub: FakeHub, tmp_path: Path, capsys:
     assert [name for name in hub.repositories if name in shown] == ["acme/old-named", "acme/new-llama"]
 
 
+def test_an_author_who_cant_be_listed_holds_up_nobody_else(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither models that are named nor those of others; each such author is a failure."""
+    folder = release(tmp_path / "hf")
+    hub.add(REPO, folder)
+    hub.add("last/tiny", folder)
+    gone = hub.fail("status", status=404, matching=r"/api/models\?.*author=(ghost|spectre)")
+    watch.set(models=["ghost/*", REPO, "spectre/*", "last/*"], licenses=[])
+    assert watch.once() == 1
+    assert gone.hits == 2
+    said = capsys.readouterr()
+    for author in ("ghost", "spectre"):
+        assert f"the models of {author}: " in said.out
+        assert f"the models of {author}: " in said.err
+    assert watch.states() == watch.states("last/tiny") == [["discovered", "refused"]]
+    hub.faults = []
+    assert watch.once() == 0
+
+
 # --- what is stopped, moved or broken on the way --------------------------------------------------------------------------------
 
 
@@ -318,7 +337,7 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     first = hub.repositories[REPO].head.sha
     hub.cdn.faults = [Fault("slow", seconds=0.3)]
     with watch.start("--once") as process:
-        wait_for(lambda: len(list(watch.output.glob(f"{REPO}/*/*/0.orbax-checkpoint-tmp/units/[0-9]*.json"))) > 1, process)
+        wait_for(lambda: len(list(watch.output.glob(f"{REPO}/*/*/0.orbax-checkpoint-tmp/units/*/[0-9]*.json"))) > 1, process)
         second = hub.commit(REPO, release(tmp_path / "second", seed=1))
         workers = children_of(process.pid)
         process.kill()
@@ -327,7 +346,7 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     wait_for(lambda: not any(is_alive(worker) for worker in workers))
     assert watch.states() == [["discovered", "planned", "converting"]]
     (staging,) = watch.output.glob(f"{REPO}/*/*/0.orbax-checkpoint-tmp")
-    made = {path.name: json.loads(path.read_bytes())["attempt"] for path in staging.glob("units/[0-9]*.json")}
+    made = {path.name: json.loads(path.read_bytes())["attempt"] for path in staging.glob("units/*/[0-9]*.json")}
     hub.cdn.faults = []
     assert watch.once() == 0
     assert watch.states() == [["discovered", "planned", "converting", "converting", "verified", "published"], WHOLE]
@@ -338,6 +357,40 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     assert_same_bits(restore(checkpoints[first]), wanted())
     assert_same_bits(restore(checkpoints[second]), wanted(seed=1))
     assert watch.published()["commit"] == second
+
+
+def test_killed_before_the_pointer_is_written(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
+    """`published` is recorded, and told of; then `kill -9`. The next round has the pointer name the newest release: first there is none, then it names
+    an older one. What is deleted stays deleted.
+    """
+    pointer = watch.output / REPO / "fsdp2.json"
+    hub.add(REPO, release(tmp_path / "hf"))
+    for seed in (0, 1):
+        if seed:
+            hub.commit(REPO, release(tmp_path / "newer", seed=seed))
+        before = pointer.read_bytes() if seed else None
+        with Inbox() as inbox:
+            watch.set(notify=[inbox.url])
+            with watch.start("--once") as process:
+                inbox.taken = lambda message, process=process: process.kill() if message["state"] == "published" else None
+                process.communicate(timeout=PATIENCE)
+        assert process.returncode == -signal.SIGKILL
+        watch.set(notify=[])
+        assert watch.states() == [WHOLE] * (seed + 1)
+        assert watch.once("--dry_run") == 0
+        assert (pointer.read_bytes() if pointer.exists() else None) == before
+        assert watch.once() == 0
+        assert watch.published()["commit"] == hub.repositories[REPO].head.sha
+        assert_same_bits(restore(step_of(watch.published())), wanted(seed))
+    written = pointer.stat()
+    assert watch.once() == 0
+    assert pointer.stat() == written
+    assert watch.states() == [WHOLE, WHOLE]
+    for gone in [watch.published()["checkpoint"], *map(str, watch.output.glob(f"{REPO}/*/fsdp2-*"))]:
+        shutil.rmtree(gone, ignore_errors=True)
+        pointer.unlink(missing_ok=True)
+        assert watch.once() == 0
+        assert pointer.exists() == any(watch.output.glob(f"{REPO}/*/fsdp2-*"))
 
 
 def children_of(pid: int) -> list[int]:
@@ -461,9 +514,11 @@ class Inbox(Server):
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[dict[str, Any]] = []
+        self.taken: Callable[[dict[str, Any]], object] = lambda message: None  # called before the sender has its answer
 
     def answer(self, call: Call) -> Reply:
         self.messages.append(json.loads(call.body))
+        self.taken(self.messages[-1])
         return json_reply(200, {})
 
     def refusal(self, fault: Fault) -> Reply:
@@ -482,6 +537,30 @@ def test_states_are_sent_to_webhooks(watch: Watch, hub: FakeHub, tmp_path: Path,
         assert inbox.messages[-1]["text"].startswith(f"{REPO}@")
         assert inbox.messages[-1]["items"].endswith("/0/items")
     assert "wasn't told" not in capsys.readouterr().err
+
+
+def test_a_retry_that_another_watcher_is_faster_with(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes on with one target while the message of the other is delivered."""
+    targets = [dict(name=name) for name in ("first", "second")]
+    watch.set(licenses=[], targets=targets)
+    hub.add(REPO, release(tmp_path / "hf"))
+    assert watch.once() == 0
+
+    def go_on(_: object) -> None:
+        for history in histories(open_store(str(watch.output)), REPO):
+            if history.state == "refused":
+                history.add("discovered")
+
+    with Inbox() as inbox:
+        inbox.taken = go_on
+        watch.set(notify=[inbox.url])
+        assert watch.once("--retry", REPO) == 1
+        said = capsys.readouterr().err
+        assert "another watcher has gone on with it" in said
+        assert "run it again" in said
+        assert "Traceback" not in said
+        assert watch.states() == [["discovered", "refused", "discovered"]] * 2
+        assert watch.once("--retry", REPO) == 0
 
 
 def test_a_webhook_that_is_gone_stops_nothing(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
