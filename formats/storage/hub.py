@@ -38,6 +38,7 @@ from formats.storage.token import token
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONNECT, STALL = 10.0, 30.0  # seconds to connect, and between two pieces of an answer
 ATTEMPTS = 8  # in a row, without a byte of progress
+FIRST = 4  # at the first request of all: who is offline is told so in seconds
 BACKOFF = 0.5  # seconds; doubled before each attempt
 LONGEST = 3600.0  # seconds for one request, and for attempts in a row
 MOST = 16 << 20  # bytes of a request
@@ -232,21 +233,21 @@ def wait(state: tenacity.RetryCallState) -> float:
     return min(30.0, BACKOFF * 2**state.attempt_number)
 
 
-def _is_over(state: tenacity.RetryCallState) -> bool:
+def _is_over(state: tenacity.RetryCallState, attempts: int) -> bool:
     """Whether to give up. A hub that says when to come again is obeyed however often, as long as that is soon enough."""
     if (state.seconds_since_start or 0.0) + state.upcoming_sleep > LONGEST:
         return True
     error = state.outcome.exception() if state.outcome else None
     limited = isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code == 429
-    return state.attempt_number >= ATTEMPTS and not limited
+    return state.attempt_number >= attempts and not limited
 
 
-def _retrying(ended: threading.Event | None = None) -> tenacity.Retrying:
+def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) -> tenacity.Retrying:
     """Repeats what may pass, until `ended` is set."""
     ended = ended or threading.Event()
 
     def stop(state: tenacity.RetryCallState) -> bool:
-        return ended.is_set() or _is_over(state)
+        return ended.is_set() or _is_over(state, attempts)
 
     sleep = tenacity.sleep_using_event(ended)
     return tenacity.Retrying(retry=tenacity.retry_if_exception(is_passing), wait=wait, stop=stop, sleep=sleep, reraise=True)
@@ -260,7 +261,7 @@ _INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repositor
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
     try:
-        return repeated(api().model_info)(repo, revision=revision, files_metadata=True, timeout=STALL)
+        return _retrying(attempts=FIRST).wraps(api().model_info)(repo, revision=revision, files_metadata=True, timeout=STALL)
     except (HfHubHTTPError, HFValidationError, httpx2.HTTPError) as e:
         _fail(url, repo, e)
 
