@@ -205,9 +205,10 @@ def _processes() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, so that another one with its number isn't taken for it; empty if there is none."""
+    """When a process was started, so that another one with its number isn't taken for it; empty if there is none, or it is dead."""
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in ("Z", "X") else fields[19]  # dead, and nobody has taken notice yet
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -48,11 +48,12 @@ def test_a_living_owner_keeps_everyone_out(tmp_path: Path) -> None:
             pass
     finally:
         process.kill()
-        process.wait()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still among the processes until its parent looks
     assert path.is_symlink()
     with hold(path):
         assert path.is_symlink()
     assert list(tmp_path.iterdir()) == []
+    process.wait()
 
 
 def test_an_owner_elsewhere_is_stale_only_when_it_stops_renewing(tmp_path: Path) -> None:
