@@ -34,9 +34,11 @@ TRANSFER = 1.1e9
 # Of the services.
 START = 240.0  # seconds until a worker works: its machine, the image, the plan. An estimate
 LATENCY = 0.05  # seconds until a bucket answers. An estimate
-IN_TURN = 5  # requests of a unit that wait for each other: read, manifest, data, manifest, ledger
+IN_TURN = 5  # requests of a unit that wait for each other, counted likewise: read, manifest, data, manifest, ledger
 OBJECTS = 3  # that a unit writes: data, manifest, ledger
-ASSEMBLY_REQUESTS, AT_A_TIME = 4, 16  # for each unit, of one worker: ledger, manifest, root of the tree, and the ledger's removal
+# Answers that the assembly, on one worker, waits for in turn for each unit, counted at a test server (2026-11-21): its ledger entry's reading
+# and removal, of 16 units at a time, and four reads of its database by TensorStore, of 32.
+ASSEMBLY_ANSWERS = 2 / 16 + 4 / 32
 MERGE = 1.5 / 5000  # seconds for each database of 100 keys (measured with 5,000 of them, locally)
 # Requests a second that a bucket takes at first, and the seconds in which they may double (cloud.google.com/storage/docs/request-rate)
 BUCKET_WRITES, BUCKET_READS, DOUBLING = 1000.0, 5000.0, 1200.0
@@ -182,7 +184,7 @@ def estimate(efforts: Sequence[Effort], workers: int, worker: Worker, files: int
         (ramp(reads, BUCKET_READS), "reads that a bucket takes"),
         ((-(-resolves // HUB_RESOLVES) - 1) * HUB_WINDOW, "files that the hub gives"),
     )
-    assembly = len(efforts) * (MERGE + ASSEMBLY_REQUESTS * LATENCY / AT_A_TIME)
+    assembly = len(efforts) * (MERGE + ASSEMBLY_ANSWERS * LATENCY)
     _, limit = max((seconds, limit), (START, "start-up"), (assembly, "assembly"))
     wall = START + seconds + assembly
     hours = workers * wall / 3600
