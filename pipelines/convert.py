@@ -111,14 +111,15 @@ def share_left(staging: Staging, conversion: Conversion) -> float:
 
 
 def _check_output(staging: Staging, conversion: Conversion, args: argparse.Namespace) -> list[Problem]:
-    """What stands against writing there."""
+    """What stands against writing there, the place's own refusals among it."""
     try:
-        return list(_output_problems(staging, conversion, args))
-    except StorageError as e:
-        return [Problem("output", str(staging.output), str(e))]
+        return _find_problems(staging, conversion, args)
+    except OSError as e:
+        return [Problem("output", str(staging.output), reason(e))]
 
 
-def _output_problems(staging: Staging, conversion: Conversion, args: argparse.Namespace) -> list[Problem]:
+def _find_problems(staging: Staging, conversion: Conversion, args: argparse.Namespace) -> list[Problem]:
+    """What lies there already, and whether there is room."""
     resume, overwrite = args.resume, args.overwrite
 
     def problem(place: Store, message: str) -> list[Problem]:

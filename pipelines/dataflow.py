@@ -160,13 +160,16 @@ def check_alone(options: PipelineOptions) -> None:
       RefusedError: Dataflow doesn't let us see.
     """
     from google.api_core.exceptions import GoogleAPIError
+    from google.auth.exceptions import GoogleAuthError
 
     cloud = options.view_as(GoogleCloudOptions)
     if cloud.template_location:  # the job that a template is launched for has the name already
         return
     try:
         job = find_active(options, cloud.job_name)
-    except (GoogleAPIError, OSError) as e:
+    except ImportError as e:
+        raise RefusedError("Google's clients aren't installed, and Dataflow can't be asked for its jobs; pip install 'weightbeam[gcp]'") from e
+    except (GoogleAPIError, GoogleAuthError, OSError) as e:
         raise RefusedError(f"Dataflow in {cloud.project}, {cloud.region} can't be asked for its jobs: {e}") from e
     if job:
         todo = f"wait for it, or gcloud dataflow jobs cancel {job} --project {cloud.project} --region {cloud.region}"
@@ -187,10 +190,13 @@ def check_noted(staging: Staging, options: PipelineOptions) -> None:
     """
     try:
         noted = json.loads(staging.work.read(JOB))
+        name, project, region = noted["job_name"], noted["project"], noted["region"]
     except FileNotFoundError:
         return
+    except (ValueError, KeyError, TypeError) as e:
+        raise RefusedError(f"  output: {staging.work.path(JOB)} should name the job that is at work there, and is damaged; delete it if there is none") from e
     cloud = options.view_as(GoogleCloudOptions)
-    cloud.job_name, cloud.project, cloud.region, cloud.template_location = noted["job_name"], noted["project"], noted["region"], None
+    cloud.job_name, cloud.project, cloud.region, cloud.template_location = name, project, region, None
     try:
         check_alone(options)
     except RefusedError as e:

@@ -15,7 +15,7 @@ import yaml
 
 from formats.orbax import custom_metadata
 from formats.safetensors import Checkpoint, open_checkpoint
-from formats.storage import StorageError, Store
+from formats.storage import StorageError, Store, reason
 from formats.storage.token import name_secret
 from model_mappings.cells import pattern
 from model_mappings.plan import Problem
@@ -43,6 +43,8 @@ def prepare_conversion(args: argparse.Namespace) -> Conversion:
         checkpoint = open_checkpoint(args.source)
     except StorageError as e:
         raise RefusedError(str(e)) from e
+    except OSError as e:  # of a folder that can't be looked at
+        raise RefusedError(f"--source={args.source}: {reason(e)}") from e
     try:
         return prepare(options, checkpoint)
     except MeshError as e:

@@ -185,8 +185,10 @@ class LocalFolder(Store):
         path = self.folder / name
         try:
             found = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except OSError as e:
+            if e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # nothing, or a link that leads to itself
+                return None
+            raise
         if stat.S_ISDIR(found.st_mode):
             return None
         return File(name, found.st_size, str(found.st_mtime_ns), found.st_mtime, found.st_ino, _sha256_of_blob(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -158,7 +159,8 @@ class Watcher:
                     self._work(history, target, apart)
                 except KeyboardInterrupt:  # a stop that was asked for isn't the release's fault
                     if history.state == CONVERTING:
-                        history.add(PLANNED, "stopped on the way", attempt=history.attempt - 1)
+                        with contextlib.suppress(LostError):  # another watcher has said so, or gone on; this one stops all the same
+                            history.add(PLANNED, "stopped on the way", attempt=history.attempt - 1)
                     raise
         except HeldError as e:
             return dataclasses.replace(_finding(history), state=BUSY, reason=str(e))

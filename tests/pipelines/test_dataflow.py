@@ -461,3 +461,14 @@ def test_the_secret_s_name_reaches_this_process_too(tmp_path: Path, monkeypatch:
     source = save(tmp_path / "hf", LLAMA, *split(random_tensors(LLAMA), 1))
     assert call("plan", "--source", source, "--hf_token_secret", NAME) == 0
     assert os.environ[SECRET] == NAME
+
+
+@pytest.mark.parametrize("noted", [b"not JSON", b"[]", b'{"job_name": "x"}'])
+def test_a_note_of_a_job_that_is_damaged(tmp_path: Path, noted: bytes) -> None:
+    """Nobody knows whether that job is at work: what is staged isn't touched, and the message says which file to look at."""
+    staging = staging_at(tmp_path, 0)
+    staging.create(b"the plan")
+    staging.work.write(dataflow.JOB, noted)
+    with pytest.raises(RefusedError, match=dataflow.JOB):
+        dataflow.check_noted(staging, PipelineOptions())
+    assert staging.is_staged()

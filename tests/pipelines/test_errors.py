@@ -227,6 +227,14 @@ def test_a_source_that_isnt_there(refused: Refused, tmp_path: Path) -> None:
     assert "nowhere" in refused(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     assert "file" in refused(tmp_path / "file")
+    assert "File name too long" in refused(tmp_path / ("x" * 300))
+
+
+def test_a_link_beside_the_weights_that_leads_to_itself(tmp_path: Path) -> None:
+    """What isn't the model's is nobody's business, before the conversion and after it."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    (source / "loop").symlink_to("loop")
+    convert(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("missing", ["--source", "--output"])
