@@ -89,6 +89,12 @@ resource "google_secret_manager_secret_iam_member" "hub_token" {
   member    = each.value.member
 }
 
+resource "google_secret_manager_secret_iam_member" "releases_webhook" {
+  secret_id = google_secret_manager_secret.releases_webhook.id
+  role      = "roles/secretmanager.secretAccessor"
+  member    = google_service_account.watcher.member
+}
+
 # The watcher's jobs run as the worker.
 resource "google_service_account_iam_member" "watcher_as_worker" {
   service_account_id = google_service_account.worker.name

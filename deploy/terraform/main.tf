@@ -68,9 +68,20 @@ resource "google_artifact_registry_repository" "images" {
   depends_on = [google_project_service.enabled]
 }
 
-# Its value never passes through Terraform: the README adds it with gcloud.
+# Their values never pass through Terraform: the README adds them with gcloud.
 resource "google_secret_manager_secret" "hub_token" {
   secret_id = "weightbeam-hub-token"
+
+  replication {
+    auto {}
+  }
+
+  depends_on = [google_project_service.enabled]
+}
+
+# A webhook's URL is a secret too: who has it can write there.
+resource "google_secret_manager_secret" "releases_webhook" {
+  secret_id = "weightbeam-releases-webhook"
 
   replication {
     auto {}

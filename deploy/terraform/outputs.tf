@@ -27,3 +27,8 @@ output "hub_token" {
   description = "The secret that a version with the hub's token may be added to."
   value       = google_secret_manager_secret.hub_token.id
 }
+
+output "releases_webhook" {
+  description = "The secret that a version with the URL of a webhook may be added to."
+  value       = google_secret_manager_secret.releases_webhook.id
+}

@@ -34,11 +34,26 @@ resource "google_cloud_run_v2_job" "watch" {
             value = env.value
           }
         }
+
+        dynamic "env" {
+          for_each = var.releases_webhook ? [google_secret_manager_secret.releases_webhook.secret_id] : []
+
+          content {
+            name = "RELEASES_WEBHOOK"
+
+            value_source {
+              secret_key_ref {
+                secret  = env.value
+                version = "latest"
+              }
+            }
+          }
+        }
       }
     }
   }
 
-  depends_on = [google_secret_manager_secret_iam_member.hub_token, google_storage_bucket_iam_member.objects]
+  depends_on = [google_secret_manager_secret_iam_member.hub_token, google_secret_manager_secret_iam_member.releases_webhook, google_storage_bucket_iam_member.objects]
 }
 
 resource "google_cloud_run_v2_job_iam_member" "scheduler" {

@@ -63,6 +63,12 @@ variable "schedule" {
   }
 }
 
+variable "releases_webhook" {
+  description = "Whether the secret has a version with the URL that the watcher tells of each release, as $RELEASES_WEBHOOK in its configuration."
+  type        = bool
+  default     = false
+}
+
 variable "hub_token" {
   description = "Whether the secret has a version with the hub's token. Only gated and private models need one."
   type        = bool
