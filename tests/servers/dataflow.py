@@ -90,9 +90,7 @@ class FakeDataflow(Server):
             ("GET", f"{one}/metrics", self._metrics),
             ("POST", TOKEN, lambda call: json_reply(200, {"access_token": "for-a-test", "expires_in": 3600, "token_type": "Bearer"}, kind="token")),
         )
-        if (found := route(routes, call.method, call.path)) is None:
-            raise NotImplementedError
-        function, parts = found
+        function, parts = route(routes, call.method, call.path)
         with self.lock:
             return function(call, *parts)
 

@@ -109,10 +109,7 @@ class FakeGcs(Server):
         return made
 
     def answer(self, call: Call) -> Reply:
-        found = route(self._routes, call.method, call.path)
-        if found is None:
-            raise NotImplementedError(f"{call.method} {call.path}")
-        function, parts = found
+        function, parts = route(self._routes, call.method, call.path)
         try:
             self._admit(call.method not in ("GET", "HEAD") and function != self._copy, parts[:2])
             reply = function(call, *parts)

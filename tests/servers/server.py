@@ -346,9 +346,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 Route = tuple[str, str, Callable[..., Reply]]
 
 
-def route(routes: Iterable[Route], method: str, path: str) -> tuple[Callable[..., Reply], list[str]] | None:
-    """The first function whose method and path pattern fit, and the decoded parts of the path."""
+def route(routes: Iterable[Route], method: str, path: str) -> tuple[Callable[..., Reply], list[str]]:
+    """The first function whose method and path pattern fit, and the decoded parts of the path.
+
+    Raises:
+      NotImplementedError: none fits.
+    """
     for methods, pattern, function in routes:
         if method in methods.split() and (match := re.fullmatch(pattern, path)):
             return function, [urllib.parse.unquote(part or "") for part in match.groups()]
-    return None
+    raise NotImplementedError(f"{method} {path}")
