@@ -52,5 +52,5 @@ setup(
     package_data={"transforms": ["*.json"]},
     install_requires=CORE,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["weightbeam = pipelines.cli:main"]},
+    entry_points={"console_scripts": ["weightbeam = pipelines.cli:run"]},
 )

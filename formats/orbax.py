@@ -53,6 +53,7 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
         future.result()
     if transaction is not None:
         transaction.commit_sync()
+        staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")  # the page cache would grow by the whole checkpoint, and push out what others read
     shares: dict[str, int] = {}
     for spec, box, values in shards:
         shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values)

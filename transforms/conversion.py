@@ -34,7 +34,7 @@ from model_mappings.registry import UnknownFamilyError, family_of
 from transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
 from transforms.mesh import Mesh, Rules, axes_in, model_rules
 from transforms.options import Options
-from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, interleave, make_blocks, pack
+from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, largest_first, make_blocks, pack
 from transforms.virtual import Placement, loads_of, place_arrays, problems_of, references, warnings_of
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
@@ -378,4 +378,4 @@ def _units(options: Options, arrays: Sequence[Array], made: Sequence[int], grids
         group = [made[twin] for twin in twins]
         cut = [make_blocks(number, arrays[number], grids[number], encodings, options.unit_bytes // len(group)) for number in group]
         blocks += zip(*cut, strict=True)
-    return interleave(pack(blocks, options.unit_bytes))
+    return largest_first(pack(blocks, options.unit_bytes))

@@ -249,7 +249,11 @@ def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool, s
     return written
 
 
-def unit_ranges(units: int, size: int = 16, most: int = 256) -> Sequence[tuple[int, int]]:
-    """Ranges of `size` unit ids for `Create`, longer ones where there would be more than `most`: what is in `Create` is in the job."""
+def unit_ranges(units: int, size: int = 1024, most: int = 256) -> Sequence[tuple[int, int]]:
+    """Ranges of `size` unit ids for `Create`, longer ones where there would be more than `most`: what is in `Create` is in the job.
+
+    To expand so many takes less time than to make the plan, which each worker that expands some has to do first. And one range
+    leaves the units in their order.
+    """
     size = max(size, -(-units // most))
     return [(start, min(start + size, units)) for start in range(0, units, size)]

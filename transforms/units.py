@@ -1,7 +1,7 @@
 """Units: what Beam moves. Whole shards of one or several arrays, and the boxes to read for them.
 
 A unit's working set (boxes read, their decoded values, and the shards made of them) is bounded. Units never cut across a row
-of a tensor, so that every source byte is read once. Their order spreads large and small ones evenly over however many workers.
+of a tensor, so that every source byte is read once. The largest come first.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ from model_mappings.cells import Box, Part, Piece, extent, volume
 from model_mappings.plan import Array
 from transforms.arena import aligned
 from transforms.grid import MIN_RUN, Grid
-
-WORKERS = np.arange(1, 65)  # numbers of workers that the order of units suits
-STEP = 16  # units that are put in order at a time
-GOLDEN = np.uint32(2654435769)  # 2**32 ÷ the golden ratio
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,40 +104,14 @@ def pack(blocks: Sequence[tuple[Block, ...]], unit_bytes: int) -> list[tuple[Blo
     return units
 
 
-def interleave(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]:
-    """The same units, large and small ones by turns; those of one size stay in the order of the source's bytes.
+def largest_first(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]:
+    """The same units in the order of their sizes; those of one size stay in the order of the source's bytes.
 
-    Beam's local runner deals its work once, and doesn't deal again.
+    However many the workers are, none has more than one unit more to do than another. So it is where each takes the next unit
+    when it is ready for one, and where they are dealt out in turn, once, as Beam's local runner does it: what a worker gets in
+    one round is at most what any other got in the round before.
     """
-    sizes = [sum(block.working_bytes for block in unit) for unit in units]
-    made: list[tuple[Block, ...]] = [()] * len(units)
-    for place, unit in zip(np.argsort(spread(sizes), kind="stable"), np.argsort(sizes, kind="stable"), strict=True):
-        made[place] = units[unit]
-    return made
-
-
-def spread(sizes: Sequence[int]) -> np.ndarray:
-    """Puts sizes in an order that shares them out evenly, dealt in turn or in runs, to any number of `WORKERS`.
-
-    First by multiples of the golden ratio: every run has large and small ones in their proportion. That alone favours some who
-    are dealt to in turn; so within each step the largest go where those that they would fall to have had least. The last of 1 to
-    64 workers has at most two and a half of the largest more than the mean, for the units of real models; unsorted it was hundreds.
-
-    In integers: processors round sums of floats differently, and every worker must come to the same order.
-    """
-    count, largest = len(sizes), max([1, *sizes])
-    placed = np.empty(count, np.int64)
-    placed[np.argsort(np.arange(count, dtype=np.uint32) * GOLDEN, kind="stable")] = np.sort(np.asarray(sizes, np.int64))
-    shares = np.arange(count + 1) * int((placed * 1000 // largest).sum()) // max(1, count)  # what is due before each place
-    had = np.zeros(WORKERS.sum(), np.int64)  # more than its share, in thousandths of the largest: each worker of 1, of 2, of 3 …
-    first = np.cumsum(WORKERS) - WORKERS
-    for start in range(0, count, STEP):
-        places = np.arange(start, min(start + STEP, count))
-        whose = first + places[:, np.newaxis] % WORKERS
-        needy = np.argsort((had[whose] ** 3).sum(axis=1), kind="stable")
-        placed[places[needy]] = np.sort(placed[places])[::-1]
-        np.add.at(had, whose, (placed[places] * 1000 // largest - np.diff(shares[start : start + STEP + 1]))[:, np.newaxis])
-    return placed
+    return sorted(units, key=lambda unit: sum(block.working_bytes for block in unit), reverse=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

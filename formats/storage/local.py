@@ -216,6 +216,13 @@ class LocalFolder(Store):
     def delete_folder(self, name: str = "") -> None:
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
+    def forget(self, name: str) -> None:
+        if not hasattr(os, "posix_fadvise"):  # as on macOS
+            return
+        for entry in os.scandir(self.folder / name):
+            with open(entry.path, "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def kvstore(self) -> dict[str, Any]:
         return {"driver": "file", "path": f"{self.url}/"}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
+import mmap
 import os
 import resource
 import subprocess
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import LLAMA_8B, shapes
+from support import LLAMA, LLAMA_8B, convert, random_tensors, save, shapes
 
 from transforms import arena
 
@@ -87,6 +89,33 @@ def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> 
     assert (tmp_path / "out" / "0" / "commit_success.txt").exists()
     if group is not None:
         assert run([*command, "--overwrite"], limit // 4, group).returncode == -9, "the limit doesn't limit"
+
+
+def cached(file: Path) -> int:
+    """Bytes of a file that the system keeps in memory."""
+    size = file.stat().st_size
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE) as pages:  # private: ctypes wants it writable
+        held = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), held) == 0
+        return mmap.PAGESIZE * sum(page & 1 for page in held)
+
+
+def test_what_was_written_leaves_the_page_cache(tmp_path: Path) -> None:
+    """Else a large checkpoint would push out all that others read. What the assembly read of it, a few pages of each unit, may stay."""
+    witness = tmp_path / "witness"
+    with witness.open("wb") as file:
+        file.write(bytes(8 * MIB))
+        os.fsync(file.fileno())
+        assert cached(witness) == 8 * MIB
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached(witness):
+        pytest.skip("this file system lies in memory")
+    config = LLAMA | dict(vocab_size=32_000, hidden_size=256)
+    step = convert(save(tmp_path / "source", config, random_tensors(config)), tmp_path / "out", "--mesh", "fsdp=16")
+    files = list((step / "items").glob("ocdbt.process_*/d/*"))
+    assert sum(file.stat().st_size for file in files) > 30 * MIB
+    assert sum(map(cached, files)) < 2 * MIB
 
 
 def test_a_thread_waits_for_the_budget() -> None:

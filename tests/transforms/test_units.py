@@ -1,18 +1,23 @@
-"""The order of units: however many workers they are dealt to, in turn or in runs, the last has little more to do than the others."""
+"""The order of units: however many workers there are, none has more than one unit more to do than another."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import heapq
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
+import apache_beam as beam
 import numpy as np
 import pytest
+from apache_beam.options.pipeline_options import PipelineOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, QWEN3_MOE, headers_only
 
-from transforms.conversion import Options, prepare
-from transforms.units import spread
+from transforms.conversion import Conversion, Options, prepare
+from transforms.stages import unit_ranges
+from transforms.units import Block, largest_first
 
 LLAMA_405B = LLAMA_8B | dict(hidden_size=16384, num_attention_heads=128, intermediate_size=53248, num_hidden_layers=126)
 MODELS = {"llama 8b": LLAMA_8B, "llama 405b": LLAMA_405B, "deepseek v3": DEEPSEEK_V3 | dict(num_hidden_layers=20)}
@@ -24,43 +29,82 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def excess(sizes: Sequence[int] | np.ndarray) -> float:
-    """By how many of the largest the last of 1 to 64 workers exceeds the mean, at worst, dealt in turn or in runs of equal length."""
-    weights, at = np.asarray(sizes, float), np.arange(len(sizes))
-    shares = [np.bincount(whose, weights) - weights.sum() / n for n in range(1, 65) for whose in (at % n, at * n // len(at))]
-    return max(share.max() for share in shares) / weights.max()
+def sizes_of(units: Iterable[tuple[Block, ...]]) -> list[int]:
+    return [sum(block.working_bytes for block in unit) for unit in units]
+
+
+def dealt(sizes: Sequence[int], workers: int) -> np.ndarray:
+    """What each of so many workers has to do if the units are dealt to them in turn."""
+    return np.bincount(np.arange(len(sizes)) % workers, sizes, minlength=workers)
+
+
+def taken(sizes: Sequence[int], workers: int) -> np.ndarray:
+    """What each does if it takes the next unit whenever it has done one."""
+    busy = [0] * workers
+    for size in sizes:
+        heapq.heapreplace(busy, busy[0] + size)
+    return np.array(busy)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
-def test_no_worker_is_last_by_much(model: str, layout: str) -> None:
-    """Real models: one unit may be one more, where their number doesn't divide, and one and a half come from their sizes."""
+def test_no_worker_is_last_by_more_than_a_unit(model: str, layout: str) -> None:
+    """Real models."""
     conversion = prepare(Options(**LAYOUTS[layout]), headers_only(MODELS[model]))
     assert not conversion.plan.problems
-    sizes = [sum(block.working_bytes for block in unit) for unit in conversion.units]
+    sizes = sizes_of(conversion.units)
     assert len(sizes) > 200
-    assert excess(sizes) < 2.5
-    assert list(spread(sizes)) == sizes
+    for workers in (1, 2, 3, 4, 7, 8, 16, 63, 64, 100, 1000):
+        for shares in (dealt(sizes, workers), taken(sizes, workers)):
+            assert np.ptp(shares) <= max(sizes)
 
 
-@settings(max_examples=50, deadline=None)
-@given(kinds=st.lists(st.tuples(st.integers(64, 128), st.integers(1, 400)), min_size=1, max_size=6), unit=st.sampled_from([1, 1000, 1 << 20]))
-def test_any_sizes_are_spread(kinds: list[tuple[int, int]], unit: int) -> None:
-    """Sizes from half of the largest on, some of each: the same ones come out, and evenly."""
-    sizes = [size * unit for size, count in kinds for _ in range(count)]
-    made = spread(sizes)
-    assert sorted(made) == sorted(sizes)
-    assert excess(made) < 4
+@settings(max_examples=200, deadline=None)
+@given(sizes=st.lists(st.integers(0, 1 << 40), max_size=300), workers=st.integers(1, 100))
+def test_nor_with_any_sizes(sizes: list[int], workers: int) -> None:
+    units = [(Block(number, (), size, ("", 0)),) for number, size in enumerate(sizes)]
+    ordered = largest_first(units)
+    assert sorted(unit[0].array for unit in ordered) == list(range(len(sizes)))
+    for shares in (dealt(sizes_of(ordered), workers), taken(sizes_of(ordered), workers)):
+        assert np.ptp(shares) <= max(sizes, default=0)
 
 
-@pytest.mark.parametrize("sizes", [[], [5], [0, 0], [3, 1, 2]])
-def test_few_sizes(sizes: list[int]) -> None:
-    assert sorted(spread(sizes)) == sorted(sizes)
+class Collect(beam.DoFn):
+    """Keeps what each bundle is given."""
+
+    bundles: ClassVar[list[list[int]]] = []
+    lock = threading.Lock()
+
+    def start_bundle(self) -> None:
+        self.held: list[int] = []
+
+    def process(self, unit: int) -> Iterator[int]:
+        self.held.append(unit)
+        yield unit
+
+    def finish_bundle(self) -> None:
+        with self.lock:
+            self.bundles.append(self.held)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+def test_beams_local_runner_deals_so(workers: int) -> None:
+    """The real runner: ranges of units, each expanded, and dealt to its threads."""
+    conversion: Conversion = prepare(Options(mesh=("fsdp=16",)), headers_only(LLAMA_8B))
+    sizes = sizes_of(conversion.units)
+    Collect.bundles = []
+    options = PipelineOptions(runner="FnApiRunner", direct_running_mode="multi_threading", direct_num_workers=workers)
+    with beam.Pipeline(options=options) as pipeline:
+        ids = pipeline | beam.Create(unit_ranges(len(sizes))) | beam.FlatMap(lambda bounds: range(*bounds)) | beam.Reshuffle()
+        ids | beam.ParDo(Collect())
+    assert sorted(unit for bundle in Collect.bundles for unit in bundle) == list(range(len(sizes)))
+    assert len(Collect.bundles) == workers
+    assert np.ptp([sum(sizes[unit] for unit in bundle) for bundle in Collect.bundles]) <= max(sizes)
 
 
 @pytest.mark.parametrize("config", [DEEPSEEK, QWEN3_MOE], ids=["deepseek", "qwen3 moe"])
 def test_units_of_one_size_follow_the_source(config: dict[str, Any]) -> None:
-    """So that a few streams run through the files, each forwards."""
+    """So that the files are read forwards."""
     units = prepare(Options(unit_bytes=8_000), headers_only(config)).units
     assert len(units) > 20
     streams: dict[int, list] = {}
