@@ -26,7 +26,7 @@ format: .venv/test ## mend what can be mended
 bench: .venv-bench ## measure what the README claims, one table and a picture: half an hour, 25 GB of disk
 	.venv-bench/bin/python -m benchmarks
 
-bench-full: .venv-bench ## convert a sparse DeepSeek-V3 at its full size: an hour, 20 GB of disk
+bench-full: .venv-bench ## convert a sparse DeepSeek-V3 at its full size: half an hour, 20 GB of disk
 	.venv-bench/bin/python -m benchmarks.full_run --json benchmarks/results.json
 	.venv-bench/bin/python -m benchmarks --show
 

@@ -1,7 +1,7 @@
 """All benchmarks: one table, its JSON, and a picture.
 
     make bench                      # measures all that fits into half an hour
-    make bench-full                 # a whole DeepSeek-V3: an hour
+    make bench-full                 # a whole DeepSeek-V3: half an hour
     python -m benchmarks --show     # the table and the picture of what the file has
 
 Each benchmark is a module of its own and runs as a process of its own; `python -m benchmarks.load --help` explains one.

@@ -14,7 +14,7 @@ For a llama-like, a MoE-like (bf16) and an FP8 checkpoint of about 2 GB each (`b
 - *read amplification*: what the conversion got from read(2), less what `weightbeam plan` on the same model got (the interpreter,
   the libraries and the headers), by the bytes of the tensors.
 - *shuffled*: the descriptors of all units, by the bytes of the tensors.
-- *flushes*: calls of fsync and fdatasync in one more conversion, under strace if the machine has it.
+- *flushes*: calls of fsync, fdatasync and their kin in one more conversion, under strace if the machine has it.
 
 Then the peak memory of a Llama-like model of 1 GB and of one of 8 GB (`--memory`: their layers).
 
@@ -124,7 +124,7 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     flushes = count_flushes(*command)
     shutil.rmtree(output, ignore_errors=True)
     # With an option of Beam's, `plan` imports Beam too.
-    start_up = run(WEIGHTBEAM, "plan", "--source", source, "--mesh", MESH, "--direct_running_mode=multi_threading")
+    start_up = run(WEIGHTBEAM, "plan", "--source", source, "--mesh", MESH, "--direct_num_workers=4")
 
     raw_seconds, stock_seconds = statistics.median(raw), statistics.median(one.seconds for one in saved)
     seconds = statistics.median(one.seconds for one in converted)

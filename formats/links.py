@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from formats.safetensors import HF_QUANT_CONFIG, INDEX, Checkpoint, Shard
+from formats.safetensors import CONFIGS, Checkpoint, Shard
 from formats.storage import TEMPORARY, File, LocalFolder, StorageError, Store, open_store, pieces, sync_folder
 
 SOURCE = "source"  # below the item
@@ -52,7 +52,7 @@ def put_source(folder: Store, checkpoint: Checkpoint, how: str, hashed: bool = F
             _download(folder, source, shard)
         else:
             raise LinkError(f"{shard.path} isn't a local file, and can't be linked; --link copy downloads it")
-    for name in ("config.json", INDEX, HF_QUANT_CONFIG):
+    for name in CONFIGS:
         with contextlib.suppress(FileNotFoundError):
             folder.write(name, source.read(name))
     if hashed:

@@ -37,7 +37,7 @@ HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckp
 
 
 def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format) -> str:
-    """Writes the shards of a unit, durably and all or none of them, and enters the unit in the ledger.
+    """Writes the shards of a unit durably, into a database all or none of them, and enters the unit in the ledger.
 
     Returns:
       The attempt that counts: this one, or an earlier one that was first.
@@ -53,11 +53,13 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
         future.result()
     if transaction is not None:
         transaction.commit_sync()
-        staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")  # the page cache would grow by the whole checkpoint, and push out what others read
     shares: dict[str, int] = {}
     for spec, box, values in shards:
         shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values)
-    return staging.enter(unit, {"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}})["attempt"]
+    entry = staging.enter(unit, {"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}})
+    if format.use_ocdbt:
+        staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")  # the page cache would grow by the whole checkpoint, and push out what others read
+    return entry["attempt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +185,11 @@ def custom_metadata(step: Store) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return custom if isinstance(custom, dict) else {}
+
+
+def item_metadata(items: Store) -> dict[str, Any]:
+    """The custom metadata of an item's step; the item's own where it was copied without its step."""
+    return custom_metadata(items.parent) or custom_metadata(items)
 
 
 def record_of(items: Store) -> dict[str, Any]:

@@ -37,6 +37,7 @@ INDEX = "model.safetensors.index.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
 GPTQ_CONFIG, AWQ_CONFIG = "quantize_config.json", "quant_config.json"  # where AutoGPTQ and AutoAWQ do
 QUANT_CONFIGS = (HF_QUANT_CONFIG, GPTQ_CONFIG, AWQ_CONFIG)
+CONFIGS = ("config.json", INDEX, *QUANT_CONFIGS)  # what is read beside the weights
 
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from formats import lease
+from formats.links import SOURCE
 from formats.storage import TEMPORARY, LocalFolder, StorageError, Store, open_store, sync_folder
 
 MARKER = "commit_success.txt"  # a checkpoint, or an item of one, is complete
@@ -179,7 +180,8 @@ class FolderStaging(Staging):
         self._check_complete()
         output, final, folder = Path(self.output), Path(self.final), Path(self.checkpoint)
         shutil.rmtree(folder / UNITS, ignore_errors=True)
-        for path in (folder / PLAN, folder / FAILURE, *Path(self.items).glob(f".*{TEMPORARY}"), *folder.glob(f".*{TEMPORARY}")):
+        unfinished = [path for place in (folder, Path(self.items), Path(self.items / SOURCE)) for path in place.glob(f".*{TEMPORARY}")]
+        for path in (folder / PLAN, folder / FAILURE, *unfinished):
             path.unlink(missing_ok=True)
         sync_folder(Path(self.items))
         sync_folder(folder)
@@ -188,7 +190,7 @@ class FolderStaging(Staging):
             os.rename(final, replaced)
         try:
             os.rename(folder, final)
-        except FileNotFoundError:  # someone was faster: what was there stays there
+        except OSError:  # such as that someone was faster: what was there stays there
             if replaced.exists() and not final.exists():
                 os.rename(replaced, final)
             raise
@@ -225,7 +227,7 @@ class BucketStaging(Staging):
 
     def publish(self, overwrite: bool = False) -> None:
         self._check_complete()
-        self.work.delete_folder(UNITS)
+        self.work.delete_folder(UNITS)  # first: while the plan is there, another attempt finds it, and ends this
         self.work.delete_folder()
 
 

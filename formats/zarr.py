@@ -16,6 +16,8 @@ import tensorstore as ts
 
 from model_mappings.cells import Box
 
+INDEX_ENTRY_BYTES, INDEX_CHECKSUM_BYTES = 16, 4  # of the index that every reader of a shard reads: offset and length of each chunk; one crc32c
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArraySpec:

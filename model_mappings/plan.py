@@ -15,6 +15,7 @@ from model_mappings.family import Family
 
 MIN_CELLS, CELLS_PER_TENSOR = 200_000, 20  # a table that needs more than these makes doesn't describe the checkpoint, and would take hours to say so
 PREFIX = "params"  # where MaxText's TrainState keeps the collections of the model's variables
+PARAMETERS = f"{PREFIX}.params."  # what the keys of its parameters begin with
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -240,7 +240,7 @@ def add_verification(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source", metavar="URL", help="where config.json and the safetensors files are: a folder, gs:// or hf://")
     add("--checkpoint", metavar="URL", help="the Orbax checkpoint: its root, a step or an item, in a folder or in gs://")
-    add("--sample", type=share, default=1.0, metavar="SHARE", help="compare only this share of the tensors, such as 0.05")
+    add("--sample", type=share, default=1.0, metavar="SHARE", help="compare only this share of each array's tensors, such as 0.05, but one at least")
     add("--json", metavar="FILE", help="write what was found of each array as JSON too")
     add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it")
     add("--scan_layers", type=boolean, metavar="true|false", help="whether layers are stacked")
@@ -262,7 +262,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     """The options that say where the checkpoint goes."""
     add = parser.add_argument
     add("--output", metavar="URL", help="where the checkpoint goes: a folder or gs://bucket/folder; it must not hold that step yet")
-    add("--link", choices=("hard", "symlink", "copy"), default="hard", help="how --virtual puts the source's files into the checkpoint")
+    add("--link", choices=("hard", "symlink", "copy"), default="hard", help="how --virtual puts the source's files into a folder (into a bucket: copy)")
     add("--sha256", action="store_true", default=False, help="with --virtual, read the source's files once and record their hashes")
     add("--resume", action="store_true", default=False, help="go on with a stopped conversion")
     add("--overwrite", action="store_true", default=False, help="replace a checkpoint, or throw a stopped conversion away")
@@ -271,8 +271,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 def add_materialization(parser: argparse.ArgumentParser) -> None:
     """The options that a virtual checkpoint leaves open."""
     add = parser.add_argument
-    add("checkpoint", metavar="PATH", help="the virtual checkpoint: its root, a step or an item")
-    add("--output", metavar="FOLDER", help="the new checkpoint's folder; it must not hold that step yet")
+    add("checkpoint", metavar="URL", help="the virtual checkpoint: its root, a step or an item, in a folder or in gs://")
+    add("--output", metavar="URL", help="a folder or gs://bucket/folder for the new one; it must not hold that step yet")
     add("--resume", action="store_true", default=False, help="go on with a stopped one")
     add("--overwrite", action="store_true", default=False, help="replace a checkpoint, in a folder also the virtual one itself")
     add("--mesh", action="append", metavar="AXES", help="target sharding, such as fsdp=16,expert=4 (default: that of the virtual checkpoint)")

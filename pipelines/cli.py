@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
@@ -18,9 +19,19 @@ OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts:
 
 
 def run() -> NoReturn:
-    """The command `weightbeam`: `main`, then an end without taking the interpreter apart, which takes a sixth of a second after Beam."""
+    """The command `weightbeam`: `main`, and an end without taking the interpreter apart, which takes a sixth of a second after Beam."""
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
-    os._exit(main())
+    status: list[int] = []
+
+    def end() -> None:
+        if status:  # else the arguments were wrong, or something that nobody thought of
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status[0])
+
+    atexit.register(end)  # the first that is registered is the last that is called: what Beam registers comes before
+    status.append(main())
+    sys.exit(status[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,9 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is a Ctrl-C
     command = importlib.import_module(f"pipelines.{args.command}")  # only now: the commands import numpy, TensorStore and Beam
     try:
-        status = command.run(args, rest)
-        sys.stdout.flush()
-        return status
+        try:
+            return command.run(args, rest)
+        finally:
+            sys.stdout.flush()
     except RefusedError as e:
         print(f"weightbeam {args.command}: refused\n{e}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ from typing import Any
 import apache_beam as beam
 from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOptions, PipelineOptions, SetupOptions, StandardOptions, WorkerOptions
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
-from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState
+from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState, create_runner
 
 from formats.staging import Staging
 from pipelines.errors import BusyError, RefusedError
@@ -97,12 +97,13 @@ class Machine:
 
 
 def settle(options: PipelineOptions, conversion: Conversion, target: str) -> None:
-    """Sets what the user left open: machines, threads and memory by the plan's bound, and a job's name that is the target's own.
+    """Sets what the user left open: gcloud's region; machines, threads and memory by the plan's bound; a job's name that is the target's own.
 
     Raises:
       RefusedError: the machine that was asked for is too small.
     """
     cloud, worker, debug = options.view_as(GoogleCloudOptions), options.view_as(WorkerOptions), options.view_as(DebugOptions)
+    cloud.region = cloud.region or create_runner(RUNNER).get_default_gcp_region()
     prime = "enable_prime" in (cloud.dataflow_service_options or []) or debug.lookup_experiment("enable_prime")
     if worker.machine_type is None and not prime:  # Prime chooses machines itself, and takes no wishes
         worker.machine_type = MACHINE

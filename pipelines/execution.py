@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import traceback
 from collections.abc import Callable, Sequence
 
 import apache_beam as beam
@@ -19,18 +20,19 @@ from formats.storage.token import secret
 from pipelines import dataflow
 from pipelines.convert import share_left
 from pipelines.errors import FailedError, RefusedError
-from pipelines.options import LOCAL_RUNNER, pipeline_options, threads_of
+from pipelines.options import LOCAL_RUNNER, pipeline_options
 from pipelines.progress import LINE_EVERY, ShowProgress, quiet, seldom
+from pipelines.report import threads_of
 from transforms.assembly import stage
 from transforms.conversion import Conversion, remember
-from transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks, unit_ranges
+from transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks
 
 
 def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, overwrite: bool = False, budget: int | None = None) -> beam.PCollection:
     """The graph; `budget` bounds the bytes of the units that one process works on at a time."""
     return (
         pipeline
-        | "Units" >> beam.Create(unit_ranges(len(conversion.units)))
+        | "Units" >> beam.Create([len(conversion.units)])
         | ExpandUnits(staging, conversion.hash)
         | ReadBoxes(budget, secret())
         | Dequantize()
@@ -89,7 +91,7 @@ def execute(
             return None
         remember(conversion)
         left = int(conversion.made_bytes * share_left(staging, conversion))
-        build(pipeline, conversion, staging, overwrite, threads_of(options) * conversion.options.unit_bytes)
+        build(pipeline, conversion, staging, overwrite, threads_of(options.get_all_options(drop_default=True)) * conversion.options.unit_bytes)
         if on_dataflow:
             dataflow.note_job(staging, options)
             return dataflow.run(pipeline, left, noise)
@@ -100,6 +102,8 @@ def execute(
     except LinkError as e:
         raise RefusedError(f"  link: {e}") from e
     except Exception as e:
+        if _is_interrupt(e):
+            raise KeyboardInterrupt from e
         raise FailedError(_failure(e, staging, noise.getvalue())) from e
 
 
@@ -112,13 +116,18 @@ def _written(conversion: Conversion, staging: Staging, left: int, options: Pipel
     return seldom(lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left, LINE_EVERY)
 
 
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether a Ctrl-C is what an error comes from: where one thread does all the work, Beam makes a failure of it."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__context__))
+
+
 def _failure(error: Exception, staging: Staging, noise: str) -> str:
     """What to tell of a failure; the rest goes into a file beside the units."""
     last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     content = isinstance(error, ContentError) or any(f"{kind.__name__}: " in last for kind in ContentError.__subclasses__())
     lines = [f"  {last}"]
     with contextlib.suppress(OSError):
-        story = staging.note_failure(f"{noise}\n{error}")
+        story = staging.note_failure("\n".join([noise, *traceback.format_exception(error)]))
         lines.append(f"The whole story is in {story}.")
     if content:
         lines.append("The source's files are at fault: another attempt would fail alike. Get them anew, or from who made them.")

@@ -10,14 +10,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from formats.orbax import STEP, custom_metadata, find_items, open_arrays, read_arrays, record_of
+from formats.orbax import STEP, find_items, item_metadata, open_arrays, read_arrays, record_of
 from formats.safetensors import open_checkpoint
 from formats.storage import StorageError, Store, open_store
 from formats.zarr import ArraySpec
 from model_mappings.cells import pattern
+from model_mappings.plan import PARAMETERS
 from pipelines import report
 from pipelines.errors import RefusedError
-from pipelines.prepare import PARAMETERS, describe, options_of, refuse, sharding_rules
+from pipelines.prepare import describe, open_source, options_of, refuse, sharding_rules
 from transforms.conversion import prepare
 from transforms.load import Load, load_of, total
 from transforms.mesh import Mesh, MeshError, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
@@ -60,7 +61,7 @@ def _orbax(items: Store) -> int:
     report.CONSOLE.print(rows)
     total = sum(math.prod(array.spec.shape) * array.spec.dtype.itemsize for array in arrays)
     print(f"\n{items}: {len(arrays):,} arrays, {report.human(total)}")
-    if custom := custom_metadata(items.parent):
+    if custom := item_metadata(items):
         _provenance(custom)
     return 0
 
@@ -75,7 +76,8 @@ def _load(items: Store, args: argparse.Namespace) -> int:
             raise RefusedError(f"--mesh={mesh.text}: {mesh.devices:,} devices; {MAX_DEVICES:,} are what can be counted")
     known = [spec for spec in arrays if len(axes.get(spec.key, ())) == len(spec.shape) and spec.key in axes]
     if not known:
-        raise RefusedError(f"{items}: none of its {len(arrays):,} arrays is one of {args.source}'s, e.g. {arrays[0].key if arrays else 'none'}")
+        whose = args.source or "what its conversion.json tells"
+        raise RefusedError(f"{items}: none of its {len(arrays):,} arrays is among {whose}, e.g. {arrays[0].key if arrays else 'none'}")
     groups = defaultdict(list)
     for spec in known:
         groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, tuple(axes[spec.key])].append(spec)
@@ -129,7 +131,7 @@ def _axes(items: Store, args: argparse.Namespace) -> tuple[Rules, Mapping[str, S
         if "axes" not in record:
             raise RefusedError(f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)")
         return rules, record["axes"]
-    conversion = prepare(options_of(args, items, open_arrays(items)), open_checkpoint(args.source))
+    conversion = prepare(options_of(args, items, open_arrays(items)), open_source(args.source))
     if not conversion.plan.arrays:
         refuse(conversion, conversion.plan.problems)
     return rules, {array.key: array.names for array in conversion.plan.arrays}

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
         check_options(rest)
     conversion = prepare_conversion(args)
-    threads = report.threads_of(rest)
+    threads = report.threads_of(report.thread_options(rest))
     estimates = simulate(conversion, args, rest)
     if args.json:
         simulated = {"workers": [dataclasses.asdict(each) for each in estimates]} if args.workers else {}
@@ -46,7 +46,7 @@ def simulate(conversion: Conversion, args: argparse.Namespace, rest: Sequence[st
     """The conversion on as many workers as are asked for, each time; nothing without `--workers`, or if nothing can be converted."""
     if not args.workers or conversion.plan.problems:
         return []
-    worker = Worker(args.worker_gbps, args.worker_hour_price, report.threads_of(rest, report.THREADS_PER_CORE * Worker.cores))
+    worker = Worker(args.worker_gbps, args.worker_hour_price, report.threads_of(report.thread_options(rest), report.THREADS_PER_CORE * Worker.cores))
     efforts, files = list(efforts_of(conversion)), len(conversion.checkpoint.shards)
     from_hub = conversion.checkpoint.root.startswith("hf://")
     return [estimate(efforts, workers, worker, files, from_hub) for workers in args.workers]

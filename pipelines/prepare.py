@@ -13,18 +13,17 @@ from typing import Any
 import tensorstore as ts
 import yaml
 
-from formats.orbax import custom_metadata
+from formats.orbax import item_metadata
 from formats.safetensors import Checkpoint, open_checkpoint
 from formats.storage import StorageError, Store, reason
 from formats.storage.token import name_secret
 from model_mappings.cells import pattern
-from model_mappings.plan import Problem
+from model_mappings.plan import PARAMETERS, Problem
 from pipelines.errors import RefusedError
 from pipelines.report import collapse, count
 from transforms.conversion import UNKNOWN_FAMILY, Conversion, Options, prepare
 from transforms.mesh import MeshError, Rules, RulesError, model_rules, read_rules
 
-PARAMETERS = "params.params."  # what the keys of MaxText's parameters begin with
 SHOWN = 20  # problems of one kind; the rest is counted
 LINE = 5000  # characters of a problem: names and values in it are the files', however long
 
@@ -39,16 +38,25 @@ def prepare_conversion(args: argparse.Namespace) -> Conversion:
         raise RefusedError("--source is missing: the folder with config.json and the safetensors files")
     options = read_options(args)
     name_secret(args.hf_token_secret)
-    try:
-        checkpoint = open_checkpoint(args.source)
-    except StorageError as e:
-        raise RefusedError(str(e)) from e
-    except OSError as e:  # of a folder that can't be looked at
-        raise RefusedError(f"--source={args.source}: {reason(e)}") from e
+    checkpoint = open_source(args.source)
     try:
         return prepare(options, checkpoint)
     except MeshError as e:
         raise RefusedError(str(e)) from e
+
+
+def open_source(source: str) -> Checkpoint:
+    """The weights that `--source` names.
+
+    Raises:
+      RefusedError: there are none, or they can't be looked at.
+    """
+    try:
+        return open_checkpoint(source)
+    except StorageError as e:
+        raise RefusedError(str(e)) from e
+    except OSError as e:  # of a folder that can't be looked at
+        raise RefusedError(f"--source={source}: {reason(e)}") from e
 
 
 def read_options(args: argparse.Namespace) -> Options:
@@ -87,7 +95,7 @@ def sharding_rules(file: str | None, model: str | None) -> Rules | None:
 
 def options_of(args: argparse.Namespace, items: Store, stores: Mapping[str, ts.TensorStore]) -> Options:
     """The options that the checkpoint was made with: as given, else as it says, else as its arrays show."""
-    custom = custom_metadata(items.parent) or custom_metadata(items)
+    custom = item_metadata(items)
     about = custom.get("weightbeam")
     said: dict[str, Any] = dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
     if "scan_layers" in custom:

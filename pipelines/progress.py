@@ -48,7 +48,7 @@ class ShowProgress:
         start = time.monotonic()
         while not self._stop.wait(LINE_EVERY):
             done, seconds = self._done(), time.monotonic() - start
-            left = f", {seconds * (self._total - done) / done:.0f} s left" if done else ""
+            left = f", {seconds * max(0, self._total - done) / done:.0f} s left" if done else ""
             print(f"{self._doing}: {human(done)} of {human(self._total)}, {human(done / seconds)}/s{left}", file=self._stream, flush=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from formats.storage import open_store
 from model_mappings.cells import pattern
+from model_mappings.plan import PARAMETERS
 from transforms.conversion import Conversion, rules_of
 from transforms.makespan import Estimate
 from transforms.mesh import base_rules, model_rules
@@ -31,11 +32,17 @@ def local_threads() -> int:
     return min(THREADS_PER_CORE * cores, MAX_THREADS)
 
 
-def threads_of(arguments: Sequence[str], default: int | None = None) -> int:
-    """Units that one process works on at a time, by Beam's options, or else by default: as many as in a local run."""
+def threads_of(options: Mapping[str, Any], default: int | None = None) -> int:
+    """Units that one process works on at a time, by Beam's options; where they don't say it `default`, or as many as in a local run."""
+    return int(options.get("number_of_worker_harness_threads") or options.get("direct_num_workers") or default or local_threads())
+
+
+def thread_options(arguments: Sequence[str]) -> dict[str, int | None]:
+    """What `threads_of` wants to know, without Beam."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--direct_num_workers", "--number_of_worker_harness_threads", type=int, default=default or local_threads(), dest="threads")
-    return parser.parse_known_args(list(arguments))[0].threads
+    for option in ("--direct_num_workers", "--number_of_worker_harness_threads"):
+        parser.add_argument(option, type=int)
+    return vars(parser.parse_known_args(list(arguments))[0])
 
 
 def count(n: int, noun: str) -> str:
@@ -75,7 +82,7 @@ def duration(seconds: float) -> str:
 def human(nbytes: float) -> str:
     """Bytes for people: 1.5 GB."""
     for unit in ("B", "KB", "MB", "GB"):
-        if nbytes < 1000:
+        if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"
@@ -106,7 +113,7 @@ def print_plan(conversion: Conversion, threads: int) -> None:
     arrays = table("array", "shape", "dtype", "logical axes", "chunk", ">arrays", "exact")
     for (_, shape, dtype, axes, chunk, lossy), keys in groups.items():
         name = keys[0] if len(keys) == 1 else f"{keys[0]} …"
-        arrays.add_row(name.removeprefix("params.params."), shape_text(shape), dtype, axes, chunk, str(len(keys)), lossy or "yes")
+        arrays.add_row(name.removeprefix(PARAMETERS), shape_text(shape), dtype, axes, chunk, str(len(keys)), lossy or "yes")
     CONSOLE.print(arrays)
     if plan.dropped:
         drops = table(">left out", "why", "for example")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import sys
 import tempfile
 from collections import Counter
@@ -17,18 +16,17 @@ import apache_beam as beam
 import tensorstore as ts
 
 from formats.orbax import STEP, find_items, open_arrays
-from formats.safetensors import open_checkpoint
 from formats.storage import StorageError, Store
 from formats.storage.token import name_secret
+from model_mappings.plan import PARAMETERS
 from pipelines.errors import FailedError, RefusedError
 from pipelines.options import check_options, pipeline_options
-from pipelines.prepare import SHOWN, options_of, refuse
+from pipelines.prepare import SHOWN, open_source, options_of, refuse
 from pipelines.progress import ShowProgress, quiet
 from pipelines.virtual import check_files, open_own_source
 from transforms.conversion import Conversion, prepare, remember
-from transforms.verification import COMPARED, CompareArrays, Finding, read_findings, tasks
+from transforms.verification import COMPARED, CompareArrays, Finding, compared_elements, read_findings, tasks
 
-COLLECTION = "params.params."
 MISSING = "is missing"
 
 
@@ -43,7 +41,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         if not check_files(items) and not args.source:
             raise RefusedError("--source is missing: only a virtual checkpoint has its source with it")
         stores = open_arrays(items)
-        checkpoint = open_checkpoint(args.source) if args.source else open_own_source(items)
+        checkpoint = open_source(args.source) if args.source else open_own_source(items)
     except StorageError as e:
         raise RefusedError(str(e)) from e
     except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged
@@ -75,7 +73,7 @@ def execute(conversion: Conversion, items: Store, skipped: set[str], sample: flo
       FailedError: it failed on the way.
     """
     todo = [number for number, task in enumerate(tasks(conversion)) if conversion.plan.arrays[task.array].key not in skipped]
-    elements = int(sum(math.prod(array.shape) for array in conversion.plan.arrays if array.key not in skipped) * sample)
+    elements = sum(compared_elements(array, sample) for array in conversion.plan.arrays if array.key not in skipped)
     remember(conversion)
     noise = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
@@ -86,17 +84,17 @@ def execute(conversion: Conversion, items: Store, skipped: set[str], sample: flo
             before = COMPARED.total
             with ShowProgress(elements, lambda: COMPARED.total - before, "comparing"), quiet(noise):
                 pipeline.run().wait_until_finish()
-            return read_findings(file)
+            return read_findings(file, len(todo))
         except Exception as e:
             raise FailedError(f"  {(str(e).strip().splitlines() or [type(e).__name__])[-1]}") from e
 
 
 def _report(conversion: Conversion, findings: Mapping[str, Finding], wrong: Sequence[tuple[str, str]], args: argparse.Namespace) -> int:
     """Prints what was found; returns the exit status."""
-    left_out = [key for key, what in wrong if what == MISSING and not key.startswith(COLLECTION)]
-    faults = [f"{key.removeprefix(COLLECTION)} {what}" for key, what in wrong if key not in left_out]
+    left_out = [key for key, what in wrong if what == MISSING and not key.startswith(PARAMETERS)]
+    faults = [f"{key.removeprefix(PARAMETERS)} {what}" for key, what in wrong if key not in left_out]
     faults += [
-        f"{key.removeprefix(COLLECTION)}: {found.different:,} of {found.compared:,} elements differ; {found.first}"
+        f"{key.removeprefix(PARAMETERS)}: {found.different:,} of {found.compared:,} elements differ; {found.first}"
         for key, found in findings.items()
         if found.different
     ]

@@ -13,7 +13,7 @@ from formats.references import Reference, encode_leaf
 from formats.safetensors import Checkpoint, open_checkpoint
 from formats.storage import StorageError, Store
 from model_mappings.cells import pattern
-from model_mappings.plan import Array
+from model_mappings.plan import PARAMETERS, Array
 from pipelines.errors import FailedError, RefusedError
 from pipelines.report import CONSOLE, count, human, shape_text, table
 from transforms.conversion import Conversion
@@ -28,7 +28,7 @@ def print_placements(conversion: Conversion) -> None:
         groups[pattern(array.key), array.shape, placement.reason, grids[array.key].spec.chunk].append(array)
     rows = table("array", "bytes are", "why", "chunk", ">arrays", ">share")
     for (_, _, reason, chunk), arrays in groups.items():
-        name = arrays[0].key.removeprefix("params.params.") + (" …" if len(arrays) > 1 else "")
+        name = arrays[0].key.removeprefix(PARAMETERS) + (" …" if len(arrays) > 1 else "")
         nbytes = sum(array.nbytes for array in arrays)
         kind = "written" if reason else "the source's"
         rows.add_row(name, kind, reason or "the same elements in another order", shape_text(chunk), str(len(arrays)), share(nbytes, total))

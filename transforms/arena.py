@@ -84,13 +84,15 @@ def give_back(arena: Arena) -> None:
 
     After an error it isn't given back: writes that were started may still read from it. Its bytes count until it is gone.
     """
+    with _CHANGED:
+        _FREE.append(arena)
     arena.release()
-    _FREE.append(arena)
 
 
 def release_free() -> None:
     """Gives the arenas that nobody uses back to the system: the units are done, and the assembly needs memory of its own."""
-    _FREE.clear()
+    with _CHANGED:
+        _FREE.clear()
 
 
 def _release(thread: int, nbytes: int) -> None:

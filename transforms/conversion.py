@@ -34,7 +34,7 @@ from model_mappings.registry import UnknownFamilyError, family_of
 from transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
 from transforms.mesh import Mesh, Rules, axes_in, model_rules
 from transforms.options import Options
-from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, largest_first, make_blocks, pack
+from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, largest_first, make_blocks, pack, working_bytes
 from transforms.virtual import Placement, loads_of, place_arrays, problems_of, references, warnings_of
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
@@ -143,7 +143,7 @@ class Conversion:
     @property
     def unit_working_bytes(self) -> int:
         """Memory of the largest unit."""
-        return max((sum(block.working_bytes for block in blocks) for blocks in self.units), default=0)
+        return max(map(working_bytes, self.units), default=0)
 
     @functools.cached_property
     def hash(self) -> str:

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Container, Iterable, Sequence
 
-from formats.zarr import ArraySpec, Format
+from formats.zarr import INDEX_ENTRY_BYTES, ArraySpec, Format
 from model_mappings.cells import Part
 from model_mappings.plan import Array
 from transforms.mesh import Mesh, Rules, partition_spec
@@ -28,7 +28,6 @@ MIN_PACKED = 64 << 10  # a smaller array is one chunk
 MIN_PACKED_CHUNK = 4 << 10  # many chunks are packed into one shard, and these may be small
 GOOD_PACKED_CHUNK = 32 << 10  # below that, experts share a chunk as far as `COMMON_EXPERT` allows; above, each has its own
 MIN_LOOSE_CHUNK = 32 << 10  # with zarr2 every chunk is an object
-INDEX_ENTRY_BYTES = 16  # of a packed chunk in the index of its shard, which every reader of the shard reads
 MAX_INDEX_SHARE = 1 / 16  # bytes of a shard's index by the bytes of one chunk: whoever needs one chunk reads little else
 
 

@@ -12,11 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from formats.zarr import ArraySpec
+from formats.zarr import INDEX_CHECKSUM_BYTES, INDEX_ENTRY_BYTES, ArraySpec
 from model_mappings.cells import Box
 from transforms.mesh import Assignment, Mesh, axes_of
-
-INDEX_ENTRY_BYTES, INDEX_CHECKSUM_BYTES = 16, 4  # of the sharding codec's index: offset and length of each chunk; one crc32c
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,8 @@ goes by reference. Every stage counts its bytes and its milliseconds, under its 
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import apache_beam as beam
 import numpy as np
@@ -27,22 +26,9 @@ from transforms.assembly import assemble_checkpoint
 from transforms.conversion import load_staged
 from transforms.stack import stack
 from transforms.units import Unit
-from transforms.work import Work, total_bytes
+from transforms.work import Tally, Work, total_bytes
 
-
-class ByteCounter:
-    """Bytes written by this process, for a progress bar: Beam's own counters show only at the end of a local run."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.total = 0
-
-    def add(self, n: int) -> None:
-        with self._lock:
-            self.total += n
-
-
-WRITTEN = ByteCounter()
+WRITTEN = Tally()  # bytes
 
 
 class StageFn(beam.DoFn):
@@ -142,7 +128,10 @@ class _WriteChunksFn(StageFn):
 
 
 class ExpandUnits(beam.PTransform):
-    """Ranges of unit ids -> descriptors of the units, from the staged plan, spread over the workers."""
+    """The number of units -> their descriptors, from the staged plan, spread over the workers in their order.
+
+    One worker does all of it: it takes a tenth of a millisecond a unit, and each that took part would have to make the plan first.
+    """
 
     def __init__(self, staging: Staging, plan_hash: str):
         super().__init__()
@@ -159,10 +148,10 @@ class _ExpandFn(beam.DoFn):
     def setup(self) -> None:
         self.done = self.staging.done()  # once: asking for each unit would take a bucket longer than all of the rest
 
-    def process(self, ids: tuple[int, int]) -> Iterator[bytes]:
+    def process(self, units: int) -> Iterator[bytes]:
         if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
             conversion = load_staged(self.staging, self.plan_hash)
-            for unit in range(*ids):
+            for unit in range(units):
                 # A unit that is done goes through empty, so that the assembly happens even if nothing else is left to do.
                 yield (Unit.done(unit) if unit in self.done else conversion.expand(unit)).pack()
 
@@ -247,13 +236,3 @@ def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool, s
         release_free()
         assemble_checkpoint(load_staged(staging, plan_hash), staging, overwrite)
     return written
-
-
-def unit_ranges(units: int, size: int = 1024, most: int = 256) -> Sequence[tuple[int, int]]:
-    """Ranges of `size` unit ids for `Create`, longer ones where there would be more than `most`: what is in `Create` is in the job.
-
-    To expand so many takes less time than to make the plan, which each worker that expands some has to do first. And one range
-    leaves the units in their order.
-    """
-    size = max(size, -(-units // most))
-    return [(start, min(start + size, units)) for start in range(0, units, size)]

@@ -11,7 +11,7 @@ import itertools
 import math
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -38,6 +38,11 @@ class Block:
     shards: Box
     working_bytes: int
     position: tuple[str, int]
+
+
+def working_bytes(unit: Iterable[Block]) -> int:
+    """Memory to make a unit."""
+    return sum(block.working_bytes for block in unit)
 
 
 def find_twins(arrays: Sequence[Array]) -> list[list[int]]:
@@ -93,7 +98,7 @@ def pack(blocks: Sequence[tuple[Block, ...]], unit_bytes: int) -> list[tuple[Blo
     unit: list[Block] = []
     size = 0
     for group in sorted(blocks, key=lambda group: (group[0].position, group[0].array, group[0].shards)):
-        needed = sum(block.working_bytes for block in group)
+        needed = working_bytes(group)
         if unit and size + needed > unit_bytes:
             units.append(tuple(unit))
             unit, size = [], 0
@@ -111,7 +116,7 @@ def largest_first(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]
     when it is ready for one, and where they are dealt out in turn, once, as Beam's local runner does it: what a worker gets in
     one round is at most what any other got in the round before.
     """
-    return sorted(units, key=lambda unit: sum(block.working_bytes for block in unit), reverse=True)
+    return sorted(units, key=working_bytes, reverse=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,12 +188,7 @@ class Unit:
         return total
 
     def pack(self) -> bytes:
-        """The descriptor that crosses the shuffle, a few KB.
-
-        Bytes, so that no Python code runs while Beam encodes it: its in-process runner flushes a channel from another thread,
-        and would cut an element in two whose encoding lets other threads run (apache/beam, runners/worker/data_plane.py,
-        `TimeBasedBufferingClosableOutputStream`, 2.77.0).
-        """
+        """The descriptor that crosses the shuffle, a few KB; a local runner holds those of all units."""
         return zlib.compress(pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL), level=1)
 
     @staticmethod

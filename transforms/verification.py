@@ -27,12 +27,12 @@ from model_mappings.axes import Range
 from model_mappings.cells import Box, Part
 from model_mappings.plan import Array, holds, is_float
 from transforms.conversion import Conversion, load_bytes
-from transforms.stages import ByteCounter
+from transforms.work import Tally
 
 SLAB_ELEMENTS = 1 << 22  # compared at a time
 TASK_BYTES = 256 << 20  # of an array, compared in one go
 
-COMPARED = ByteCounter()  # elements
+COMPARED = Tally()  # elements
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -287,13 +287,24 @@ def tasks(conversion: Conversion) -> list[Task]:
     return made
 
 
+def is_compared(number: int, sample: float) -> bool:
+    """Whether this share of an array is in the sample: the first always is, then every so many."""
+    return number == 0 or int(number * sample) != int((number - 1) * sample)
+
+
+def compared_elements(array: Array, sample: float) -> int:
+    """How many elements of an array are compared, about."""
+    numbers = sum(1 for _ in shares(array))
+    return math.prod(array.shape) * sum(is_compared(number, sample) for number in range(numbers)) // max(1, numbers)
+
+
 def run_task(task: Task, conversion: Conversion, store: ts.TensorStore, sample: float) -> Finding:
     """Compares; of the shares only every so many, if `sample` is less than 1."""
     array = conversion.plan.arrays[task.array]
     axis = conversion.options.param_scan_axis
     finding = Finding(array.key, 0, 0, False, None)
     for number, share in enumerate(itertools.islice(shares(array), task.first, task.last), task.first):
-        if number == 0 or int(number * sample) != int((number - 1) * sample):
+        if is_compared(number, sample):
             finding += compare(array, share, store, conversion.encodings[share.tensor], axis)
     if task.first == 0 and array.fill is not None:
         finding += compare_fill(array, store, axis)
@@ -324,7 +335,6 @@ class _CompareFn(beam.DoFn):
 
     def setup(self) -> None:
         self.stores = open_arrays(self.items)
-
         self.conversion = load_bytes(self.staged, self.plan_hash)
         self.tasks = tasks(self.conversion)
 
@@ -339,10 +349,17 @@ def _write(findings: Sequence[bytes], report: Path) -> None:
     write_file(report, pickle.dumps(list(findings)))
 
 
-def read_findings(report: Path) -> dict[str, Finding]:
-    """What was found of each array."""
+def read_findings(report: Path, tasks: int) -> dict[str, Finding]:
+    """What was found of each array.
+
+    Raises:
+      RuntimeError: not all of so many tasks are there: the runner lost some.
+    """
     found: dict[str, Finding] = {}
-    for packed in pickle.loads(report.read_bytes()):
+    findings = pickle.loads(report.read_bytes())
+    if len(findings) != tasks:
+        raise RuntimeError(f"{len(findings):,} of {tasks:,} comparisons were made; Beam lost the others")
+    for packed in findings:
         finding = pickle.loads(packed)
         found[finding.key] = found[finding.key] + finding if finding.key in found else finding
     return found

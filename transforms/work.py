@@ -1,7 +1,8 @@
-"""`Work`: a unit on its way through the fused stages, one mutable object, never encoded."""
+"""`Work`: a unit on its way through the fused stages, one mutable object, never encoded; and a tally of what was done."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import apache_beam as beam
@@ -43,6 +44,18 @@ class Work:
 def total_bytes(arrays: Iterable[np.ndarray]) -> int:
     """The bytes of arrays, views counted in full."""
     return sum(array.nbytes for array in arrays)
+
+
+class Tally:
+    """What this process has done, for a progress bar: Beam's own counters show only at the end of a local run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.total = 0
+
+    def add(self, n: int) -> None:
+        with self._lock:
+            self.total += n
 
 
 class WorkCoder(beam.coders.Coder):

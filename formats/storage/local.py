@@ -231,9 +231,10 @@ class LocalFolder(Store):
     def forget(self, name: str) -> None:
         if not hasattr(os, "posix_fadvise"):  # as on macOS
             return
-        for entry in os.scandir(self.folder / name):
-            with open(entry.path, "rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError), os.scandir(self.folder / name) as entries:  # a hint; nothing depends on it
+            for entry in entries:
+                with open(entry.path, "rb", buffering=0) as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def kvstore(self) -> dict[str, Any]:
         return {"driver": "file", "path": f"{self.url}/"}

@@ -203,7 +203,7 @@ class Store(abc.ABC):
         raise StorageError(f"{self.url} can't be written to")
 
     def forget(self, name: str) -> None:  # noqa: B027
-        """Has this machine keep nothing of the files in a folder below for later readers, if it did; they must be durable already."""
+        """Asks this machine to keep nothing of the files in a folder below for later readers, if it does; they must be durable already."""
 
     def kvstore(self) -> dict[str, Any]:
         """The folder as TensorStore's key-value store."""

@@ -16,12 +16,11 @@ import httpx2
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from formats.safetensors import INDEX, MAX_HEADER, QUANT_CONFIGS
+from formats.safetensors import CONFIGS, INDEX, MAX_HEADER
 from formats.storage import StorageError, Store, open_store
 from formats.storage.hub import api, repeated
 from pipelines.report import human
 
-CONFIGS = ("config.json", INDEX, *QUANT_CONFIGS)
 WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth")
 SHOWN = 3  # files that are missing, by name
 WILDCARDS = "*?["

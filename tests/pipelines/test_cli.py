@@ -107,6 +107,19 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     assert refusals[0].stderr == refusals[1].stderr
 
 
+def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
+    """The command ends in its own way; what it printed comes out though it failed, and what others have to do at the end is done."""
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    (folder / "model-2.safetensors").write_bytes(b"nothing")
+    ran = run(WEIGHTBEAM, "inspect", folder)
+    assert ran.returncode == 2
+    assert "1 problem:" in ran.stderr
+    assert ran.stdout.rstrip().splitlines()[-1].startswith(f"{folder}: model_type llama, ")
+    code = "import atexit\nfrom pipelines import cli\ncli.main = lambda: atexit.register(print, 'done at the end') and 3\ncli.run()"
+    ran = run(sys.executable, "-c", code, cwd=Path(__file__).parents[2])
+    assert (ran.returncode, ran.stdout, ran.stderr) == (3, "done at the end\n", "")
+
+
 def test_paths_may_be_relative(tmp_path: Path) -> None:
     """Source and output below the working directory."""
     save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))

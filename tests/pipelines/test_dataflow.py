@@ -31,7 +31,6 @@ from pipelines.execution import build
 from pipelines.options import SETUP_FILE, pipeline_options
 from pipelines.report import memory_bound
 from transforms.conversion import Conversion, Options, prepare
-from transforms.stages import unit_ranges
 
 CASE = "qwen3-moe"
 UNIT_BYTES = 100_000
@@ -293,15 +292,6 @@ def test_the_job_is_small_for_any_model(tmp_path: Path, unit_bytes: int, units: 
     conversion = prepare(Options(unit_bytes=unit_bytes), headers_only(LLAMA_8B))
     assert len(conversion.units) >= units
     assert len(graph_of(conversion, tmp_path)) < 60_000
-
-
-@pytest.mark.parametrize("units", [0, 1, 1024, 1025, 41_600, 1_000_000])
-def test_ranges_of_units(units: int) -> None:
-    """Every unit once, in few elements; where there are thousands in enough of them that workers share the expanding."""
-    ranges = unit_ranges(units)
-    assert [unit for start, stop in ranges for unit in range(start, stop)] == list(range(units))
-    assert len(ranges) <= 256
-    assert len(ranges) >= min(128, units / 1024)
 
 
 # --- options --------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import apache_beam as beam
 import numpy as np
@@ -104,10 +107,9 @@ def test_a_descriptor_holds_the_whole_unit() -> None:
 WAYS = {
     "every bundle twice": "--direct_runner_bundle_repeat=1",
     "every bundle three times, threads": "--direct_runner_bundle_repeat=2 --direct_running_mode=multi_threading --direct_num_workers=4",
-    "in memory": "--direct_running_mode=in_memory",
-    "one thread": "--direct_running_mode=multi_threading --direct_num_workers=1",
+    "one thread": "--direct_num_workers=1",
     "four threads": "--direct_running_mode=multi_threading --direct_num_workers=4",
-    "eight threads": "--direct_running_mode=multi_threading --direct_num_workers=8",
+    "eight threads": "--direct_running_mode=in_memory --direct_num_workers=8",
     "two processes": "--direct_running_mode=multi_processing --direct_num_workers=2",
     "the DirectRunner, by name": "--runner=DirectRunner",
 }
@@ -122,6 +124,45 @@ def test_however_beam_runs_it_the_bits_are_the_same(generated: Path, tmp_path: P
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["0"]
 
 
+class Meet(beam.DoFn):
+    """Goes on when as many are here as there should be threads."""
+
+    barrier = threading.Barrier(4)
+
+    def process(self, element: int) -> None:
+        self.barrier.wait(20)
+
+
+@pytest.mark.parametrize("mode", ["", "--direct_running_mode=multi_threading", "--direct_running_mode=in_memory"])
+def test_local_threads_work_side_by_side(mode: str) -> None:
+    """In the runner's mode that its documentation takes for sequential."""
+    with beam.Pipeline(options=pipeline_options(["--direct_num_workers=4", *mode.split()])) as pipeline:
+        _ = pipeline | beam.Create(range(40)) | beam.Reshuffle() | beam.ParDo(Meet())
+
+
+class Make(beam.DoFn):
+    """So many elements, for longer than it takes Beam's thread that flushes streams to come by."""
+
+    def process(self, count: int) -> Iterator[bytes]:
+        for number in range(count):
+            yield number.to_bytes(8, "big") + bytes(600)
+
+
+class Tick(beam.DoFn):
+    seen: ClassVar[list[int]] = []
+
+    def process(self, element: bytes) -> None:
+        self.seen.append(int.from_bytes(element[:8], "big"))
+
+
+def test_no_element_is_lost() -> None:
+    """Beam's `multi_threading` loses some of them, about one time in six on the machine where that was found."""
+    Tick.seen.clear()
+    with beam.Pipeline(options=pipeline_options(["--direct_running_mode=multi_threading", "--direct_num_workers=4"])) as pipeline:
+        _ = pipeline | beam.Create([100_000]) | beam.ParDo(Make()).with_output_types(bytes) | beam.Reshuffle() | beam.ParDo(Tick())
+    assert sorted(Tick.seen) == list(range(100_000))
+
+
 TIMED = {"_CHECKPOINT_METADATA"}  # says when it was made
 
 
@@ -129,7 +170,7 @@ def test_chunk_keys_are_the_same_too(tmp_path: Path) -> None:
     """Without a database every chunk is a file: the same names with the same bytes, whatever the workers."""
     source = save(tmp_path / "hf", DEEPSEEK, *split(random_tensors(DEEPSEEK), 3))
     files = []
-    for name, way in enumerate(("--direct_running_mode=in_memory", "--direct_num_workers=4", "--direct_runner_bundle_repeat=1")):
+    for name, way in enumerate(("--direct_num_workers=1", "--direct_num_workers=4", "--direct_runner_bundle_repeat=1")):
         options = ["--use_ocdbt", "false", "--use_zarr3", "false", "--mesh", "fsdp=4", "--unit_bytes", "30000", *way.split()]
         items = convert(source, tmp_path / str(name), *options) / "items"
         files.append({str(path.relative_to(items)): path.read_bytes() for path in items.rglob("*") if path.is_file() and path.name not in TIMED})

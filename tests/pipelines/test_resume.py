@@ -176,7 +176,7 @@ for number, output in {jobs!r}:
     if child == 0:
         os.dup2(2, 1)
         die_at(number, output)
-        os._exit(main(["convert", "--source", {source!r}, "--output", output, "--direct_running_mode=in_memory", *{options!r}]))
+        os._exit(main(["convert", "--source", {source!r}, "--output", output, "--direct_num_workers=1", *{options!r}]))
     print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 

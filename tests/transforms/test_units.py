@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import apache_beam as beam
 import numpy as np
 import pytest
-from apache_beam.options.pipeline_options import PipelineOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, QWEN3_MOE, headers_only
 
-from transforms.conversion import Conversion, Options, prepare
-from transforms.stages import unit_ranges
-from transforms.units import Block, largest_first
+from formats.staging import staging_at
+from pipelines.options import pipeline_options
+from transforms.conversion import Options, prepare, remember
+from transforms.stages import ExpandUnits
+from transforms.units import Block, Unit, largest_first, working_bytes
 
 LLAMA_405B = LLAMA_8B | dict(hidden_size=16384, num_attention_heads=128, intermediate_size=53248, num_hidden_layers=126)
 MODELS = {"llama 8b": LLAMA_8B, "llama 405b": LLAMA_405B, "deepseek v3": DEEPSEEK_V3 | dict(num_hidden_layers=20)}
@@ -27,10 +29,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp 64, expert 4": dict(mesh=("fsdp=64,expert=4",)),
     "unscanned": dict(mesh=("fsdp=16",), scan_layers=False),
 }
-
-
-def sizes_of(units: Iterable[tuple[Block, ...]]) -> list[int]:
-    return [sum(block.working_bytes for block in unit) for unit in units]
 
 
 def dealt(sizes: Sequence[int], workers: int) -> np.ndarray:
@@ -52,7 +50,7 @@ def test_no_worker_is_last_by_more_than_a_unit(model: str, layout: str) -> None:
     """Real models."""
     conversion = prepare(Options(**LAYOUTS[layout]), headers_only(MODELS[model]))
     assert not conversion.plan.problems
-    sizes = sizes_of(conversion.units)
+    sizes = list(map(working_bytes, conversion.units))
     assert len(sizes) > 200
     for workers in (1, 2, 3, 4, 7, 8, 16, 63, 64, 100, 1000):
         for shares in (dealt(sizes, workers), taken(sizes, workers)):
@@ -65,7 +63,8 @@ def test_nor_with_any_sizes(sizes: list[int], workers: int) -> None:
     units = [(Block(number, (), size, ("", 0)),) for number, size in enumerate(sizes)]
     ordered = largest_first(units)
     assert sorted(unit[0].array for unit in ordered) == list(range(len(sizes)))
-    for shares in (dealt(sizes_of(ordered), workers), taken(sizes_of(ordered), workers)):
+    made = list(map(working_bytes, ordered))
+    for shares in (dealt(made, workers), taken(made, workers)):
         assert np.ptp(shares) <= max(sizes, default=0)
 
 
@@ -78,9 +77,8 @@ class Collect(beam.DoFn):
     def start_bundle(self) -> None:
         self.held: list[int] = []
 
-    def process(self, unit: int) -> Iterator[int]:
-        self.held.append(unit)
-        yield unit
+    def process(self, descriptor: bytes) -> None:
+        self.held.append(Unit.unpack(descriptor).id)
 
     def finish_bundle(self) -> None:
         with self.lock:
@@ -88,15 +86,18 @@ class Collect(beam.DoFn):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
-def test_beams_local_runner_deals_so(workers: int) -> None:
-    """The real runner: ranges of units, each expanded, and dealt to its threads."""
-    conversion: Conversion = prepare(Options(mesh=("fsdp=16",)), headers_only(LLAMA_8B))
-    sizes = sizes_of(conversion.units)
+@pytest.mark.parametrize("unit_bytes", [16 << 20, 128 << 20])
+def test_beams_local_runner_deals_so(workers: int, unit_bytes: int, tmp_path: Path) -> None:
+    """The real runner, and the pipeline as far as the shuffle."""
+    conversion = prepare(Options(mesh=("fsdp=16",), unit_bytes=unit_bytes), headers_only(LLAMA_8B))
+    sizes = list(map(working_bytes, conversion.units))
     Collect.bundles = []
-    options = PipelineOptions(runner="FnApiRunner", direct_running_mode="multi_threading", direct_num_workers=workers)
+    options = pipeline_options([f"--direct_num_workers={workers}"])
+    staging = staging_at(tmp_path, 0, conversion.hash)
+    staging.create(conversion.stage())
+    remember(conversion)
     with beam.Pipeline(options=options) as pipeline:
-        ids = pipeline | beam.Create(unit_ranges(len(sizes))) | beam.FlatMap(lambda bounds: range(*bounds)) | beam.Reshuffle()
-        ids | beam.ParDo(Collect())
+        _ = pipeline | beam.Create([len(sizes)]) | ExpandUnits(staging, conversion.hash) | beam.ParDo(Collect())
     assert sorted(unit for bundle in Collect.bundles for unit in bundle) == list(range(len(sizes)))
     assert len(Collect.bundles) == workers
     assert np.ptp([sum(sizes[unit] for unit in bundle) for bundle in Collect.bundles]) <= max(sizes)
@@ -109,6 +110,6 @@ def test_units_of_one_size_follow_the_source(config: dict[str, Any]) -> None:
     assert len(units) > 20
     streams: dict[int, list] = {}
     for unit in units:
-        streams.setdefault(sum(block.working_bytes for block in unit), []).append(unit[0].position)
+        streams.setdefault(working_bytes(unit), []).append(unit[0].position)
     assert any(len(stream) > 3 for stream in streams.values())
     assert all(stream == sorted(stream) for stream in streams.values())
