@@ -20,7 +20,7 @@ from formats.storage.token import secret
 from pipelines import dataflow
 from pipelines.convert import share_left
 from pipelines.errors import FailedError, RefusedError
-from pipelines.options import LOCAL_RUNNER, pipeline_options
+from pipelines.options import LOCAL_RUNNER, make_pipeline, pipeline_options
 from pipelines.progress import LINE_EVERY, ShowProgress, quiet, seldom
 from pipelines.report import threads_of
 from transforms.assembly import stage
@@ -81,7 +81,7 @@ def execute(
         dataflow.settle(options, conversion, str(staging.final))
         dataflow.check_alone(options)
     try:
-        pipeline = beam.Pipeline(options=options)
+        pipeline = make_pipeline(options)
     except ValueError as e:
         raise RefusedError(str(e)) from e
     noise = io.StringIO()
@@ -102,8 +102,6 @@ def execute(
     except LinkError as e:
         raise RefusedError(f"  link: {e}") from e
     except Exception as e:
-        if _is_interrupt(e):
-            raise KeyboardInterrupt from e
         raise FailedError(_failure(e, staging, noise.getvalue())) from e
 
 
@@ -114,11 +112,6 @@ def _written(conversion: Conversion, staging: Staging, left: int, options: Pipel
         before = WRITTEN.total
         return lambda: WRITTEN.total - before
     return seldom(lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left, LINE_EVERY)
-
-
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether a Ctrl-C is what an error comes from: where one thread does all the work, Beam makes a failure of it."""
-    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__context__))
 
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:

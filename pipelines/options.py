@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import apache_beam as beam
 from apache_beam.options.pipeline_options import (
     DirectOptions,
     FlinkRunnerOptions,
@@ -21,7 +22,9 @@ from apache_beam.options.pipeline_options import (
     WorkerOptions,
 )
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.runner import create_runner
+from apache_beam.transforms.environments import EmbeddedPythonGrpcEnvironment
 
 from pipelines import dataflow
 from pipelines.arguments import add_conversion, add_output
@@ -29,6 +32,7 @@ from pipelines.errors import RefusedError
 from pipelines.report import local_threads
 
 LOCAL_RUNNER = "FnApiRunner"
+NEVER = -1  # milliseconds between flushes; 0 would stand for Beam's default
 PORTABLE = ("PortableRunner", "FlinkRunner", "SparkRunner")
 IMAGE = "WEIGHTBEAM_IMAGE"  # in the environment: the image that this runs in, which workers can run too (deploy/Dockerfile)
 SETUP_FILE = Path(__file__).parents[1] / "setup.py"  # there in a checkout, not where the package was installed from a wheel
@@ -114,10 +118,8 @@ def _find_problems(options: PipelineOptions, args: argparse.Namespace) -> Iterat
 def pipeline_options(arguments: Sequence[str], args: argparse.Namespace | None = None) -> PipelineOptions:
     """Beam's options: local runs on the in-process runner with threads, workers in containers with this package.
 
-    Of apache/beam 2.77.0, sdks/python/apache_beam/runners: Beam's own `DirectRunner` is a switch that first tries to download another
-    runner (direct/direct_runner.py). Its `multi_threading` loses elements: a thread that flushes a stream each second drops what
-    another one writes meanwhile (worker/data_plane.py, `TimeBasedBufferingClosableOutputStream`). `in_memory` has as many threads,
-    no such streams, and no servers between them.
+    Beam's own `DirectRunner` is a switch that first tries to download another runner (apache/beam,
+    sdks/python/apache_beam/runners/direct/direct_runner.py, 2.77.0).
 
     Args:
       arguments: those that Weightbeam doesn't know.
@@ -131,8 +133,6 @@ def pipeline_options(arguments: Sequence[str], args: argparse.Namespace | None =
     standard.runner = short.get(name, standard.runner)  # Beam knows them by several names
     if standard.runner in ("DirectRunner", LOCAL_RUNNER):
         standard.runner = LOCAL_RUNNER
-        if direct.direct_running_mode == "multi_threading":
-            direct.direct_running_mode = "in_memory"
         if not any(argument.split("=")[0] == "--direct_num_workers" for argument in arguments):
             direct.direct_num_workers = local_threads()
     if in_containers(options) and not _has_package(options):
@@ -141,6 +141,23 @@ def pipeline_options(arguments: Sequence[str], args: argparse.Namespace | None =
         elif SETUP_FILE.is_file():
             options.view_as(SetupOptions).setup_file = str(SETUP_FILE)
     return options
+
+
+def make_pipeline(options: PipelineOptions) -> beam.Pipeline:
+    """A pipeline on the runner that the options name; on the local one with threads, unless processes are asked for.
+
+    Beam's own `multi_threading` loses elements: once a second a thread of its own flushes what a worker puts out, and drops what
+    the worker writes meanwhile (apache/beam, sdks/python/apache_beam/runners/worker/data_plane.py,
+    `TimeBasedBufferingClosableOutputStream.flush`, 2.77.0). So the threads are the same, without that flush.
+
+    Raises:
+      ValueError: there is no such runner.
+    """
+    direct = options.view_as(DirectOptions)
+    if options.view_as(StandardOptions).runner != LOCAL_RUNNER or direct.direct_running_mode == "multi_processing":
+        return beam.Pipeline(options=options)
+    direct.direct_running_mode = "in_memory"  # else the runner would put an environment of its own in the place of this one
+    return beam.Pipeline(FnApiRunner(EmbeddedPythonGrpcEnvironment(data_buffer_time_limit_ms=NEVER)), options)
 
 
 def in_containers(options: PipelineOptions) -> bool:

@@ -20,7 +20,7 @@ from formats.storage import StorageError, Store
 from formats.storage.token import name_secret
 from model_mappings.plan import PARAMETERS
 from pipelines.errors import FailedError, RefusedError
-from pipelines.options import check_options, pipeline_options
+from pipelines.options import check_options, make_pipeline, pipeline_options
 from pipelines.prepare import SHOWN, open_source, options_of, refuse
 from pipelines.progress import ShowProgress, quiet
 from pipelines.virtual import check_files, open_own_source
@@ -79,7 +79,7 @@ def execute(conversion: Conversion, items: Store, skipped: set[str], sample: flo
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "findings"
         try:
-            pipeline = beam.Pipeline(options=pipeline_options(rest))
+            pipeline = make_pipeline(pipeline_options(rest))
             _ = pipeline | beam.Create(todo) | CompareArrays(conversion.stage(), conversion.hash, items, sample, file)
             before = COMPARED.total
             with ShowProgress(elements, lambda: COMPARED.total - before, "comparing"), quiet(noise):

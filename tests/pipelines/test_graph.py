@@ -18,7 +18,7 @@ from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, convert, digests, given, gi
 from formats.safetensors import open_checkpoint
 from formats.staging import staging_at
 from pipelines.execution import build, execute
-from pipelines.options import pipeline_options
+from pipelines.options import make_pipeline, pipeline_options
 from transforms.arena import Arena
 from transforms.conversion import Options, prepare
 from transforms.units import Unit
@@ -135,8 +135,8 @@ class Meet(beam.DoFn):
 
 @pytest.mark.parametrize("mode", ["", "--direct_running_mode=multi_threading", "--direct_running_mode=in_memory"])
 def test_local_threads_work_side_by_side(mode: str) -> None:
-    """In the runner's mode that its documentation takes for sequential."""
-    with beam.Pipeline(options=pipeline_options(["--direct_num_workers=4", *mode.split()])) as pipeline:
+    """Whatever mode is asked for, but for processes."""
+    with make_pipeline(pipeline_options(["--direct_num_workers=4", *mode.split()])) as pipeline:
         _ = pipeline | beam.Create(range(40)) | beam.Reshuffle() | beam.ParDo(Meet())
 
 
@@ -156,9 +156,9 @@ class Tick(beam.DoFn):
 
 
 def test_no_element_is_lost() -> None:
-    """Beam's `multi_threading` loses some of them, about one time in six on the machine where that was found."""
+    """As Beam's own `multi_threading` does now and then."""
     Tick.seen.clear()
-    with beam.Pipeline(options=pipeline_options(["--direct_running_mode=multi_threading", "--direct_num_workers=4"])) as pipeline:
+    with make_pipeline(pipeline_options(["--direct_running_mode=multi_threading", "--direct_num_workers=4"])) as pipeline:
         _ = pipeline | beam.Create([100_000]) | beam.ParDo(Make()).with_output_types(bytes) | beam.Reshuffle() | beam.ParDo(Tick())
     assert sorted(Tick.seen) == list(range(100_000))
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, QWEN3_MOE, headers_only
 
 from formats.staging import staging_at
-from pipelines.options import pipeline_options
+from pipelines.options import make_pipeline, pipeline_options
 from transforms.conversion import Options, prepare, remember
 from transforms.stages import ExpandUnits
 from transforms.units import Block, Unit, largest_first, working_bytes
@@ -96,7 +96,7 @@ def test_beams_local_runner_deals_so(workers: int, unit_bytes: int, tmp_path: Pa
     staging = staging_at(tmp_path, 0, conversion.hash)
     staging.create(conversion.stage())
     remember(conversion)
-    with beam.Pipeline(options=options) as pipeline:
+    with make_pipeline(options) as pipeline:
         _ = pipeline | beam.Create([len(sizes)]) | ExpandUnits(staging, conversion.hash) | beam.ParDo(Collect())
     assert sorted(unit for bundle in Collect.bundles for unit in bundle) == list(range(len(sizes)))
     assert len(Collect.bundles) == workers
