@@ -20,6 +20,7 @@ from transforms.mesh import base_rules, model_rules
 
 BASE_BYTES = 384 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
 TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
+UNIT_BYTES = 10 << 10  # of the assembly, for each unit: its descriptor, its ledger entry, the keys of its database
 CONSOLE = Console(highlight=False, soft_wrap=True, width=None if os.isatty(1) else 200)
 
 
@@ -70,7 +71,7 @@ def thread_bytes(conversion: Conversion) -> int:
 
 def base_bytes(conversion: Conversion) -> int:
     """Bytes of a worker that no unit needs."""
-    return BASE_BYTES + TENSOR_BYTES * len(conversion.checkpoint.tensors)
+    return BASE_BYTES + TENSOR_BYTES * len(conversion.checkpoint.tensors) + UNIT_BYTES * len(conversion.units)
 
 
 def duration(seconds: float) -> str:
