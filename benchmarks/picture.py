@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from benchmarks.figures import Figure, figures_of, where
 
 OURS, STOCK, RAW, LIMIT, INK = "#2f6f9f", "#d9a066", "#b5bcc4", "#a33b3b", "#333a41"
+OVER_LINES = dict(facecolor="white", edgecolor="none", pad=0.5)  # behind a value
 DECODED = " → bfloat16"
 KINDS = {"llama": "Llama-like, bf16", "moe": "MoE-like, bf16", "fp8": "dense, FP8"}
 
@@ -93,7 +94,7 @@ def bars(axes: Axes, rows: Sequence[tuple[str, Sequence[Figure | None]]], series
         places = [(place, figure.ours / unit) for place, figure in held if figure]
         axes.barh([place for place, _ in places], [value for _, value in places], height * 0.92, color=colour, label=name)
         for place, value in places:
-            axes.text(value + longest * 0.01, place, f"{value:,.0f}" if value >= 100 else f"{value:.2f}", va="center", fontsize=7.5)
+            axes.text(value + longest * 0.01, place, f"{value:,.0f}" if value >= 100 else f"{value:.2f}", va="center", fontsize=7.5, bbox=OVER_LINES)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.12)

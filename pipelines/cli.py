@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -25,8 +26,8 @@ def run() -> NoReturn:
 
     def end() -> None:
         if status:  # else the arguments were wrong, or something that nobody thought of
-            sys.stdout.flush()
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):
+                print(end="", flush=True)
             os._exit(status[0])
 
     atexit.register(end)  # the first that is registered is the last that is called: what Beam registers comes before
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return command.run(args, rest)
         finally:
-            sys.stdout.flush()
+            print(end="", flush=True)  # now, where a reader that is gone is looked after
     except RefusedError as e:
         print(f"weightbeam {args.command}: refused\n{e}", file=sys.stderr)
         return 2
