@@ -130,7 +130,7 @@ class _WriteChunksFn(StageFn):
 class ExpandUnits(beam.PTransform):
     """The number of units -> their descriptors, from the staged plan, spread over the workers in their order.
 
-    One worker does all of it: it takes a tenth of a millisecond a unit, and each that took part would have to make the plan first.
+    One worker does all of it: that takes 0.1 to 2 ms a unit, and each that took part would have to make the plan first.
     """
 
     def __init__(self, staging: Staging, plan_hash: str):
