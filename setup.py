@@ -48,9 +48,9 @@ setup(
     description="Hugging Face checkpoints to MaxText's Orbax checkpoints, as one Apache Beam pipeline",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["model_mappings*", "formats*", "transforms*", "pipelines*"]),
-    package_data={"transforms": ["*.json"]},
+    packages=find_packages(include=["weightbeam*"]),
+    package_data={"weightbeam": ["py.typed"], "weightbeam.transforms": ["*.json"]},
     install_requires=CORE,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["weightbeam = pipelines.cli:run"]},
+    entry_points={"console_scripts": ["weightbeam = weightbeam.pipelines.cli:run"]},
 )

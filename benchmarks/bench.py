@@ -36,8 +36,8 @@ from typing import Any
 from benchmarks import models
 from benchmarks.figures import Figure, report
 from benchmarks.measure import WEIGHTBEAM, Run, count_flushes, run
-from formats.safetensors import open_checkpoint
-from transforms.conversion import Conversion, Options, prepare
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.transforms.conversion import Conversion, Options, prepare
 
 MESH = "fsdp=16"
 BLOCK = 16 << 20  # bytes of one read of the raw copy

@@ -38,11 +38,11 @@ from benchmarks.figures import Figure, report
 from benchmarks.full_size import DEEPSEEK_V3, MESH, MODELS, write
 from benchmarks.measure import run
 from benchmarks.stock import BLOCK, tensors_in
-from formats import zarr
-from formats.orbax import find_items, open_arrays
-from formats.safetensors import open_checkpoint
-from formats.storage import Store
-from transforms.conversion import Options, prepare
+from weightbeam.formats import zarr
+from weightbeam.formats.orbax import find_items, open_arrays
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.storage import Store
+from weightbeam.transforms.conversion import Options, prepare
 
 MODEL = "DeepSeek-V3"
 ROWS = 2048  # of the vocabulary that are compared
@@ -104,9 +104,9 @@ def peak_bytes() -> int:
 
 def convert(command: list[str], notes_file: Path) -> int:
     """`weightbeam convert`, with notes; the process of the conversion."""
-    from formats import ocdbt
-    from pipelines.cli import main
-    from transforms.stages import StageFn
+    from weightbeam.formats import ocdbt
+    from weightbeam.pipelines.cli import main
+    from weightbeam.transforms.stages import StageFn
 
     usage = shutil.disk_usage
     shutil.disk_usage = lambda path: usage(path)._replace(free=1 << 60)
@@ -188,7 +188,7 @@ def measure(folder: Path, layers: int, keep: bool) -> tuple[list[Figure], dict[s
     tell(model, "comparing")
     items = find_items(output)
     compared = check(items, source, config)
-    run(sys.executable, "-m", "pipelines.cli", "verify", "--source", source, "--checkpoint", output, "--sample", SAMPLE)
+    run(sys.executable, "-m", "weightbeam.pipelines.cli", "verify", "--source", source, "--checkpoint", output, "--sample", SAMPLE)
     figures = [
         Figure("convert, wall", model, took.seconds, "s"),
         Figure("convert, CPU", model, took.cpu_seconds, "s"),

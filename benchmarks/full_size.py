@@ -27,9 +27,9 @@ import numpy as np
 from benchmarks.figures import Figure, report
 from benchmarks.measure import WEIGHTBEAM, run
 from benchmarks.stock import BLOCK
-from model_mappings.config import Config, Layout
-from model_mappings.plan import expand
-from model_mappings.registry import family_of
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.plan import expand
+from weightbeam.model_mappings.registry import family_of
 
 MESH = "fsdp=64,expert=4"
 MAX_SECONDS, MAX_BYTES = 10.0, 1 << 30

@@ -26,13 +26,13 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.figures import Figure, report
-from formats.encodings import Encoding, Scaled
-from formats.encodings.bitsandbytes import BlockCodes, Nested, ScaledRows8
-from formats.encodings.gptq import Awq, Gptq
-from formats.encodings.packed import PackedRows
-from formats.safetensors import Tensor
-from model_mappings.cells import extent, whole
-from transforms.stack import copy
+from weightbeam.formats.encodings import Encoding, Scaled
+from weightbeam.formats.encodings.bitsandbytes import BlockCodes, Nested, ScaledRows8
+from weightbeam.formats.encodings.gptq import Awq, Gptq
+from weightbeam.formats.encodings.packed import PackedRows
+from weightbeam.formats.safetensors import Tensor
+from weightbeam.model_mappings.cells import extent, whole
+from weightbeam.transforms.stack import copy
 
 ROWS, COLUMNS = 2048, 7168  # outputs and inputs of an expert of DeepSeek-V3 and Kimi-K2
 FP8_RATE, FOUR_BIT_RATE, COPY_SHARE = 400e6, 150e6, 1 / 3

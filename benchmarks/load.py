@@ -35,12 +35,12 @@ import numpy as np
 from benchmarks.bench import make_source, tell
 from benchmarks.figures import Figure, report
 from benchmarks.measure import WEIGHTBEAM, run
-from formats.orbax import find_items, open_arrays, read_arrays
-from formats.safetensors import open_checkpoint
-from transforms.conversion import Options, prepare
-from transforms.grid import EXPERTS
-from transforms.load import load_of, shard_box, total
-from transforms.mesh import Mesh, base_rules, partition_spec
+from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.transforms.conversion import Options, prepare
+from weightbeam.transforms.grid import EXPERTS
+from weightbeam.transforms.load import load_of, shard_box, total
+from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
 
 MESH, HOSTS = "fsdp=16", 16
 KINDS = ("llama", "moe")

@@ -25,7 +25,7 @@ from benchmarks.figures import Figure, report
 from benchmarks.full_size import TensorEntry, write
 from benchmarks.measure import Run, run
 
-COMMAND = (sys.executable, "-m", "pipelines.cli")
+COMMAND = (sys.executable, "-m", "weightbeam.pipelines.cli")
 MAX_SECONDS, MAX_WRITTEN, MAX_FULL_SIZE_SECONDS = 2.0, 1_000_000, 10.0
 RESTORE = """
 import hashlib, json, sys, time

@@ -9,8 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipelines.arguments import make_parser
-from pipelines.cli import main
+from weightbeam.pipelines.arguments import make_parser
+from weightbeam.pipelines.cli import main
 
 
 def conversion_options() -> dict[str, argparse.Action]:

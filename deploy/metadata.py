@@ -10,7 +10,7 @@ from typing import Any
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from deploy.launch import conversion_options, is_switch, may_repeat
-from pipelines.arguments import CONVERT, boolean, natural, positive, secret, size
+from weightbeam.pipelines.arguments import CONVERT, boolean, natural, positive, secret, size
 
 FILE = Path(__file__).with_name("metadata.json")
 NAME = "Weightbeam"

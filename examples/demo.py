@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
-from pipelines.cli import main as weightbeam
+from weightbeam.pipelines.cli import main as weightbeam
 
 LAYERS, DENSE, EXPERTS, EMBED, HEADS, BLOCK = 4, 1, 8, 256, 4, 128
 NOPE, ROPE, V_DIM, Q_LORA, KV_LORA, MLP, MOE_MLP, VOCAB = 48, 16, 48, 96, 80, 320, 160, 512

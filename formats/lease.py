@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from formats.storage import LocalFolder, StorageError, Store
+from weightbeam.formats.storage import LocalFolder, StorageError, Store
 
 if TYPE_CHECKING:
-    from formats.storage.bucket import Bucket
+    from weightbeam.formats.storage.bucket import Bucket
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
 

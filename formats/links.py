@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from formats.safetensors import CONFIGS, Checkpoint, Shard
-from formats.storage import TEMPORARY, File, LocalFolder, StorageError, Store, open_store, pieces, sync_folder
+from weightbeam.formats.safetensors import CONFIGS, Checkpoint, Shard
+from weightbeam.formats.storage import TEMPORARY, File, LocalFolder, StorageError, Store, open_store, pieces, sync_folder
 
 SOURCE = "source"  # below the item
 SUMS = "SHA256SUMS"  # beside the files, if their hashes were asked for; `sha256sum -c` reads it

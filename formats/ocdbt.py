@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from formats.storage import Store
+from weightbeam.formats.storage import Store
 
 AT_A_TIME = 4096  # databases that are merged in one transaction; each takes some 30 KiB
 LISTED = 100_000  # keys that are listed at a time

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from formats import ocdbt, zarr
-from formats.links import SOURCE
-from formats.provenance import RECORD, digest, summary, total
-from formats.references import Reference, find_faults, remove_database, write_database
-from formats.staging import ITEMS, MARKER, Staging
-from formats.storage import TEMPORARY, StorageError, Store, open_store
-from formats.zarr import ArraySpec, Format
-from model_mappings.cells import Box
+from weightbeam.formats import ocdbt, zarr
+from weightbeam.formats.links import SOURCE
+from weightbeam.formats.provenance import RECORD, digest, summary, total
+from weightbeam.formats.references import Reference, find_faults, remove_database, write_database
+from weightbeam.formats.staging import ITEMS, MARKER, Staging
+from weightbeam.formats.storage import TEMPORARY, StorageError, Store, open_store
+from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.model_mappings.cells import Box
 
 STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())  # the scalar that MaxText's TrainState keeps beside the parameters
 METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from formats.zarr import ArraySpec
-from model_mappings.cells import Box
+from weightbeam.formats.zarr import ArraySpec
+from weightbeam.model_mappings.cells import Box
 
 RECORD = "conversion.json"
 LIBRARIES = ("weightbeam", "apache-beam", "tensorstore", "numpy", "ml_dtypes")

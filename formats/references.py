@@ -21,8 +21,8 @@ from urllib.parse import unquote
 import numpy as np
 import tensorstore as ts
 
-from formats import ocdbt
-from formats.storage import Store
+from weightbeam.formats import ocdbt
+from weightbeam.formats.storage import Store
 
 MANIFEST, NODES, NODE = "manifest.ocdbt", "d", "d/references"
 BTREE_MAGIC = 0x0CDB20DE

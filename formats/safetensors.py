@@ -25,9 +25,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from formats.storage import File, Range, StorageError, Store, open_store, reason, store_and_name
-from model_mappings.cells import Box, extent
-from model_mappings.plan import Problem
+from weightbeam.formats.storage import File, Range, StorageError, Store, open_store, reason, store_and_name
+from weightbeam.model_mappings.cells import Box, extent
+from weightbeam.model_mappings.plan import Problem
 
 MAX_HEADER = 100_000_000  # bytes; of an index or a config too
 MAX_VALUES = 5_000_000  # of JSON, so that its objects in memory are bounded too: a tensor of rank 2 is 11 of them

@@ -12,17 +12,17 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from formats.encodings import Encoding
-from formats.encodings.format import UnknownBlockError
-from formats.encodings.fp8 import find_block
-from formats.encodings.gptq import spare_biases
-from formats.encodings.matching import SourceError, check_method, check_names, find_matches, logical_names, make_encoding, make_plain, why_dropped
-from formats.encodings.quantization import Quantization
-from formats.safetensors import BoxRead, Checkpoint, read_boxes
-from formats.storage import StorageError
-from model_mappings.cells import whole
-from model_mappings.family import rename
-from model_mappings.plan import Problem, TensorSpec
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings.format import UnknownBlockError
+from weightbeam.formats.encodings.fp8 import find_block
+from weightbeam.formats.encodings.gptq import spare_biases
+from weightbeam.formats.encodings.matching import SourceError, check_method, check_names, find_matches, logical_names, make_encoding, make_plain, why_dropped
+from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.formats.safetensors import BoxRead, Checkpoint, read_boxes
+from weightbeam.formats.storage import StorageError
+from weightbeam.model_mappings.cells import whole
+from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.plan import Problem, TensorSpec
 
 ZEROS = "zeros that AutoGPTQ stores for layers without a bias"
 

@@ -29,9 +29,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from formats import lease
-from formats.links import SOURCE
-from formats.storage import TEMPORARY, LocalFolder, StorageError, Store, open_store, sync_folder
+from weightbeam.formats import lease
+from weightbeam.formats.links import SOURCE
+from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, Store, open_store, sync_folder
 
 MARKER = "commit_success.txt"  # a checkpoint, or an item of one, is complete
 ITEMS = "items"

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from model_mappings.cells import Part
-from model_mappings.plan import Array, Problem, TensorSpec, is_float
+from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.plan import Array, Problem, TensorSpec, is_float
 
 Claim = tuple[range, ...]  # the indices of each axis of a tensor that something takes
 

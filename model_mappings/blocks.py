@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.ops import Op
-from model_mappings.rules import Rule, Segment, Stack, rule, stack
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.ops import Op
+from weightbeam.model_mappings.rules import Rule, Segment, Stack, rule, stack
 
 Table = list[list[Rule]]
 LAYER = "model.layers.{layer}."  # the prefix of a layer's tensors

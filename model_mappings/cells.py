@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model_mappings.axes import Range, factor_boxes, hull
-from model_mappings.ops import Op
-from model_mappings.rules import Rule, Stack
+from weightbeam.model_mappings.axes import Range, factor_boxes, hull
+from weightbeam.model_mappings.ops import Op
+from weightbeam.model_mappings.rules import Rule, Stack
 
 Box = tuple[Range, ...]  # a range for each axis
 

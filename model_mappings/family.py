@@ -8,8 +8,8 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 
-from model_mappings.config import Config, Layout
-from model_mappings.rules import Stack
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.rules import Stack
 
 
 @dataclasses.dataclass(frozen=True)

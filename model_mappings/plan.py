@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 import ml_dtypes
 import numpy as np
 
-from model_mappings.cells import Box, Cell, Part
-from model_mappings.config import MAX_SIZE, Config, ConfigError, Layout
-from model_mappings.family import Family
+from weightbeam.model_mappings.cells import Box, Cell, Part
+from weightbeam.model_mappings.config import MAX_SIZE, Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family
 
 MIN_CELLS, CELLS_PER_TENSOR = 200_000, 20  # a table that needs more than these makes doesn't describe the checkpoint, and would take hours to say so
 PREFIX = "params"  # where MaxText's TrainState keeps the collections of the model's variables

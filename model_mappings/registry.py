@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from model_mappings.config import Config
-from model_mappings.families import (
+from weightbeam.model_mappings.config import Config
+from weightbeam.model_mappings.families import (
     deepseek,
     deepseek_v4,
     gemma2,
@@ -23,7 +23,7 @@ from model_mappings.families import (
     qwen3_omni,
     qwen3_vl,
 )
-from model_mappings.family import Family
+from weightbeam.model_mappings.family import Family
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from model_mappings.axes import Axes
-from model_mappings.ops import Op
+from weightbeam.model_mappings.axes import Axes
+from weightbeam.model_mappings.ops import Op
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from model_mappings.blocks import Table
-from model_mappings.config import Config, ConfigError
-from model_mappings.rules import Stack, rule, stack
+from weightbeam.model_mappings.blocks import Table
+from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.rules import Stack, rule, stack
 
 
 def qwen_vision_dims(v: Config) -> dict[str, int]:

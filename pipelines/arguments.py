@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 
-from transforms.options import Options
+from weightbeam.transforms.options import Options
 
 VERSION = "0.1.0"
 DEFAULTS = Options()

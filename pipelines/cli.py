@@ -13,8 +13,8 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipelines.arguments import make_parser
-from pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.arguments import make_parser
+from weightbeam.pipelines.errors import FailedError, RefusedError
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args, rest = make_parser().parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is a Ctrl-C
-    command = importlib.import_module(f"pipelines.{args.command}")  # only now: the commands import numpy, TensorStore and Beam
+    command = importlib.import_module(f"weightbeam.pipelines.{args.command}")  # only now: the commands import numpy, TensorStore and Beam
     try:
         try:
             return command.run(args, rest)

@@ -10,23 +10,23 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 
-from formats.lease import HeldError
-from formats.links import COPY, LinkError
-from formats.orbax import plan_of, publish
-from formats.staging import ITEMS, BucketStaging, FolderStaging, Staging, staging_at
-from formats.storage import StorageError, Store, reason
-from model_mappings.plan import Problem
-from pipelines import report
-from pipelines.errors import BusyError, FailedError, RefusedError
-from pipelines.prepare import prepare_conversion, refuse
-from transforms.assembly import assemble_checkpoint, stage
-from transforms.conversion import Conversion, load
+from weightbeam.formats.lease import HeldError
+from weightbeam.formats.links import COPY, LinkError
+from weightbeam.formats.orbax import plan_of, publish
+from weightbeam.formats.staging import ITEMS, BucketStaging, FolderStaging, Staging, staging_at
+from weightbeam.formats.storage import StorageError, Store, reason
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines import report
+from weightbeam.pipelines.errors import BusyError, FailedError, RefusedError
+from weightbeam.pipelines.prepare import prepare_conversion, refuse
+from weightbeam.transforms.assembly import assemble_checkpoint, stage
+from weightbeam.transforms.conversion import Conversion, load
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Plans, stages and runs a conversion."""
     if rest:
-        from pipelines.options import check_options  # imports Beam
+        from weightbeam.pipelines.options import check_options  # imports Beam
 
         check_options(rest, args)
     if not args.output:
@@ -51,12 +51,12 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
     start, written = time.monotonic(), 0
     with _alone(staging):
         if isinstance(staging, BucketStaging) and staging.exists():
-            from pipelines.execution import check_job
+            from weightbeam.pipelines.execution import check_job
 
             check_job(staging, rest)
         refuse(conversion, _check_output(staging, conversion, args))  # again: now nobody else changes it
         if conversion.units:
-            from pipelines.execution import run_units  # only now: it imports Beam
+            from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
 
             if (written := run_units(conversion, staging, rest, args)) is None:
                 return 0  # the job that was started publishes it
@@ -184,6 +184,6 @@ def _shown(option: object) -> str:
 
 
 if __name__ == "__main__":
-    from pipelines.cli import main
+    from weightbeam.pipelines.cli import main
 
     sys.exit(main(["convert", *sys.argv[1:]]))

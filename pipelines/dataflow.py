@@ -16,11 +16,11 @@ from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOption
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState, create_runner
 
-from formats.staging import Staging
-from pipelines.errors import BusyError, RefusedError
-from pipelines.progress import ShowProgress, quiet, seldom
-from pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, human, memory_bound, thread_bytes
-from transforms.conversion import Conversion
+from weightbeam.formats.staging import Staging
+from weightbeam.pipelines.errors import BusyError, RefusedError
+from weightbeam.pipelines.progress import ShowProgress, quiet, seldom
+from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, human, memory_bound, thread_bytes
+from weightbeam.transforms.conversion import Conversion
 
 RUNNER = "DataflowRunner"
 MACHINE = "n2-standard-2"  # bytes are moved: a network of 10 Gbit/s for two cores

@@ -12,20 +12,20 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
 from apache_beam.runners.runner import PipelineResult
 
-from formats.encodings import ContentError
-from formats.links import HARD, LinkError
-from formats.orbax import publish
-from formats.staging import Staging
-from formats.storage.token import secret
-from pipelines import dataflow
-from pipelines.convert import share_left
-from pipelines.errors import FailedError, RefusedError
-from pipelines.options import LOCAL_RUNNER, make_pipeline, pipeline_options
-from pipelines.progress import LINE_EVERY, ShowProgress, quiet, seldom
-from pipelines.report import threads_of
-from transforms.assembly import stage
-from transforms.conversion import Conversion, remember
-from transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks
+from weightbeam.formats.encodings import ContentError
+from weightbeam.formats.links import HARD, LinkError
+from weightbeam.formats.orbax import publish
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage.token import secret
+from weightbeam.pipelines import dataflow
+from weightbeam.pipelines.convert import share_left
+from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.options import LOCAL_RUNNER, make_pipeline, pipeline_options
+from weightbeam.pipelines.progress import LINE_EVERY, ShowProgress, quiet, seldom
+from weightbeam.pipelines.report import threads_of
+from weightbeam.transforms.assembly import stage
+from weightbeam.transforms.conversion import Conversion, remember
+from weightbeam.transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks
 
 
 def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, overwrite: bool = False, budget: int | None = None) -> beam.PCollection:

@@ -10,18 +10,18 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from formats.orbax import STEP, find_items, item_metadata, open_arrays, read_arrays, record_of
-from formats.safetensors import open_checkpoint
-from formats.storage import StorageError, Store, open_store
-from formats.zarr import ArraySpec
-from model_mappings.cells import pattern
-from model_mappings.plan import PARAMETERS
-from pipelines import report
-from pipelines.errors import RefusedError
-from pipelines.prepare import describe, open_source, options_of, refuse, sharding_rules
-from transforms.conversion import prepare
-from transforms.load import Load, load_of, total
-from transforms.mesh import Mesh, MeshError, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
+from weightbeam.formats.orbax import STEP, find_items, item_metadata, open_arrays, read_arrays, record_of
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.formats.zarr import ArraySpec
+from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.pipelines import report
+from weightbeam.pipelines.errors import RefusedError
+from weightbeam.pipelines.prepare import describe, open_source, options_of, refuse, sharding_rules
+from weightbeam.transforms.conversion import prepare
+from weightbeam.transforms.load import Load, load_of, total
+from weightbeam.transforms.mesh import Mesh, MeshError, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
 
 MAX_DEVICES = 1 << 18
 
@@ -177,6 +177,6 @@ def _safetensors(store: Store) -> int:
 
 
 if __name__ == "__main__":
-    from pipelines.cli import main
+    from weightbeam.pipelines.cli import main
 
     sys.exit(main(["inspect", *sys.argv[1:]]))

@@ -11,15 +11,15 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from formats.links import HARD
-from formats.orbax import find_items, record_of
-from formats.storage import StorageError
-from pipelines.convert import convert
-from pipelines.errors import FailedError, RefusedError
-from pipelines.prepare import sharding_rules
-from pipelines.virtual import check_files, open_own_source
-from transforms.conversion import options_from, prepare
-from transforms.mesh import MeshError
+from weightbeam.formats.links import HARD
+from weightbeam.formats.orbax import find_items, record_of
+from weightbeam.formats.storage import StorageError
+from weightbeam.pipelines.convert import convert
+from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.prepare import sharding_rules
+from weightbeam.pipelines.virtual import check_files, open_own_source
+from weightbeam.transforms.conversion import options_from, prepare
+from weightbeam.transforms.mesh import MeshError
 
 STORAGE = ("use_ocdbt", "use_zarr3", "compression", "unit_bytes")  # what a virtual checkpoint leaves open
 
@@ -27,7 +27,7 @@ STORAGE = ("use_ocdbt", "use_zarr3", "compression", "unit_bytes")  # what a virt
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Checks the files, then converts them."""
     if rest:
-        from pipelines.options import check_options  # imports Beam
+        from weightbeam.pipelines.options import check_options  # imports Beam
 
         check_options(rest, args)
     if not args.output:
@@ -58,6 +58,6 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from pipelines.cli import main
+    from weightbeam.pipelines.cli import main
 
     sys.exit(main(["materialize", *sys.argv[1:]]))

@@ -26,16 +26,16 @@ from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.runner import create_runner
 from apache_beam.transforms.environments import EmbeddedPythonGrpcEnvironment
 
-from pipelines import dataflow
-from pipelines.arguments import add_conversion, add_output
-from pipelines.errors import RefusedError
-from pipelines.report import local_threads
+from weightbeam.pipelines import dataflow
+from weightbeam.pipelines.arguments import add_conversion, add_output
+from weightbeam.pipelines.errors import RefusedError
+from weightbeam.pipelines.report import local_threads
 
 LOCAL_RUNNER = "FnApiRunner"
 NEVER = -1  # milliseconds between flushes; 0 would stand for Beam's default
 PORTABLE = ("PortableRunner", "FlinkRunner", "SparkRunner")
 IMAGE = "WEIGHTBEAM_IMAGE"  # in the environment: the image that this runs in, which workers can run too (deploy/Dockerfile)
-SETUP_FILE = Path(__file__).parents[1] / "setup.py"  # there in a checkout, not where the package was installed from a wheel
+SETUP_FILE = Path(__file__).resolve().parents[1] / "setup.py"  # there in a checkout, not where the package was installed from a wheel
 PLACES = {  # the options that name a folder, and what helps if it is on this machine
     "source": "upload it to gs://BUCKET/FOLDER, or name hf://organisation/model",
     "checkpoint": "upload it to gs://BUCKET/FOLDER",

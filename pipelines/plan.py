@@ -9,18 +9,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipelines import report, virtual
-from pipelines.errors import RefusedError
-from pipelines.prepare import prepare_conversion, refuse
-from transforms.conversion import Conversion
-from transforms.makespan import Estimate, Worker, efforts_of, estimate
+from weightbeam.pipelines import report, virtual
+from weightbeam.pipelines.errors import RefusedError
+from weightbeam.pipelines.prepare import prepare_conversion, refuse
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.makespan import Estimate, Worker, efforts_of, estimate
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
     if rest:
         # An option of the runner's is fine here: it is how `convert` would be called. Beam is imported only to check it.
-        from pipelines.options import check_options
+        from weightbeam.pipelines.options import check_options
 
         check_options(rest)
     conversion = prepare_conversion(args)
@@ -53,6 +53,6 @@ def simulate(conversion: Conversion, args: argparse.Namespace, rest: Sequence[st
 
 
 if __name__ == "__main__":
-    from pipelines.cli import main
+    from weightbeam.pipelines.cli import main
 
     sys.exit(main(["plan", *sys.argv[1:]]))

@@ -13,16 +13,16 @@ from typing import Any
 import tensorstore as ts
 import yaml
 
-from formats.orbax import item_metadata
-from formats.safetensors import Checkpoint, open_checkpoint
-from formats.storage import StorageError, Store, reason
-from formats.storage.token import name_secret
-from model_mappings.cells import pattern
-from model_mappings.plan import PARAMETERS, Problem
-from pipelines.errors import RefusedError
-from pipelines.report import collapse, count
-from transforms.conversion import UNKNOWN_FAMILY, Conversion, Options, prepare
-from transforms.mesh import MeshError, Rules, RulesError, model_rules, read_rules
+from weightbeam.formats.orbax import item_metadata
+from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
+from weightbeam.formats.storage import StorageError, Store, reason
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.pipelines.errors import RefusedError
+from weightbeam.pipelines.report import collapse, count
+from weightbeam.transforms.conversion import UNKNOWN_FAMILY, Conversion, Options, prepare
+from weightbeam.transforms.mesh import MeshError, Rules, RulesError, model_rules, read_rules
 
 SHOWN = 20  # problems of one kind; the rest is counted
 LINE = 5000  # characters of a problem: names and values in it are the files', however long

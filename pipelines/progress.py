@@ -14,7 +14,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from pipelines.report import human
+from weightbeam.pipelines.report import human
 
 INTERVAL = 0.25  # seconds between looks at the counter
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal

@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from formats.storage import open_store
-from model_mappings.cells import pattern
-from model_mappings.plan import PARAMETERS
-from transforms.conversion import Conversion, rules_of
-from transforms.makespan import Estimate
-from transforms.mesh import base_rules, model_rules
+from weightbeam.formats.storage import open_store
+from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.transforms.conversion import Conversion, rules_of
+from weightbeam.transforms.makespan import Estimate
+from weightbeam.transforms.mesh import base_rules, model_rules
 
 BASE_BYTES = 384 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
 TENSOR_BYTES = 1536  # of the plan, for each tensor of the source

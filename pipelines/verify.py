@@ -15,17 +15,17 @@ from typing import Any
 import apache_beam as beam
 import tensorstore as ts
 
-from formats.orbax import STEP, find_items, open_arrays
-from formats.storage import StorageError, Store
-from formats.storage.token import name_secret
-from model_mappings.plan import PARAMETERS
-from pipelines.errors import FailedError, RefusedError
-from pipelines.options import check_options, make_pipeline, pipeline_options
-from pipelines.prepare import SHOWN, open_source, options_of, refuse
-from pipelines.progress import ShowProgress, quiet
-from pipelines.virtual import check_files, open_own_source
-from transforms.conversion import Conversion, prepare, remember
-from transforms.verification import COMPARED, CompareArrays, Finding, compared_elements, read_findings, tasks
+from weightbeam.formats.orbax import STEP, find_items, open_arrays
+from weightbeam.formats.storage import StorageError, Store
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.options import check_options, make_pipeline, pipeline_options
+from weightbeam.pipelines.prepare import SHOWN, open_source, options_of, refuse
+from weightbeam.pipelines.progress import ShowProgress, quiet
+from weightbeam.pipelines.virtual import check_files, open_own_source
+from weightbeam.transforms.conversion import Conversion, prepare, remember
+from weightbeam.transforms.verification import COMPARED, CompareArrays, Finding, compared_elements, read_findings, tasks
 
 MISSING = "is missing"
 
@@ -128,6 +128,6 @@ def _write_json(file: Path, findings: Mapping[str, Finding], wrong: Sequence[tup
 
 
 if __name__ == "__main__":
-    from pipelines.cli import main
+    from weightbeam.pipelines.cli import main
 
     sys.exit(main(["verify", *sys.argv[1:]]))

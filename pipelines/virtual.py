@@ -7,17 +7,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from formats.links import SOURCE, SYMBOLIC, find_changes, identities
-from formats.orbax import record_of
-from formats.references import Reference, encode_leaf
-from formats.safetensors import Checkpoint, open_checkpoint
-from formats.storage import StorageError, Store
-from model_mappings.cells import pattern
-from model_mappings.plan import PARAMETERS, Array
-from pipelines.errors import FailedError, RefusedError
-from pipelines.report import CONSOLE, count, human, shape_text, table
-from transforms.conversion import Conversion
-from transforms.virtual import loads_of, share
+from weightbeam.formats.links import SOURCE, SYMBOLIC, find_changes, identities
+from weightbeam.formats.orbax import record_of
+from weightbeam.formats.references import Reference, encode_leaf
+from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
+from weightbeam.formats.storage import StorageError, Store
+from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.plan import PARAMETERS, Array
+from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.report import CONSOLE, count, human, shape_text, table
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.virtual import loads_of, share
 
 
 def print_placements(conversion: Conversion) -> None:

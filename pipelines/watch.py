@@ -10,15 +10,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from formats.storage.token import name_secret
-from pipelines.errors import FailedError, RefusedError
-from pipelines.report import CONSOLE, table
-from pipelines.watching.config import read_config
-from pipelines.watching.notices import Notices, log_lines, warn
-from pipelines.watching.receiver import SECRET, receive_webhooks
-from pipelines.watching.records import FAILED, LostError
-from pipelines.watching.releases import is_wanted
-from pipelines.watching.watcher import Finding, Watcher
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.report import CONSOLE, table
+from weightbeam.pipelines.watching.config import read_config
+from weightbeam.pipelines.watching.notices import Notices, log_lines, warn
+from weightbeam.pipelines.watching.receiver import SECRET, receive_webhooks
+from weightbeam.pipelines.watching.records import FAILED, LostError
+from weightbeam.pipelines.watching.releases import is_wanted
+from weightbeam.pipelines.watching.watcher import Finding, Watcher
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -98,6 +98,6 @@ def _report(findings: Sequence[Finding]) -> int:
 
 
 if __name__ == "__main__":
-    from pipelines.cli import main
+    from weightbeam.pipelines.cli import main
 
     sys.exit(main(["watch", *sys.argv[1:]]))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from stored import decode, slices
 
-from formats.encodings import Encoding
-from formats.sources import Source
-from model_mappings.cells import Box, whole
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.sources import Source
+from weightbeam.model_mappings.cells import Box, whole
 
 
 def only(source: Source) -> Encoding:

@@ -25,10 +25,10 @@ from hostile import snapshot
 from support import HERE, call
 
 STAGES = {  # stage -> the module and the name of the function that does it
-    "reading": ("transforms.stages", "read_boxes"),
-    "writing": ("transforms.stages", "write_unit"),
-    "merging": ("formats.ocdbt", "merge"),
-    "publishing": ("formats.orbax", "publish"),
+    "reading": ("weightbeam.transforms.stages", "read_boxes"),
+    "writing": ("weightbeam.transforms.stages", "write_unit"),
+    "merging": ("weightbeam.formats.ocdbt", "merge"),
+    "publishing": ("weightbeam.formats.orbax", "publish"),
 }
 OPTIONS = ["--unit_bytes", "8000", "--mesh", "fsdp=2", "--direct_num_workers=2"]
 
@@ -165,7 +165,7 @@ def fork(job: Mapping[str, Any]) -> int:
 
 def main(jobs: Iterable[Mapping[str, Any]]) -> None:
     """Runs jobs; one with `"zombie"` is left stopped until all others are done, then it goes on."""
-    importlib.import_module("pipelines.convert")
+    importlib.import_module("weightbeam.pipelines.convert")
     sleeping: dict[int, Mapping[str, Any]] = {}
 
     def tell(job: Mapping[str, Any], status: int) -> None:

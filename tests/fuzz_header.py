@@ -26,10 +26,10 @@ try:
 except ImportError:  # the tests use `check` without it
     atheris = None
 if atheris and __name__ == "__main__":
-    with atheris.instrument_imports(include=["formats.safetensors", "json", "json.decoder"]):
-        from formats.safetensors import HeaderError, open_checkpoint, read_header
+    with atheris.instrument_imports(include=["weightbeam.formats.safetensors", "json", "json.decoder"]):
+        from weightbeam.formats.safetensors import HeaderError, open_checkpoint, read_header
 else:
-    from formats.safetensors import HeaderError, open_checkpoint, read_header
+    from weightbeam.formats.safetensors import HeaderError, open_checkpoint, read_header
 
 INDEX = "model.safetensors.index.json"
 RAW, HEADER, SHARDS = b"\0", b"\1", b"\2"  # the kinds: a whole file, a header to which a file is made, an index

@@ -25,8 +25,8 @@ from typing import Any
 from facts import load_headers, tiny
 from support import BF16, INDEX, LLAMA, call, random_tensors, save, split
 
-from formats.safetensors import HF_QUANT_CONFIG, Checkpoint, Shard, Tensor
-from model_mappings.plan import TensorSpec
+from weightbeam.formats.safetensors import HF_QUANT_CONFIG, Checkpoint, Shard, Tensor
+from weightbeam.model_mappings.plan import TensorSpec
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 CONFIG = "config.json"
@@ -318,7 +318,7 @@ def run(command: Sequence[object], output: Path) -> dict[str, Any]:
 def main(root: Path) -> None:
     """Plans and converts each bad folder; prints a line of JSON for each command."""
     sys.dont_write_bytecode = True
-    importlib.import_module("pipelines.convert")  # now, so that the forked processes needn't
+    importlib.import_module("weightbeam.pipelines.convert")  # now, so that the forked processes needn't
     assert run(["plan", "--source", good(root / "good")], root / "printed")["status"] == 0
     for name, damage in FOLDERS.items():
         place = root / "place"

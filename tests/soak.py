@@ -23,7 +23,7 @@ from faults import STAGES, arguments, is_published, kill, run
 from hostile import VALUES, checkpoint_of, mutated, paths, snapshot, tiny_checkpoints
 from support import BF16, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
 
-from transforms.conversion import Options, prepare
+from weightbeam.transforms.conversion import Options, prepare
 
 CALLS = {"reading": 5, "writing": 5, "merging": 1, "publishing": 1}  # at most, of a stage in the conversions here: one of them gets the signal
 SECONDS = 0.006  # what a stage takes, about

@@ -30,7 +30,7 @@ from servers.dataflow import FakeDataflow, Job
 from servers.gcs import FakeGcs
 from support import DEEPSEEK, random_tensors, save, split
 
-from pipelines.report import table
+from weightbeam.pipelines.report import table
 
 ROOT = Path(__file__).parents[1]
 PROJECT, REGION = "a-project", "us-central1"
@@ -55,7 +55,7 @@ class Cloud:
     def command(self, source: str, output: str, *options: object) -> list[str]:
         """`weightbeam convert` on Dataflow."""
         place = ("--project", PROJECT, "--region", REGION, "--temp_location", f"gs://{STAGED}/temp", "--dataflow_endpoint", self.dataflow.url)
-        command = [sys.executable, "-m", "pipelines.convert", "--runner", "DataflowRunner", *place, "--source", source, "--output", output, *options]
+        command = [sys.executable, "-m", "weightbeam.pipelines.convert", "--runner", "DataflowRunner", *place, "--source", source, "--output", output, *options]
         return [str(part) for part in command]
 
     @contextmanager

@@ -22,8 +22,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from formats.safetensors import Checkpoint, Shard, Tensor
-from pipelines.cli import main
+from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor
+from weightbeam.pipelines.cli import main
 
 HERE = Path(__file__).parent
 BF16, F32, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(ml_dtypes.float8_e4m3fn)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from formats.encodings import table
-from model_mappings import registry
+from weightbeam.formats.encodings import table
+from weightbeam.model_mappings import registry
 
 ROOT = Path(__file__).parent.parent
 FILES = {
@@ -18,7 +18,7 @@ FILES = {
 
 @pytest.mark.parametrize("made", FILES, ids=lambda made: f"{made.__module__}.{made.__name__}")
 def test_what_is_supported_is_what_the_code_says(made) -> None:
-    """`python -m model_mappings.registry` and `python -m formats.encodings.table` print the tables anew."""
+    """`python -m weightbeam.model_mappings.registry` and `python -m weightbeam.formats.encodings.table` print the tables anew."""
     assert made() in (ROOT / FILES[made]).read_text()
 
 

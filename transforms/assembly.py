@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from formats.links import HARD, SOURCE, identify, put_source
-from formats.orbax import Contents, assemble, plan_of
-from formats.staging import Staging
-from formats.storage import StorageError
-from transforms.conversion import Conversion
+from weightbeam.formats.links import HARD, SOURCE, identify, put_source
+from weightbeam.formats.orbax import Contents, assemble, plan_of
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import StorageError
+from weightbeam.transforms.conversion import Conversion
 
 
 def stage(conversion: Conversion, staging: Staging, resume: bool, link: str = HARD, hashed: bool = False) -> bool:

@@ -19,23 +19,23 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from formats.encodings import Encoding, stored_bytes
-from formats.provenance import versions
-from formats.references import Reference
-from formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
-from formats.sources import open_source
-from formats.staging import Staging
-from formats.zarr import Format
-from model_mappings.audit import audit, drop_reason
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.family import Family, rename
-from model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, make_arrays
-from model_mappings.registry import UnknownFamilyError, family_of
-from transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
-from transforms.mesh import Mesh, Rules, axes_in, model_rules
-from transforms.options import Options
-from transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, largest_first, make_blocks, pack, working_bytes
-from transforms.virtual import Placement, loads_of, place_arrays, problems_of, references, warnings_of
+from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.provenance import versions
+from weightbeam.formats.references import Reference
+from weightbeam.formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
+from weightbeam.formats.sources import open_source
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.zarr import Format
+from weightbeam.model_mappings.audit import audit, drop_reason
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family, rename
+from weightbeam.model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, make_arrays
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
+from weightbeam.transforms.mesh import Mesh, Rules, axes_in, model_rules
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, largest_first, make_blocks, pack, working_bytes
+from weightbeam.transforms.virtual import Placement, loads_of, place_arrays, problems_of, references, warnings_of
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found

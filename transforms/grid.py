@@ -13,10 +13,10 @@ import dataclasses
 import math
 from collections.abc import Container, Iterable, Sequence
 
-from formats.zarr import INDEX_ENTRY_BYTES, ArraySpec, Format
-from model_mappings.cells import Part
-from model_mappings.plan import Array
-from transforms.mesh import Mesh, Rules, partition_spec
+from weightbeam.formats.zarr import INDEX_ENTRY_BYTES, ArraySpec, Format
+from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.plan import Array
+from weightbeam.transforms.mesh import Mesh, Rules, partition_spec
 
 MIN_CHUNK, MAX_CHUNK = 1 << 20, 4 << 20  # bytes
 MIN_RUN = 4096  # bytes; a tensor is cut so that its contiguous runs aren't shorter

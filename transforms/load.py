@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from formats.zarr import INDEX_CHECKSUM_BYTES, INDEX_ENTRY_BYTES, ArraySpec
-from model_mappings.cells import Box
-from transforms.mesh import Assignment, Mesh, axes_of
+from weightbeam.formats.zarr import INDEX_CHECKSUM_BYTES, INDEX_ENTRY_BYTES, ArraySpec
+from weightbeam.model_mappings.cells import Box
+from weightbeam.transforms.mesh import Assignment, Mesh, axes_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,17 +11,17 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 
-from formats.encodings import Encoding
-from formats.encodings.bitsandbytes import BlockCodes, ScaledRows8
-from formats.encodings.encoding import Transposed
-from formats.encodings.fp4 import FusedNvfp4
-from formats.encodings.gptq import Awq, Gptq
-from formats.encodings.packed import PackedRows
-from formats.encodings.scaled import Scaled
-from model_mappings.cells import volume
-from model_mappings.plan import Array
-from transforms.conversion import Conversion
-from transforms.units import element_box, fetches_of
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings.bitsandbytes import BlockCodes, ScaledRows8
+from weightbeam.formats.encodings.encoding import Transposed
+from weightbeam.formats.encodings.fp4 import FusedNvfp4
+from weightbeam.formats.encodings.gptq import Awq, Gptq
+from weightbeam.formats.encodings.packed import PackedRows
+from weightbeam.formats.encodings.scaled import Scaled
+from weightbeam.model_mappings.cells import volume
+from weightbeam.model_mappings.plan import Array
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.units import element_box, fetches_of
 
 # Bytes a second that one core handles.
 FP8, FP4 = 789e6, 485e6  # stored bytes that it decodes; of the FP4 formats the slowest

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from formats.safetensors import Empty
-from model_mappings.cells import Piece, View, extent, selection
-from model_mappings.ops import Op
-from transforms.units import Job
+from weightbeam.formats.safetensors import Empty
+from weightbeam.model_mappings.cells import Piece, View, extent, selection
+from weightbeam.model_mappings.ops import Op
+from weightbeam.transforms.units import Job
 
 STRIP_ELEMENTS = 1 << 18  # elements that are cast at a time, so that a temporary form of them stays in the cache
 BLOCK = (256, 8192)  # rows, and bytes of each, that are transposed at a time

@@ -15,18 +15,18 @@ import apache_beam as beam
 import numpy as np
 from apache_beam.metrics import Metrics
 
-from formats.orbax import plan_of, write_unit
-from formats.safetensors import read_boxes
-from formats.staging import Staging
-from formats.storage import StorageError
-from formats.storage.token import name_secret
-from formats.zarr import Format
-from transforms.arena import give_back, release_free, take
-from transforms.assembly import assemble_checkpoint
-from transforms.conversion import load_staged
-from transforms.stack import stack
-from transforms.units import Unit
-from transforms.work import Tally, Work, total_bytes
+from weightbeam.formats.orbax import plan_of, write_unit
+from weightbeam.formats.safetensors import read_boxes
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.formats.zarr import Format
+from weightbeam.transforms.arena import give_back, release_free, take
+from weightbeam.transforms.assembly import assemble_checkpoint
+from weightbeam.transforms.conversion import load_staged
+from weightbeam.transforms.stack import stack
+from weightbeam.transforms.units import Unit
+from weightbeam.transforms.work import Tally, Work, total_bytes
 
 WRITTEN = Tally()  # bytes
 

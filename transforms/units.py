@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from formats.encodings import Encoding
-from formats.zarr import ArraySpec
-from model_mappings.cells import Box, Part, Piece, extent, volume
-from model_mappings.plan import Array
-from transforms.arena import aligned
-from transforms.grid import MIN_RUN, Grid
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.zarr import ArraySpec
+from weightbeam.model_mappings.cells import Box, Part, Piece, extent, volume
+from weightbeam.model_mappings.plan import Array
+from weightbeam.transforms.arena import aligned
+from weightbeam.transforms.grid import MIN_RUN, Grid
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

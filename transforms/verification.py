@@ -19,15 +19,15 @@ import apache_beam as beam
 import numpy as np
 import tensorstore as ts
 
-from formats.encodings import Encoding
-from formats.orbax import open_arrays
-from formats.safetensors import read_boxes
-from formats.storage import Store, write_file
-from model_mappings.axes import Range
-from model_mappings.cells import Box, Part
-from model_mappings.plan import Array, holds, is_float
-from transforms.conversion import Conversion, load_bytes
-from transforms.work import Tally
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.orbax import open_arrays
+from weightbeam.formats.safetensors import read_boxes
+from weightbeam.formats.storage import Store, write_file
+from weightbeam.model_mappings.axes import Range
+from weightbeam.model_mappings.cells import Box, Part
+from weightbeam.model_mappings.plan import Array, holds, is_float
+from weightbeam.transforms.conversion import Conversion, load_bytes
+from weightbeam.transforms.work import Tally
 
 SLAB_ELEMENTS = 1 << 22  # compared at a time
 TASK_BYTES = 256 << 20  # of an array, compared in one go

@@ -16,15 +16,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from formats.encodings import Encoding
-from formats.references import Reference
-from formats.zarr import ArraySpec, Format
-from model_mappings.cells import Factor, Part
-from model_mappings.plan import Array, Problem
-from transforms.grid import EXPERTS, MAX_CHUNK, MIN_CHUNK, Grid, finest_shard
-from transforms.load import Load, load_of
-from transforms.load import total as total_load
-from transforms.mesh import Mesh
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.references import Reference
+from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.model_mappings.cells import Factor, Part
+from weightbeam.model_mappings.plan import Array, Problem
+from weightbeam.transforms.grid import EXPERTS, MAX_CHUNK, MIN_CHUNK, Grid, finest_shard
+from weightbeam.transforms.load import Load, load_of
+from weightbeam.transforms.load import total as total_load
+from weightbeam.transforms.mesh import Mesh
 
 WARN_SHARE = 0.8  # of the bytes; where fewer are virtual, most of the promise is gone
 WARN_AMPLIFICATION = 4.0  # bytes read for each byte needed, where a checkpoint is loaded on a mesh

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import apache_beam as beam
 import numpy as np
 
-from model_mappings.cells import Piece
-from transforms.arena import Arena
-from transforms.units import Unit
+from weightbeam.model_mappings.cells import Piece
+from weightbeam.transforms.arena import Arena
+from weightbeam.transforms.units import Unit
 
 
 class Work:

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import Encoding, InOrder, cover
-from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
-from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
-from formats.encodings.quantization import is_size
-from formats.safetensors import BoxRead, Empty, Tensor
-from model_mappings.axes import Range
-from model_mappings.cells import Box, extent, whole
+from weightbeam.formats.encodings.encoding import Encoding, InOrder, cover
+from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
+from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
+from weightbeam.formats.encodings.quantization import is_size
+from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.model_mappings.axes import Range
+from weightbeam.model_mappings.cells import Box, extent, whole
 
 INVERSE_OF_127 = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes writes it (_ops.py, int8_vectorwise_dequant)
 

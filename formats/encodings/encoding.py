@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from formats.safetensors import BoxRead, Empty, Tensor
-from model_mappings.axes import Range
-from model_mappings.cells import Box, whole
+from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.model_mappings.axes import Range
+from weightbeam.model_mappings.cells import Box, whole
 
 
 class Encoding(Protocol):

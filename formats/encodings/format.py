@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from formats.encodings.encoding import Encoding
-from formats.encodings.quantization import Quantization
-from formats.safetensors import BoxRead, Tensor, read_boxes
-from model_mappings.cells import whole
+from weightbeam.formats.encodings.encoding import Encoding
+from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
+from weightbeam.model_mappings.cells import whole
 
 
 class MismatchError(ValueError):

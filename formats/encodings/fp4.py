@@ -18,13 +18,13 @@ import math
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import Encoding, InOrder, Transposed, cover
-from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
-from formats.encodings.fp8 import EXPONENTS, INT8, reshaped
-from formats.encodings.nibbles import STRIP_ELEMENTS, finite, scale_rows
-from formats.encodings.scaled import E8M0, Scaled, table_of
-from formats.safetensors import BoxRead, Empty, Tensor
-from model_mappings.cells import Box, extent
+from weightbeam.formats.encodings.encoding import Encoding, InOrder, Transposed, cover
+from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
+from weightbeam.formats.encodings.fp8 import EXPONENTS, INT8, reshaped
+from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, finite, scale_rows
+from weightbeam.formats.encodings.scaled import E8M0, Scaled, table_of
+from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.model_mappings.cells import Box, extent
 
 BYTES, E4M3, FLOAT32 = dtypes(np.uint8), dtypes(ml_dtypes.float8_e4m3fn), dtypes(np.float32)
 MX, NV = 32, 16  # values of a row with one scale

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Sequence
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import Encoding
-from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, UnknownBlockError, dtypes
-from formats.encodings.quantization import Quantization, is_size
-from formats.encodings.scaled import E8M0, Scaled
-from formats.safetensors import Tensor
-from model_mappings.plan import Problem
+from weightbeam.formats.encodings.encoding import Encoding
+from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, UnknownBlockError, dtypes
+from weightbeam.formats.encodings.quantization import Quantization, is_size
+from weightbeam.formats.encodings.scaled import E8M0, Scaled
+from weightbeam.formats.safetensors import Tensor
+from weightbeam.model_mappings.plan import Problem
 
 FLOAT8 = dtypes(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz)
 FLOATS = dtypes(np.float32, ml_dtypes.bfloat16, np.float16)

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from formats.encodings.encoding import Encoding, InOrder, Transposed, cover
-from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat
-from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, finite, scale_rows
-from formats.encodings.packed import BYTEWISE, INT32, SCALES, WORD, PackedError, in_range, label, unpack, width, words
-from formats.encodings.quantization import is_size
-from formats.safetensors import BoxRead, Empty, Tensor
-from model_mappings.axes import Range
-from model_mappings.cells import Box, extent, whole
+from weightbeam.formats.encodings.encoding import Encoding, InOrder, Transposed, cover
+from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat
+from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, finite, scale_rows
+from weightbeam.formats.encodings.packed import BYTEWISE, INT32, SCALES, WORD, PackedError, in_range, label, unpack, width, words
+from weightbeam.formats.encodings.quantization import is_size
+from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.model_mappings.axes import Range
+from weightbeam.model_mappings.cells import Box, extent, whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

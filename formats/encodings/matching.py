@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from formats.encodings.encoding import Encoding, Plain
-from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, UnknownBlockError
-from formats.encodings.fp8 import FLOAT8
-from formats.encodings.quantization import Quantization
-from formats.encodings.scaled import E8M0
-from formats.encodings.table import COMPRESSED_TENSORS, DROPPED, FORMATS, METHODS, REFUSED_METHODS, REFUSED_NAMES
-from formats.safetensors import Tensor
-from model_mappings.plan import Problem
+from weightbeam.formats.encodings.encoding import Encoding, Plain
+from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, UnknownBlockError
+from weightbeam.formats.encodings.fp8 import FLOAT8
+from weightbeam.formats.encodings.quantization import Quantization
+from weightbeam.formats.encodings.scaled import E8M0
+from weightbeam.formats.encodings.table import COMPRESSED_TENSORS, DROPPED, FORMATS, METHODS, REFUSED_METHODS, REFUSED_NAMES
+from weightbeam.formats.safetensors import Tensor
+from weightbeam.model_mappings.plan import Problem
 
 Match = tuple[QuantizedFormat, Parts]
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from formats.encodings.encoding import ContentError
-from formats.safetensors import Tensor
+from weightbeam.formats.encodings.encoding import ContentError
+from weightbeam.formats.safetensors import Tensor
 
 STRIP_ELEMENTS = 1 << 16  # values decoded at a time: their float32 form and the indices of their bytes stay in the cache
 

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import ContentError, Encoding, InOrder, cover
-from formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
-from formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
-from formats.encodings.quantization import Quantization, is_size
-from formats.safetensors import BoxRead, Empty, Tensor
-from model_mappings.axes import Range
-from model_mappings.cells import Box, extent, whole
-from model_mappings.config import MAX_SIZE
+from weightbeam.formats.encodings.encoding import ContentError, Encoding, InOrder, cover
+from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
+from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
+from weightbeam.formats.encodings.quantization import Quantization, is_size
+from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.model_mappings.axes import Range
+from weightbeam.model_mappings.cells import Box, extent, whole
+from weightbeam.model_mappings.config import MAX_SIZE
 
 WORD = 32  # bits
 BYTEWISE = (1, 2, 4, 8)  # bits of codes that never straddle a byte

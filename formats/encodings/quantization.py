@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from formats.safetensors import AWQ_CONFIG, GPTQ_CONFIG, HF_QUANT_CONFIG, QUANT_CONFIGS
-from model_mappings.config import MAX_SIZE
+from weightbeam.formats.safetensors import AWQ_CONFIG, GPTQ_CONFIG, HF_QUANT_CONFIG, QUANT_CONFIGS
+from weightbeam.model_mappings.config import MAX_SIZE
 
 # Where older and multimodal releases have it (llm-compressor before 2025; Kimi-K2.5, Qwen3.5; AutoGPTQ and AutoAWQ before 2024).
 PLACES = (

@@ -13,10 +13,10 @@ import functools
 import ml_dtypes
 import numpy as np
 
-from formats.encodings.encoding import InOrder, cover
-from formats.encodings.nibbles import byte_table, decode_rows, finite
-from formats.safetensors import BoxRead, Empty, Tensor
-from model_mappings.cells import Box, extent
+from weightbeam.formats.encodings.encoding import InOrder, cover
+from weightbeam.formats.encodings.nibbles import byte_table, decode_rows, finite
+from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.model_mappings.cells import Box, extent
 
 # FP4: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, 5.3.3). Code 8 is -0.0, and stays it.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

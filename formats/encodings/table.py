@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from formats.encodings import bitsandbytes, fp4, fp8, gptq, packed
-from formats.encodings.format import QuantizedFormat
+from weightbeam.formats.encodings import bitsandbytes, fp4, fp8, gptq, packed
+from weightbeam.formats.encodings.format import QuantizedFormat
 
 FORMATS: tuple[QuantizedFormat, ...] = (*fp8.FORMATS, *fp4.FORMATS, *packed.FORMATS, *gptq.FORMATS, *bitsandbytes.FORMATS)
 

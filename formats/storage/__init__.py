@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from formats.storage.local import TEMPORARY, LocalFolder, create_file, sync_folder, write_file
-from formats.storage.store import File, Range, StorageError, Store, pieces, reason
+from weightbeam.formats.storage.local import TEMPORARY, LocalFolder, create_file, sync_folder, write_file
+from weightbeam.formats.storage.store import File, Range, StorageError, Store, pieces, reason
 
 __all__ = [
     "TEMPORARY", "File", "LocalFolder", "Range", "StorageError", "Store",
@@ -28,11 +28,11 @@ def open_store(where: str | Path | Store) -> Store:
     if not separator:
         return LocalFolder(str(Path(url).expanduser().absolute()))
     if scheme == "gs":
-        from formats.storage.bucket import Bucket  # only now: the clients take a while to import
+        from weightbeam.formats.storage.bucket import Bucket  # only now: the clients take a while to import
 
         return Bucket(url.rstrip("/"))
     if scheme == "hf":
-        from formats.storage.hub import open_repository
+        from weightbeam.formats.storage.hub import open_repository
 
         return open_repository(url.rstrip("/"))
     raise StorageError(f"{url}: {scheme}:// isn't supported; local folders, gs://bucket/folder and hf://organisation/model are")

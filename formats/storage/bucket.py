@@ -22,7 +22,7 @@ from google.cloud.storage.retry import DEFAULT_RETRY
 from requests.adapters import HTTPAdapter
 from requests.exceptions import RequestException
 
-from formats.storage.store import PIECE, PROBE, File, Range, Request, StorageError, Store, in_base64, make_requests, pieces
+from weightbeam.formats.storage.store import PIECE, PROBE, File, Range, Request, StorageError, Store, in_base64, make_requests, pieces
 
 CONNECTIONS = 128  # that are kept: 16 for each of eight threads
 TIMEOUT = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer

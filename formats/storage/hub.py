@@ -32,8 +32,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, parse_ratelimit_headers
 
-from formats.storage.store import File, Range, Request, StorageError, Store, make_requests
-from formats.storage.token import token
+from weightbeam.formats.storage.store import File, Range, Request, StorageError, Store, make_requests
+from weightbeam.formats.storage.token import token
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONNECT, STALL = 10.0, 30.0  # seconds to connect, and between two pieces of an answer

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.storage.store import File, Range, StorageError, Store
+from weightbeam.formats.storage.store import File, Range, StorageError, Store
 
 PAGE = 4096  # bytes; what a disk reads at least
 MAX_BUFFERS = 1024  # IOV_MAX on Linux

@@ -7,7 +7,7 @@ import os
 
 import huggingface_hub
 
-from formats.storage.store import StorageError
+from weightbeam.formats.storage.store import StorageError
 
 SECRET = "WEIGHTBEAM_HF_TOKEN_SECRET"  # in the environment: which secret holds the token
 EMULATOR = "SECRET_MANAGER_EMULATOR_HOST"  # in the environment: the URL of a stand-in for Secret Manager

@@ -9,9 +9,9 @@ Kimi K2.5 and K2.6 are Kimi K2 behind `language_model.`, with a vision tower tha
 says `model.language_model.` in memory, and its `save_pretrained` writes `blocks` for `layers`, the tower's word.
 """
 
-from model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, is_fused, layers, text_part, top
-from model_mappings.family import Family
-from model_mappings.rules import rule, stack
+from weightbeam.model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, is_fused, layers, text_part, top
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rules import rule, stack
 
 MOE = "DeepSeekMoeBlock_0"
 ROUTER = f"{MOE}/MoeBlock_0"

@@ -12,10 +12,10 @@ converter stacks the experts of those first, unscanned layers on the scan's axis
 checkpoint_conversion/to_maxtext.py, e591f30).
 """
 
-from model_mappings.blocks import beyond_vocabulary, common_drops, experts, gated_mlp, is_fused, top, vocabulary
-from model_mappings.config import ConfigError
-from model_mappings.family import Family
-from model_mappings.rules import rule, segments, stack
+from weightbeam.model_mappings.blocks import beyond_vocabulary, common_drops, experts, gated_mlp, is_fused, top, vocabulary
+from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rules import rule, segments, stack
 
 LAYER = "layers.{layer}."
 MOE = "mlp/MoeBlock_0"

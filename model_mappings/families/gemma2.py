@@ -8,10 +8,10 @@ and layers/attentions.py, e591f30). MaxText's converter takes 1/√head_dim for 
 
 import dataclasses
 
-from model_mappings.blocks import attention, check_cycle, common_dims, common_drops, gated_mlp, layers, sandwich_norms, top, with_defaults
-from model_mappings.config import ConfigError
-from model_mappings.family import Family
-from model_mappings.ops import Scale, Shift
+from weightbeam.model_mappings.blocks import attention, check_cycle, common_dims, common_drops, gated_mlp, layers, sandwich_norms, top, with_defaults
+from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.ops import Scale, Shift
 
 DEFAULTS = dict(vocab_size=256_000, head_dim=256, query_pre_attn_scalar=256, tie_word_embeddings=True)  # transformers v5.23.0, configuration_gemma2.py
 

@@ -6,12 +6,12 @@ is multiplied by √embed rounded to bfloat16. The query isn't scaled: MaxText's
 cycle aren't stacked. Text-only releases have `config.json` and names without the outer level.
 """
 
-from model_mappings.blocks import attention, check_cycle, common_dims, common_drops, cycles, gated_mlp, sandwich_norms, text_part, top, with_defaults
-from model_mappings.config import ConfigError
-from model_mappings.family import Family
-from model_mappings.ops import Scale, Shift
-from model_mappings.rules import rule, stack
-from model_mappings.towers import layer_norm, linear_layer
+from weightbeam.model_mappings.blocks import attention, check_cycle, common_dims, common_drops, cycles, gated_mlp, sandwich_norms, text_part, top, with_defaults
+from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.ops import Scale, Shift
+from weightbeam.model_mappings.rules import rule, stack
+from weightbeam.model_mappings.towers import layer_norm, linear_layer
 
 # of transformers v5.23.0, configuration_gemma3.py; the hub's gemma-3-4b-it names none of them
 DEFAULTS = dict(vocab_size=262_208, num_attention_heads=8, num_key_value_heads=4, head_dim=256, query_pre_attn_scalar=256, tie_word_embeddings=True)

@@ -16,11 +16,11 @@ e591f30; huggingface/transformers, models/gemma4/{configuration,modeling}_gemma4
 
 import numpy as np
 
-from model_mappings.blocks import check_cycle, common_dims, common_drops, cycles, experts, gated_mlp, is_fused, sandwich_norms, top, with_defaults
-from model_mappings.config import Config, ConfigError
-from model_mappings.family import Family
-from model_mappings.ops import Scale
-from model_mappings.rules import rule, stack
+from weightbeam.model_mappings.blocks import check_cycle, common_dims, common_drops, cycles, experts, gated_mlp, is_fused, sandwich_norms, top, with_defaults
+from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.ops import Scale
+from weightbeam.model_mappings.rules import rule, stack
 
 HF = "model.language_model."
 LAYER = HF + "layers.{layer}."

@@ -11,12 +11,12 @@ AI-Hypercomputer/maxtext, src/maxtext/models/gemma4_small.py and configs/types.p
 models/gemma4/modeling_gemma4.py, v5.23.0. The rest is as in `gemma4.py`.
 """
 
-from model_mappings.blocks import common_drops, gated_mlp, top
-from model_mappings.config import ConfigError
-from model_mappings.families.gemma4 import ALIASES, AROUND, GLOBAL, HF, LAYER, LOCAL, attention, is_small, text, text_dims
-from model_mappings.family import Family
-from model_mappings.ops import Scale
-from model_mappings.rules import rule, stack
+from weightbeam.model_mappings.blocks import common_drops, gated_mlp, top
+from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.families.gemma4 import ALIASES, AROUND, GLOBAL, HF, LAYER, LOCAL, attention, is_small, text, text_dims
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.ops import Scale
+from weightbeam.model_mappings.rules import rule, stack
 
 
 def cycle(t, layout):

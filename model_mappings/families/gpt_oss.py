@@ -7,9 +7,9 @@ src/maxtext/models/gpt_oss.py and layers/moe.py `apply_ffn_activation`, e591f30)
 models/gpt_oss/modeling_gpt_oss.py, v5.23.0).
 """
 
-from model_mappings.blocks import NORMS, attention, attention_biases, check_cycle, check_whole, common_dims, common_drops, cycles, top
-from model_mappings.family import Family
-from model_mappings.rules import rule
+from weightbeam.model_mappings.blocks import NORMS, attention, attention_biases, check_cycle, check_whole, common_dims, common_drops, cycles, top
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rules import rule
 
 ATTENTION, MOE = "GptOssAttention", "GptOssMlp"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

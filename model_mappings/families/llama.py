@@ -6,10 +6,10 @@ model's name or `rope_type` begins with llama3.1, else `RotaryEmbedding`). MaxTe
 with `rope_type: llama3.1`.
 """
 
-from model_mappings.blocks import NORMS, attention, common_dims, common_drops, gated_mlp, layers, top
-from model_mappings.config import ConfigError
-from model_mappings.family import Family
-from model_mappings.ops import Scale
+from weightbeam.model_mappings.blocks import NORMS, attention, common_dims, common_drops, gated_mlp, layers, top
+from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.ops import Scale
 
 PAIRED = ("llama3.1-", "llama3.2-")
 

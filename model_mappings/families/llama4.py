@@ -10,10 +10,23 @@ for each (transformers, quantizers/base.py `SequentialLlama4TextExperts`). The t
 alone; the releases say `language_model.` in front of them.
 """
 
-from model_mappings.blocks import NORMS, attention, check_whole, common_dims, common_drops, cycles, experts, experts_in_out, gated_mlp, is_fused, text_part, top
-from model_mappings.config import ConfigError
-from model_mappings.family import Family
-from model_mappings.rules import rule
+from weightbeam.model_mappings.blocks import (
+    NORMS,
+    attention,
+    check_whole,
+    common_dims,
+    common_drops,
+    cycles,
+    experts,
+    experts_in_out,
+    gated_mlp,
+    is_fused,
+    text_part,
+    top,
+)
+from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rules import rule
 
 CYCLE = 4
 MOE = "Llama4MoEBlock_0"

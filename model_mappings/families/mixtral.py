@@ -3,10 +3,10 @@
 transformers v5 says `mlp` in memory where the hub's files say `block_sparse_moe`.
 """
 
-from model_mappings.blocks import NORMS, attention, common_dims, common_drops, experts, is_fused, layers, top
-from model_mappings.family import Family
-from model_mappings.ops import Scale
-from model_mappings.rules import rule
+from weightbeam.model_mappings.blocks import NORMS, attention, common_dims, common_drops, experts, is_fused, layers, top
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.ops import Scale
+from weightbeam.model_mappings.rules import rule
 
 
 def dims(c, layout):

@@ -5,9 +5,9 @@ all heads together, in MaxText too (AI-Hypercomputer/maxtext, src/maxtext/models
 layers/normalizations.py, e591f30). Long-context and base models, `olmo3-7b` and `olmo3-7b-pt`, differ in RoPE only.
 """
 
-from model_mappings.blocks import attention, check_cycle, check_whole, common_dims, common_drops, cycles, gated_mlp, top
-from model_mappings.family import Family
-from model_mappings.rules import rule
+from weightbeam.model_mappings.blocks import attention, check_cycle, check_whole, common_dims, common_drops, cycles, gated_mlp, top
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rules import rule
 
 CYCLE = ("sliding_attention",) * 3 + ("full_attention",)
 

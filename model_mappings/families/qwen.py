@@ -1,8 +1,20 @@
 """Qwen 2.5 (biases), Qwen 3 (query and key norms), Qwen 3 MoE."""
 
-from model_mappings.blocks import NORMS, attention, attention_biases, check_all_moe, common_dims, common_drops, experts, gated_mlp, is_fused, layers, top
-from model_mappings.family import Family
-from model_mappings.rules import rule
+from weightbeam.model_mappings.blocks import (
+    NORMS,
+    attention,
+    attention_biases,
+    check_all_moe,
+    common_dims,
+    common_drops,
+    experts,
+    gated_mlp,
+    is_fused,
+    layers,
+    top,
+)
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rules import rule
 
 
 def is_moe(c):

@@ -7,12 +7,12 @@ one tensor for each. A text model saved alone has a flat `config.json` and no `l
 Qwen 3.5 (src/maxtext/configs/models).
 """
 
-from model_mappings.blocks import common_drops, text_part
-from model_mappings.families.qwen3_next import BA, MTP, QKVZ, decoder
-from model_mappings.families.qwen3_next import dims as text_dims
-from model_mappings.family import Family
-from model_mappings.rules import rule, segments
-from model_mappings.towers import qwen_vision, qwen_vision_dims
+from weightbeam.model_mappings.blocks import common_drops, text_part
+from weightbeam.model_mappings.families.qwen3_next import BA, MTP, QKVZ, decoder
+from weightbeam.model_mappings.families.qwen3_next import dims as text_dims
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rules import rule, segments
+from weightbeam.model_mappings.towers import qwen_vision, qwen_vision_dims
 
 HF, HF_TOWER = "model.language_model.", "model.visual."
 

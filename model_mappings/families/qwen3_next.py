@@ -8,10 +8,10 @@ shapes of the files can't be used, `QWEN3_NEXT_HF_WEIGHTS_TO_SHAPE` returns noth
 head (checkpoint_conversion/utils/hf_shape.py); the sizes here are those of its parameters.
 """
 
-from model_mappings.blocks import check_all_moe, check_cycle, check_whole, common_drops, cycles, experts, gated_mlp, is_fused, top
-from model_mappings.config import ConfigError
-from model_mappings.family import Family
-from model_mappings.rules import rule
+from weightbeam.model_mappings.blocks import check_all_moe, check_cycle, check_whole, common_drops, cycles, experts, gated_mlp, is_fused, top
+from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rules import rule
 
 CYCLE = ("linear_attention",) * 3 + ("full_attention",)
 QKVZ, BA = "attention/in_proj_qkvz/kernel", "attention/in_proj_ba/kernel"

@@ -6,11 +6,11 @@ no rotary embedding. MaxText refuses to scan a model with deepstack (AI-Hypercom
 towers in models/qwen3.py, e591f30).
 """
 
-from model_mappings.blocks import common_drops, text_part
-from model_mappings.families.qwen import decoder, moe_mlp, routed_experts, text_dims
-from model_mappings.family import Family
-from model_mappings.rules import rule, stack
-from model_mappings.towers import deepstack_mergers, layer_norm, linear_layer, qwen_vision, qwen_vision_dims
+from weightbeam.model_mappings.blocks import common_drops, text_part
+from weightbeam.model_mappings.families.qwen import decoder, moe_mlp, routed_experts, text_dims
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rules import rule, stack
+from weightbeam.model_mappings.towers import deepstack_mergers, layer_norm, linear_layer, qwen_vision, qwen_vision_dims
 
 HF, HEAD, HF_VISION, HF_AUDIO = "thinker.model.", "thinker.lm_head", "thinker.visual.", "thinker.audio_tower."
 ENCODER, PROJECTOR = "audio_encoder/Qwen3OmniAudioEncoder_0", "audio_encoder/Qwen3OmniAudioProjector_0"

@@ -7,10 +7,10 @@ head is tied, the outer flag says; transformers writes another into `text_config
 with deepstack, its text alone included (AI-Hypercomputer/maxtext, src/maxtext/configs/types.py, e591f30).
 """
 
-from model_mappings.blocks import common_drops, experts_in_out, gated_mlp, text_part
-from model_mappings.families.qwen import decoder, moe_mlp, routed_experts, text_dims
-from model_mappings.family import Family
-from model_mappings.towers import deepstack_mergers, qwen_vision, qwen_vision_dims
+from weightbeam.model_mappings.blocks import common_drops, experts_in_out, gated_mlp, text_part
+from weightbeam.model_mappings.families.qwen import decoder, moe_mlp, routed_experts, text_dims
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.towers import deepstack_mergers, qwen_vision, qwen_vision_dims
 
 HF, HF_TOWER = "model.language_model.", "model.visual."
 

@@ -14,12 +14,12 @@ import pydantic
 import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf
 
-from formats.storage import StorageError, Store, open_store, store_and_name
-from pipelines.arguments import add_conversion, add_output, secret, size
-from pipelines.errors import RefusedError
-from pipelines.prepare import read_options
-from transforms.conversion import Options, meshes_of
-from transforms.mesh import MeshError
+from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
+from weightbeam.pipelines.arguments import add_conversion, add_output, secret, size
+from weightbeam.pipelines.errors import RefusedError
+from weightbeam.pipelines.prepare import read_options
+from weightbeam.transforms.conversion import Options, meshes_of
+from weightbeam.transforms.mesh import MeshError
 
 PATTERN = re.compile(r"[\w.-]+/[\w.*?\[\]!-]+")  # organisation/model; the model may have wildcards
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")  # of a target: it becomes part of a path
@@ -139,7 +139,7 @@ def _check_runner(options: dict[str, Any], info: pydantic.ValidationInfo) -> dic
     if wrong := sorted({"no_wait_until_finish", "template_location"} & options.keys()):
         raise ValueError(f"{', '.join(wrong)}: the watcher has to wait for the conversion, to verify it")
     if options:
-        from pipelines.options import check_options  # only now: imports Beam
+        from weightbeam.pipelines.options import check_options  # only now: imports Beam
 
         try:
             check_options(_arguments(options, flags=True), argparse.Namespace(command="convert", output=str(info.data.get("output", ""))))

@@ -17,8 +17,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self
 
-from pipelines.arguments import make_parser
-from pipelines.errors import BusyError, FailedError, RefusedError
+from weightbeam.pipelines.arguments import make_parser
+from weightbeam.pipelines.errors import BusyError, FailedError, RefusedError
 
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 TAIL = 2000  # characters of what a process that died had printed
@@ -139,7 +139,7 @@ def plan(arguments: Sequence[str]) -> dict[str, Any]:
       RefusedError: it has problems.
       FailedError: a file can't be read, or isn't whole, which may be different another time.
     """
-    from pipelines.prepare import describe, prepare_conversion, refuse
+    from weightbeam.pipelines.prepare import describe, prepare_conversion, refuse
 
     conversion = prepare_conversion(_parse("plan", arguments)[0])
     problems = conversion.plan.problems
@@ -151,7 +151,7 @@ def plan(arguments: Sequence[str]) -> dict[str, Any]:
 
 def convert(arguments: Sequence[str]) -> dict[str, Any]:
     """Converts, or goes on with it."""
-    from pipelines import convert
+    from weightbeam.pipelines import convert
 
     convert.run(*_parse("convert", arguments))
     return {}
@@ -159,7 +159,7 @@ def convert(arguments: Sequence[str]) -> dict[str, Any]:
 
 def verify(arguments: Sequence[str]) -> dict[str, Any]:
     """Verifies; returns how many elements and arrays were compared."""
-    from pipelines import verify
+    from weightbeam.pipelines import verify
 
     with tempfile.TemporaryDirectory() as folder:
         findings = Path(folder) / "findings.json"

@@ -11,8 +11,8 @@ from typing import Any
 import requests
 import tenacity
 
-from pipelines.errors import RefusedError
-from pipelines.watching.records import FAILED, Record
+from weightbeam.pipelines.errors import RefusedError
+from weightbeam.pipelines.watching.records import FAILED, Record
 
 TIMEOUT = 10.0  # seconds, for each attempt
 ATTEMPTS = 4

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import model_mappings
-from formats import lease
-from formats.storage import Store
-from pipelines.watching.config import Target
-from pipelines.watching.releases import Release
-from transforms.conversion import DECODING_VERSION
+from weightbeam import model_mappings
+from weightbeam.formats import lease
+from weightbeam.formats.storage import Store
+from weightbeam.pipelines.watching.config import Target
+from weightbeam.pipelines.watching.releases import Release
+from weightbeam.transforms.conversion import DECODING_VERSION
 
 DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED = "discovered", "planned", "converting", "verified", "published"
 REFUSED, FAILED, SAME = "refused", "failed", "same"
@@ -137,7 +137,7 @@ class History:
         """Keeps other watchers out, and reads what they have done.
 
         Raises:
-          formats.lease.HeldError: one is at work.
+          weightbeam.formats.lease.HeldError: one is at work.
         """
         with lease.hold(self.store, "lease"):
             self.refresh()

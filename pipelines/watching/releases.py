@@ -16,10 +16,10 @@ import httpx2
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from formats.safetensors import CONFIGS, INDEX, MAX_HEADER
-from formats.storage import StorageError, Store, open_store
-from formats.storage.hub import api, repeated
-from pipelines.report import human
+from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
+from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.formats.storage.hub import api, repeated
+from weightbeam.pipelines.report import human
 
 WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth")
 SHOWN = 3  # files that are missing, by name

@@ -9,14 +9,14 @@ import json
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from formats.lease import HeldError
-from formats.storage import StorageError
-from pipelines.arguments import VERSION
-from pipelines.watching import isolation, releases
-from pipelines.watching.config import Config, Target
-from pipelines.watching.isolation import Apart
-from pipelines.watching.notices import Notices, note, warn
-from pipelines.watching.records import (
+from weightbeam.formats.lease import HeldError
+from weightbeam.formats.storage import StorageError
+from weightbeam.pipelines.arguments import VERSION
+from weightbeam.pipelines.watching import isolation, releases
+from weightbeam.pipelines.watching.config import Config, Target
+from weightbeam.pipelines.watching.isolation import Apart
+from weightbeam.pipelines.watching.notices import Notices, note, warn
+from weightbeam.pipelines.watching.records import (
     CONVERTING,
     DISCOVERED,
     FAILED,
@@ -30,7 +30,7 @@ from pipelines.watching.records import (
     key_of,
     now,
 )  # fmt: skip
-from pipelines.watching.releases import Release
+from weightbeam.pipelines.watching.releases import Release
 
 WAITING, BUSY = "waiting", "busy"  # what isn't recorded: it will be looked at again
 REPORT = "release.json"  # beside the checkpoint: where it comes from

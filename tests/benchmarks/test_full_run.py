@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.full_run import check, places
 from benchmarks.full_size import DEEPSEEK_V3, tensors, write
-from formats.orbax import find_items
-from formats.storage import Store
-from pipelines.cli import main
+from weightbeam.formats.orbax import find_items
+from weightbeam.formats.storage import Store
+from weightbeam.pipelines.cli import main
 
 CONFIG = DEEPSEEK_V3 | dict(
     vocab_size=512, hidden_size=256, num_hidden_layers=4, first_k_dense_replace=2, intermediate_size=384, moe_intermediate_size=128, n_routed_experts=4,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import models, stock
-from formats.orbax import find_items, open_arrays
-from pipelines.cli import main
+from weightbeam.formats.orbax import find_items, open_arrays
+from weightbeam.pipelines.cli import main
 
 SMALL = dict(embed=256, heads=256, kv=128, mlp=384, vocab=512, dim=64, expert=4)
 CONFIG = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=384, vocab_size=512)

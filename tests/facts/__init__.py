@@ -10,9 +10,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from model_mappings.config import Config, Layout
-from model_mappings.plan import TensorSpec
-from model_mappings.registry import family_of
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.plan import TensorSpec
+from weightbeam.model_mappings.registry import family_of
 
 HERE = Path(__file__).parent
 

@@ -19,11 +19,11 @@ from support import assert_same_bits, call, convert, converted, read_config, rea
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear, DeepseekV4HyperConnection, DeepseekV4HyperHead
 
-from model_mappings.audit import audit
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.family import rename
-from model_mappings.plan import Array, expand, make_arrays
-from model_mappings.registry import family_of
+from weightbeam.model_mappings.audit import audit
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.plan import Array, expand, make_arrays
+from weightbeam.model_mappings.registry import family_of
 
 HUB = load_headers()["deepseek_v4"]  # two hash-routed layers, then two pairs that MaxText scans
 FLASH = load_trees()["deepseek4-284b--scan"].config

@@ -11,9 +11,9 @@ import transformers
 from families.numpy_decoder import attend, below, gated, gelu, in_order, rms_norm
 from support import converted
 
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.families import gemma2
-from model_mappings.plan import expand
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.families import gemma2
+from weightbeam.model_mappings.plan import expand
 
 IDS = np.random.default_rng(2).integers(0, 240, 16)
 

@@ -15,9 +15,9 @@ from families.numpy_decoder import attend, below, gated, gelu, in_order, numbere
 from safetensors.numpy import save_file
 from support import assert_same_bits, call, converted, read_config, read_tensors
 
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.families import gemma3
-from model_mappings.plan import expand
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.families import gemma3
+from weightbeam.model_mappings.plan import expand
 
 IDS = np.random.default_rng(3).integers(0, 240, 16)
 MODEL_27B = ("--maxtext_model", "gemma3-27b")

@@ -12,9 +12,9 @@ from facts import load_headers, load_trees
 from families.gemma4_reference import TOWER, image_tokens, text_logits
 from support import assert_same_bits, converted, read_config, read_tensors, save
 
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.plan import Array, expand, make_arrays
-from model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.plan import Array, expand, make_arrays
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 
 HF = "model.language_model."
 

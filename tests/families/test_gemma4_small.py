@@ -12,9 +12,9 @@ from facts import load_headers, load_trees
 from families.gemma4_reference import text_logits
 from support import BF16, assert_same_bits, call, converted, read_config, read_tensors, save
 
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.plan import Array, expand, make_arrays
-from model_mappings.registry import family_of
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.plan import Array, expand, make_arrays
+from weightbeam.model_mappings.registry import family_of
 
 HF = "model.language_model."
 

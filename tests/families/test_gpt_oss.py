@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support import converted, digests, given, given_arrays, headers_only, read_config
 
-from model_mappings.audit import Problem
-from transforms.conversion import Conversion, Options, prepare
+from weightbeam.model_mappings.audit import Problem
+from weightbeam.transforms.conversion import Conversion, Options, prepare
 
 MIB = 1024**2
 SIZES = dict(

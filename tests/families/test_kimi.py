@@ -14,9 +14,9 @@ import pytest
 from facts import load_trees
 from support import BF16, assert_same_bits, call, converted, digests, given_arrays, read_config, read_file, read_tensors, reference, save, split, unfuse
 
-from model_mappings.config import Config, Layout
-from model_mappings.plan import expand, make_arrays
-from model_mappings.registry import family_of
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.plan import expand, make_arrays
+from weightbeam.model_mappings.registry import family_of
 
 TREES = {name: tree for name, tree in load_trees().items() if tree.model == "kimi-k2-1t"}
 VISION = "vision tower, MaxText's Kimi K2 has none"

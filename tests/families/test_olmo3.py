@@ -11,8 +11,8 @@ import transformers
 from families.numpy_decoder import attend, below, gated, in_order, rms_norm, silu
 from support import converted
 
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.families import olmo3
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.families import olmo3
 
 IDS = np.random.default_rng(3).integers(0, 250, 16)
 

@@ -16,10 +16,10 @@ import transformers
 from families.numpy_decoder import below, rms_norm, rope, silu, softmax
 from support import FP8, assert_same_bits, call, converted, read_config, read_file, read_tensors, save
 
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.families import qwen3_5, qwen3_next
-from model_mappings.plan import expand
-from model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.families import qwen3_5, qwen3_next
+from weightbeam.model_mappings.plan import expand
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 
 Arrays = Mapping[str, np.ndarray]
 MODELS = {"models/qwen3_5": "Qwen3_5MoeForConditionalGeneration", "cases/qwen3-next": "Qwen3NextForCausalLM"}

@@ -14,9 +14,9 @@ import transformers
 from families.qwen_towers import Arrays, check_audio, check_vision
 from support import assert_same_bits, call, converted, read_config, read_file, read_tensors, save
 
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.families.qwen3_omni import FAMILY
-from model_mappings.plan import expand
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.families.qwen3_omni import FAMILY
+from weightbeam.model_mappings.plan import expand
 
 UNSCANNED, TOWERS = ("--scan_layers", "false"), ("--multimodal", "true")
 SPEECH = "makes speech; MaxText has the thinker alone"

@@ -14,9 +14,9 @@ from families.numpy_decoder import below, silu, softmax
 from families.qwen_towers import Arrays, assert_close, check_vision
 from support import assert_same_bits, call, converted, read_config, read_file, read_tensors, save, unfuse
 
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.families.qwen3_vl import FAMILY
-from model_mappings.plan import expand
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.families.qwen3_vl import FAMILY
+from weightbeam.model_mappings.plan import expand
 
 CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
 UNSCANNED, TOWER, FLOAT32 = ("--scan_layers", "false"), ("--multimodal", "true"), ("--save_dtype", "float32")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from stored import assert_decodes, boxes, decode, encoding_of, message_of
 from support import read_file
 
-from formats.encodings.nibbles import ScaleError
+from weightbeam.formats.encodings.nibbles import ScaleError
 
 SAID = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 GOLDEN = Path(__file__).with_name("bitsandbytes.safetensors")  # `make_bitsandbytes.py` wrote it

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import boxes, decode, source_of
 
-from formats.encodings import Encoding, ScaleError
-from formats.sources import Source
+from weightbeam.formats.encodings import Encoding, ScaleError
+from weightbeam.formats.sources import Source
 
 BF16, F32 = ml_dtypes.bfloat16, np.float32
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import AWQ_COLUMNS, assert_decodes, boxes, decode, encoding_of, message_of, pack, pack_awq, source_of
 
-from formats.encodings.nibbles import ScaleError
-from formats.encodings.packed import PackedError
-from formats.safetensors import open_checkpoint
-from formats.sources import open_source
+from weightbeam.formats.encodings.nibbles import ScaleError
+from weightbeam.formats.encodings.packed import PackedError
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.sources import open_source
 
 
 def pack_down(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import HERE, INDEX
 
-from formats.safetensors import MAX_VALUES, HeaderError, open_checkpoint, read_header
+from weightbeam.formats.safetensors import MAX_VALUES, HeaderError, open_checkpoint, read_header
 
 CORPUS = sorted((HERE / "corpus" / "inputs").iterdir())
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from formats import lease
-from formats.storage import store_and_name
+from weightbeam.formats import lease
+from weightbeam.formats.storage import store_and_name
 
 ROOT = Path(__file__).parents[2]
 TAKE = "import sys, time; from formats import lease; from formats.storage import store_and_name; taken = lease.hold(*store_and_name(sys.argv[1]))\n"

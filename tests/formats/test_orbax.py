@@ -14,11 +14,11 @@ import orbax.checkpoint as ocp
 import pytest
 from support import BF16, HERE
 
-from formats.ocdbt import ATTEMPT, IncompleteError
-from formats.orbax import Contents, assemble, find_items, read_arrays, write_unit
-from formats.staging import Staging, staging_at
-from formats.storage import StorageError, Store, create_file
-from formats.zarr import ArraySpec, Format
+from weightbeam.formats.ocdbt import ATTEMPT, IncompleteError
+from weightbeam.formats.orbax import Contents, assemble, find_items, read_arrays, write_unit
+from weightbeam.formats.staging import Staging, staging_at
+from weightbeam.formats.storage import StorageError, Store, create_file
+from weightbeam.formats.zarr import ArraySpec, Format
 
 SPECS = [
     ArraySpec("params.params.a", (6, 8), np.dtype(np.float32), (2, 4), (2, 4)),
@@ -236,16 +236,17 @@ WRITER = """
 import os, runpy, signal, sys, time
 sys.path.insert(0, {here!r})
 test = runpy.run_path({this!r})
-import formats.orbax, formats.storage.local
+import weightbeam.formats.storage.local
+from weightbeam.formats import orbax
 format = test["Format"](use_ocdbt={use_ocdbt})
 
 def write(staging, number, unit, ready):
-    formats.orbax.write_unit(staging, number, test["units"]()[unit], format)
+    orbax.write_unit(staging, number, test["units"]()[unit], format)
     os.write(ready, b"x")
 
 def run(moment, staging, ready):
     if moment is None:
-        formats.storage.local.create_file = lambda *_: os._exit(9)
+        weightbeam.formats.storage.local.create_file = lambda *_: os._exit(9)
     write(staging, 0, 0, ready)
     for number in range(4, 10**9):
         write(staging, number, 1, ready)

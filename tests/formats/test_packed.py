@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored import COMPRESSED, assert_decodes, boxes, decode, encoding_of, message_of, pack
 
-from formats.encodings.nibbles import ScaleError, byte_table, runs
-from formats.encodings.packed import PackedError
-from formats.safetensors import open_checkpoint
-from formats.sources import open_source
-from model_mappings.cells import Box
+from weightbeam.formats.encodings.nibbles import ScaleError, byte_table, runs
+from weightbeam.formats.encodings.packed import PackedError
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.sources import open_source
+from weightbeam.model_mappings.cells import Box
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

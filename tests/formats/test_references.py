@@ -11,9 +11,9 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from formats import ocdbt
-from formats.references import MANIFEST, Reference, find_faults, read_references, remove_database, write_database
-from formats.storage import open_store
+from weightbeam.formats import ocdbt
+from weightbeam.formats.references import MANIFEST, Reference, find_faults, read_references, remove_database, write_database
+from weightbeam.formats.storage import open_store
 
 DATA = bytes(range(256)) * 64
 FILES = ("model-00001-of-00002.safetensors", "model.safetensors", "a b:%é.safetensors")

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from support import INDEX, LLAMA, random_tensors, read_file, save, split
 
-from formats.safetensors import MAX_HEADER, BoxRead, HeaderError, open_checkpoint, read_boxes, read_header
-from formats.storage import StorageError
+from weightbeam.formats.safetensors import MAX_HEADER, BoxRead, HeaderError, open_checkpoint, read_boxes, read_header
+from weightbeam.formats.storage import StorageError
 
 PLAIN = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 

@@ -14,10 +14,10 @@ from encoded import only
 from stored import decode, source_of
 from support import LLAMA, call, random_tensors, save
 
-from formats.encodings.matching import BY_DTYPE
-from formats.encodings.table import DROPPED, FORMATS, METHODS, REFUSED_NAMES
-from formats.safetensors import open_checkpoint
-from formats.sources import Source, open_source
+from weightbeam.formats.encodings.matching import BY_DTYPE
+from weightbeam.formats.encodings.table import DROPPED, FORMATS, METHODS, REFUSED_NAMES
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.sources import Source, open_source
 
 BF16, F16, F32, I64 = ml_dtypes.bfloat16, np.float16, np.float32, np.int64
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu

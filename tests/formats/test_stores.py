@@ -36,14 +36,14 @@ from servers.hub import FakeHub
 from servers.server import Call, Reply
 from support import LLAMA, random_tensors, save
 
-from formats import lease
-from formats.links import COPY, put_source
-from formats.orbax import find_items
-from formats.safetensors import open_checkpoint
-from formats.storage import File, StorageError, Store, open_store, pieces
-from formats.storage import bucket as buckets
-from formats.storage import hub as hubs
-from formats.storage.store import Request, make_requests
+from weightbeam.formats import lease
+from weightbeam.formats.links import COPY, put_source
+from weightbeam.formats.orbax import find_items
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.storage import File, StorageError, Store, open_store, pieces
+from weightbeam.formats.storage import bucket as buckets
+from weightbeam.formats.storage import hub as hubs
+from weightbeam.formats.storage.store import Request, make_requests
 
 ROOT = Path(__file__).parents[2]
 DATA = random.Random(0).randbytes(200_000)
@@ -415,7 +415,7 @@ def test_a_stalled_bucket_is_timed_out(gcs: FakeGcs, bucket: buckets.Bucket) -> 
 
 ASK = """
 import sys
-from formats.storage import StorageError, open_store
+from weightbeam.formats.storage import StorageError, open_store
 store = open_store("gs://bucket/x")
 for ask in (store.list, lambda: store.read_into("x", [(0, memoryview(bytearray(10)))]), store.kvstore):
     try:
@@ -440,7 +440,7 @@ def test_credentials_that_are_refused(tmp_path: Path) -> None:
     with FakeDataflow() as google:
         google.fail("status", status=400)
         told = outside("from formats.storage import open_store; open_store('gs://bucket/x').list()", **google.env(tmp_path))
-    assert told.stdout.splitlines()[-1].startswith("formats.storage.store.StorageError: gs://bucket/x: ")
+    assert told.stdout.splitlines()[-1].startswith("weightbeam.formats.storage.store.StorageError: gs://bucket/x: ")
 
 
 # --- a lease in a bucket ---------------------------------------------------------------------------------------------------------
@@ -895,7 +895,7 @@ def test_who_may_read(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 LOUD = """
 import logging, sys, traceback
 logging.basicConfig(level=logging.DEBUG)
-from formats.storage import hub, open_store
+from weightbeam.formats.storage import hub, open_store
 hub.BACKOFF, hub.STALL = 0.002, 0.5
 for url in sys.argv[2:]:
     try:

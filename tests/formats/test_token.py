@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from servers.server import Call, Reply, Server, json_reply
 
-from formats.storage import StorageError
-from formats.storage.token import EMULATOR, SECRET, _read_secret, name_secret, secret, token
+from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.token import EMULATOR, SECRET, _read_secret, name_secret, secret, token
 
 NAME = "projects/1234/secrets/hub/versions/latest"
 

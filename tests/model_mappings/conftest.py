@@ -9,12 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from model_mappings.audit import audit
-from model_mappings.cells import Box, Part, extent
-from model_mappings.config import Config, Layout
-from model_mappings.family import Family, rename
-from model_mappings.plan import Array, Problem, TensorSpec, expand, make_arrays
-from model_mappings.registry import family_of
+from weightbeam.model_mappings.audit import audit
+from weightbeam.model_mappings.cells import Box, Part, extent
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.family import Family, rename
+from weightbeam.model_mappings.plan import Array, Problem, TensorSpec, expand, make_arrays
+from weightbeam.model_mappings.registry import family_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

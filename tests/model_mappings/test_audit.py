@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from facts.tiny import CONFIGS, shapes
 
-from model_mappings.audit import is_disjoint
-from model_mappings.config import Layout
-from model_mappings.family import Family
-from model_mappings.plan import TensorSpec
-from model_mappings.rules import rule, segments, stack
+from weightbeam.model_mappings.audit import is_disjoint
+from weightbeam.model_mappings.config import Layout
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.plan import TensorSpec
+from weightbeam.model_mappings.rules import rule, segments, stack
 
 LLAMA = CONFIGS["llama"]
 Q, K, UP, DOWN = (f"model.layers.1.{name}_proj.weight" for name in ("self_attn.q", "self_attn.k", "mlp.up", "mlp.down"))

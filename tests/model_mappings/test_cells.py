@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_mappings.cells import Part, pattern, whole
-from model_mappings.rules import Segment, rule, stack
+from weightbeam.model_mappings.cells import Part, pattern, whole
+from weightbeam.model_mappings.rules import Segment, rule, stack
 
 QUICK = settings(max_examples=200, deadline=None)
 FILL = -1  # no element of a tensor

@@ -12,7 +12,7 @@ import pytest
 from facts import layouts_of, load_headers
 from facts.tiny import CONFIGS, shapes
 
-from model_mappings.config import Layout
+from weightbeam.model_mappings.config import Layout
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PLANS = {  # name: (config, fused experts, layout)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from facts import config_of, load_trees
 
-from model_mappings.config import Config, Layout
-from model_mappings.plan import expand, make_arrays
-from model_mappings.registry import FAMILIES, family_of
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.plan import expand, make_arrays
+from weightbeam.model_mappings.registry import FAMILIES, family_of
 
 TREES = load_trees()
 COLLECTIONS = {"deepseek4": {"MoEBiasVar", "Tid2EidVar"}}  # of variables that aren't parameters, which the trees don't describe

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import importlib, json, pkgutil, sys
 before = set(sys.modules)
-import model_mappings
-names = [module.name for module in pkgutil.walk_packages(model_mappings.__path__, "model_mappings.")]
+from weightbeam import model_mappings
+names = [module.name for module in pkgutil.walk_packages(model_mappings.__path__, "weightbeam.model_mappings.")]
 for name in names:
     importlib.import_module(name)
 roots = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
@@ -24,6 +24,6 @@ def test_importing_every_module_pulls_in_numpy_alone():
     """In a fresh interpreter: no jax, torch, apache_beam, orbax or tensorstore, and no formats, transforms or pipelines either."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=True)
     names, roots = json.loads(done.stdout)
-    files = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "model_mappings").rglob("*.py")}
-    assert set(names) == {name.removesuffix(".__init__") for name in files} - {"model_mappings"}
-    assert roots == ["ml_dtypes", "model_mappings", "numpy"]
+    files = {"weightbeam." + ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "model_mappings").rglob("*.py")}
+    assert set(names) == {name.removesuffix(".__init__") for name in files} - {"weightbeam.model_mappings"}
+    assert roots == ["ml_dtypes", "numpy", "weightbeam"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_mappings.ops import Scale, Shift
+from weightbeam.model_mappings.ops import Scale, Shift
 
 VALUES = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
 

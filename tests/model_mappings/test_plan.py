@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from model_mappings.config import Config, Layout
-from model_mappings.family import Family
-from model_mappings.ops import Scale, Shift
-from model_mappings.plan import Problem, TensorSpec, expand, holds, key_of, make_arrays
-from model_mappings.rules import Segment, rule, stack
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.ops import Scale, Shift
+from weightbeam.model_mappings.plan import Problem, TensorSpec, expand, holds, key_of, make_arrays
+from weightbeam.model_mappings.rules import Segment, rule, stack
 
 
 def make_array(stored, save, *ops, encoding=None, layers=0):

@@ -6,10 +6,10 @@ import pytest
 from facts import load_headers, load_trees
 from facts.tiny import CONFIGS
 
-from model_mappings.config import Config, ConfigError, Layout
-from model_mappings.family import rename
-from model_mappings.plan import expand
-from model_mappings.registry import FAMILIES, UnknownFamilyError, family_of, supported
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.plan import expand
+from weightbeam.model_mappings.registry import FAMILIES, UnknownFamilyError, family_of, supported
 
 LLAMA_31 = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.3-70b")
 

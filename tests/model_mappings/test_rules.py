@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from model_mappings.rules import Segment, rule, segments, stack
+from weightbeam.model_mappings.rules import Segment, rule, segments, stack
 
 
 @pytest.mark.parametrize(

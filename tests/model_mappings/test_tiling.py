@@ -11,10 +11,10 @@ import pytest
 from facts import layouts_of, load_headers
 from facts.tiny import CONFIGS, FUSED, shapes
 
-from model_mappings.cells import whole
-from model_mappings.config import Config, Layout
-from model_mappings.family import rename
-from model_mappings.registry import family_of
+from weightbeam.model_mappings.cells import whole
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.registry import family_of
 
 LAYOUTS = {"unscanned": Layout(scan=False), **{f"scan_axis={axis}": Layout(scan_axis=axis) for axis in range(4)}}
 CASES = [

@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 from support import DEEPSEEK, FP8, LLAMA, assert_same_bits, call, convert, random_tensors, restore, save, split
 
-from pipelines.arguments import add_conversion, add_output
-from transforms.mesh import mesh_axes
+from weightbeam.pipelines.arguments import add_conversion, add_output
+from weightbeam.transforms.mesh import mesh_axes
 
 HEAVY = ["apache_beam", "numpy", "ml_dtypes", "tensorstore", "rich", "grpc", "torch", "transformers", "jax", "orbax"]
 WEIGHTBEAM = str(Path(sys.executable).parent / "weightbeam")
@@ -45,7 +45,7 @@ def help_of(*command: str) -> str:
 @pytest.mark.parametrize("command", [[], ["convert"], ["plan"], ["inspect"]])
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     """Help is there at once: neither Beam nor numpy nor TensorStore is imported for it."""
-    code = f"from pipelines.cli import main\ntry:\n    main([*{command!r}, '--help'])\nexcept SystemExit as e:\n    assert e.code == 0"
+    code = f"from weightbeam.pipelines.cli import main\ntry:\n    main([*{command!r}, '--help'])\nexcept SystemExit as e:\n    assert e.code == 0"
     assert imported_by(code) & set(HEAVY) == set()
 
 
@@ -91,17 +91,18 @@ def test_no_command_is_a_usage_error() -> None:
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
-    """`weightbeam convert` and `python -m pipelines.convert` are the same, and quiet: one line on success, nothing on stderr."""
+    """`weightbeam convert` and `python -m weightbeam.pipelines.convert` are the same, and quiet: one line on success, nothing on stderr."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     arrays = []
-    for name, command in {"a": [WEIGHTBEAM, "convert"], "b": [sys.executable, "-m", "pipelines.convert"]}.items():
+    for name, command in {"a": [WEIGHTBEAM, "convert"], "b": [sys.executable, "-m", "weightbeam.pipelines.convert"]}.items():
         ran = run(*command, "--source", source, "--output", tmp_path / name)
         assert (ran.returncode, ran.stderr) == (0, "")
         assert re.fullmatch(rf"{tmp_path / name}/0/items: 12 arrays, .* in .* s \(.*/s\)\n", ran.stdout)
         arrays.append(restore(tmp_path / name / "0"))
     assert_same_bits(*arrays)
     refusals = [
-        run(*command, "--source", source, "--output", tmp_path / "a") for command in ([WEIGHTBEAM, "convert"], [sys.executable, "-m", "pipelines.convert"])
+        run(*command, "--source", source, "--output", tmp_path / "a")
+        for command in ([WEIGHTBEAM, "convert"], [sys.executable, "-m", "weightbeam.pipelines.convert"])
     ]
     assert refusals[0].returncode == refusals[1].returncode == 2
     assert refusals[0].stderr == refusals[1].stderr
@@ -131,9 +132,8 @@ def test_paths_may_be_relative(tmp_path: Path) -> None:
 def test_a_conversion_imports_no_framework(tmp_path: Path) -> None:
     """Neither torch nor transformers nor jax nor orbax nor flax, in planning, the stages, or the assembly."""
     source = save(tmp_path / "hf", DEEPSEEK, *split(random_tensors(DEEPSEEK), 2))
-    code = (
-        f"from pipelines.cli import main\nassert main(['convert', '--source', {str(source)!r}, '--output', {str(tmp_path / 'out')!r}, '--mesh', 'fsdp=4']) == 0"
-    )
+    arguments = ["convert", "--source", str(source), "--output", str(tmp_path / "out"), "--mesh", "fsdp=4"]
+    code = f"from weightbeam.pipelines.cli import main\nassert main({arguments!r}) == 0"
     modules = imported_by(code)
     assert modules & {"torch", "transformers", "jax", "jaxlib", "orbax", "flax", "tensorflow"} == set()
     assert {"apache_beam", "tensorstore", "numpy"} <= modules
@@ -142,7 +142,7 @@ def test_a_conversion_imports_no_framework(tmp_path: Path) -> None:
 def test_a_plan_needs_no_beam(tmp_path: Path) -> None:
     """A dry run imports numpy at most."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
-    modules = imported_by(f"from pipelines.cli import main\nassert main(['plan', '--source', {str(source)!r}]) == 0")
+    modules = imported_by(f"from weightbeam.pipelines.cli import main\nassert main(['plan', '--source', {str(source)!r}]) == 0")
     assert "apache_beam" not in modules
 
 

@@ -21,16 +21,16 @@ from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationC
 from submission import OUTPUT, PROJECT, REGION, STAGED, TIMEOUT, Cloud, Submission, cloud
 from support import LLAMA, LLAMA_8B, call, digests, given, given_arrays, headers_only, random_tensors, restore, save, split
 
-from formats.safetensors import open_checkpoint
-from formats.staging import staging_at
-from formats.storage.bucket import Bucket
-from formats.storage.token import SECRET
-from pipelines import dataflow
-from pipelines.errors import RefusedError
-from pipelines.execution import build
-from pipelines.options import SETUP_FILE, pipeline_options
-from pipelines.report import memory_bound
-from transforms.conversion import Conversion, Options, prepare
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.staging import staging_at
+from weightbeam.formats.storage.bucket import Bucket
+from weightbeam.formats.storage.token import SECRET
+from weightbeam.pipelines import dataflow
+from weightbeam.pipelines.errors import RefusedError
+from weightbeam.pipelines.execution import build
+from weightbeam.pipelines.options import SETUP_FILE, pipeline_options
+from weightbeam.pipelines.report import memory_bound
+from weightbeam.transforms.conversion import Conversion, Options, prepare
 
 CASE = "qwen3-moe"
 UNIT_BYTES = 100_000
@@ -52,7 +52,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.portability.api import beam_runner_api_pb2
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.runner import PipelineState
-import transforms
+from weightbeam import transforms
 
 package, graph = sys.argv[1:]
 assert transforms.__file__.startswith(package), transforms.__file__
@@ -157,7 +157,7 @@ def test_what_the_job_asks_for(run: Run, generated: Path) -> None:
 def test_no_step_holds_code_of_main(run: Run) -> None:
     """DoFns are pickled by the names of their modules; the first line makes sure that we look at what is pickled."""
     pickled = run.job.pickled()
-    assert all(b"transforms.stages" in pickled[step] for step in (*WORKING, "ExpandUnits/Expand", "AssembleCheckpoint/Assemble"))
+    assert all(b"weightbeam.transforms.stages" in pickled[step] for step in (*WORKING, "ExpandUnits/Expand", "AssembleCheckpoint/Assemble"))
     assert not [name for name, code in pickled.items() if b"__main__" in code]
 
 
@@ -240,7 +240,7 @@ def test_a_template(servers: Cloud, source: str) -> None:
 
 FAILURE = """Error message from worker: Traceback (most recent call last):
   File "apache_beam/runners/common.py", line 1498, in process
-formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7 [while running 'ReadBoxes/ParDo(_ReadBoxesFn)-ptransform-23']
+weightbeam.formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7 [while running 'ReadBoxes/ParDo(_ReadBoxesFn)-ptransform-23']
 passed through:
 ==>
     dist_proc/dax/workflow/worker/fnapi_service_impl1.cc:1328
@@ -252,7 +252,7 @@ def test_a_job_that_fails(servers: Cloud, source: str) -> None:
     servers.dataflow.states, servers.dataflow.message = ["JOB_STATE_FAILED"], FAILURE
     done = servers.convert(source, f"gs://{OUTPUT}/failing", "--maxtext_model", given()[CASE]["maxtext_model"])
     assert done.returncode == 1
-    assert "  formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7" in done.stderr
+    assert "  weightbeam.formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7" in done.stderr
     assert "--resume" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     (story,) = (found.data for name, found in servers.gcs.objects[OUTPUT].items() if name.startswith("failing/") and name.endswith("failure.txt"))
@@ -369,7 +369,11 @@ def test_jobs_are_named_by_model_and_target() -> None:
 
 @pytest.mark.parametrize(
     ("message", "cause"),
-    [(FAILURE, "formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7 [while running"), ("Workflow failed.", ""), ("", "")],
+    [
+        (FAILURE, "weightbeam.formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7 [while running"),
+        ("Workflow failed.", ""),
+        ("", ""),
+    ],
 )
 def test_the_cause_of_a_failure(message: str, cause: str) -> None:
     assert dataflow.cause(message).startswith(cause)

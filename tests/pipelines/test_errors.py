@@ -17,12 +17,12 @@ import pytest
 from safetensors.numpy import save_file
 from support import DEEPSEEK, FP8, INDEX, LLAMA, call, convert, random_tensors, read_config, read_file, save, split
 
-from formats.safetensors import open_checkpoint
-from formats.staging import staging_at
-from pipelines.cli import FailedError
-from pipelines.execution import execute
-from pipelines.options import pipeline_options
-from transforms.conversion import Options, prepare
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.staging import staging_at
+from weightbeam.pipelines.cli import FailedError
+from weightbeam.pipelines.execution import execute
+from weightbeam.pipelines.options import pipeline_options
+from weightbeam.transforms.conversion import Options, prepare
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -276,7 +276,7 @@ def test_no_number_on_the_command_line_is_a_traceback(tmp_path: Path, option: st
 def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, rows: int) -> None:
     """At once and in little memory, rather than planned for as long as the machine bears it."""
     folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
-    command = f"ulimit -v 8000000; exec '{sys.executable}' -m pipelines.plan --source '{folder}' --vocab_size {rows}"
+    command = f"ulimit -v 8000000; exec '{sys.executable}' -m weightbeam.pipelines.plan --source '{folder}' --vocab_size {rows}"
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=15, check=False)
     assert ran.returncode == 2, ran.stderr[-500:]
     assert "vocab_size" in ran.stderr

@@ -72,7 +72,7 @@ def test_zombies_that_go_on_after_the_commit(source: Path, tmp_path: Path) -> No
             outputs.append(tmp_path / f"{mode[2:]} {stage}")
             fault = dict(kind="sleep", stage=stage, call=1 if stage in ("merging", "publishing") else 3)
             zombie = dict(printed=str(tmp_path / f"zombie {len(outputs)}"), watched=str(outputs[-1] / "0"))
-            jobs += [go(source, outputs[-1], mode, fault=fault) | zombie, go(source, outputs[-1], mode, set={"formats.lease.STALE": 0})]
+            jobs += [go(source, outputs[-1], mode, fault=fault) | zombie, go(source, outputs[-1], mode, set={"weightbeam.formats.lease.STALE": 0})]
     told = run([*(go(source, output) for output in outputs[len(STAGES) :]), *jobs])[len(STAGES) :]
     first, woken = told[: len(jobs)], told[len(jobs) :]
     assert [row["status"] for row in first] == ["asleep", 0] * len(outputs), first
@@ -155,7 +155,7 @@ DYING = """
 import os, sys
 if any("sdk_worker" in argument for argument in sys.orig_argv):
     sys.path[:0] = {path!r}
-    import transforms.stages as stages
+    import weightbeam.transforms.stages as stages
     original = stages.write_unit
     def write_unit(staging, unit, *rest):
         if unit % 3 == 2:
@@ -170,7 +170,7 @@ def test_a_worker_process_that_dies(source: Path, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(DYING.format(path=[str(HERE.parent)]))
     output = tmp_path / "out"
-    command = [os.sys.executable, "-m", "pipelines.convert", *arguments(source, output)[1:], "--direct_running_mode=multi_processing"]
+    command = [os.sys.executable, "-m", "weightbeam.pipelines.convert", *arguments(source, output)[1:], "--direct_running_mode=multi_processing"]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path / 'site'}:{HERE.parent}"}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert_failed(dict(status=ran.returncode, message=ran.stderr), output, "--resume")

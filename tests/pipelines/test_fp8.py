@@ -32,8 +32,8 @@ from support import (
     unfuse,
 )  # fmt: skip
 
-from formats.encodings import Scaled, ScaleError
-from formats.safetensors import Tensor, read_boxes, read_header
+from weightbeam.formats.encodings import Scaled, ScaleError
+from weightbeam.formats.safetensors import Tensor, read_boxes, read_header
 
 CODES = np.arange(256, dtype=np.uint8).view(FP8)
 

@@ -15,14 +15,14 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, convert, digests, given, given_arrays, headers_only, nbytes, random_tensors, restore, save, split
 
-from formats.safetensors import open_checkpoint
-from formats.staging import staging_at
-from pipelines.execution import build, execute
-from pipelines.options import make_pipeline, pipeline_options
-from transforms.arena import Arena
-from transforms.conversion import Options, prepare
-from transforms.units import Unit
-from transforms.work import Work, WorkCoder
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.staging import staging_at
+from weightbeam.pipelines.execution import build, execute
+from weightbeam.pipelines.options import make_pipeline, pipeline_options
+from weightbeam.transforms.arena import Arena
+from weightbeam.transforms.conversion import Options, prepare
+from weightbeam.transforms.units import Unit
+from weightbeam.transforms.work import Work, WorkCoder
 
 STAGES = ["ExpandUnits", "ReadBoxes", "Dequantize", "Reshape", "Stack", "WriteChunks", "AssembleCheckpoint"]
 WORKING = STAGES[1:-1]  # those that handle bytes

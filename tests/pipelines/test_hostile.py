@@ -17,8 +17,8 @@ from facts import layouts_of
 from hostile import FOLDERS, VALUES, Tensors, checkpoint_of, mutated, paths, tiny_checkpoints
 from support import HERE
 
-from model_mappings.config import Config
-from transforms.conversion import Conversion, Options, prepare
+from weightbeam.model_mappings.config import Config
+from weightbeam.transforms.conversion import Conversion, Options, prepare
 
 CHECKPOINTS = tiny_checkpoints()
 SECONDS, MEGABYTES, CHARACTERS = 20, 1500, 20_000  # of one command, what it printed too

@@ -15,9 +15,9 @@ import orbax.checkpoint as ocp
 import pytest
 from support import BF16, HERE, LLAMA, QWEN3_MOE, assert_same_bits, call, convert, random_tensors, reference, restore, save
 
-from formats.orbax import find_items, read_arrays
-from transforms.load import load_of, shard_box, total
-from transforms.mesh import Mesh, base_rules, partition_spec
+from weightbeam.formats.orbax import find_items, read_arrays
+from weightbeam.transforms.load import load_of, shard_box, total
+from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
 
 MEDIUM = LLAMA | dict(vocab_size=4096, hidden_size=512, num_attention_heads=16, num_key_value_heads=16, head_dim=32, intermediate_size=2048)  # 30 MB
 READ_HOST = """

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from support import LLAMA, LLAMA_8B, convert, random_tensors, save, shapes
 
-from formats.storage.local import RWF_DONTCACHE
-from transforms import arena
+from weightbeam.formats.storage.local import RWF_DONTCACHE
+from weightbeam.transforms import arena
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -81,10 +81,12 @@ def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> 
     """The process may have no more than `weightbeam plan` says that it needs, a sixth of the model's size. Far less doesn't do."""
     source = sparse(tmp_path / "source")
     options = [*("--source", str(source), "--mesh", "fsdp=16", "--unit_bytes", "48MiB"), "--direct_num_workers=2"]
-    subprocess.run([sys.executable, "-m", "pipelines.plan", *options, "--json", str(tmp_path / "plan.json")], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "weightbeam.pipelines.plan", *options, "--json", str(tmp_path / "plan.json")], cwd=ROOT, check=True, capture_output=True
+    )
     limit = json.loads((tmp_path / "plan.json").read_text())["memory"]["per_worker_bytes"]
     assert 6 * limit < (source / "model.safetensors").stat().st_size < 7 * limit
-    command = [sys.executable, "-m", "pipelines.convert", *options, "--output", str(tmp_path / "out"), "--compression", "zstd"]
+    command = [sys.executable, "-m", "weightbeam.pipelines.convert", *options, "--output", str(tmp_path / "out"), "--compression", "zstd"]
     done = run(command, limit, group)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "0" / "commit_success.txt").exists()

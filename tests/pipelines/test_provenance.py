@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
 
-from formats.orbax import find_items, open_arrays, read_arrays
-from formats.provenance import digest, total
+from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
+from weightbeam.formats.provenance import digest, total
 
 
 def record(step: Path) -> dict:

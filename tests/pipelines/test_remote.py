@@ -58,7 +58,7 @@ def hub(source: Path) -> Iterator[FakeHub]:
 
 
 def start(*arguments: str, env: Mapping[str, str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "pipelines.cli", *arguments]
+    command = [sys.executable, "-m", "weightbeam.pipelines.cli", *arguments]
     return subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE.parent)
 
 

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from support import HERE, convert, given_arrays, restore
 
-from formats.orbax import find_items, read_arrays
+from weightbeam.formats.orbax import find_items, read_arrays
 
 CASE = "deepseek3"
 FORMATS = {

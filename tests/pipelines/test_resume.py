@@ -18,12 +18,12 @@ import orbax.checkpoint as ocp
 import pytest
 from support import BF16, DEEPSEEK, LLAMA, assert_same_bits, call, convert, digests, flatten, random_tensors, reference, restore, save, split
 
-from formats.ocdbt import ATTEMPT
-from formats.safetensors import open_checkpoint
-from formats.staging import staging_at
-from pipelines.execution import execute
-from pipelines.options import pipeline_options
-from transforms.conversion import Options, prepare
+from weightbeam.formats.ocdbt import ATTEMPT
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.staging import staging_at
+from weightbeam.pipelines.execution import execute
+from weightbeam.pipelines.options import pipeline_options
+from weightbeam.transforms.conversion import Options, prepare
 
 SMALL = ["--unit_bytes", "8000", "--mesh", "fsdp=2"]
 COARSE = ["--unit_bytes", "60000", "--mesh", "fsdp=2"]
@@ -42,7 +42,18 @@ def ledger(output: Path) -> dict[str, str]:
 
 def stop_after(source: Path, output: Path, units: int, *options: str, by: signal.Signals) -> tuple[int, str]:
     """Starts a conversion in a process of its own, and stops it when its ledger has this many units; returns its exit status and message."""
-    command = [sys.executable, "-m", "pipelines.convert", "--source", str(source), "--output", str(output), "--direct_num_workers=1", *SMALL, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "weightbeam.pipelines.convert",
+        "--source",
+        str(source),
+        "--output",
+        str(output),
+        "--direct_num_workers=1",
+        *SMALL,
+        *options,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while len(ledger(output)) < units:
@@ -155,8 +166,8 @@ def test_a_finished_checkpoint_with_another_plan_isnt_taken_for_done(source: Pat
 # Python tells a hook of every file that is opened, renamed, linked or removed. The n-th of them below the output is the process's last act.
 DYING = """
 import os, sys
-from pipelines.cli import main
-import pipelines.convert
+from weightbeam.pipelines.cli import main
+import weightbeam.pipelines.convert
 
 WRITES = ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree")
 

@@ -64,7 +64,7 @@ def listening(port: int) -> None:
 
 def convert(source: Path, output: Path, *options: object) -> None:
     """`weightbeam convert`, as a process of its own."""
-    command = [sys.executable, "-m", "pipelines.convert", "--source", source, "--output", output, "--unit_bytes", 100_000, *options]
+    command = [sys.executable, "-m", "weightbeam.pipelines.convert", "--source", source, "--output", output, "--unit_bytes", 100_000, *options]
     done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr
 

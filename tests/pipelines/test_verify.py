@@ -12,7 +12,7 @@ import pytest
 import tensorstore as ts
 from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, random_tensors, save, split
 
-from formats.orbax import find_items, open_arrays
+from weightbeam.formats.orbax import find_items, open_arrays
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 P = "params.params.decoder."

@@ -16,9 +16,9 @@ import pytest
 import tensorstore as ts
 from support import BF16, FP8, HERE, LLAMA, QWEN3_MOE, assert_same_bits, call, convert, digests, given, given_arrays, random_tensors, restore, save, split
 
-from formats import ocdbt
-from formats.links import SOURCE
-from formats.orbax import find_items
+from weightbeam.formats import ocdbt
+from weightbeam.formats.links import SOURCE
+from weightbeam.formats.orbax import find_items
 
 MODELS = [
     "llama", "mistral", "qwen3", "mixtral", "deepseek_v3", "deepseek_v4", "olmo3-grouped", "gemma2-27b", "gemma3-text", "gemma3-vision", "llama4",
@@ -107,7 +107,8 @@ def test_no_weight_is_written(source: Path, tmp_path: Path) -> None:
 
 def test_beam_is_not_needed_where_nothing_is_made(source: Path, tmp_path: Path) -> None:
     """Start-up is most of the time then."""
-    code = f"import sys; from pipelines.cli import main; main(['convert','--source',{str(source)!r},'--output',{str(tmp_path / 'out')!r},'--virtual']); "
+    code = "import sys; from weightbeam.pipelines.cli import main; "
+    code += f"main(['convert','--source',{str(source)!r},'--output',{str(tmp_path / 'out')!r},'--virtual']); "
     code += "sys.exit('apache_beam' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=HERE.parent, check=False).returncode == 0
     assert restore(tmp_path / "out" / "0")
@@ -193,7 +194,7 @@ def test_resume_goes_on(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     wanted = restore(convert(mixed, tmp_path / "ordinary"))
     command = ["convert", "--source", mixed, "--output", tmp_path / "out", "--virtual", "--link", link]
     with monkeypatch.context() as patched:
-        patched.setattr("formats.orbax._check_references", lambda *_: 1 / 0)
+        patched.setattr("weightbeam.formats.orbax._check_references", lambda *_: 1 / 0)
         assert call(*command) == 1
     staging = tmp_path / "out" / "0.orbax-checkpoint-tmp"
     before = {path: path.stat().st_ino for path in [*staging.glob("items/ocdbt.process_*/d/*"), *staging.glob("items/source/*.safetensors")]}
@@ -211,7 +212,7 @@ def test_a_virtual_conversion_that_has_no_units_resumes_too(source: Path, tmp_pa
     """Without Beam it is the same staging folder."""
     command = ["convert", "--source", source, "--output", tmp_path / "out", "--virtual"]
     with monkeypatch.context() as patched:
-        patched.setattr("formats.orbax.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+        patched.setattr("weightbeam.formats.orbax.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
         assert call(*command) == 1
     assert call(*command) == 2
     assert call(*command, "--resume") == 0

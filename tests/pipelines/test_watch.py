@@ -29,14 +29,14 @@ from servers.hub import FakeHub
 from servers.server import Call, Fault, Reply, Server, json_reply
 from support import BF16, INDEX, LLAMA, assert_same_bits, call, random_tensors, reference, restore, save, split
 
-from formats.staging import staging_at
-from formats.storage import hub as storage
-from formats.storage import open_store
-from pipelines.watching import isolation
-from pipelines.watching.config import Target, read_config
-from pipelines.watching.records import ROOT, History, LostError, histories, key_of
-from pipelines.watching.releases import find_release
-from transforms.options import Options
+from weightbeam.formats.staging import staging_at
+from weightbeam.formats.storage import hub as storage
+from weightbeam.formats.storage import open_store
+from weightbeam.pipelines.watching import isolation
+from weightbeam.pipelines.watching.config import Target, read_config
+from weightbeam.pipelines.watching.records import ROOT, History, LostError, histories, key_of
+from weightbeam.pipelines.watching.releases import find_release
+from weightbeam.transforms.options import Options
 
 REPO = "acme/tiny"
 PATIENCE = 120  # seconds that anything may take
@@ -75,7 +75,7 @@ class Watch:
 
     def start(self, *options: str, **environment: str) -> subprocess.Popen[str]:
         """A watcher in a process of its own."""
-        command = [sys.executable, "-m", "pipelines.watch", "--config", str(self.file), *options]
+        command = [sys.executable, "-m", "weightbeam.pipelines.watch", "--config", str(self.file), *options]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
 
     def records(self, repo: str = REPO) -> list[list[dict[str, Any]]]:

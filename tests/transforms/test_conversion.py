@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from support import BF16, DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, shapes, split
 
-from formats.safetensors import Checkpoint, Shard, Tensor, open_checkpoint
-from transforms.conversion import Conversion, Options, load, prepare
+from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor, open_checkpoint
+from weightbeam.transforms.conversion import Conversion, Options, load, prepare
 
 SMALL_UNITS = Options(mesh=("fsdp=4", "expert=2"), unit_bytes=30_000)
 

@@ -17,17 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import BF16, DEEPSEEK, DEEPSEEK_V3, FP8, LLAMA, LLAMA_8B, QWEN3_MOE, headers_only, nbytes, shapes
 
-from formats.safetensors import Checkpoint, Shard, Tensor
-from formats.zarr import Format
-from model_mappings.cells import pattern
-from model_mappings.config import Config, Layout
-from model_mappings.plan import Array, expand, make_arrays
-from model_mappings.registry import family_of
-from transforms.conversion import Conversion, Options, prepare
-from transforms.grid import Stored, count_experts, make_grid
-from transforms.load import Load, load_of, total
-from transforms.mesh import Mesh, base_rules, partition_spec
-from transforms.units import Unit
+from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor
+from weightbeam.formats.zarr import Format
+from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.plan import Array, expand, make_arrays
+from weightbeam.model_mappings.registry import family_of
+from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.grid import Stored, count_experts, make_grid
+from weightbeam.transforms.load import Load, load_of, total
+from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
+from weightbeam.transforms.units import Unit
 
 MIB = 1 << 20
 SMALL_V3 = DEEPSEEK_V3 | dict(num_hidden_layers=5)  # three dense layers, two with 256 experts: 50 GB

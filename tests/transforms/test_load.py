@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, PartitionSpec
 from support import BF16
 
-from formats.zarr import ArraySpec
-from transforms.load import Load, effective_ways, load_of, shard_box, total, touched
-from transforms.mesh import Assignment, Mesh
+from weightbeam.formats.zarr import ArraySpec
+from weightbeam.transforms.load import Load, effective_ways, load_of, shard_box, total, touched
+from weightbeam.transforms.mesh import Assignment, Mesh
 
 AXES = ("a", "b", "c")
 

@@ -16,11 +16,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import DEEPSEEK, FP8, LLAMA, LLAMA_8B, call, headers_only, random_tensors, save
 
-from formats.encodings import bitsandbytes, encoding, fp4, gptq, packed, scaled
-from formats.safetensors import open_checkpoint
-from transforms import makespan
-from transforms.conversion import Options, prepare
-from transforms.makespan import DOUBLING, LATENCY, START, Effort, Worker, efforts_of, estimate, occupation, ramp, schedule
+from weightbeam.formats.encodings import bitsandbytes, encoding, fp4, gptq, packed, scaled
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.transforms import makespan
+from weightbeam.transforms.conversion import Options, prepare
+from weightbeam.transforms.makespan import DOUBLING, LATENCY, START, Effort, Worker, efforts_of, estimate, occupation, ramp, schedule
 
 jobs = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 WORKER = Worker(gbps=8, hour_price=3.6, threads=4, cores=2)  # a GB a second, and a thousandth of the currency a second

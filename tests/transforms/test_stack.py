@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEEPSEEK, QWEN3_MOE, headers_only
 
-from model_mappings.ops import Scale, Shift
-from transforms.conversion import prepare
-from transforms.options import Options
-from transforms.stack import copy, stack
-from transforms.units import Job
+from weightbeam.model_mappings.ops import Scale, Shift
+from weightbeam.transforms.conversion import prepare
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.stack import copy, stack
+from weightbeam.transforms.units import Job
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, QWEN3_MOE, headers_only
 
-from formats.staging import staging_at
-from pipelines.options import make_pipeline, pipeline_options
-from transforms.conversion import Options, prepare, remember
-from transforms.stages import ExpandUnits
-from transforms.units import Block, Unit, largest_first, working_bytes
+from weightbeam.formats.staging import staging_at
+from weightbeam.pipelines.options import make_pipeline, pipeline_options
+from weightbeam.transforms.conversion import Options, prepare, remember
+from weightbeam.transforms.stages import ExpandUnits
+from weightbeam.transforms.units import Block, Unit, largest_first, working_bytes
 
 LLAMA_405B = LLAMA_8B | dict(hidden_size=16384, num_attention_heads=128, intermediate_size=53248, num_hidden_layers=126)
 MODELS = {"llama 8b": LLAMA_8B, "llama 405b": LLAMA_405B, "deepseek v3": DEEPSEEK_V3 | dict(num_hidden_layers=20)}

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support import BF16, DEEPSEEK_V3, F32, LLAMA, LLAMA_8B, QWEN3_MOE, headers_only, random_tensors, save
 
-from formats import zarr
-from formats.safetensors import open_checkpoint
-from transforms.conversion import Conversion, Options, prepare
-from transforms.load import load_of
-from transforms.virtual import loads_of, share
+from weightbeam.formats import zarr
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.load import load_of
+from weightbeam.transforms.virtual import loads_of, share
 
 QWEN_30B = QWEN3_MOE | dict(
     vocab_size=151936, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_hidden_layers=48, num_experts=128,
