@@ -26,7 +26,7 @@ try:
 except ImportError:  # the tests use `check` without it
     atheris = None
 if atheris and __name__ == "__main__":
-    with atheris.instrument_imports(include=["weightbeam.formats.safetensors", "json", "json.decoder"]):
+    with atheris.instrument_imports(include=["weightbeam.formats.safetensors", "weightbeam.formats.strict_json", "json", "json.decoder"]):
         from weightbeam.formats.safetensors import HeaderError, open_checkpoint, read_header
 else:
     from weightbeam.formats.safetensors import HeaderError, open_checkpoint, read_header

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import HERE, INDEX
 
-from weightbeam.formats.safetensors import MAX_VALUES, HeaderError, open_checkpoint, read_header
+from weightbeam.formats.safetensors import HeaderError, open_checkpoint, read_header
+from weightbeam.formats.strict_json import MAX_VALUES
 
 CORPUS = sorted((HERE / "corpus" / "inputs").iterdir())
 

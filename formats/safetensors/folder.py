@@ -1,0 +1,206 @@
+"""A checkpoint as a folder: `config.json`, safetensors files, and the index that says which of them belong to the model."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import re
+import reprlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightbeam.formats.safetensors.header import BAD_NAME, MAX_HEADER, UNPRINTABLE, HeaderError, Tensor, check_pointer, header_of, require
+from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.formats.strict_json import JsonError, parse_json
+from weightbeam.model_mappings.plan import Problem
+
+INDEX = "model.safetensors.index.json"
+HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
+GPTQ_CONFIG, AWQ_CONFIG = "quantize_config.json", "quant_config.json"  # where AutoGPTQ and AutoAWQ do
+QUANT_CONFIGS = (HF_QUANT_CONFIG, GPTQ_CONFIG, AWQ_CONFIG)
+CONFIGS = ("config.json", INDEX, *QUANT_CONFIGS)  # what is read beside the weights
+
+_FILE_NAME = re.compile(rf"[^/\\{UNPRINTABLE}]+\.safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A safetensors file and what identifies it (`formats.storage.File`); `path` names it on every worker."""
+
+    name: str
+    path: str
+    size: int
+    version: str
+    tensors: tuple[Tensor, ...]
+    inode: int = 0
+    sha256: str | None = None
+    crc32c: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder with `config.json` and safetensors files, known by its headers.
+
+    Attributes:
+      root: the folder's URL.
+      config: `config.json`; with each of `QUANT_CONFIGS` that there is, under the file's name.
+      shards: the files that hold the model, in order of their names.
+      ignored: safetensors files in the folder that the index doesn't name.
+      lost: tensors that the index places in files which can't be read.
+      problems: what is wrong with the files.
+    """
+
+    root: str
+    config: dict[str, Any]
+    shards: tuple[Shard, ...]
+    ignored: tuple[str, ...] = ()
+    lost: frozenset[str] = frozenset()
+    problems: tuple[Problem, ...] = ()
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name; in the order of the files and of their offsets."""
+        return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
+
+    def unreadable(self) -> list[Problem]:
+        """The files whose last byte can't be read; the first ones were, for their headers."""
+        store = open_store(self.root)
+
+        def attempt(shard: Shard) -> Problem | None:
+            try:
+                store.read(shard.name, max(0, shard.size - 1), shard.size)
+            except OSError as e:
+                return Problem("source", shard.path, f"its end can't be read: {reason(e)}")
+            return None
+
+        with concurrent.futures.ThreadPoolExecutor(store.at_a_time) as pool:
+            return [problem for problem in pool.map(attempt, self.shards) if problem]
+
+    def check(self) -> None:
+        """Checks that the files are those that were opened.
+
+        Raises:
+          StorageError: one isn't, or is gone.
+        """
+        files = {file.name: file for file in open_store(self.root).list(recursive=False)}
+        for shard in self.shards:
+            if (file := files.get(shard.name)) is None:
+                raise StorageError(f"{shard.path}: is gone; it was there when it was planned")
+            if changed := [field for field in ("size", "version", "inode") if getattr(file, field) != getattr(shard, field)]:
+                raise StorageError(f"{shard.path} changed while it was converted ({', '.join(changed)}); start anew with --overwrite")
+
+
+def open_checkpoint(where: str | Path | Store) -> Checkpoint:
+    """Reads `config.json`, the index and every header; what is wrong with the files is in `Checkpoint.problems`.
+
+    Raises:
+      StorageError: there is no such folder, or the store doesn't answer.
+    """
+    store = open_store(where)
+    store.check_readable()
+    problems: list[Problem] = []
+    entries = store.entries()
+    config = _read_json(store, "config.json", problems)
+    if config:
+        config |= {name: _read_json(store, name, problems) for name in QUANT_CONFIGS if name in entries}
+    on_disk = [name for name in entries if _FILE_NAME.fullmatch(name)]
+    weight_map: dict[str, str] | None = None
+    if INDEX in entries:
+        weight_map = _read_index(store, problems)
+        names = sorted(set(weight_map.values()))
+    elif len(on_disk) > 1:
+        problems.append(Problem("index", INDEX, f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model"))
+        names = []
+    else:
+        names = on_disk
+        if not names:
+            pickles = sorted(name for name in entries if name.endswith((".bin", ".pt", ".pth")))
+            hint = f"; {pickles[0]} is a pickle file, which can run code when it is loaded: convert it to safetensors first" if pickles else ""
+            problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {store}{hint}"))
+    with concurrent.futures.ThreadPoolExecutor(store.at_a_time) as pool:
+        opened = list(pool.map(lambda name: _open_shard(store, name), names))
+    problems += [problem for problem in opened if isinstance(problem, Problem)]
+    shards = tuple(shard for shard in opened if isinstance(shard, Shard))
+    if weight_map is not None:
+        problems += _check_index(weight_map, shards)
+    else:
+        problems += _check_twice(shards)
+    readable = {shard.name for shard in shards}
+    lost = frozenset(name for name, file in (weight_map or {}).items() if file not in readable)
+    return Checkpoint(store.url, config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
+
+
+def _read_json(store: Store, name: str, problems: list[Problem]) -> dict[str, Any]:
+    """A JSON object, or an empty one and a problem."""
+    try:
+        store.check_file(name)
+        raw = store.read(name, 0, MAX_HEADER + 1)
+        if len(raw) > MAX_HEADER:
+            raise HeaderError(f"more than {MAX_HEADER:,} bytes")
+        check_pointer(raw)
+        value = parse_json(raw)
+        if isinstance(value, dict) and value:
+            return value
+        message = "is empty" if value == {} else f"should be a JSON object, is a {type(value).__name__}"
+    except FileNotFoundError:
+        message = "no such file"
+    except OSError as e:
+        message = reason(e)
+    except (HeaderError, JsonError) as e:
+        message = str(e)
+    problems.append(Problem("missing" if message == "no such file" else "corrupt", name, message))
+    return {}
+
+
+def _read_index(store: Store, problems: list[Problem]) -> dict[str, str]:
+    """The index's `weight_map`, without the entries that can't be right."""
+    index = _read_json(store, INDEX, problems)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        if index:
+            problems.append(Problem("index", INDEX, "has no weight_map that maps tensors to files"))
+        return {}
+    good = {}
+    for name, file in weight_map.items():
+        if not name or BAD_NAME.search(name):
+            problems.append(Problem("index", ascii(name), "the name of a tensor that is empty, has control characters, or is a path that leads elsewhere"))
+        elif isinstance(file, str) and _FILE_NAME.fullmatch(file):
+            good[name] = file
+        else:
+            problems.append(Problem("index", name, f"the index names {reprlib.repr(file)}, which isn't a plain name of a safetensors file"))
+    return good
+
+
+def _open_shard(store: Store, name: str) -> Shard | Problem:
+    try:
+        store.check_file(name)
+        file = require(store, name)
+        return Shard(name, store.path(name), file.size, file.version, header_of(store, file), file.inode, file.sha256, file.crc32c)
+    except FileNotFoundError:
+        return Problem("missing", name, f"the index names this file, but it isn't in {store}")
+    except OSError as e:
+        return Problem("corrupt", name, reason(e))
+    except HeaderError as e:
+        return Problem("corrupt", name, str(e))
+
+
+def _check_index(weight_map: Mapping[str, str], shards: Sequence[Shard]) -> Iterator[Problem]:
+    """The index and the headers must tell the same."""
+    held = {(tensor.name, shard.name) for shard in shards for tensor in shard.tensors}
+    readable = {shard.name for shard in shards}
+    for name, file in weight_map.items():
+        if file in readable and (name, file) not in held:
+            yield Problem("index", name, f"the index says it is in {file}, but that file doesn't hold it")
+    for name, file in sorted(held - set(weight_map.items())):
+        yield Problem("index", name, f"is in {file}, but the index " + (f"says {weight_map[name]}" if name in weight_map else "doesn't name it"))
+
+
+def _check_twice(shards: Sequence[Shard]) -> Iterator[Problem]:
+    files = defaultdict(list)
+    for shard in shards:
+        for tensor in shard.tensors:
+            files[tensor.name].append(shard.name)
+    return (Problem("index", name, f"is in {', '.join(names)}") for name, names in files.items() if len(names) > 1)

@@ -1,0 +1,54 @@
+"""Reads of boxes: the ranges of a file that hold a box of a tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from weightbeam.formats.safetensors.header import Tensor
+from weightbeam.formats.storage import Range, store_and_name
+from weightbeam.model_mappings.cells import Box, extent
+
+Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]  # makes an array of a shape and dtype
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BoxRead:
+    """A box of a stored tensor, to be read."""
+
+    tensor: Tensor
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(extent(self.box)) * self.tensor.dtype.itemsize
+
+    def ranges(self, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """The ranges of the file that hold the box, each with its part of `buffer`, which holds the box in C order."""
+        shape, itemsize = self.tensor.shape, self.tensor.dtype.itemsize
+        cut = max((axis for axis, span in enumerate(self.box) if span != (0, shape[axis])), default=0)
+        run = math.prod(extent(self.box[cut:])) * itemsize
+        strides = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
+        first = sum(start * stride for (start, _), stride in zip(self.box, strides, strict=True))
+        for i, index in enumerate(itertools.product(*(range(n) for n in extent(self.box[:cut])))):
+            offset = sum(at * stride for at, stride in zip(index, strides, strict=False))
+            yield self.tensor.offset + first + offset, buffer[i * run : (i + 1) * run]
+
+
+def read_boxes(reads: Sequence[BoxRead], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+    """Reads boxes, file by file in the order of their offsets, into arrays that `empty` makes.
+
+    Returns:
+      An array for each, and the bytes read from the files.
+    """
+    arrays = [empty(extent(read.box), read.tensor.dtype) for read in reads]
+    by_path: dict[str, list[Range]] = defaultdict(list)
+    for read, array in zip(reads, arrays, strict=True):
+        if array.size:
+            by_path[read.tensor.path] += read.ranges(memoryview(array.reshape(-1).view(np.uint8)))
+    return arrays, sum(store.read_into(name, ranges) for path, ranges in by_path.items() for store, name in [store_and_name(path)])
