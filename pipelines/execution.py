@@ -18,9 +18,9 @@ from weightbeam.formats.orbax import publish
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage.token import secret
 from weightbeam.pipelines import dataflow
-from weightbeam.pipelines.convert import share_left
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.options import LOCAL_RUNNER, make_pipeline, pipeline_options
+from weightbeam.pipelines.output import share_left
 from weightbeam.pipelines.progress import LINE_EVERY, ShowProgress, quiet, seldom
 from weightbeam.pipelines.report import threads_of
 from weightbeam.transforms.assembly import stage
