@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from weightbeam.formats.safetensors import Empty
-from weightbeam.model_mappings.cells import Piece, View, extent, selection
+from weightbeam.model_mappings.cells import Box, Piece, View, extent, selection
 from weightbeam.model_mappings.ops import Op
-from weightbeam.transforms.units import Job
 
 STRIP_ELEMENTS = 1 << 18  # elements that are cast at a time, so that a temporary form of them stays in the cache
 BLOCK = (256, 8192)  # rows, and bytes of each, that are transposed at a time
@@ -19,14 +19,34 @@ PITCH = 64  # bytes between the rows of a block: rows a power of two apart would
 RUN = 512  # bytes; shorter runs are copied as one element each
 
 
-def stack(job: Job, views: Sequence[tuple[Piece, np.ndarray]], empty: Empty = np.empty) -> np.ndarray:
+class Make(Protocol):
+    """A box of an array to make: as one, or as shards of one shape side by side."""
+
+    @property
+    def box(self) -> Box: ...
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many shards there are on each axis."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def fill(self) -> float | None:
+        """The value of elements that no piece supplies; None where the pieces tile the box."""
+        ...
+
+
+def stack(job: Make, views: Sequence[tuple[Piece, np.ndarray]], empty: Empty = np.empty) -> np.ndarray:
     """Makes shards of their pieces' views, each already in the array's layout, in an array that `empty` makes.
 
     Returns:
       (number of the shard on each axis, index within a shard on each axis); each shard lies in C order.
     """
     shard = tuple(n // count for n, count in zip(extent(job.box), job.counts, strict=True))
-    made = empty((*job.counts, *shard), job.spec.dtype)
+    made = empty((*job.counts, *shard), job.dtype)
     if job.fill is not None:
         made[...] = job.fill
     origin = tuple(start for start, _ in job.box)

@@ -16,15 +16,14 @@ import numpy as np
 from apache_beam.metrics import Metrics
 
 from weightbeam.formats.orbax import plan_of, write_unit
-from weightbeam.formats.safetensors import read_boxes
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.zarr import Format
+from weightbeam.transforms import execution
 from weightbeam.transforms.arena import give_back, release_free, take
 from weightbeam.transforms.assembly import assemble_checkpoint
 from weightbeam.transforms.conversion import load_staged
-from weightbeam.transforms.stack import stack
 from weightbeam.transforms.units import Unit
 from weightbeam.transforms.work import Tally, Work, total_bytes
 
@@ -67,10 +66,7 @@ class _ReadBoxesFn(StageFn):
         name_secret(self.secret)
 
     def run(self, work: Work) -> int:
-        reads = [fetch.encoding.reads(fetch.box) for fetch in work.unit.fetches]
-        arrays, nbytes = read_boxes([read for group in reads for read in group], work.arena.empty)
-        rest = iter(arrays)
-        work.stored = [[next(rest) for _ in group] for group in reads]
+        work.stored, nbytes = execution.read(work.unit.fetches, work.arena.empty)
         return nbytes
 
     def process(self, descriptor: bytes) -> Iterator[Work]:
@@ -80,24 +76,20 @@ class _ReadBoxesFn(StageFn):
 
 class _DequantizeFn(StageFn):
     def run(self, work: Work) -> int:
-        pairs = zip(work.unit.fetches, work.stored, strict=True)
-        work.values = [fetch.encoding.decode(stored, fetch.box, fetch.dtype, work.arena.empty) for fetch, stored in pairs]
+        work.values = execution.decode(work.unit.fetches, work.stored, work.arena.empty)
         work.stored = []
         return total_bytes(work.values)
 
 
 class _ReshapeFn(StageFn):
     def run(self, work: Work) -> int:
-        origins = [tuple(start for start, _ in fetch.box) for fetch in work.unit.fetches]
-        for job in work.unit.jobs:
-            views = [(piece, piece.source.of(work.values[i], origins[i]).transpose(piece.order)) for i, piece in job.pieces]
-            work.views.append(views)
+        work.views = [execution.arrange(work.unit.fetches, work.values, job.pieces) for job in work.unit.jobs]
         return sum(view.nbytes for views in work.views for _, view in views)
 
 
 class _StackFn(StageFn):
     def run(self, work: Work) -> int:
-        work.shards = [stack(job, views, work.arena.empty) for job, views in zip(work.unit.jobs, work.views, strict=True)]
+        work.shards = [execution.make(job, views, work.arena.empty) for job, views in zip(work.unit.jobs, work.views, strict=True)]
         work.values, work.views = [], []
         return total_bytes(work.shards)
 

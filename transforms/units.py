@@ -151,6 +151,10 @@ class Job:
         return element_box(self.spec, self.shards)
 
     @property
+    def dtype(self) -> np.dtype:
+        return self.spec.dtype
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """How many shards there are on each axis."""
         return extent(self.shards)
@@ -202,10 +206,14 @@ def fetches_of(blocks: Sequence[Block], arrays: Sequence[Array], grids: Sequence
 
     Boxes of one tensor are joined where that reads nothing twice and nothing in between.
     """
+    return fetches_for((arrays[block.array], element_box(grids[block.array].spec, block.shards)) for block in blocks)
+
+
+def fetches_for(wanted: Iterable[tuple[Array, Box]]) -> dict[str, list[tuple[Box, bool]]]:
+    """The boxes of each tensor that boxes of arrays need, joined as by `fetches_of`."""
     boxes: dict[str, list[tuple[Box, bool]]] = {}
-    for block in blocks:
-        box = element_box(grids[block.array].spec, block.shards)
-        for cell in arrays[block.array].cells(box):
+    for array, box in wanted:
+        for cell in array.cells(box):
             for piece in cell.pieces(box):
                 _join(boxes.setdefault(piece.tensor, []), piece.source.box, bool(piece.ops))
     return boxes
@@ -242,7 +250,7 @@ def expand_unit(
             shards = tuple((at, at + step) for at, step in zip(first, steps, strict=True))
             box = element_box(spec, shards)
             pieces = [piece for cell in array.cells(box) for piece in cell.pieces(box)]
-            placed = tuple((_find(numbers[piece.tensor], piece.source.box), piece) for piece in pieces)
+            placed = tuple((find_fetch(numbers[piece.tensor], piece.source.box), piece) for piece in pieces)
             jobs.append(Job(spec, shards, array.fill, placed))
     return Unit(id, tuple(fetches), tuple(jobs))
 
@@ -264,6 +272,6 @@ def _joined_axes(array: Array, spec: ArraySpec, shards: Box) -> set[int]:
     }
 
 
-def _find(fetches: Sequence[tuple[Box, int]], wanted: Box) -> int:
+def find_fetch(fetches: Sequence[tuple[Box, int]], wanted: Box) -> int:
     """The number of the fetch that holds the box."""
     return next(number for box, number in fetches if all(a <= c and d <= b for (a, b), (c, d) in zip(box, wanted, strict=True)))
