@@ -22,7 +22,7 @@ import numpy as np
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
-from weightbeam.formats.safetensors import DTYPES, Checkpoint, Shard, Tensor
+from weightbeam.formats.safetensors import DTYPE_NAMES, DTYPES, Checkpoint, Shard, Tensor
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.zarr import Format
@@ -183,7 +183,7 @@ class Conversion:
     def stage(self) -> bytes:
         """The inputs, compressed; `load` makes the same conversion of them."""
         shards = [
-            vars(shard) | {"tensors": [[tensor.name, _DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset] for tensor in shard.tensors]}
+            vars(shard) | {"tensors": [[tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset] for tensor in shard.tensors]}
             for shard in self.checkpoint.shards
         ]
         inputs = {
@@ -194,9 +194,6 @@ class Conversion:
             "hash": self.hash,
         }
         return gzip.compress(json.dumps(inputs).encode(), compresslevel=5, mtime=0)
-
-
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def options_from(said: Mapping[str, Any]) -> Options:

@@ -33,6 +33,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I16": np.dtype(np.int16), "I8": np.dtype(np.int8),
     "U64": np.dtype(np.uint64), "U32": np.dtype(np.uint32), "U16": np.dtype(np.uint16), "U8": np.dtype(np.uint8), "BOOL": np.dtype(np.bool_),
 }  # fmt: skip
+DTYPE_NAMES: Mapping[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\ud800-\udfff"  # control characters, half characters
 BAD_NAME = re.compile(rf"[{UNPRINTABLE}]|^[/\\]|(^|[/\\])\.\.([/\\]|$)")  # or ways out
