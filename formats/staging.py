@@ -173,7 +173,7 @@ class FolderStaging(Staging):
         shutil.rmtree(self.checkpoint, ignore_errors=True)
 
     def note_failure(self, text: str) -> str:
-        Path(self.work.path(FAILURE)).write_text(text)  # not durably, and only if the folder is there
+        Path(self.work.path(FAILURE)).write_text(text, encoding="utf-8", errors="backslashreplace")  # not durably, and only if the folder is there
         return self.work.path(FAILURE)
 
     def publish(self, overwrite: bool = False) -> None:

@@ -13,8 +13,10 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+from weightbeam.formats.printable import printable
 from weightbeam.pipelines.arguments import make_parser
 from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.streams import prepare_streams
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 
@@ -37,6 +39,7 @@ def run() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
+    prepare_streams()
     args, rest = make_parser().parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is a Ctrl-C
@@ -47,16 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             print(end="", flush=True)  # now, where a reader that is gone is looked after
     except RefusedError as e:
-        print(f"weightbeam {args.command}: refused\n{e}", file=sys.stderr)
+        print(f"weightbeam {args.command}: refused\n{printable(str(e), lines=True)}", file=sys.stderr)
         return 2
     except FailedError as e:
-        print(f"weightbeam {args.command}: failed\n{e}", file=sys.stderr)
+        print(f"weightbeam {args.command}: failed\n{printable(str(e), lines=True)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as e:  # of a disk or a store, where nothing could be made of it
-        print(f"weightbeam {args.command}: failed\n  {e}", file=sys.stderr)
+        print(f"weightbeam {args.command}: failed\n  {printable(str(e), lines=True)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as e:
         again = "what is done is kept, the same command with --resume goes on from there" if args.command in ("convert", "materialize") else ""

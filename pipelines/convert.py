@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from weightbeam.formats.links import LinkError
 from weightbeam.formats.orbax import plan_of, publish
+from weightbeam.formats.printable import printable
 from weightbeam.formats.staging import ITEMS, BucketStaging, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import StorageError
 from weightbeam.pipelines import report
@@ -43,7 +44,7 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
             print(f"{staging.final} is finished already; nothing to do")
         return 0
     for warning in report.collapse(conversion.warnings):
-        print(f"warning: {warning}", file=sys.stderr)
+        print(printable(f"warning: {warning}"), file=sys.stderr)
     start, written = time.monotonic(), 0
     with alone(staging):
         if isinstance(staging, BucketStaging) and staging.exists():

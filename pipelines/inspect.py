@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.orbax import STEP, find_items, item_metadata, open_arrays, read_arrays, record_of
+from weightbeam.formats.printable import printable
 from weightbeam.formats.safetensors import open_checkpoint
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.zarr import ArraySpec
@@ -24,6 +25,7 @@ from weightbeam.transforms.load import Load, load_of, total
 from weightbeam.transforms.mesh import Mesh, MeshError, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
 
 MAX_DEVICES = 1 << 18
+CUSTOM = 2000  # characters of metadata that aren't ours
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -84,7 +86,7 @@ def _load(items: Store, args: argparse.Namespace) -> int:
     for mesh in meshes:
         _print_load(mesh, rules, groups)
     if unknown := sorted({spec.key for spec in arrays} - {spec.key for spec in known}):
-        print(f"\nnot counted, since their logical axes aren't known: {report.count(len(unknown), 'array')}, e.g. {unknown[0]}")
+        report.CONSOLE.print(f"\nnot counted, since their logical axes aren't known: {report.count(len(unknown), 'array')}, e.g. {unknown[0]}")
     return 0
 
 
@@ -106,7 +108,8 @@ def _print_load(mesh: Mesh, rules: Rules, groups: Mapping[tuple, Sequence[ArrayS
     print(f"\n{mesh.text}: {report.count(mesh.devices, 'host')} with one device each")
     report.CONSOLE.print(rows)
     if refused:
-        print(f"warning: {mesh.text} doesn't divide {report.count(len(refused), 'kind')} of arrays evenly, e.g. {refused[0]}; MaxText will refuse that mesh")
+        kinds = report.count(len(refused), "kind")
+        print(f"warning: {mesh.text} doesn't divide {kinds} of arrays evenly, e.g. {printable(refused[0])}; MaxText will refuse that mesh")
 
 
 def _figures(load: Load) -> tuple[str, ...]:
@@ -141,7 +144,7 @@ def _provenance(custom: dict[str, Any]) -> None:
     """Where the checkpoint comes from, as far as it says."""
     about = custom.get("weightbeam")
     if not isinstance(about, dict) or not isinstance(about.get("versions"), dict):
-        print("custom metadata: " + json.dumps(custom))
+        print(printable("custom metadata: " + json.dumps(custom), CUSTOM))
         return
     rows = report.table("", "")
     for name in ("source", "family", "plan"):
@@ -170,7 +173,7 @@ def _safetensors(store: Store) -> int:
     report.CONSOLE.print(rows)
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     count, kind = f"{len(checkpoint.tensors):,} tensors in {len(checkpoint.shards)} files", checkpoint.config.get("model_type")
-    print(f"\n{store}: model_type {kind}, {count}, {report.human(total)}")
+    report.CONSOLE.print(f"\n{store}: model_type {printable(str(kind), report.CELL)}, {count}, {report.human(total)}")
     if checkpoint.problems:
         raise RefusedError(f"{report.count(len(checkpoint.problems), 'problem')}:\n{describe(checkpoint.problems)}")
     return 0

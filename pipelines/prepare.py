@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ import tensorstore as ts
 import yaml
 
 from weightbeam.formats.orbax import item_metadata
+from weightbeam.formats.printable import printable
 from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.storage.token import name_secret
@@ -26,6 +28,7 @@ from weightbeam.transforms.mesh import MeshError, Rules, RulesError, model_rules
 
 SHOWN = 20  # problems of one kind; the rest is counted
 LINE = 5000  # characters of a problem: names and values in it are the files', however long
+KINDS, NAME = 200, 300  # of tensors that an inventory lists, and characters of their names
 
 
 def prepare_conversion(args: argparse.Namespace) -> Conversion:
@@ -78,7 +81,7 @@ def sharding_rules(file: str | None, model: str | None) -> Rules | None:
     if file is None:
         return None
     try:
-        text = Path(file).read_text()
+        text = Path(file).read_text(encoding="utf-8")
         try:
             given = json.loads(text)
         except ValueError:
@@ -129,7 +132,12 @@ def inventory(checkpoint: Checkpoint) -> str:
     groups: dict[str, Counter[str]] = defaultdict(Counter)
     for name, tensor in checkpoint.tensors.items():
         groups[pattern(name)][f"{tensor.dtype.name} {list(tensor.shape)}"] += 1
-    lines = [f"  {sum(kinds.values()):>6} × {name}  {', '.join(sorted(kinds)[:3])}{' …' if len(kinds) > 3 else ''}" for name, kinds in groups.items()]
+    lines = [
+        f"  {sum(kinds.values()):>6} × {printable(name, NAME)}  {', '.join(sorted(kinds)[:3])}{' …' if len(kinds) > 3 else ''}"
+        for name, kinds in itertools.islice(groups.items(), KINDS)
+    ]
+    if len(groups) > KINDS:
+        lines.append(f"  … and {len(groups) - KINDS:,} more kinds of names")
     return "\n".join(lines) or "  no tensors"
 
 
@@ -137,8 +145,7 @@ def describe(problems: Iterable[Problem]) -> str:
     """All problems, by kind; those that differ only in numbers once, and many of one kind are counted."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for problem in problems:
-        text = str(problem)
-        kinds[problem.kind].append(f"{text[:LINE]} …" if len(text) > LINE else text)
+        kinds[problem.kind].append(printable(str(problem), LINE))
     lines = []
     for kind, texts in kinds.items():
         different = collapse(texts)

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from weightbeam.formats.printable import printable
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS
@@ -21,7 +22,18 @@ from weightbeam.transforms.mesh import base_rules, model_rules
 BASE_BYTES = 384 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
 TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
 UNIT_BYTES = 10 << 10  # of the assembly, for each unit: its descriptor, its ledger entry, the keys of its database
-CONSOLE = Console(highlight=False, soft_wrap=True, width=None if os.isatty(1) else 200)
+
+
+class _PrintableConsole(Console):
+    """A console that takes texts as they are, and shows no stranger's control characters or markup."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(printable(each, lines=True) if isinstance(each, str) else each for each in objects), **options)
+
+
+ROWS = 2000  # of a table
+CELL = 300  # characters of a table's cell: names are the files', however long
+CONSOLE = _PrintableConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, width=None if os.isatty(1) else 200)
 
 
 THREADS_PER_CORE, MAX_THREADS = 2, 32  # one thread reads or writes while another computes
@@ -89,9 +101,20 @@ def human(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
+class _PrintableTable(Table):
+    """A table whose cells may hold strangers' texts, and of which there may be as many as there are names."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        if self.row_count == ROWS:
+            cells, options = (f"… and more than {ROWS:,} others",), {}
+        elif self.row_count > ROWS:
+            return
+        super().add_row(*(printable(cell, CELL) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
 def table(*columns: str) -> Table:
     """A plain table; columns that begin with `>` are aligned right."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    made = _PrintableTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
     return made

@@ -16,9 +16,11 @@ import apache_beam as beam
 import tensorstore as ts
 
 from weightbeam.formats.orbax import STEP, find_items, open_arrays
+from weightbeam.formats.printable import printable
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.pipelines import report
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.options import check_options, make_pipeline, pipeline_options
 from weightbeam.pipelines.prepare import SHOWN, open_source, options_of, refuse
@@ -108,7 +110,7 @@ def _report(conversion: Conversion, findings: Mapping[str, Finding], wrong: Sequ
         if kinds[kind]:
             print(f"  {kinds[kind]:>6,} {text}")
     if left_out:
-        print(f"  {len(left_out):>6,} not in the checkpoint, and not among the parameters that MaxText loads: {left_out[0]} …")
+        print(f"  {len(left_out):>6,} not in the checkpoint, and not among the parameters that MaxText loads: {printable(left_out[0], report.CELL)} …")
     if not faults:
         return 0
     shown = "\n".join(f"  {fault}" for fault in faults[:SHOWN])

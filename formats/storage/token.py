@@ -20,9 +20,12 @@ def token() -> str | None:
     The first of these: HF_TOKEN, the hub's own login on this machine, the secret that the environment names.
 
     Raises:
-      StorageError: the secret can't be read.
+      StorageError: the secret can't be read, or what is set can't be a token; it isn't shown.
     """
-    return huggingface_hub.get_token() or (_read_secret(version) if (version := secret()) else None)
+    found = huggingface_hub.get_token() or (_read_secret(version) if (version := secret()) else None)
+    if found and not (found.isascii() and found.isprintable()):
+        raise StorageError("HF_TOKEN, or the hub's login on this machine, has characters that no token of the hub has; was it copied with something else?")
+    return found
 
 
 def secret() -> str | None:

@@ -57,8 +57,8 @@ class Apart:
         self._end()
         self._log.close()
 
-    def run(self, work: Work, arguments: Sequence[str]) -> Outcome:
-        """Does work, and waits for it."""
+    def run(self, work: Work, arguments: Sequence[str], seconds: float | None = None) -> Outcome:
+        """Does work, and waits for it; work that takes longer than so many `seconds` is ended."""
         if self._process is None:
             self._connection, theirs = self._context.Pipe()
             self._process = self._context.Process(target=_serve, args=(theirs, self._log.name))
@@ -66,7 +66,10 @@ class Apart:
             theirs.close()
         try:
             self._connection.send((work, list(arguments)))
-            outcome: Outcome = self._connection.recv()
+            if self._connection.poll(seconds):
+                outcome: Outcome = self._connection.recv()
+            else:
+                outcome = Outcome(FAILED, f"took longer than {seconds:,.0f} s, and was ended")
         except (EOFError, ConnectionError):
             self._process.join()
             printed = Path(self._log.name).read_text(errors="replace")[-TAIL:]

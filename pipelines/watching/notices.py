@@ -11,6 +11,7 @@ from typing import Any
 import requests
 import tenacity
 
+from weightbeam.formats.printable import printable
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.watching.records import FAILED, Record
 
@@ -44,6 +45,11 @@ def text_of(record: Record) -> str:
     return f"{what}: {record['state']}" + (f": {record['reason']}" if record.get("reason") else "")
 
 
+def _escaped(text: str) -> str:
+    """A text as chats take it that read mentions and links between `<` and `>` (docs.slack.dev, "Formatting message text")."""
+    return printable(text, lines=True).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
 def note(record: Record) -> None:
     """Logs a state."""
     _log.log(logging.WARNING if record["state"] == FAILED else logging.INFO, text_of(record), extra={"facts": dict(record)})
@@ -65,7 +71,7 @@ class Notices:
     def tell(self, record: Record) -> None:
         """Logs and sends a record. What can't be sent is logged, and stops nothing: the record is in the output."""
         note(record)
-        message = {"text": text_of(record), **record}
+        message = {"text": _escaped(text_of(record)), **record}
         for number, url in enumerate(self._webhooks, 1):
             try:
                 _post(url, message)

@@ -39,7 +39,7 @@ class LostError(Exception):
 def tables() -> str:
     """Identifies the tables and the decoding of this version: what made a release's values."""
     root = Path(str(model_mappings.__file__)).parent
-    sources = [(path.relative_to(root).as_posix(), path.read_text()) for path in sorted(root.rglob("*.py"))]
+    sources = [(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))]
     return hashlib.sha256(json.dumps([DECODING_VERSION, sources]).encode()).hexdigest()
 
 

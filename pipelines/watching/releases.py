@@ -19,6 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.hub import api, repeated
+from weightbeam.formats.strict_json import JsonError, parse_json
 from weightbeam.pipelines.report import human
 
 WEIGHTS, PICKLES = ".safetensors", (".bin", ".pt", ".pth")
@@ -201,9 +202,9 @@ def _named(store: Store, nbytes: int) -> set[str]:
     if nbytes > MAX_HEADER:
         return set()
     try:
-        weight_map = json.loads(store.read(INDEX))["weight_map"]
+        weight_map = parse_json(store.read(INDEX))["weight_map"]
         return {name for name in weight_map.values() if isinstance(name, str)}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (JsonError, KeyError, TypeError, AttributeError):
         return set()
 
 

@@ -36,6 +36,7 @@ WAITING, BUSY = "waiting", "busy"  # what isn't recorded: it will be looked at a
 REPORT = "release.json"  # beside the checkpoint: where it comes from
 REASON = 5000  # characters of a record
 LONGEST_DELAY = datetime.timedelta(days=1)
+PLAN_SECONDS = 900.0  # a plan takes seconds; files that are made to take hours must not hold up all other releases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,7 @@ class Watcher:
             self._fail(history, f"begun {history.attempt} times, and never ended: was the machine too small?", history.attempt)
             return
         if history.state in (DISCOVERED, FAILED):
-            outcome = apart.run(isolation.plan, [source, *target.arguments])
+            outcome = apart.run(isolation.plan, [source, *target.arguments], PLAN_SECONDS)
             if outcome.status == isolation.REFUSED:
                 self._notices.tell(history.add(REFUSED, outcome.message[:REASON]))
                 return
@@ -283,7 +284,7 @@ class Watcher:
         if denied:
             return found
         with Apart() as apart:
-            outcome = apart.run(isolation.plan, [f"--source={release.url}", *target.arguments])
+            outcome = apart.run(isolation.plan, [f"--source={release.url}", *target.arguments], PLAN_SECONDS)
         if outcome.status != isolation.DONE:
             return dataclasses.replace(found, state=outcome.status, reason=outcome.message)
         size = releases.human(outcome.facts["target_bytes"])

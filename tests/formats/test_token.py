@@ -90,3 +90,12 @@ def test_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     name_secret(NAME)
     with pytest.raises(StorageError, match=r"Secret Manager: .*nothing.json was not found"):
         token()
+
+
+@pytest.mark.parametrize("wrong", ["hf_tökén", "hf_x\x1b[31m"])
+def test_what_cant_be_a_token_is_refused_in_words(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It isn't shown, and nothing of it gets into a header."""
+    monkeypatch.setenv("HF_TOKEN", wrong)
+    with pytest.raises(StorageError, match="no token of the hub") as e:
+        token()
+    assert wrong not in str(e.value)

@@ -1,0 +1,22 @@
+"""Texts of strangers, made fit for a terminal, a log and a chat: names of tensors, fields of configs, what servers answer."""
+
+from __future__ import annotations
+
+import re
+
+# Control characters, halves of characters, what changes the direction of text (Unicode's bidi controls), what is invisible
+# (zero width, tags, byte-order mark), and separators of lines.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]")
+_BUT_LINES = re.compile(_UNPRINTABLE.pattern.replace(r"\x00-\x1f", r"\x00-\x09\x0b-\x1f"))
+
+
+def printable(text: str, most: int | None = None, lines: bool = False) -> str:
+    r"""A text without anything that a terminal would act on; each such character as Python writes it, such as `\x1b`.
+
+    Args:
+      text: anyone's.
+      most: cut it to about so many characters.
+      lines: whether it may have several lines, as a message of ours has.
+    """
+    cut = text if most is None or len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
+    return (_BUT_LINES if lines else _UNPRINTABLE).sub(lambda found: found[0].encode("unicode_escape").decode(), cut)
