@@ -1,0 +1,238 @@
+"""What a release holds besides its weights: the small files, the edits that `config.json` needs, and a model card.
+
+The small files are carried as opaque bytes. Weights and pickles never are; nothing is run, nothing is parsed but `config.json` and
+the head of the model card.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from weightbeam.formats import json_text
+from weightbeam.formats.safetensors import QUANT_CONFIGS
+from weightbeam.formats.storage import File, StorageError, Store, reason
+from weightbeam.formats.strict_json import JsonError, parse_json
+
+CONFIG, CARD = "config.json", "README.md"
+TEMPLATES = "additional_chat_templates"  # the one folder of a release that is taken (transformers 5.23, processing_utils.py)
+MAX_FILE_BYTES = 64 << 20  # Gemma 3's tokenizer.json, the largest known, has 33 MB
+MAX_BYTES = 256 << 20  # of all together
+MAX_FILES = 250
+
+ROLES: Mapping[str, re.Pattern[str]] = {
+    "config": re.compile(r"config\.json"),
+    "generation": re.compile(r"generation_config\.json"),
+    "tokenizer": re.compile(
+        r"tokenizer(_config)?\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json"
+        r"|tokenizer\.model(\.v\w+)?|\w[\w.-]*\.tiktoken|tiktoken\.model|spiece\.model|sentencepiece\.bpe\.model"
+    ),
+    "chat template": re.compile(rf"chat_template\.json|({TEMPLATES}/)?\w[\w.-]*\.jinja"),
+    "processor": re.compile(r"(\w+_)?(pre)?processor_config\.json"),
+    "quantisation": re.compile("|".join(map(re.escape, QUANT_CONFIGS))),
+    "licence": re.compile(r"([\w.-]+[._-])?(licen[cs]e|notice|copying|use_policy)[\w-]*(\.(md|txt|pdf|rst))?", re.IGNORECASE),
+    "card": re.compile(r"README\.md"),
+    "code": re.compile(r"\w[\w.-]*\.py"),
+}
+
+
+def role_of(name: str) -> str | None:
+    """What a file of a release is for, by its name; None for weights and for all that isn't known."""
+    return next((role for role, pattern in ROLES.items() if pattern.fullmatch(name)), None)
+
+
+def small_files(store: Store) -> tuple[dict[str, File], dict[str, str]]:
+    """The small files of a release.
+
+    Returns:
+      Those to take by name, and those left out, with the reason: too large, too many, or links that lead elsewhere.
+    """
+    listed = [*store.list(recursive=False), *store.list(f"{TEMPLATES}/", recursive=False)]
+    found = {file.name: file for file in listed if role_of(file.name)}
+    taken: dict[str, File] = {}
+    left: dict[str, str] = {}
+    held = 0
+    for name in sorted(found, key=lambda name: (list(ROLES).index(role_of(name) or ""), name)):
+        size = found[name].size
+        try:
+            store.check_file(name)
+        except OSError as e:
+            left[name] = reason(e)
+            continue
+        if size > MAX_FILE_BYTES:
+            left[name] = f"has {size:,} bytes; a file of a release besides its weights has at most {MAX_FILE_BYTES:,}"
+        elif held + size > MAX_BYTES or len(taken) == MAX_FILES:
+            left[name] = f"the release has more than {MAX_FILES} such files, or more than {MAX_BYTES:,} bytes of them"
+        else:
+            taken[name] = found[name]
+            held += size
+    return taken, left
+
+
+def read_small_files(store: Store, files: Mapping[str, File]) -> Iterator[tuple[str, bytes]]:
+    """The bytes of small files, one after the other.
+
+    Raises:
+      StorageError: one changed since it was listed, or can't be read.
+    """
+    for name, file in files.items():
+        try:
+            data = store.read(name, 0, file.size + 1)
+        except FileNotFoundError as e:
+            raise StorageError(f"{store.path(name)}: is gone") from e
+        if len(data) != file.size:
+            raise StorageError(f"{store.path(name)}: had {file.size:,} bytes, and has others now; was it changed?")
+        yield name, data
+
+
+# --- config.json ----------------------------------------------------------------------------------------------------------------
+
+QUANTIZATIONS = ("quantization_config", "compression_config")
+TEXT_SECTIONS = ((), ("text_config",), ("thinker_config",), ("thinker_config", "text_config"))  # where a text model's sizes may stand
+NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # DeepSeek, GLM, Kimi; Qwen 3.5; others
+MAX_SECTIONS = 3  # how deep sections lie in each other
+
+
+def edit_config(
+    text: str,
+    *,
+    dtype: str | None = None,
+    vocab_size: int | None = None,
+    drop_quantization: bool = False,
+    quantization: Mapping[str, Any] | None = None,
+    nextn: int | None = None,
+    tie_word_embeddings: bool | None = None,
+) -> tuple[str, list[str]]:
+    """Edits `config.json` so that it describes other weights, and leaves all else as the release spells it.
+
+    Args:
+      text: the file, valid JSON.
+      dtype: of the weights; it is set wherever a dtype stands. None leaves the release's.
+      vocab_size: rows of the embedding.
+      drop_quantization: take out what describes a quantisation that is gone.
+      quantization: the `quantization_config` of the new weights, in place of any other.
+      nextn: layers of multi-token prediction that the weights have; only where the config has a number for them.
+      tie_word_embeddings: whether the head is the embedding.
+
+    Returns:
+      The new text, and what was edited, a line each. At the root both `dtype` (transformers 5) and `torch_dtype` (4, and engines
+      built on it) stand, with the same value.
+
+    Raises:
+      JsonError: the text isn't a JSON object.
+    """
+    if not isinstance(parse_json(text.encode()), dict):
+        raise JsonError("should be an object")
+    editor = _Editor(text)
+    if quantization is not None or drop_quantization:
+        for section in editor.sections():
+            for key in QUANTIZATIONS:
+                if quantization is None or (*section, key) != QUANTIZATIONS[:1]:
+                    editor.remove((*section, key))
+    if quantization is not None:
+        editor.set(QUANTIZATIONS[:1], dict(quantization))
+    for section in editor.sections() if dtype is not None else ():
+        for key in ("dtype", "torch_dtype"):
+            if editor.has((*section, key)):
+                editor.set((*section, key), dtype)
+    known = dtype or next((found for section in TEXT_SECTIONS for key in ("dtype", "torch_dtype") if (found := editor.get((*section, key)))), None)
+    if known is not None:
+        editor.set(("dtype",), known, after="torch_dtype")
+        editor.set(("torch_dtype",), known, after="dtype")
+    if vocab_size is not None:
+        places = [section for section in TEXT_SECTIONS if editor.has((*section, "vocab_size"))]
+        for section in places or [max((section for section in TEXT_SECTIONS if isinstance(editor.get(section), dict)), key=len, default=())]:
+            editor.set((*section, "vocab_size"), vocab_size)
+    if nextn is not None:
+        for path in [(*section, key) for section in TEXT_SECTIONS for key in NEXTN]:
+            if editor.has(path):
+                editor.set(path, nextn)
+    if tie_word_embeddings is not None:
+        places = [section for section in TEXT_SECTIONS if editor.has((*section, "tie_word_embeddings"))]
+        for section in places or [()]:
+            editor.set((*section, "tie_word_embeddings"), tie_word_embeddings)
+    return editor.text, editor.edits
+
+
+class _Editor:
+    """A text of JSON, and what was done to it."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.edits: list[str] = []
+
+    def get(self, path: json_text.Path) -> Any:
+        return json_text.get(self.text, path)
+
+    def has(self, path: json_text.Path) -> bool:
+        return json_text.find(self.text, path) is not None
+
+    def set(self, path: json_text.Path, value: Any, after: str | None = None) -> None:
+        name, had = ".".join(path), self.has(path)
+        before = self.get(path)
+        if had and before == value and type(before) is type(value):
+            return
+        self.text = json_text.set_value(self.text, path, value, after)
+        short = [json.dumps(each) if not isinstance(each, dict) else "{…}" for each in (before, value)]
+        self.edits.append(f"{name}: {short[0]} -> {short[1]}" if had else f"{name}: {short[1]} added")
+
+    def remove(self, path: json_text.Path) -> None:
+        if self.has(path):
+            self.text = json_text.remove(self.text, path)
+            self.edits.append(f"{'.'.join(path)} removed")
+
+    def sections(self) -> list[json_text.Path]:
+        """The root and every object below it, as deep as sections of a model lie; what describes a quantisation is none."""
+        found: list[json_text.Path] = [()]
+        for path in found:
+            value = self.get(path) if path else json.loads(self.text)
+            if len(path) < MAX_SECTIONS and isinstance(value, dict):
+                found += [(*path, key) for key, child in value.items() if isinstance(child, dict) and key not in QUANTIZATIONS]
+        return found
+
+
+# --- the model card -------------------------------------------------------------------------------------------------------------
+
+MAX_HEAD = 64 << 10  # characters of the metadata of a model card
+KEPT_FIELDS = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "extra_gated_prompt")
+
+
+def model_card(title: str, facts: Mapping[str, str], edits: Sequence[str] = (), *, base_model: str | None = None, card: str | None = None) -> str:
+    """A stub of a model card that says what a release was made of.
+
+    Args:
+      title: of the page.
+      facts: what the page's table says, such as `{"weights": "gs://…/1000"}`.
+      edits: of `config.json`.
+      base_model: the repository that the release's files are from, `organisation/model`.
+      card: the card of that release; fields about its licence are kept.
+    """
+    head: dict[str, Any] = {"base_model": base_model} if base_model else {}
+    head = {"library_name": "transformers"} | head | _kept_fields(card or "")
+    lines = [f"# {title}", "", "Written by [Weightbeam](https://pypi.org/project/weightbeam/). Say here what the model is for, and what it was trained on.", ""]
+    lines += ["| made of | |", "|---|---|", *(f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()), ""]
+    if edits:
+        lines += ["`config.json` differs from the release's in:", "", *(f"* `{edit}`" for edit in edits), ""]
+    return f"---\n{yaml.safe_dump(head, allow_unicode=True, sort_keys=False)}---\n\n" + "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """A text as a cell of a table."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _kept_fields(card: str) -> dict[str, str | list[str]]:
+    """The fields of a card's head that are kept; empty where it has none that can be read."""
+    parts = card.split("---", 2)
+    if parts[0].strip() or len(parts) < 3:
+        return {}
+    try:
+        fields = yaml.load(parts[1][:MAX_HEAD], yaml.BaseLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    kept = {key: fields[key] for key in KEPT_FIELDS if key in fields} if isinstance(fields, dict) else {}
+    return {key: value for key, value in kept.items() if isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))}
