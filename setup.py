@@ -49,7 +49,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["weightbeam*"]),
-    package_data={"weightbeam": ["py.typed"], "weightbeam.transforms": ["*.json"]},
+    package_data={"weightbeam": ["py.typed"], "weightbeam.model_mappings": ["*.json"], "weightbeam.transforms": ["*.json"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["weightbeam = weightbeam.pipelines.cli:run"]},

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.configuration import Line
 from weightbeam.model_mappings.rules import Stack
 
 
@@ -30,7 +31,9 @@ class Family:
       layouts: "scanned" and "unscanned", or the one that MaxText has.
       aliases: other spellings of the tensors' names, `{prefix: the table's prefix}`; see `rename`.
       fits: tells families apart that share a `model_type`.
-      undecided: the MaxText models to choose from where `config.json` alone can't settle the table; else empty.
+      configuration: for each `model_type` its lines, which say what MaxText's configuration and `config.json` have to do with each other.
+      is_model: whether a MaxText model may be the checkpoint's, where more than its sizes tells.
+      variant: what the table takes from the model's name; models between which `config.json` can't decide must agree in it.
       note: what was inferred and why, for the plan.
     """
 
@@ -47,7 +50,9 @@ class Family:
     layouts: tuple[str, ...] = ("scanned", "unscanned")
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fits: Callable[[Config], bool] = lambda c: True
-    undecided: Callable[[Config], tuple[str, ...]] = lambda c: ()
+    configuration: Mapping[str, tuple[Line, ...]] = dataclasses.field(default_factory=dict)
+    is_model: Callable[[Config, str], bool] = lambda c, model: True
+    variant: Callable[[str], object] = lambda model: None
     note: Callable[[Config, Layout], str] = lambda c, layout: ""
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -96,6 +97,8 @@ class Plan:
       problems: everything that stands against it; empty for a plan that can be carried out.
       note: what was inferred.
       support: what of the family is supported.
+      model: the MaxText model; None where none has these sizes and none was named.
+      sizes: the sizes in which it differs from that model, as MaxText's keys; the model needs them as overrides.
     """
 
     family: str
@@ -104,6 +107,8 @@ class Plan:
     problems: tuple[Problem, ...]
     note: str = ""
     support: str = ""
+    model: str | None = None
+    sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Part]]:

@@ -24,6 +24,7 @@ from weightbeam.model_mappings.families import (
     qwen3_vl,
 )
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.naming import ModelNameError, name_model
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -74,8 +75,10 @@ def family_of(config: Config, model: str | None = None) -> Family:
         raise UnknownFamilyError(
             f"--maxtext_model={model} is not a MaxText model for model_type {kind!r} of config.json; its names look like {', '.join(choices)}"
         )
-    if model is None and (choices := family.undecided(config)):
-        raise UnknownFamilyError(f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(choices)}")
+    try:
+        name_model(family, config, model)
+    except ModelNameError as e:
+        raise UnknownFamilyError(str(e)) from e
     return family
 
 

@@ -147,7 +147,7 @@ def _provenance(custom: dict[str, Any]) -> None:
         print(printable("custom metadata: " + json.dumps(custom), CUSTOM))
         return
     rows = report.table("", "")
-    for name in ("source", "family", "plan"):
+    for name in ("source", "family", "model", "plan"):
         rows.add_row(name, str(about.get(name)))
     options = {name: f"{len(value)} rules" if name == "sharding_rules" and value else value for name, value in about.get("options", {}).items()}
     rows.add_row("options", ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, [])))

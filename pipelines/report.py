@@ -14,7 +14,7 @@ from rich.table import Table
 from weightbeam.formats.printable import printable
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.cells import pattern
-from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.model_mappings.plan import PARAMETERS, Plan
 from weightbeam.transforms.conversion import Conversion, rules_of
 from weightbeam.transforms.makespan import Estimate
 from weightbeam.transforms.mesh import base_rules, model_rules
@@ -155,6 +155,7 @@ def print_plan(conversion: Conversion, threads: int) -> None:
     totals = table("", "")
     totals.add_row("family", plan.family + (f": {plan.note}" if plan.note else ""))
     totals.add_row("supported", plan.support)
+    totals.add_row("MaxText model", model_text(plan))
     totals.add_row(
         "layout", ("scanned" if options.scan_layers else "unscanned") + ", " + (f"for {', '.join(options.mesh)}" if options.mesh else "for any mesh")
     )
@@ -179,6 +180,13 @@ def print_estimates(estimates: Iterable[Estimate]) -> None:
         rows.add_row(f"{each.workers:,}", *times, f"{each.vcpu_hours:,.1f}", f"{each.cost:,.2f}", each.limit)
     CONSOLE.print("\nsimulated, on workers of Dataflow:")
     CONSOLE.print(rows)
+
+
+def model_text(plan: Plan) -> str:
+    """Which of MaxText's models it is, and the sizes that MaxText must be told."""
+    if plan.model is None:
+        return "none has these sizes"
+    return f"{plan.model}, but {' '.join(f'{key}={value}' for key, value in plan.sizes.items())}" if plan.sizes else plan.model
 
 
 def rules_text(conversion: Conversion) -> str:
@@ -210,6 +218,8 @@ def json_report(conversion: Conversion, threads: int) -> dict[str, Any]:
     source, read = conversion.source_bytes, conversion.read_bytes
     return {
         "family": plan.family,
+        "model": plan.model,
+        "sizes": dict(plan.sizes),
         "source": conversion.checkpoint.root,
         "arrays": arrays,
         "dropped": dict(plan.dropped),

@@ -29,6 +29,7 @@ from weightbeam.formats.zarr import Format
 from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
+from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, make_arrays
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
@@ -173,6 +174,7 @@ class Conversion:
             "shards": shards,
             "plan": self.hash,
             "family": self.plan.family,
+            "model": self.plan.model,
             "options": dataclasses.asdict(self.options),
             "versions": versions(),
             "axes": {array.key: array.names for array in self.plan.arrays},
@@ -274,7 +276,8 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         asked += _check_options(options, family)
         source = source.renamed(family.aliases)
         specs = source.specs()
-        layout = _layout(options, specs)
+        naming = name_model(family, config, options.maxtext_model)
+        layout = _layout(options, specs, naming.model)
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
     except (ConfigError, UnknownFamilyError) as e:
@@ -310,18 +313,18 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         except UnitBytesError as e:
             problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
-    plan = Plan(family.name, arrays, dropped, tuple(problems), note, family.support)
+    plan = Plan(family.name, arrays, dropped, tuple(problems), note, family.support, naming.model, naming.sizes)
     return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings), placements)
 
 
-def _layout(options: Options, specs: Mapping[str, TensorSpec]) -> Layout:
+def _layout(options: Options, specs: Mapping[str, TensorSpec], model: str | None) -> Layout:
     return Layout(
         scan=options.scan_layers,
         scan_axis=options.param_scan_axis,
         vocab=options.vocab_size,
         mtp=options.mtp,
         multimodal=options.multimodal,
-        model=options.maxtext_model,
+        model=model,
         shapes={name: spec.shape for name, spec in specs.items()},
     )
 

@@ -9,7 +9,21 @@ Kimi K2.5 and K2.6 are Kimi K2 behind `language_model.`, with a vision tower tha
 says `model.language_model.` in memory, and its `save_pretrained` writes `blocks` for `layers`, the tower's word.
 """
 
-from weightbeam.model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, is_fused, layers, text_part, top
+from weightbeam.model_mappings.blocks import (
+    LAYER,
+    MLP,
+    NORMS,
+    SIZES,
+    common_dims,
+    common_drops,
+    experts,
+    gated_mlp,
+    is_fused,
+    layers,
+    text_part,
+    top,
+)
+from weightbeam.model_mappings.configuration import count, inside, size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.rules import rule, stack
 
@@ -90,6 +104,18 @@ def drops(c, layout):
     }
 
 
+LINES = (
+    *SIZES,
+    MLP,
+    size("base_moe_mlp_dim", "moe_intermediate_size"),
+    size("num_experts", "n_routed_experts"),
+    size("num_experts_per_tok", "num_experts_per_tok"),
+    size("shared_experts", "n_shared_experts"),
+    count("first_num_dense_layers", "first_k_dense_replace"),
+    count("q_lora_rank", "q_lora_rank"),
+    *(size(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+)
+
 FAMILY = Family(
     name="deepseek",
     models={
@@ -101,6 +127,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    configuration=dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), LINES) | {"kimi_k25": inside("text_config", LINES)},
     mtp=True,
     aliases={"language_model": "", "language_model.model.blocks": "model.layers", "model.language_model": "model"},
     releases="DeepSeek V2, V2-Lite, V3, R1, V3.1, V3.2, Kimi K2, K2-Thinking, K2.5, K2.6",

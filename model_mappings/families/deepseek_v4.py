@@ -12,8 +12,9 @@ converter stacks the experts of those first, unscanned layers on the scan's axis
 checkpoint_conversion/to_maxtext.py, e591f30).
 """
 
-from weightbeam.model_mappings.blocks import beyond_vocabulary, common_drops, experts, gated_mlp, is_fused, top, vocabulary
+from weightbeam.model_mappings.blocks import HEAD_DIM, SIZES, beyond_vocabulary, common_drops, experts, gated_mlp, is_fused, top, vocabulary
 from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.rules import rule, segments, stack
 
@@ -172,12 +173,24 @@ def drops(c, layout):
     }
 
 
+LINES = (
+    *SIZES,
+    HEAD_DIM,
+    size("base_mlp_dim", "moe_intermediate_size"),
+    size("base_moe_mlp_dim", "moe_intermediate_size"),
+    size("num_experts", "n_routed_experts"),
+    size("num_experts_per_tok", "num_experts_per_tok"),
+    size("shared_experts", "n_shared_experts"),
+    *(size(name, name) for name in ("q_lora_rank", "o_lora_rank", "o_groups")),
+)
+
 FAMILY = Family(
     name="deepseek_v4",
     models={"deepseek4-*": ("deepseek_v4",)},
     dims=dims,
     stacks=stacks,
     drops=drops,
+    configuration={"deepseek_v4": LINES},
     releases="DeepSeek V4",
     checked=("deepseek4-284b", "deepseek4-tiny"),
     missing="multi-token prediction",

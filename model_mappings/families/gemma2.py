@@ -8,8 +8,20 @@ and layers/attentions.py, e591f30). MaxText's converter takes 1/√head_dim for 
 
 import dataclasses
 
-from weightbeam.model_mappings.blocks import attention, check_cycle, common_dims, common_drops, gated_mlp, layers, sandwich_norms, top, with_defaults
+from weightbeam.model_mappings.blocks import (
+    MLP,
+    attention,
+    check_cycle,
+    common_dims,
+    common_drops,
+    gated_mlp,
+    layers,
+    sandwich_norms,
+    top,
+    with_defaults,
+)
 from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale, Shift
 
@@ -47,12 +59,22 @@ def drops(c, layout):
     return common_drops(c, padded(c, layout))
 
 
+LINES = (
+    size("base_emb_dim", "hidden_size"),
+    size("base_num_query_heads", "num_attention_heads"),
+    size("base_num_kv_heads", "num_key_value_heads", default=lambda c: c["num_attention_heads"]),
+    size("base_num_decoder_layers", "num_hidden_layers", times=2),
+    size("head_dim", "head_dim", default=DEFAULTS["head_dim"]),
+    MLP,
+)
+
 FAMILY = Family(
     name="gemma2",
     models={"gemma2-[0-9]*": ("gemma2",)},
     dims=dims,
     stacks=stacks,
     drops=drops,
+    configuration={"gemma2": LINES},
     releases="Gemma 2 2B, 9B, 27B",
     checked=("gemma2-2b", "gemma2-9b"),
 )

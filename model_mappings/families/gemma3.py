@@ -6,8 +6,21 @@ is multiplied by √embed rounded to bfloat16. The query isn't scaled: MaxText's
 cycle aren't stacked. Text-only releases have `config.json` and names without the outer level.
 """
 
-from weightbeam.model_mappings.blocks import attention, check_cycle, common_dims, common_drops, cycles, gated_mlp, sandwich_norms, text_part, top, with_defaults
+from weightbeam.model_mappings.blocks import (
+    MLP,
+    attention,
+    check_cycle,
+    common_dims,
+    common_drops,
+    cycles,
+    gated_mlp,
+    sandwich_norms,
+    text_part,
+    top,
+    with_defaults,
+)
 from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.configuration import inside, size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale, Shift
 from weightbeam.model_mappings.rules import rule, stack
@@ -115,12 +128,21 @@ def note(c, layout):
     return f"the embedding has {rows:,} rows, MaxText's Gemma 3 has {VOCAB:,}: give --vocab_size {VOCAB}, or run MaxText with vocab_size={rows}"
 
 
+TEXT = (
+    size("base_emb_dim", "hidden_size"),
+    *(size(key, field, default=DEFAULTS[field]) for key, field in dict(
+        base_num_query_heads="num_attention_heads", base_num_kv_heads="num_key_value_heads", head_dim="head_dim").items()),
+    size("base_num_decoder_layers", "num_hidden_layers"),
+    MLP,
+)
+
 FAMILY = Family(
     name="gemma3",
     models=dict.fromkeys(("gemma3-4b", "gemma3-12b", "gemma3-27b"), ("gemma3", "gemma3_text")),
     dims=dims,
     stacks=stacks,
     drops=drops,
+    configuration={"gemma3_text": TEXT, "gemma3": inside("text_config", TEXT)},
     releases="Gemma 3 4B, 12B, 27B",
     checked=("gemma3-4b", "gemma3-27b"),
     towers="vision",

@@ -16,8 +16,22 @@ e591f30; huggingface/transformers, models/gemma4/{configuration,modeling}_gemma4
 
 import numpy as np
 
-from weightbeam.model_mappings.blocks import check_cycle, common_dims, common_drops, cycles, experts, gated_mlp, is_fused, sandwich_norms, top, with_defaults
+from weightbeam.model_mappings.blocks import (
+    MLP,
+    SIZES,
+    check_cycle,
+    common_dims,
+    common_drops,
+    cycles,
+    experts,
+    gated_mlp,
+    is_fused,
+    sandwich_norms,
+    top,
+    with_defaults,
+)
 from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.configuration import inside, size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import rule, stack
@@ -169,12 +183,26 @@ def drops(c, layout):
     return found | ({} if layout.multimodal else {"model.vision_tower.*": vision, "model.embed_vision.*": vision})
 
 
+TEXT = (
+    *SIZES,
+    MLP,
+    size("head_dim", "head_dim", default=DEFAULTS["head_dim"]),
+    size("global_head_dim", "global_head_dim", default=DEFAULTS["global_head_dim"]),
+)
+MOE = (
+    size("num_experts", "num_experts", when=lambda t: t.get("enable_moe_block")),
+    size("num_experts_per_tok", "top_k_experts", when=lambda t: t.get("enable_moe_block")),
+    size("base_moe_mlp_dim", "moe_intermediate_size", when=lambda t: t.get("enable_moe_block")),
+)
+LARGE = (*TEXT, *MOE)
+
 FAMILY = Family(
     name="gemma4",
     models={"gemma4-[0-9]*": ("gemma4", "gemma4_text")},
     dims=dims,
     stacks=stacks,
     drops=drops,
+    configuration={"gemma4_text": LARGE, "gemma4": inside("text_config", LARGE)},
     releases="Gemma 4 26B-A4B, 31B",
     checked=("gemma4-26b", "gemma4-31b"),
     missing="the audio tower",

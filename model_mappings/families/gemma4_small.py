@@ -13,7 +13,8 @@ models/gemma4/modeling_gemma4.py, v5.23.0. The rest is as in `gemma4.py`.
 
 from weightbeam.model_mappings.blocks import common_drops, gated_mlp, top
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.families.gemma4 import ALIASES, AROUND, GLOBAL, HF, LAYER, LOCAL, attention, is_small, text, text_dims
+from weightbeam.model_mappings.configuration import inside
+from weightbeam.model_mappings.families.gemma4 import ALIASES, AROUND, GLOBAL, HF, LAYER, LOCAL, TEXT, attention, is_small, text, text_dims
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import rule, stack
@@ -83,6 +84,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    configuration={"gemma4_text": TEXT, "gemma4": inside("text_config", TEXT)},
     releases="Gemma 4 E2B, E4B",
     checked=("gemma4-e2b",),
     missing="its towers",

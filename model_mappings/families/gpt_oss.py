@@ -7,7 +7,21 @@ src/maxtext/models/gpt_oss.py and layers/moe.py `apply_ffn_activation`, e591f30)
 models/gpt_oss/modeling_gpt_oss.py, v5.23.0).
 """
 
-from weightbeam.model_mappings.blocks import NORMS, attention, attention_biases, check_cycle, check_whole, common_dims, common_drops, cycles, top
+from weightbeam.model_mappings.blocks import (
+    HEAD_DIM,
+    MLP,
+    NORMS,
+    SIZES,
+    attention,
+    attention_biases,
+    check_cycle,
+    check_whole,
+    common_dims,
+    common_drops,
+    cycles,
+    top,
+)
+from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.rules import rule
 
@@ -40,12 +54,22 @@ def stacks(c, layout):
     return [top(c, layout), *cycles(layout, c.size("num_hidden_layers"), [TABLE, TABLE])]
 
 
+LINES = (
+    *SIZES,
+    HEAD_DIM,
+    MLP,
+    size("base_moe_mlp_dim", "intermediate_size"),
+    size("num_experts", "num_local_experts"),
+    size("num_experts_per_tok", "num_experts_per_tok"),
+)
+
 FAMILY = Family(
     name="gpt_oss",
     models={"gpt-oss-[0-9]*": ("gpt_oss",)},
     dims=dims,
     stacks=stacks,
     drops=common_drops,
+    configuration={"gpt_oss": LINES},
     releases="gpt-oss 20b, 120b",
     checked=("gpt-oss-20b",),
 )

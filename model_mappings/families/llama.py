@@ -6,12 +6,14 @@ model's name or `rope_type` begins with llama3.1, else `RotaryEmbedding`). MaxTe
 with `rope_type: llama3.1`.
 """
 
-from weightbeam.model_mappings.blocks import NORMS, attention, common_dims, common_drops, gated_mlp, layers, top
+from weightbeam.model_mappings.blocks import HEAD_DIM, MLP, NORMS, SIZES, attention, common_dims, common_drops, gated_mlp, layers, top
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale
 
 PAIRED = ("llama3.1-", "llama3.2-")
+SCALED = (*PAIRED, "llama3.3-")  # whose releases scale the rotary embedding as Llama 3.1's do
+LINES = (*SIZES, HEAD_DIM, MLP)
 
 
 def rope_type(c):
@@ -21,14 +23,12 @@ def rope_type(c):
     return rope.get("rope_type") or rope.get("type")
 
 
-def undecided(c):
-    if c["model_type"] != "llama" or rope_type(c) != "llama3":
-        return ()
-    return ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.2-1b", "llama3.2-3b", "llama3.3-70b")
+def is_model(c, model):
+    return model.startswith(SCALED) == (rope_type(c) == "llama3")
 
 
-def is_paired(layout):
-    return (layout.model or "").startswith(PAIRED)
+def is_paired(model):
+    return (model or "").startswith(PAIRED)
 
 
 def dims(c, layout):
@@ -38,7 +38,7 @@ def dims(c, layout):
 
 def stacks(c, layout):
     scale = Scale(dims(c, layout)["dim"] ** -0.5)
-    table = [*NORMS, *attention(scale, paired_rope=is_paired(layout)), *gated_mlp()]
+    table = [*NORMS, *attention(scale, paired_rope=is_paired(layout.model)), *gated_mlp()]
     return [top(c, layout), *layers(layout, "decoder/layers", range(c.size("num_hidden_layers")), table)]
 
 
@@ -58,6 +58,8 @@ FAMILY = Family(
     releases="Llama 2, 3, 3.1, 3.2, 3.3, Mistral",
     checked=("llama2-7b", "llama2-70b", "llama3-8b", "llama3.1-8b", "llama3.1-8b-Instruct", "llama3.1-70b", "llama3.3-70b", "mistral-7b"),
     missing="Llama 3.2's vision models",
-    undecided=undecided,
-    note=lambda c, layout: "rotary halves " + ("paired (Llama 3.1's RoPE)" if is_paired(layout) else "kept apart (as in Llama 2, 3, 3.3 and Mistral)"),
+    configuration={"llama": LINES, "mistral": LINES},
+    is_model=is_model,
+    variant=is_paired,
+    note=lambda c, layout: "rotary halves " + ("paired (Llama 3.1's RoPE)" if is_paired(layout.model) else "kept apart (as in Llama 2, 3, 3.3 and Mistral)"),
 )

@@ -11,7 +11,9 @@ alone; the releases say `language_model.` in front of them.
 """
 
 from weightbeam.model_mappings.blocks import (
+    HEAD_DIM,
     NORMS,
+    SIZES,
     attention,
     check_whole,
     common_dims,
@@ -25,6 +27,7 @@ from weightbeam.model_mappings.blocks import (
     top,
 )
 from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.configuration import inside, size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.rules import rule
 
@@ -76,12 +79,27 @@ def drops(c, layout):
     return common_drops(text_part(c), layout) | {"vision_model.*": reason, "multi_modal_projector.*": reason}
 
 
+def has_dense_layers(t):
+    return t.get("interleave_moe_layer_step", 1) != 1
+
+
+TEXT = (
+    *SIZES,
+    HEAD_DIM,
+    size("base_mlp_dim", "intermediate_size_mlp", default=16384, when=has_dense_layers),
+    size("base_mlp_dim", "intermediate_size", when=lambda t: not has_dense_layers(t)),  # no layer has it
+    size("base_moe_mlp_dim", "intermediate_size"),
+    size("num_experts", "num_local_experts", default=16),
+    size("num_experts_per_tok", "num_experts_per_tok", default=1),
+)
+
 FAMILY = Family(
     name="llama4",
     models={"llama4-*": ("llama4", "llama4_text")},
     dims=dims,
     stacks=stacks,
     drops=drops,
+    configuration={"llama4_text": TEXT, "llama4": inside("text_config", TEXT)},
     aliases={"language_model": ""},
     releases="Llama 4 Scout, Maverick (text)",
     checked=("llama4-17b-16e", "llama4-17b-128e"),

@@ -3,7 +3,8 @@
 transformers v5 says `mlp` in memory where the hub's files say `block_sparse_moe`.
 """
 
-from weightbeam.model_mappings.blocks import NORMS, attention, common_dims, common_drops, experts, is_fused, layers, top
+from weightbeam.model_mappings.blocks import HEAD_DIM, MLP, NORMS, SIZES, attention, common_dims, common_drops, experts, is_fused, layers, top
+from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import rule
@@ -27,12 +28,22 @@ def stacks(c, layout):
     return [top(c, layout), *layers(layout, "decoder/layers", range(c.size("num_hidden_layers")), table)]
 
 
+LINES = (
+    *SIZES,
+    HEAD_DIM,
+    MLP,
+    size("base_moe_mlp_dim", "intermediate_size"),
+    size("num_experts", "num_local_experts"),
+    size("num_experts_per_tok", "num_experts_per_tok"),
+)
+
 FAMILY = Family(
     name="mixtral",
     models={"mixtral-[0-9]*": ("mixtral",)},
     dims=dims,
     stacks=stacks,
     drops=common_drops,
+    configuration={"mixtral": LINES},
     releases="Mixtral 8x7B, 8x22B",
     checked=("mixtral-8x7b",),
 )

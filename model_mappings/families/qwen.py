@@ -1,7 +1,11 @@
 """Qwen 2.5 (biases), Qwen 3 (query and key norms), Qwen 3 MoE."""
 
 from weightbeam.model_mappings.blocks import (
+    EXPERTS,
+    HEAD_DIM,
+    MLP,
     NORMS,
+    SIZES,
     attention,
     attention_biases,
     check_all_moe,
@@ -13,6 +17,7 @@ from weightbeam.model_mappings.blocks import (
     layers,
     top,
 )
+from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.rules import rule
 
@@ -60,6 +65,9 @@ def stacks(c, layout):
     return decoder(c, layout, moe_mlp(c, routed_experts(c, layout)) if is_moe(c) else gated_mlp())
 
 
+DENSE = (*SIZES, HEAD_DIM, MLP)
+MOE = (*SIZES, HEAD_DIM, *EXPERTS, size("base_mlp_dim", "moe_intermediate_size"))
+
 CHECKED = (
     "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-1.7b-base", "qwen3-4b", "qwen3-4b-base", "qwen3-4b-thinking-2507",
     "qwen3-8b", "qwen3-8b-base", "qwen3-14b-base", "qwen3-32b", "qwen3-30b-a3b", "qwen3-30b-a3b-base", "qwen3-coder-480b-a35b",
@@ -75,6 +83,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=common_drops,
+    configuration={"qwen2": DENSE, "qwen3": DENSE, "qwen3_moe": MOE},
     releases="Qwen 2.5, Qwen 3, Qwen 3 MoE, Qwen 3 Coder",
     checked=CHECKED,
     missing="Qwen 3 MoE with dense layers among the others",

@@ -8,7 +8,8 @@ Qwen 3.5 (src/maxtext/configs/models).
 """
 
 from weightbeam.model_mappings.blocks import common_drops, text_part
-from weightbeam.model_mappings.families.qwen3_next import BA, MTP, QKVZ, decoder
+from weightbeam.model_mappings.configuration import inside
+from weightbeam.model_mappings.families.qwen3_next import BA, LINES, MTP, QKVZ, decoder
 from weightbeam.model_mappings.families.qwen3_next import dims as text_dims
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.rules import rule, segments
@@ -53,6 +54,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    configuration={"qwen3_5_moe_text": LINES, "qwen3_5_moe": inside("text_config", LINES)},
     towers="vision",
     aliases={f"model.{part}": f"{HF}{part}" for part in ("embed_tokens", "layers", "norm")},
     releases="Qwen 3.5 with experts (MaxText has no dense ones)",

@@ -8,8 +8,21 @@ shapes of the files can't be used, `QWEN3_NEXT_HF_WEIGHTS_TO_SHAPE` returns noth
 head (checkpoint_conversion/utils/hf_shape.py); the sizes here are those of its parameters.
 """
 
-from weightbeam.model_mappings.blocks import check_all_moe, check_cycle, check_whole, common_drops, cycles, experts, gated_mlp, is_fused, top
+from weightbeam.model_mappings.blocks import (
+    EXPERTS,
+    SIZES,
+    check_all_moe,
+    check_cycle,
+    check_whole,
+    common_drops,
+    cycles,
+    experts,
+    gated_mlp,
+    is_fused,
+    top,
+)
 from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.rules import rule
 
@@ -72,12 +85,24 @@ def decoder(c, layout, in_proj, hf="model."):
     return [top(c, layout, hf=hf, norm="-"), *cycles(layout, c.size("num_hidden_layers"), tables, f"{hf}layers.{{layer}}.", place="layer")]
 
 
+LINES = (
+    *SIZES,
+    *EXPERTS,
+    size("base_mlp_dim", "moe_intermediate_size"),
+    size("head_dim", "head_dim", default=256),
+    *(size(f"gdn_{name}", f"linear_{name}") for name in ("key_head_dim", "value_head_dim")),
+    size("gdn_num_key_heads", "linear_num_key_heads"),
+    size("gdn_num_value_heads", "linear_num_value_heads"),
+    size("gdn_conv_kernel_dim", "linear_conv_kernel_dim"),
+)
+
 FAMILY = Family(
     name="qwen3_next",
     models={"qwen3-next-[0-9]*": ("qwen3_next",)},
     dims=dims,
     stacks=lambda c, layout: decoder(c, layout, IN_PROJ),
     drops=lambda c, layout: common_drops(c, layout) | MTP,
+    configuration={"qwen3_next": LINES},
     releases="Qwen 3 Next 80B-A3B, Qwen 3 Coder Next",
     checked=("qwen3-next-80b-a3b",),
     missing="multi-token prediction",

@@ -7,7 +7,8 @@ towers in models/qwen3.py, e591f30).
 """
 
 from weightbeam.model_mappings.blocks import common_drops, text_part
-from weightbeam.model_mappings.families.qwen import decoder, moe_mlp, routed_experts, text_dims
+from weightbeam.model_mappings.configuration import inside
+from weightbeam.model_mappings.families.qwen import MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.towers import deepstack_mergers, layer_norm, linear_layer, qwen_vision, qwen_vision_dims
@@ -96,6 +97,10 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    configuration={
+        "qwen3_omni_moe_thinker": inside("text_config", MOE),
+        "qwen3_omni_moe": inside("thinker_config.text_config", MOE),
+    },
     towers="vision and audio",
     layouts=("unscanned",),
     aliases={"model": "thinker.model", "lm_head": "thinker.lm_head"}

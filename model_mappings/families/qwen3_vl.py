@@ -8,7 +8,8 @@ with deepstack, its text alone included (AI-Hypercomputer/maxtext, src/maxtext/c
 """
 
 from weightbeam.model_mappings.blocks import common_drops, experts_in_out, gated_mlp, text_part
-from weightbeam.model_mappings.families.qwen import decoder, moe_mlp, routed_experts, text_dims
+from weightbeam.model_mappings.configuration import inside
+from weightbeam.model_mappings.families.qwen import DENSE, MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.towers import deepstack_mergers, qwen_vision, qwen_vision_dims
 
@@ -54,6 +55,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    configuration={"qwen3_vl": inside("text_config", DENSE), "qwen3_vl_moe": inside("text_config", MOE)},
     towers="vision",
     layouts=("unscanned",),
     releases="Qwen 3 VL, dense and with experts",

@@ -1,0 +1,63 @@
+"""Which of MaxText's models a checkpoint is: named by its sizes, or by the user, who must not contradict them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from weightbeam.model_mappings.config import Config
+from weightbeam.model_mappings.configuration import read_known
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.maxtext_models import SIZES, differences, models, of_these_sizes, own_name
+
+
+class ModelNameError(ValueError):
+    """The MaxText model that was named has other sizes, or `config.json` leaves open which one it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Naming:
+    """The MaxText model of a checkpoint.
+
+    Attributes:
+      model: its name; None where no model has these sizes and none was named.
+      sizes: the sizes in which the checkpoint differs from the model that was named: `{MaxText's key: the checkpoint's value}`.
+    """
+
+    model: str | None = None
+    sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def name_model(family: Family, config: Config, named: str | None = None) -> Naming:
+    """The MaxText model of a checkpoint.
+
+    Args:
+      family: the checkpoint's.
+      config: its `config.json`.
+      named: what the user says, a name of the family's.
+
+    Raises:
+      ConfigError: what tells the family's models apart makes no sense.
+      ModelNameError: `named` has other sizes, and they are those of another model; or several models fit that the table tells apart.
+    """
+    kind = config.get("model_type")
+    family_models = [model for model in models() if kind in family.types_of(model)]
+    keys = read_known(family.configuration.get(str(kind), ()), config)
+    candidates = [model for model in family_models if family.is_model(config, model)]
+    if named is not None:
+        return _check(named, keys, of_these_sizes(keys, family_models))
+    fitting = of_these_sizes(keys, candidates)
+    if len({family.variant(model) for model in fitting or candidates}) > 1:
+        raise ModelNameError(f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(fitting or candidates)}")
+    return Naming(fitting[0] if fitting else None)
+
+
+def _check(named: str, keys: Mapping[str, Any], fitting: list[str]) -> Naming:
+    if own_name(named) in fitting:
+        return Naming(named)
+    sizes = {key: ours for key, (ours, _) in differences(keys, named, SIZES).items()}
+    if fitting:
+        theirs = ", ".join(f"{key} {ours}, not {said}" for key, (ours, said) in differences(keys, named, SIZES).items())
+        raise ModelNameError(f"--maxtext_model={named}: config.json has the sizes of {' or '.join(fitting)}" + (f": {theirs}" if theirs else ""))
+    return Naming(named, sizes)
