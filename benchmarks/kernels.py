@@ -31,7 +31,7 @@ from weightbeam.formats.encodings.bitsandbytes import BlockCodes, Nested, Scaled
 from weightbeam.formats.encodings.gptq import Awq, Gptq
 from weightbeam.formats.encodings.packed import PackedRows
 from weightbeam.formats.safetensors import Tensor
-from weightbeam.model_mappings.cells import extent, whole
+from weightbeam.model_mappings.boxes import extent, whole
 from weightbeam.transforms.stack import copy
 
 ROWS, COLUMNS = 2048, 7168  # outputs and inputs of an expert of DeepSeek-V3 and Kimi-K2

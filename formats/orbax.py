@@ -29,7 +29,7 @@ from weightbeam.formats.references import Reference, find_faults, remove_databas
 from weightbeam.formats.staging import ITEMS, MARKER, Staging
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store, open_store
 from weightbeam.formats.zarr import ArraySpec, Format
-from weightbeam.model_mappings.cells import Box
+from weightbeam.model_mappings.boxes import Box
 
 STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())  # the scalar that MaxText's TrainState keeps beside the parameters
 METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from weightbeam.formats.zarr import ArraySpec
-from weightbeam.model_mappings.cells import Box
+from weightbeam.model_mappings.boxes import Box
 
 RECORD = "conversion.json"
 LIBRARIES = ("weightbeam", "apache-beam", "tensorstore", "numpy", "ml_dtypes")

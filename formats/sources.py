@@ -20,7 +20,7 @@ from weightbeam.formats.encodings.matching import SourceError, check_method, che
 from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.safetensors import BoxRead, Checkpoint, read_boxes
 from weightbeam.formats.storage import StorageError
-from weightbeam.model_mappings.cells import whole
+from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.plan import Problem, TensorSpec
 

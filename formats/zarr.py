@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from weightbeam.model_mappings.cells import Box
+from weightbeam.model_mappings.boxes import Box
 
 INDEX_ENTRY_BYTES, INDEX_CHECKSUM_BYTES = 16, 4  # of the index that every reader of a shard reads: offset and length of each chunk; one crc32c
 

@@ -17,58 +17,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weightbeam.model_mappings.axes import Range, factor_boxes, hull
-from weightbeam.model_mappings.ops import Op
+from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.ops import Op, inverses
+from weightbeam.model_mappings.relation import Axis, Place, Relation, View
 from weightbeam.model_mappings.rules import Rule, Stack
-
-Box = tuple[Range, ...]  # a range for each axis
-
-
-def extent(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
-def volume(box: Box) -> int:
-    """Elements in a box."""
-    return math.prod(extent(box))
-
-
-def whole(shape: tuple[int, ...]) -> Box:
-    """The box that is the whole array."""
-    return tuple((0, size) for size in shape)
-
-
-class View(NamedTuple):  # a tuple, as Piece is: a unit may have thousands, and tuples are made and pickled fastest
-    """A part of an array: every `steps`-th index of a box, its axes split into factors, indexed.
-
-    Attributes:
-      box: range of each axis of the array.
-      steps: 1, or the distance between the indices that count.
-      factors: the sizes of the factors of each axis.
-      picks: for each axis, a range of each of its factors, or the one index of a factor that drops out.
-    """
-
-    box: Box
-    steps: tuple[int, ...]
-    factors: tuple[tuple[int, ...], ...]
-    picks: tuple[tuple[Range | int, ...], ...]
-
-    def of(self, array: np.ndarray, origin: tuple[int, ...]) -> np.ndarray:
-        """The view into `array`, whose first element is the one at `origin`. Never a copy."""
-        ranges = zip(self.box, self.steps, origin, strict=True)
-        cut = array[(*(slice(start - at, stop - at, step) for (start, stop), step, at in ranges), ...)]  # `...`: a view even without axes
-        split = np.reshape(cut, tuple(itertools.chain(*self.factors)), copy=False)
-        return split[(*map(selection, itertools.chain(*self.picks)), ...)]
-
-
-def selection(pick: Range | int) -> slice | int:
-    """A pick as a numpy index."""
-    return pick if isinstance(pick, int) else slice(*pick)
 
 
 class Piece(NamedTuple):
-    """A box of a tensor that becomes a box of an array: `target = ops(source.transpose(order))`."""
+    """A box of one array that becomes a box of another one: `target = ops(source.transpose(order))`.
+
+    Read forward the source is a tensor of Hugging Face's and the target an array of MaxText's; read back it is the other way round.
+
+    Attributes:
+      tensor: the source's name.
+      source, target: the same elements in both.
+      order: the axes of the source's view as the target's view has them.
+      ops: in the order in which they are applied.
+    """
 
     tensor: str
     source: View
@@ -99,9 +64,18 @@ class Cell:
     def tensor(self) -> str | None:
         return self.part.tensor(self.layer, self.name)
 
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Those of the layer in its stack, then those in the tensor's name."""
+        return self.layer + self.name
+
     def pieces(self, box: Box) -> Iterator[Piece]:
         """What this cell supplies of `box`, a box of the array; nothing where they don't meet."""
         return self.part.pieces(self, box)
+
+    def pieces_back(self, box: Box, key: str) -> Iterator[Piece]:
+        """What the array `key` supplies of `box`, a box of this cell's tensor: the same elements, read the other way."""
+        return self.part.pieces_back(self, box, key)
 
 
 class Part:
@@ -204,56 +178,28 @@ class Part:
 
     def pieces(self, cell: Cell, box: Box) -> Iterator[Piece]:
         """See `Cell.pieces`."""
-        tensor = cell.tensor
-        if tensor is None:
-            return
-        splits = [factor_boxes(span, [f.size for f in axis]) for span, axis in zip(box, self.target_axes, strict=True)]
-        for factor_box in itertools.product(*splits):
-            piece = self._piece(cell, tensor, factor_box)
-            if piece is not None:
-                yield piece
+        if (tensor := cell.tensor) is not None:
+            for stored, array, order in self._relation.read(cell.indices, box, back=False):
+                yield Piece(tensor, stored, array, order, self.rule.ops)
 
-    def _piece(self, cell: Cell, tensor: str, factor_box: tuple[tuple[Range, ...], ...]) -> Piece | None:
-        """The piece for a product of factor ranges of the array's axes; None where the cell has no share in it."""
-        wanted: dict[int, Range] = {}  # range of each of the tensor's factors
-        target_box, target_factors, target_picks, kept = [], [], [], []
-        for axis, ranges in zip(self.target_axes, factor_box, strict=True):
-            target_box.append(hull(ranges, [f.size for f in axis])[1])
-            target_factors.append(tuple(stop - start for start, stop in ranges))
-            picks: list[Range | int] = []
-            for factor, (start, stop) in zip(axis, ranges, strict=True):
-                if factor.kind != "free":
-                    at = (cell.layer if factor.kind == "layer" else cell.name)[factor.which]
-                    if not start <= at < stop:
-                        return None
-                    picks.append(at - start)
-                    continue
-                size = self.flat_sizes[factor.which]
-                low, high = max(start, factor.start), min(stop, factor.start + size)
-                if low >= high:
-                    return None
-                wanted[factor.which] = (low - factor.start, high - factor.start)
-                picks.append((low - start, high - start))
-                kept.append(factor.which)
-            target_picks.append(tuple(picks))
+    def pieces_back(self, cell: Cell, box: Box, key: str) -> Iterator[Piece]:
+        """See `Cell.pieces_back`."""
+        for stored, array, order in self._relation.read(cell.indices, box, back=True):
+            yield Piece(key, array, stored, order, inverses(self.rule.ops))
 
-        source_box, source_factors, source_picks, flat = [], [], [], 0
-        for sizes, start, step in zip(self.source_factors, self.starts, self.steps, strict=True):
-            ranges = [wanted[flat + i] for i in range(len(sizes))]
-            widened, (low, high) = hull(ranges, sizes)
-            source_box.append((start + low * step, start + (high - 1) * step + 1))
-            source_factors.append(tuple(stop - start for start, stop in widened))
-            source_picks.append(tuple((a - start, b - start) for (a, b), (start, _) in zip(ranges, widened, strict=True)))
-            flat += len(sizes)
+    @functools.cached_property
+    def _relation(self) -> Relation:
+        """The same facts as a relation of two sides; a cell's indices are those of its layer, then those in its name."""
 
-        ones = (1,) * len(target_box)
-        return Piece(
-            tensor,
-            View(tuple(source_box), self.steps, tuple(source_factors), tuple(source_picks)),
-            View(tuple(target_box), ones, tuple(target_factors), tuple(target_picks)),
-            tuple(kept),
-            self.rule.ops,
-        )
+        def place(factor: Factor) -> Place:
+            if factor.kind == "free":
+                return Place(factor.size, factor.start, free=factor.which)
+            return Place(factor.size, fixed=factor.which + (self.layers.ndim if factor.kind == "name" else 0))
+
+        places = iter([Place(size, free=free) for free, size in enumerate(self.flat_sizes)])
+        windows = zip(self.source_factors, self.starts, self.steps, strict=True)
+        left = tuple(Axis(tuple(next(places) for _ in sizes), start, step) for sizes, start, step in windows)
+        return Relation(left, tuple(Axis(tuple(map(place, axis))) for axis in self.target_axes), self.flat_sizes)
 
     @functools.cached_property
     def flat_sizes(self) -> tuple[int, ...]:

@@ -14,10 +14,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Multiplies by a constant that is itself rounded to `constant_dtype` first, as MaxText does."""
+    """Multiplies by a constant that is itself rounded to `constant_dtype` first, as MaxText does; or divides by it.
+
+    Its inverse divides: x / c isn't x · (1 / c).
+    """
 
     by: float
     constant_dtype: str = "float32"
+    divides: bool = False
 
     @property
     def constant(self) -> np.float32:
@@ -29,15 +33,16 @@ class Scale:
         """A power of two moves the exponent only: exact in every float dtype, but for under- and overflow."""
         return math.frexp(float(self.constant))[0] == 0.5
 
-    def forward(self, values: np.ndarray) -> np.ndarray:
-        """float32 in, float32 out."""
-        return values * self.constant
+    @property
+    def inverse(self) -> Scale:
+        return dataclasses.replace(self, divides=not self.divides)
 
-    def backward(self, values: np.ndarray) -> np.ndarray:
-        return values / self.constant
+    def apply(self, values: np.ndarray) -> np.ndarray:
+        """float32 in, float32 out."""
+        return values / self.constant if self.divides else values * self.constant
 
     def __str__(self) -> str:
-        return f"scaled by {self.constant:.6g}"
+        return f"divided by {self.constant:.6g}" if self.divides else f"scaled by {self.constant:.6g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +53,21 @@ class Shift:
 
     is_exact = False
 
-    def forward(self, values: np.ndarray) -> np.ndarray:
+    @property
+    def inverse(self) -> Shift:
+        return Shift(-self.by)
+
+    def apply(self, values: np.ndarray) -> np.ndarray:
         """float32 in, float32 out."""
         return values + np.float32(self.by)
-
-    def backward(self, values: np.ndarray) -> np.ndarray:
-        return values - np.float32(self.by)
 
     def __str__(self) -> str:
         return f"shifted by {self.by:+g}"
 
 
 Op = Scale | Shift
+
+
+def inverses(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """What undoes `ops`, in the order in which it is applied."""
+    return tuple(op.inverse for op in reversed(ops))

@@ -10,7 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from weightbeam.model_mappings.cells import Box, Cell, Part
+from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.cells import Cell, Part
 from weightbeam.model_mappings.config import MAX_SIZE, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
 

@@ -11,7 +11,7 @@ from stored import decode, slices
 
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.sources import Source
-from weightbeam.model_mappings.cells import Box, whole
+from weightbeam.model_mappings.boxes import Box, whole
 
 
 def only(source: Source) -> Encoding:

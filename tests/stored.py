@@ -16,7 +16,7 @@ from support import BF16, F32
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import open_checkpoint, read_boxes
 from weightbeam.formats.sources import Source, open_source
-from weightbeam.model_mappings.cells import Box, extent, whole
+from weightbeam.model_mappings.boxes import Box, extent, whole
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the codes of a word, from its lowest bits up (AutoAWQ 0.2.9, awq/utils/packing_utils.py)
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}

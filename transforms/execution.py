@@ -15,7 +15,8 @@ import numpy as np
 
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import Empty, read_boxes
-from weightbeam.model_mappings.cells import Box, Piece
+from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.stack import Make, stack
 from weightbeam.transforms.units import Fetch, fetches_for, find_fetch

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from weightbeam.formats.zarr import INDEX_CHECKSUM_BYTES, INDEX_ENTRY_BYTES, ArraySpec
-from weightbeam.model_mappings.cells import Box
+from weightbeam.model_mappings.boxes import Box
 from weightbeam.transforms.mesh import Assignment, Mesh, axes_of
 
 

@@ -18,7 +18,7 @@ from weightbeam.formats.encodings.fp4 import FusedNvfp4
 from weightbeam.formats.encodings.gptq import Awq, Gptq
 from weightbeam.formats.encodings.packed import PackedRows
 from weightbeam.formats.encodings.scaled import Scaled
-from weightbeam.model_mappings.cells import volume
+from weightbeam.model_mappings.boxes import volume
 from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.units import element_box, fetches_of

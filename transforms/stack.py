@@ -10,8 +10,10 @@ from typing import Protocol
 import numpy as np
 
 from weightbeam.formats.safetensors import Empty
-from weightbeam.model_mappings.cells import Box, Piece, View, extent, selection
+from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.ops import Op
+from weightbeam.model_mappings.relation import View, selection
 
 STRIP_ELEMENTS = 1 << 18  # elements that are cast at a time, so that a temporary form of them stays in the cache
 BLOCK = (256, 8192)  # rows, and bytes of each, that are transposed at a time
@@ -106,7 +108,7 @@ def copy(source: np.ndarray, target: np.ndarray, ops: Sequence[Op] = ()) -> None
     for start in range(0, len(source), rows):  # strips along the source's rows, cast before they are transposed
         values = source[start : start + rows].astype(np.float32, copy=False)
         for op in ops:
-            values = op.forward(values)
+            values = op.apply(values)
         strip = values.astype(target.dtype, copy=False)
         _copy_bits(*_coalesce(strip.view(bits), target[start : start + rows].view(bits)))
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.zarr import ArraySpec
-from weightbeam.model_mappings.cells import Box, Part, Piece, extent, volume
+from weightbeam.model_mappings.boxes import Box, extent, volume
+from weightbeam.model_mappings.cells import Part, Piece
 from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.arena import aligned
 from weightbeam.transforms.grid import MIN_RUN, Grid

@@ -23,8 +23,8 @@ from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.safetensors import read_boxes
 from weightbeam.formats.storage import Store, write_file
-from weightbeam.model_mappings.axes import Range
-from weightbeam.model_mappings.cells import Box, Part
+from weightbeam.model_mappings.boxes import Box, Range
+from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Array, holds, is_float
 from weightbeam.transforms.conversion import Conversion, load_bytes
 from weightbeam.transforms.work import Tally
@@ -209,7 +209,7 @@ def _expected(values: np.ndarray, part: Part, encoding: Encoding, stored: np.dty
     rounded = encoding.label is not None or any(not op.is_exact for op in part.rule.ops) or not holds(stored, values.dtype)
     values = values.astype(np.float32)
     for op in part.rule.ops:
-        values = op.forward(values)
+        values = op.apply(values)
     if stored.name not in ("bfloat16", "float32"):  # nothing says that such a rounding is meant
         return values, False
     return values.astype(stored), rounded

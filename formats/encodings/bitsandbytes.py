@@ -16,8 +16,7 @@ from weightbeam.formats.encodings.format import Companion, MismatchError, Parts,
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
 from weightbeam.formats.encodings.quantization import is_size
 from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
-from weightbeam.model_mappings.axes import Range
-from weightbeam.model_mappings.cells import Box, extent, whole
+from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 
 INVERSE_OF_127 = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes writes it (_ops.py, int8_vectorwise_dequant)
 

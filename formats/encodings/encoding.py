@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
-from weightbeam.model_mappings.axes import Range
-from weightbeam.model_mappings.cells import Box, whole
+from weightbeam.model_mappings.boxes import Box, Range, whole
 
 
 class Encoding(Protocol):

@@ -10,7 +10,7 @@ import numpy as np
 from weightbeam.formats.encodings.encoding import Encoding
 from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
-from weightbeam.model_mappings.cells import whole
+from weightbeam.model_mappings.boxes import whole
 
 
 class MismatchError(ValueError):

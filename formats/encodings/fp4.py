@@ -24,7 +24,7 @@ from weightbeam.formats.encodings.fp8 import EXPONENTS, INT8, reshaped
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, finite, scale_rows
 from weightbeam.formats.encodings.scaled import E8M0, Scaled, table_of
 from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
-from weightbeam.model_mappings.cells import Box, extent
+from weightbeam.model_mappings.boxes import Box, extent
 
 BYTES, E4M3, FLOAT32 = dtypes(np.uint8), dtypes(ml_dtypes.float8_e4m3fn), dtypes(np.float32)
 MX, NV = 32, 16  # values of a row with one scale

@@ -17,8 +17,7 @@ from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, fin
 from weightbeam.formats.encodings.packed import BYTEWISE, INT32, SCALES, WORD, PackedError, in_range, label, unpack, width, words
 from weightbeam.formats.encodings.quantization import is_size
 from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
-from weightbeam.model_mappings.axes import Range
-from weightbeam.model_mappings.cells import Box, extent, whole
+from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

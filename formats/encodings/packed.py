@@ -19,8 +19,7 @@ from weightbeam.formats.encodings.format import Companion, MismatchError, Parts,
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
 from weightbeam.formats.encodings.quantization import Quantization, is_size
 from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
-from weightbeam.model_mappings.axes import Range
-from weightbeam.model_mappings.cells import Box, extent, whole
+from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 from weightbeam.model_mappings.config import MAX_SIZE
 
 WORD = 32  # bits

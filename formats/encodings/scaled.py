@@ -16,7 +16,7 @@ import numpy as np
 from weightbeam.formats.encodings.encoding import InOrder, cover
 from weightbeam.formats.encodings.nibbles import byte_table, decode_rows, finite
 from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
-from weightbeam.model_mappings.cells import Box, extent
+from weightbeam.model_mappings.boxes import Box, extent
 
 # FP4: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, 5.3.3). Code 8 is -0.0, and stays it.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

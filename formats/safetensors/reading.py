@@ -12,7 +12,7 @@ import numpy as np
 
 from weightbeam.formats.safetensors.header import Tensor
 from weightbeam.formats.storage import Range, store_and_name
-from weightbeam.model_mappings.cells import Box, extent
+from weightbeam.model_mappings.boxes import Box, extent
 
 Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]  # makes an array of a shape and dtype
 

@@ -19,7 +19,7 @@ from stored import boxes, decode, source_of
 from weightbeam.formats.encodings import ScaleError
 from weightbeam.formats.safetensors import open_checkpoint, read_boxes
 from weightbeam.formats.sources import open_source
-from weightbeam.model_mappings.cells import whole
+from weightbeam.model_mappings.boxes import whole
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu

@@ -21,7 +21,7 @@ from weightbeam.formats.encodings.nibbles import ScaleError, byte_table, runs
 from weightbeam.formats.encodings.packed import PackedError
 from weightbeam.formats.safetensors import open_checkpoint
 from weightbeam.formats.sources import open_source
-from weightbeam.model_mappings.cells import Box
+from weightbeam.model_mappings.boxes import Box
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from weightbeam.model_mappings.audit import audit
-from weightbeam.model_mappings.cells import Box, Part, extent
+from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.plan import Array, Problem, TensorSpec, expand, make_arrays
@@ -48,7 +49,7 @@ def _assemble(made: Array | Part, tensors: Mapping[str, np.ndarray], out: np.nda
             assert read.shape == extent(piece.source.box), "a piece must not ask for what its tensor doesn't hold"
             values = piece.source.of(read, tuple(start for start, _ in piece.source.box)).transpose(piece.order)
             for op in piece.ops:
-                values = op.forward(values)
+                values = op.apply(values)
             target = piece.target.of(out, tuple(start for start, _ in box))
             assert target.shape == values.shape, "a piece's two views must have one shape"
             target[...] = values

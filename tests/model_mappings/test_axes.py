@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbeam.model_mappings.axes import Axes, factor_boxes, hull
+from weightbeam.model_mappings.axes import Axes
+from weightbeam.model_mappings.boxes import factor_boxes, hull
 
 QUICK = settings(max_examples=300, deadline=None)
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbeam.model_mappings.cells import Part, pattern, whole
+from weightbeam.model_mappings.boxes import whole
+from weightbeam.model_mappings.cells import Part, pattern
 from weightbeam.model_mappings.rules import Segment, rule, stack
 
 QUICK = settings(max_examples=200, deadline=None)
@@ -179,6 +180,27 @@ def test_pieces_backward_give_the_tensors_back(table, data):
         expected = np.full_like(tensor, FILL)
         expected[table.window] = tensor[table.window]
         np.testing.assert_array_equal(back[name], expected)
+
+
+@QUICK
+@given(tables(), st.data())
+def test_a_box_of_a_tensor_is_read_back_from_the_array_alone(table, data):
+    """Read the other way, any box of any tensor comes from the boxes of the array that its pieces name; what no rule takes stays."""
+    part, array = table.part, table.array()
+    cell = data.draw(st.sampled_from(list(part.cells())))
+    tensor = table.tensors[cell.tensor]
+    box = data.draw(boxes(tensor.shape))
+    made = np.full([stop - start for start, stop in box], FILL)
+    for piece in cell.pieces_back(box, "kernel"):
+        assert piece.tensor == "kernel"
+        read = array[tuple(slice(*span) for span in piece.source.box)].copy()
+        values = piece.source.of(read, tuple(start for start, _ in piece.source.box)).transpose(piece.order)
+        target = piece.target.of(made, tuple(start for start, _ in box))
+        assert target.shape == values.shape
+        target[...] = values
+    expected = np.full_like(tensor, FILL)
+    expected[table.window] = tensor[table.window]
+    np.testing.assert_array_equal(made, expected[tuple(slice(*span) for span in box)])
 
 
 @QUICK

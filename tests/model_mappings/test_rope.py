@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from facts.tiny import CONFIGS, shapes
 
-from weightbeam.model_mappings.cells import whole
+from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.config import Layout
 
 EMBED, HEADS, KV, DIM, TOKENS = 10, 4, 2, 16, 7  # 1/sqrt(16) is exact: what is left of a difference is rounding in float64

@@ -11,7 +11,7 @@ import pytest
 from facts import layouts_of, load_headers
 from facts.tiny import CONFIGS, FUSED, shapes
 
-from weightbeam.model_mappings.cells import whole
+from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.registry import family_of

@@ -10,7 +10,7 @@ import pytest
 from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, assert_same_bits, random_tensors, reference, save, split
 
 from weightbeam.formats.safetensors import open_checkpoint
-from weightbeam.model_mappings.cells import whole
+from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.transforms.conversion import Conversion, Options, prepare
 from weightbeam.transforms.execution import make_boxes

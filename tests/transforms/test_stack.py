@@ -50,7 +50,7 @@ def test_copy_is_an_assignment(pair: tuple[np.ndarray, np.ndarray], ops: tuple) 
     source, target = pair
     wanted = source.astype(np.float32)
     for op in ops:
-        wanted = op.forward(wanted)
+        wanted = op.apply(wanted)
     copy(source, target, ops)
     np.testing.assert_array_equal(target.astype(np.float32), wanted.astype(target.dtype).astype(np.float32))
 
