@@ -198,8 +198,8 @@ class Part:
 
         places = iter([Place(size, free=free) for free, size in enumerate(self.flat_sizes)])
         windows = zip(self.source_factors, self.starts, self.steps, strict=True)
-        left = tuple(Axis(tuple(next(places) for _ in sizes), start, step) for sizes, start, step in windows)
-        return Relation(left, tuple(Axis(tuple(map(place, axis))) for axis in self.target_axes), self.flat_sizes)
+        left = tuple(Axis.of([next(places) for _ in sizes], start, step) for sizes, start, step in windows)
+        return Relation(left, tuple(Axis.of(map(place, axis)) for axis in self.target_axes), self.flat_sizes)
 
     @functools.cached_property
     def flat_sizes(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -72,16 +72,18 @@ class Place(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """An axis of one side: its factors, and the window that they are of the array's axis."""
+    """An axis of one side: its factors and their sizes, and the window that they are of the array's axis."""
 
     places: tuple[Place, ...]
+    sizes: tuple[int, ...]
     start: int = 0
     step: int = 1
 
-    @property
-    def length(self) -> int:
-        """Indices in the window."""
-        return math.prod(place.size for place in self.places)
+    @classmethod
+    def of(cls, places: Iterable[Place], start: int = 0, step: int = 1) -> Axis:
+        """The axis that is merged from these factors."""
+        places = tuple(places)
+        return cls(places, tuple(place.size for place in places), start, step)
 
 
 Spans = tuple[Range, ...]  # a range of each factor of an axis
@@ -114,10 +116,10 @@ class Relation(NamedTuple):
         splits: list[list[Spans]] = []
         for axis, (start, stop) in zip(here, box, strict=True):
             low = max(0, -(-(start - axis.start) // axis.step))
-            high = min(axis.length, -(-(stop - axis.start) // axis.step))
+            high = min(math.prod(axis.sizes), -(-(stop - axis.start) // axis.step))
             if low >= high:
                 return
-            splits.append(list(factor_boxes((low, high), [place.size for place in axis.places])) or [()])
+            splits.append([((low, high),)] if len(axis.sizes) == 1 else list(factor_boxes((low, high), axis.sizes)) or [()])
         for spans in itertools.product(*splits):
             shared: dict[int, Range] = {}  # the range of each shared factor
             if (met := self._meet(here, spans, cell, shared)) is None:
@@ -162,7 +164,7 @@ def _view(side: Sequence[Axis], spans: Sequence[Spans], cell: Sequence[int]) -> 
     """The view of one side that shows these ranges of its factors, and the shared factors in the order of its axes."""
     box, factors, picks, kept = [], [], [], []
     for axis, ranges in zip(side, spans, strict=True):
-        widened, (low, high) = hull(ranges, [place.size for place in axis.places])
+        widened, (low, high) = (ranges, ranges[0]) if len(ranges) == 1 else hull(ranges, axis.sizes)
         box.append((axis.start + low * axis.step, axis.start + (high - 1) * axis.step + 1))
         factors.append(tuple(stop - start for start, stop in widened))
         chosen: list[Range | int] = []
