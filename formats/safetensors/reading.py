@@ -28,10 +28,20 @@ class BoxRead:
     def nbytes(self) -> int:
         return math.prod(extent(self.box)) * self.tensor.dtype.itemsize
 
+    @property
+    def cut(self) -> int:
+        """The last axis that isn't whole; 0 where all are. The box's bytes are contiguous from there on."""
+        return max((axis for axis, span in enumerate(self.box) if span != (0, self.tensor.shape[axis])), default=0)
+
+    @property
+    def runs(self) -> int:
+        """How many contiguous ranges of the file hold the box."""
+        return math.prod(extent(self.box[: self.cut]))
+
     def ranges(self, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
         """The ranges of the file that hold the box, each with its part of `buffer`, which holds the box in C order."""
         shape, itemsize = self.tensor.shape, self.tensor.dtype.itemsize
-        cut = max((axis for axis, span in enumerate(self.box) if span != (0, shape[axis])), default=0)
+        cut = self.cut
         run = math.prod(extent(self.box[cut:])) * itemsize
         strides = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
         first = sum(start * stride for (start, _), stride in zip(self.box, strides, strict=True))

@@ -1,0 +1,132 @@
+"""`weightbeam.open`: the arrays of a release or a checkpoint as a lazy tree. Nothing is read before it is indexed, and then only that box."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weightbeam.model_mappings.cells import pattern
+from weightbeam.pipelines.loading.indexing import find_box
+from weightbeam.pipelines.loading.sources import Source, Wanted, choose, find_source
+from weightbeam.pipelines.report import human, shape_text
+from weightbeam.transforms.conversion import rules_of
+from weightbeam.transforms.mesh import Rules
+
+if TYPE_CHECKING:
+    import jax
+
+
+class LazyArray:
+    """An array that isn't read yet. What an index selects of it is read, dequantised and arranged as numpy.
+
+    Attributes:
+      key: its name in the tree.
+      shape, dtype: as a conversion would store it.
+      logical_axes: MaxText's logical name of each axis, None where it has none or none is known.
+      lossy: why its values aren't the source's to the bit; None where they are.
+    """
+
+    def __init__(self, key: str, source: Source, rules: Rules):
+        described = source.arrays[key]
+        self.key, self.shape, self.dtype = key, described.shape, described.dtype
+        self.logical_axes, self.lossy = described.axes, described.lossy
+        self._source, self._rules = source, rules
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def sharding(self, mesh: jax.sharding.Mesh | str) -> jax.sharding.NamedSharding:
+        """How MaxText's logical axis rules shard it over a mesh, or over this process's devices as `"fsdp=4,tensor=2"`.
+
+        An axis that a mesh doesn't divide evenly isn't sharded.
+
+        Raises:
+          RefusedError: the mesh can't be read, or has another number of devices than there are.
+        """
+        from weightbeam.pipelines.loading.mesh import named_sharding, open_mesh
+
+        return named_sharding(self.shape, self.logical_axes, open_mesh(mesh, self._rules), self._rules)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        box, rest = find_box(index, self.shape)
+        (values,), _ = self._source.make([Wanted(self.key, box, self.dtype)])
+        return values[rest]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"{self.key} isn't read yet: an array of it is a copy")
+        values = np.asarray(self[...])
+        return values if dtype is None else values.astype(dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[at] for at in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"LazyArray({self.key}: {shape_text(self.shape)}, {self.dtype.name})"
+
+
+class LazyTree(Mapping[str, LazyArray]):
+    """Arrays by key: Orbax's dotted keys, or the tensors' names of a release as it is. `source` says where they are."""
+
+    def __init__(self, source: Source, rules: Rules):
+        self.source = source.url
+        self._source = source
+        self._arrays = {key: LazyArray(key, source, rules) for key in source.arrays}
+
+    def __getitem__(self, key: str) -> LazyArray:
+        return self._arrays[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.values())
+
+    def __repr__(self) -> str:
+        groups: dict[tuple, list[LazyArray]] = defaultdict(list)
+        for array in self.values():
+            groups[pattern(array.key), array.shape, array.dtype.name].append(array)
+        lines = [f"{self.source}: {len(self):,} arrays, {human(self.nbytes)}"]
+        for (name, shape, dtype), same in groups.items():
+            lines.append(f"  {len(same):>6,} × {name if len(same) > 1 else same[0].key}: {shape_text(shape)}, {dtype}")
+        return "\n".join(lines)
+
+
+def open(source: str, *, as_is: bool = False, **options: Any) -> LazyTree:
+    """Opens a release or an Orbax checkpoint: reads headers and metadata, no values.
+
+    >>> tree = weightbeam.open("hf://deepseek-ai/DeepSeek-V3")
+    >>> tree["params.params.decoder.moe_layers.self_attention.wq_a.kernel"][:, 3]
+
+    Args:
+      source: a folder, `gs://…`, or `hf://org/name[@revision]`; of an Orbax checkpoint its root, a step, or the item.
+      as_is: a release's own tensors under their own names, quantised ones dequantised to float32; else MaxText's arrays.
+      options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `save_dtype`, `vocab_size`, `maxtext_model` …
+
+    Raises:
+      RefusedError: there is no such source, or problems stand against it: all of them.
+    """
+    chosen = choose(options)
+    return LazyTree(find_source(source, chosen, as_is), rules_of(chosen))
