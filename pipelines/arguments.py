@@ -223,6 +223,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--compression", choices=("none", "zstd"), default=DEFAULTS.compression, help="zstd saves about a fifth of the disk and slows loading")
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--step", type=natural, default=DEFAULTS.step, metavar="N", help="the step under which the checkpoint is written")
+    add("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated")
     add("--virtual", action="store_true", default=False, help="refer to the source's files for every array that lies in them already")
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token, for all workers")
 
@@ -240,6 +241,7 @@ def add_verification(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source", metavar="URL", help="where config.json and the safetensors files are: a folder, gs:// or hf://")
     add("--checkpoint", metavar="URL", help="the Orbax checkpoint: its root, a step or an item, in a folder or in gs://")
+    add("--lora", action="append", metavar="PATH[,WEIGHT]", help="an adapter that was merged, where it isn't where the checkpoint says")
     add("--sample", type=share, default=1.0, metavar="SHARE", help="compare only this share of each array's tensors, such as 0.05, but one at least")
     add("--json", metavar="FILE", help="write what was found of each array as JSON too")
     add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it")

@@ -38,7 +38,7 @@ def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str
     except StorageError as e:
         raise RefusedError(f"--output={e}") from e
     refuse(conversion, [*conversion.plan.problems, *check_output(staging, conversion, args.resume, args.overwrite, args.link)])
-    refuse(conversion, conversion.checkpoint.unreadable())
+    refuse(conversion, conversion.unreadable())
     if args.resume and not staging.exists() and plan_of(staging.final) == conversion.hash:
         with alone(staging):  # and takes away what a killed process left
             print(f"{staging.final} is finished already; nothing to do")

@@ -16,7 +16,7 @@ from weightbeam.formats.orbax import find_items, record_of
 from weightbeam.formats.storage import StorageError
 from weightbeam.pipelines.convert import convert
 from weightbeam.pipelines.errors import FailedError, RefusedError
-from weightbeam.pipelines.prepare import sharding_rules
+from weightbeam.pipelines.prepare import open_adapters, sharding_rules
 from weightbeam.pipelines.virtual import check_files, open_own_source
 from weightbeam.transforms.conversion import options_from, prepare
 from weightbeam.transforms.mesh import MeshError
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     options = dataclasses.replace(made, **given)
     args.step, args.link, args.sha256 = options.step, HARD, False
     try:
-        return convert(prepare(options, checkpoint), args, rest)
+        return convert(prepare(options, checkpoint, open_adapters(options)), args, rest)
     except MeshError as e:
         raise RefusedError(str(e)) from e
 

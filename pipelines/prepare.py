@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any
 import tensorstore as ts
 import yaml
 
+from weightbeam.formats.adapters import Adapter, open_adapter
 from weightbeam.formats.orbax import item_metadata
 from weightbeam.formats.printable import printable
 from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
-from weightbeam.formats.storage import StorageError, Store, reason
+from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
@@ -43,9 +45,26 @@ def prepare_conversion(args: argparse.Namespace) -> Conversion:
     name_secret(args.hf_token_secret)
     checkpoint = open_source(args.source)
     try:
-        return prepare(options, checkpoint)
+        return prepare(options, checkpoint, open_adapters(options))
     except MeshError as e:
         raise RefusedError(str(e)) from e
+
+
+def open_adapters(options: Options) -> list[Adapter]:
+    """The adapters that `--lora` names.
+
+    Raises:
+      RefusedError: there is no such folder, or it can't be looked at.
+    """
+    adapters = []
+    for url, weight in options.lora:
+        try:
+            adapters.append(open_adapter(url, weight))
+        except StorageError as e:
+            raise RefusedError(f"--lora={e}") from e
+        except OSError as e:
+            raise RefusedError(f"--lora={url}: {reason(e)}") from e
+    return adapters
 
 
 def open_source(source: str) -> Checkpoint:
@@ -69,7 +88,27 @@ def read_options(args: argparse.Namespace) -> Options:
       RefusedError: the file of sharding rules can't be read.
     """
     values = vars(args) | {"mesh": tuple(args.mesh or ()), "sharding_rules": sharding_rules(args.sharding_rules, args.maxtext_model)}
+    values["lora"] = tuple(read_lora(text) for text in getattr(args, "lora", None) or ())
     return Options(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
+
+
+def read_lora(text: str) -> tuple[str, float]:
+    """`PATH[,weight]`: where an adapter is, absolute, and what its deltas are multiplied by.
+
+    Raises:
+      RefusedError: there is no such store, or nobody can mean that weight.
+    """
+    path, _, last = text.rpartition(",")
+    try:
+        url, weight = (path, float(last)) if path else (text, 1.0)
+    except ValueError:  # a path with a comma
+        url, weight = text, 1.0
+    if not 0 < abs(weight) < math.inf:
+        raise RefusedError(f"--lora={text}: the weight should be a number other than 0")
+    try:
+        return open_store(url).url, weight
+    except StorageError as e:
+        raise RefusedError(f"--lora={e}") from e
 
 
 def sharding_rules(file: str | None, model: str | None) -> Rules | None:
@@ -108,6 +147,8 @@ def options_of(args: argparse.Namespace, items: Store, stores: Mapping[str, ts.T
     said.setdefault("mtp", any(key.startswith(f"{PARAMETERS}mtp_block.") for key in stores))
     said.setdefault("multimodal", any(key.startswith((f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")) for key in stores))
     given = {key: value for key in ("scan_layers", "param_scan_axis", "maxtext_model") if (value := getattr(args, key, None)) is not None}
+    if getattr(args, "lora", None):
+        given["lora"] = tuple(map(read_lora, args.lora))
     left_out = {"mesh", "sharding_rules", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step", "virtual"}
     known = {field.name for field in dataclasses.fields(Options)} - left_out
     return Options(**{key: value for key, value in (said | given).items() if key in known})

@@ -23,7 +23,7 @@ from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines import report
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.options import check_options, make_pipeline, pipeline_options
-from weightbeam.pipelines.prepare import SHOWN, open_source, options_of, refuse
+from weightbeam.pipelines.prepare import SHOWN, open_adapters, open_source, options_of, refuse
 from weightbeam.pipelines.progress import ShowProgress, quiet
 from weightbeam.pipelines.virtual import check_files, open_own_source
 from weightbeam.transforms.conversion import Conversion, prepare, remember
@@ -48,7 +48,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise RefusedError(str(e)) from e
     except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged
         raise RefusedError(f"{args.checkpoint}: can't be read: {e}") from e
-    conversion = prepare(options_of(args, items, stores), checkpoint)
+    options = options_of(args, items, stores)
+    conversion = prepare(options, checkpoint, open_adapters(options))
     refuse(conversion, conversion.plan.problems)
     wrong = list(compare_trees(conversion, stores))
     unreadable = {key for key, _ in wrong}

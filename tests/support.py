@@ -123,17 +123,21 @@ def input_digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def generate(factory: pytest.TempPathFactory) -> Path:
-    """The folder that `cases/models.py` wrote: once in a test run, by whichever of pytest-xdist's processes comes first."""
+    """The folder that `cases/models.py` wrote."""
+    return write_once(factory, "generated", [sys.executable, str(HERE / "cases" / "models.py")])
+
+
+def write_once(factory: pytest.TempPathFactory, name: str, script: list[str]) -> Path:
+    """The folder that a script wrote, which is its last argument: once in a test run, by whichever of pytest-xdist's processes comes first."""
     base = factory.getbasetemp()
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = root / "generated"
-    with (root / "generated.lock").open("w") as lock:
+    folder = root / name
+    with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            script = [sys.executable, str(HERE / "cases" / "models.py"), str(root / "generating")]
-            made = subprocess.run(script, capture_output=True, text=True, check=False)
+            made = subprocess.run([*script, str(root / f"{name}.part")], capture_output=True, text=True, check=False)
             assert made.returncode == 0, made.stderr
-            (root / "generating").rename(folder)
+            (root / f"{name}.part").rename(folder)
     return folder
 
 

@@ -51,7 +51,7 @@ def assemble_checkpoint(conversion: Conversion, staging: Staging, overwrite: boo
       StorageError: the source changed meanwhile.
       ocdbt.IncompleteError: units are missing, or don't hold what they should.
     """
-    conversion.checkpoint.check()
+    conversion.check()
     record, references = conversion.record(), list(conversion.references())
     if references:
         files = identify(staging.items / SOURCE, conversion.checkpoint)

@@ -19,10 +19,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from weightbeam.formats.adapters import Adapter, Merging, merge
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
-from weightbeam.formats.safetensors import DTYPE_NAMES, DTYPES, Checkpoint, Shard, Tensor
+from weightbeam.formats.safetensors import Checkpoint
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.zarr import Format
@@ -76,6 +77,8 @@ class Conversion:
       units: the blocks of each unit; empty if the plan has problems.
       warnings: what the user should know.
       placements: for each array whether it is virtual; empty without `--virtual`, or if the plan has problems.
+      adapters: what is merged into the source's tensors, an input too.
+      merging: what the adapters' tensors are used for.
     """
 
     options: Options
@@ -86,6 +89,8 @@ class Conversion:
     units: tuple[tuple[Block, ...], ...]
     warnings: tuple[str, ...]
     placements: tuple[Placement, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    merging: Merging | None = None
 
     @property
     def save_dtype(self) -> np.dtype:
@@ -141,6 +146,19 @@ class Conversion:
             if placement.spec:
                 yield from references(array, placement.spec, self.encodings, names)
 
+    def check(self) -> None:
+        """Checks that the files of the source and of the adapters are those that were planned with.
+
+        Raises:
+          StorageError: one isn't, or is gone.
+        """
+        for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)):
+            files.check()
+
+    def unreadable(self) -> list[Problem]:
+        """The files whose end can't be read."""
+        return [problem for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
+
     @property
     def unit_working_bytes(self) -> int:
         """Memory of the largest unit."""
@@ -157,6 +175,8 @@ class Conversion:
         add(DECODING_VERSION, dataclasses.asdict(self.options), self.checkpoint.config)
         for shard in self.checkpoint.shards:
             add(shard.name, shard.size, shard.version, [(t.name, t.dtype.name, t.shape, t.offset) for t in shard.tensors])
+        for adapter in self.adapters:
+            add(adapter.identity)
         for array in self.plan.arrays:
             add(array.key, array.shape, array.fill, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
         for grid in self.grids:
@@ -180,19 +200,15 @@ class Conversion:
             "axes": {array.key: array.names for array in self.plan.arrays},
             "lossy": {array.key: array.lossy for array in self.plan.arrays if array.lossy},
             "dropped": dict(self.plan.dropped),
+            **({"adapters": [adapter.record() for adapter in self.adapters]} if self.adapters else {}),
         }
 
     def stage(self) -> bytes:
         """The inputs, compressed; `load` makes the same conversion of them."""
-        shards = [
-            vars(shard) | {"tensors": [[tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset] for tensor in shard.tensors]}
-            for shard in self.checkpoint.shards
-        ]
         inputs = {
             "options": dataclasses.asdict(self.options),
-            "root": self.checkpoint.root,
-            "config": self.checkpoint.config,
-            "shards": shards,
+            "source": self.checkpoint.to_json(),
+            "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "hash": self.hash,
         }
         return gzip.compress(json.dumps(inputs).encode(), compresslevel=5, mtime=0)
@@ -217,11 +233,8 @@ def load(staged: bytes) -> Conversion:
     """
     inputs = json.loads(gzip.decompress(staged))
     options = options_from(inputs["options"])
-    shards = []
-    for shard in inputs["shards"]:
-        tensors = tuple(Tensor(name, DTYPES[dtype], tuple(shape), shard["path"], offset) for name, dtype, shape, offset in shard["tensors"])
-        shards.append(Shard(**shard | {"tensors": tensors}))
-    conversion = prepare(options, Checkpoint(inputs["root"], inputs["config"], tuple(shards)))
+    adapters = [Adapter(Checkpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    conversion = prepare(options, Checkpoint.from_json(inputs["source"]), adapters)
     if conversion.hash != inputs["hash"]:
         raise RuntimeError("the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job")
     return conversion
@@ -261,8 +274,8 @@ def _loaded(read: Callable[[], bytes], hash: str) -> Conversion:
         return _LOADED[hash]
 
 
-def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
-    """Plans a conversion. What stands against it is in `plan.problems`.
+def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter] = ()) -> Conversion:
+    """Plans a conversion, with adapters merged into the source's tensors. What stands against it is in `plan.problems`.
 
     Raises:
       MeshError: a mesh can't be read.
@@ -275,17 +288,19 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         family = family_of(config, options.maxtext_model)
         asked += _check_options(options, family)
         source = source.renamed(family.aliases)
+        merging = merge(source.encodings, adapters, family.aliases, config.get("model_type", ""), source.lost)
+        source = source.merged(merging)
         specs = source.specs()
         naming = name_model(family, config, options.maxtext_model)
         layout = _layout(options, specs, naming.model)
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
     except (ConfigError, UnknownFamilyError) as e:
-        problems = [*checkpoint.problems, *source.problems, *asked]
+        problems = [*checkpoint.problems, *source.problems, *asked, *(problem for adapter in adapters for problem in adapter.problems)]
         if checkpoint.config:  # else that it is missing, or empty, is a problem already
             kind = "config" if isinstance(e, ConfigError) else UNKNOWN_FAMILY
             problems.append(Problem(kind, "config.json", str(e).removeprefix("config.json: ").removeprefix("config.json ")))
-        return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), ())
+        return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), (), tuple(adapters))
     unneeded = {
         problem: reason for problem in source.problems if problem.kind in PAIRING and (reason := drop_reason(rename(problem.subject, family.aliases), drops))
     }
@@ -298,6 +313,7 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
         # A tensor that its file or its scale already stands against needs no second line.
         explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost
         problems += [problem for problem in found if problem.subject not in explained | zeros.keys()]
+    problems += merging.in_vain(dropped)
     grids, units, warnings, placements = (), (), [], ()
     if not problems:
         try:
@@ -314,7 +330,7 @@ def prepare(options: Options, checkpoint: Checkpoint) -> Conversion:
             problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
     plan = Plan(family.name, arrays, dropped, tuple(problems), note, family.support, naming.model, naming.sizes)
-    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings), placements)
+    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings), placements, tuple(adapters), merging)
 
 
 def _layout(options: Options, specs: Mapping[str, TensorSpec], model: str | None) -> Layout:

@@ -24,3 +24,4 @@ class Options:
     unit_bytes: int = 128 << 20
     step: int = 0
     virtual: bool = False
+    lora: tuple[tuple[str, float], ...] = ()  # adapters to merge: URL, and what their deltas are multiplied by

@@ -10,9 +10,9 @@ import reprlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from weightbeam.formats.safetensors.header import BAD_NAME, MAX_HEADER, UNPRINTABLE, HeaderError, Tensor, check_pointer, header_of, require
+from weightbeam.formats.safetensors.header import BAD_NAME, DTYPE_NAMES, DTYPES, MAX_HEADER, UNPRINTABLE, HeaderError, Tensor, check_pointer, header_of, require
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.strict_json import JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
@@ -65,6 +65,23 @@ class Checkpoint:
         """Every tensor by name; in the order of the files and of their offsets."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
 
+    def to_json(self) -> dict[str, Any]:
+        """What a worker needs to know of it, as JSON; what is wrong with it is left out."""
+        shards = [
+            vars(shard) | {"tensors": [[tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset] for tensor in shard.tensors]}
+            for shard in self.shards
+        ]
+        return {"root": self.root, "config": self.config, "shards": shards}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Self:
+        """What `to_json` wrote."""
+        shards = []
+        for shard in said["shards"]:
+            tensors = tuple(Tensor(name, DTYPES[dtype], tuple(shape), shard["path"], offset) for name, dtype, shape, offset in shard["tensors"])
+            shards.append(Shard(**shard | {"tensors": tensors}))
+        return cls(said["root"], said["config"], tuple(shards))
+
     def unreadable(self) -> list[Problem]:
         """The files whose last byte can't be read; the first ones were, for their headers."""
         store = open_store(self.root)
@@ -103,9 +120,9 @@ def open_checkpoint(where: str | Path | Store) -> Checkpoint:
     store.check_readable()
     problems: list[Problem] = []
     entries = store.entries()
-    config = _read_json(store, "config.json", problems)
+    config = read_json(store, "config.json", problems)
     if config:
-        config |= {name: _read_json(store, name, problems) for name in QUANT_CONFIGS if name in entries}
+        config |= {name: read_json(store, name, problems) for name in QUANT_CONFIGS if name in entries}
     on_disk = [name for name in entries if _FILE_NAME.fullmatch(name)]
     weight_map: dict[str, str] | None = None
     if INDEX in entries:
@@ -121,7 +138,7 @@ def open_checkpoint(where: str | Path | Store) -> Checkpoint:
             hint = f"; {pickles[0]} is a pickle file, which can run code when it is loaded: convert it to safetensors first" if pickles else ""
             problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {store}{hint}"))
     with concurrent.futures.ThreadPoolExecutor(store.at_a_time) as pool:
-        opened = list(pool.map(lambda name: _open_shard(store, name), names))
+        opened = list(pool.map(lambda name: open_shard(store, name), names))
     problems += [problem for problem in opened if isinstance(problem, Problem)]
     shards = tuple(shard for shard in opened if isinstance(shard, Shard))
     if weight_map is not None:
@@ -133,7 +150,7 @@ def open_checkpoint(where: str | Path | Store) -> Checkpoint:
     return Checkpoint(store.url, config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
 
 
-def _read_json(store: Store, name: str, problems: list[Problem]) -> dict[str, Any]:
+def read_json(store: Store, name: str, problems: list[Problem]) -> dict[str, Any]:
     """A JSON object, or an empty one and a problem."""
     try:
         store.check_file(name)
@@ -157,7 +174,7 @@ def _read_json(store: Store, name: str, problems: list[Problem]) -> dict[str, An
 
 def _read_index(store: Store, problems: list[Problem]) -> dict[str, str]:
     """The index's `weight_map`, without the entries that can't be right."""
-    index = _read_json(store, INDEX, problems)
+    index = read_json(store, INDEX, problems)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         if index:
@@ -174,7 +191,7 @@ def _read_index(store: Store, problems: list[Problem]) -> dict[str, str]:
     return good
 
 
-def _open_shard(store: Store, name: str) -> Shard | Problem:
+def open_shard(store: Store, name: str) -> Shard | Problem:
     try:
         store.check_file(name)
         file = require(store, name)

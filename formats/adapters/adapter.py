@@ -1,0 +1,199 @@
+"""An adapter as PEFT writes it: a folder with `adapter_config.json` and `adapter_model.safetensors`, known by its header."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weightbeam.formats.adapters.config import CONFIG, AdapterConfig, read_config
+from weightbeam.formats.safetensors import Checkpoint, Tensor
+from weightbeam.formats.safetensors.folder import Shard, open_shard, read_json
+from weightbeam.formats.storage import Store, open_store
+from weightbeam.model_mappings.plan import Problem, is_float
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of PEFT's wrapper; what follows is the path of a module in memory
+PARTS = {
+    "lora_A.weight": "A",
+    "lora_B.weight": "B",
+    "lora_B.bias": "bias",
+    "lora_embedding_A": "embedding A",
+    "lora_embedding_B": "embedding B",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+FROZEN = "the frozen copy of a targeted embedding"
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A LoRA and how much of it is merged.
+
+    Attributes:
+      files: the folder; its `config` is `adapter_config.json`.
+      weight: what its deltas are multiplied by, beside their own scaling.
+    """
+
+    files: Checkpoint
+    weight: float = 1.0
+
+    @functools.cached_property
+    def _read(self) -> tuple[AdapterConfig, list[Problem]]:
+        return read_config(self.files.config) if self.files.config else (AdapterConfig(), [])
+
+    @property
+    def config(self) -> AdapterConfig:
+        return self._read[0]
+
+    @property
+    def root(self) -> str:
+        return self.files.root
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells it from another one, as JSON: its weight, its configuration, its files and their headers."""
+        files = [(shard.name, shard.size, shard.version, [(t.name, t.dtype.name, t.shape, t.offset) for t in shard.tensors]) for shard in self.files.shards]
+        return [self.weight, self.files.config, files]
+
+    def record(self) -> dict[str, Any]:
+        """Where it comes from, for `conversion.json`."""
+        fields = ("name", "size", "version", "sha256", "crc32c")
+        files = [{field: value for field in fields if (value := getattr(shard, field)) is not None} for shard in self.files.shards]
+        about = {"source": self.root, "weight": self.weight, "base": self.config.base, "r": self.config.r, "lora_alpha": self.config.alpha}
+        return about | {"files": files}
+
+    @functools.cached_property
+    def contents(self) -> Contents:
+        """Its tensors, by the modules that they belong to."""
+        return sort_tensors(self.files.tensors)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What stands against the files, the configuration, or names and shapes, whatever the base is."""
+        found = [*self.files.problems, *self._read[1]]
+        if not found:
+            found += [*self.contents.problems, *(problem for target in self.contents.targets for problem in target.check(self.config))]
+        return [dataclasses.replace(problem, subject=f"{self.root}: {problem.subject}") for problem in found]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What an adapter holds of one module.
+
+    Attributes:
+      module: its path in memory; one that PEFT wrapped several times ends in `.base_layer`, as often as it is further in.
+      parts: its tensors, by `PARTS`.
+    """
+
+    module: str
+    parts: Mapping[str, Tensor]
+
+    @property
+    def is_embedding(self) -> bool:
+        return "embedding A" in self.parts
+
+    @property
+    def a(self) -> Tensor:
+        """(rank, in), of an embedding (rank, vocab)."""
+        return self.parts["embedding A" if self.is_embedding else "A"]
+
+    @property
+    def b(self) -> Tensor:
+        """(out, rank), of an embedding (dim, rank)."""
+        return self.parts["embedding B" if self.is_embedding else "B"]
+
+    def check(self, config: AdapterConfig) -> list[Problem]:
+        """Whether the parts are those that belong together and that the configuration says, as far as the base needn't be known."""
+        kinds = set(self.parts)
+        first = next(iter(self.parts.values())).name
+        pair = {"embedding A", "embedding B"} if kinds & {"embedding A", "embedding B"} else {"A", "B"}
+        messages = []
+        if lacks := pair - kinds:
+            return [Problem("adapter", first, f"has no lora_{' and no lora_'.join(sorted(lacks))} beside it")]
+        if unknown := kinds - pair - {"bias", "magnitude"}:
+            messages.append(f"a module can't have {', '.join(sorted(unknown))} too")
+        for tensor in self.parts.values():
+            if not is_float(tensor.dtype) or tensor.dtype.itemsize == 1:
+                messages.append(f"{tensor.name} is {tensor.dtype.name}; expected float32, bfloat16 or float16")
+        if any(len(tensor.shape) != 2 or 0 in tensor.shape for tensor in (self.a, self.b)) or self.a.shape[0] != self.b.shape[1]:
+            messages.append(f"A is {self.a.shape} and B {self.b.shape}; expected (rank, in) and (out, rank)")
+        if ("magnitude" in kinds) != config.use_dora:
+            there = "has a" if "magnitude" in kinds else "has no"
+            messages.append(f"{there} lora_magnitude_vector, but use_dora is {str(config.use_dora).lower()}")
+        if ("bias" in kinds) != config.lora_bias and not self.is_embedding:
+            there = "has a" if "bias" in kinds else "has no"
+            messages.append(f"{there} lora_B.bias, but lora_bias is {str(config.lora_bias).lower()}")
+        for kind in ("bias", "magnitude"):
+            if (vector := self.parts.get(kind)) and vector.shape != self.b.shape[:1]:
+                messages.append(f"{vector.name} is {vector.shape}; expected {self.b.shape[:1]}, one for each output")
+        return [Problem("adapter", first, message) for message in messages]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """The tensors of an adapter: those of its targets, whole ones by the name of what they replace, and those that nothing needs."""
+
+    targets: tuple[Target, ...]
+    whole: Mapping[str, Tensor]
+    unneeded: Mapping[str, str]
+    problems: tuple[Problem, ...]
+
+
+def sort_tensors(tensors: Mapping[str, Tensor]) -> Contents:
+    """What each tensor of an adapter is, by its name."""
+    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    whole: dict[str, Tensor] = {}
+    unneeded: dict[str, str] = {}
+    problems = []
+    for given, tensor in tensors.items():
+        name = given.removeprefix(PREFIX)
+        module, kind = _split(name)
+        if name == given:
+            problems.append(Problem("adapter", given, f"isn't a name that PEFT writes: those begin with {PREFIX}"))
+        elif kind is not None:
+            if kind in parts[module]:
+                problems.append(Problem("adapter", given, f"is there twice, as {parts[module][kind].name} too"))
+            parts[module][kind] = tensor
+        elif "lora_" in name.rpartition(".")[0].rpartition(".")[2] or "lora_" in name.rpartition(".")[2]:
+            problems.append(Problem("adapter", given, f"no such part of a LoRA is known; known: {', '.join(PARTS)}"))
+        elif name.endswith(".base_layer.weight"):
+            unneeded[given] = FROZEN
+        else:
+            whole[name.replace(".base_layer.bias", ".bias")] = tensor
+    return Contents(tuple(Target(module, found) for module, found in parts.items()), whole, unneeded, tuple(problems))
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """A tensor's module and what part of its LoRA it is."""
+    for suffix, kind in PARTS.items():
+        if name.endswith(f".{suffix}"):
+            return name.removesuffix(f".{suffix}"), kind
+    return name, None
+
+
+def open_adapter(where: str | Path | Store, weight: float = 1.0) -> Adapter:
+    """Reads the configuration and the header; what is wrong with them is in `Adapter.problems`.
+
+    Raises:
+      StorageError: there is no such folder, or the store doesn't answer.
+    """
+    store = open_store(where)
+    store.check_readable()
+    entries, problems = store.entries(), []
+    config: dict[str, Any] = read_json(store, CONFIG, problems)
+    shards: tuple[Shard, ...] = ()
+    if WEIGHTS in entries:
+        opened = open_shard(store, WEIGHTS)
+        if isinstance(opened, Problem):
+            problems.append(opened)
+        else:
+            shards = (opened,)
+    else:
+        pickles = sorted(name for name in entries if name.endswith((".bin", ".pt", ".pth")))
+        hint = f"; {pickles[0]} is a pickle file, which can run code when it is loaded: save the adapter as safetensors" if pickles else ""
+        problems.append(Problem("missing", WEIGHTS, f"no such file in {store}{hint}"))
+    return Adapter(Checkpoint(store.url, config, shards, problems=tuple(problems)), weight)

@@ -1,0 +1,166 @@
+"""What `adapter_config.json` says, as far as it changes a value; what isn't known to be harmless is refused by its name.
+
+The fields are those of PEFT's `LoraConfig` (peft, tuners/lora/config.py, 0.21.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weightbeam.model_mappings.plan import Problem
+
+CONFIG = "adapter_config.json"
+
+USED = frozenset({
+    "peft_type", "peft_version", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_bias", "bias", "fan_in_fan_out",
+    "target_parameters", "modules_to_save", "init_lora_weights", "base_model_name_or_path", "revision",
+})  # fmt: skip
+
+# What was trained is told by the tensors; the rest is of training or initialisation alone.
+HARMLESS = frozenset({
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "task_type", "inference_mode", "auto_mapping",
+    "runtime_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config", "loftq_config",
+})  # fmt: skip
+
+# Of `init_lora_weights`; all others take something out of the base's weights (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ), or aren't known.
+HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+
+MAX_PATTERNS, MAX_PATTERN = 10_000, 1_000  # of ranks and alphas, and characters of one
+MAX_RANK = 1 << 16
+UNTOLD_VERSION = re.compile(r"dev|rc|a\d|b\d|\+|@")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """A LoRA's configuration.
+
+    Attributes:
+      r, alpha: of modules that no pattern names.
+      rank_pattern, alpha_pattern: by a regular expression for the end of a module's name; the first that fits is meant.
+      use_rslora: whether the scaling is alpha / √r, not alpha / r.
+      use_dora: whether weights are scaled to a learned norm.
+      lora_bias: whether B has a bias, which is added to the base's.
+      fan_in_fan_out: whether the base stores its matrices as (in, out).
+      target_parameters: ends of the names of parameters that aren't modules.
+      base: `base_model_name_or_path`, as it is.
+      version: of PEFT, (major, minor); None where that isn't told, or a version between two releases is.
+    """
+
+    r: int = 8
+    alpha: float = 8.0
+    rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    fan_in_fan_out: bool = False
+    target_parameters: tuple[str, ...] = ()
+    base: str | None = None
+    version: tuple[int, int] | None = None
+
+    def rank(self, module: str) -> int:
+        """The rank of a module, or of a parameter."""
+        return _first(self.rank_pattern, module, self.r)
+
+    def scaling(self, module: str) -> float:
+        """What B · A is multiplied by."""
+        rank = self.rank(module)
+        return _first(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _first(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that a module's name ends in (peft, utils/other.py, `get_pattern_key`)."""
+    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
+
+
+def read_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list[Problem]]:
+    """The configuration, and everything that stands against it; with problems its numbers aren't to be used."""
+    problems = [Problem("adapter", CONFIG, message) for message in _check(fields)]
+    if problems:
+        return AdapterConfig(), problems
+    get = fields.get
+    config = AdapterConfig(
+        r=get("r", 8),
+        alpha=float(get("lora_alpha", 8)),
+        rank_pattern=dict(get("rank_pattern") or {}),
+        alpha_pattern={pattern: float(value) for pattern, value in (get("alpha_pattern") or {}).items()},
+        use_rslora=bool(get("use_rslora")),
+        use_dora=bool(get("use_dora")),
+        lora_bias=bool(get("lora_bias")),
+        fan_in_fan_out=bool(get("fan_in_fan_out")),
+        target_parameters=tuple(get("target_parameters") or ()),
+        base=get("base_model_name_or_path") if isinstance(get("base_model_name_or_path"), str) else None,
+        version=_version(get("peft_version")),
+    )
+    return config, []
+
+
+def _check(fields: Mapping[str, Any]) -> Iterator[str]:
+    """What can't be right, isn't supported, or isn't known."""
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        yield f"peft_type is {str(kind)[:80]!r}; only LORA is supported"
+        return
+    for field in ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"):
+        if not isinstance(fields.get(field), bool | None):
+            yield f"{field} is {str(fields[field])[:80]!r}; it should be true or false"
+    if not _is_rank(rank := fields.get("r", 8)):
+        yield f"r is {str(rank)[:80]!r}; it should be an integer from 1 to {MAX_RANK:,}"
+    if not _is_alpha(alpha := fields.get("lora_alpha", 8)):
+        yield f"lora_alpha is {str(alpha)[:80]!r}; it should be a number above 0 that float32 holds"
+    yield from _check_patterns("rank_pattern", fields.get("rank_pattern"), _is_rank)
+    yield from _check_patterns("alpha_pattern", fields.get("alpha_pattern"), _is_alpha)
+    if fields.get("bias", "none") not in ("none", "all", "lora_only"):
+        yield f"bias is {str(fields['bias'])[:80]!r}; PEFT knows none, all and lora_only"
+    parameters = fields.get("target_parameters")
+    if parameters is not None and not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
+        yield "target_parameters should be a list of names"
+    init = fields.get("init_lora_weights")
+    if not any(init is known if isinstance(known, bool | None) else init == known for known in HARMLESS_INITS):
+        yield (
+            f"init_lora_weights is {str(init)[:80]!r}, which begins with another base than --source; save the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion, which makes a plain one of it"
+        )
+    for field, value in fields.items():
+        if field not in USED | HARMLESS and not _is_off(value):
+            yield f"{field} is {str(value)[:80]!r}; it isn't supported"
+
+
+def _check_patterns(field: str, patterns: object, good: Any) -> Iterator[str]:
+    if patterns is None:
+        return
+    if not isinstance(patterns, Mapping) or len(patterns) > MAX_PATTERNS:
+        yield f"{field} should be an object of at most {MAX_PATTERNS:,} patterns"
+        return
+    for pattern, value in patterns.items():
+        try:
+            readable = len(pattern) <= MAX_PATTERN and bool(re.compile(rf"(.*\.)?({pattern})$"))
+        except re.error:
+            readable = False
+        if not readable:
+            yield f"{field}: {pattern[:80]!r} isn't a regular expression"
+        if not good(value):
+            yield f"{field}: {pattern[:80]!r} stands for {str(value)[:80]!r}, which can't be meant"
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK
+
+
+def _is_alpha(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 3e38
+
+
+def _is_off(value: object) -> bool:
+    """Null, false, or empty: the field changes nothing."""
+    return value is None or value is False or value in ({}, [], "")
+
+
+def _version(text: object) -> tuple[int, int] | None:
+    """Of a release; versions in between might be before or behind a change."""
+    match = re.match(r"(\d{1,4})\.(\d{1,4})", text) if isinstance(text, str) else None
+    return None if match is None or UNTOLD_VERSION.search(str(text)) else (int(match[1]), int(match[2]))

@@ -1,0 +1,136 @@
+"""`Delta`: the product of two small factors that is added to a weight, or to a part of it.
+
+    tensor[…, i, j] += scaling · D[e, i + row, j + column]        D[e] = B[e] · A[e], or its transpose
+
+A weight that is one tensor in memory may be many in the files (experts), and the other way round, so a delta says where its
+matrix lies in the tensor. Factors are tiny beside the weight: a box of it needs the box's rows of B and columns of A.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from weightbeam.formats.safetensors import BoxRead, Tensor
+from weightbeam.model_mappings.axes import Range
+from weightbeam.model_mappings.cells import Box
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delta:
+    """See the module's text. With A of (rank, in) and B of (out, rank), D is (out, in), or (in, out) if `transposed`.
+
+    Attributes:
+      a, b: the factors as they are stored: (experts · rank, in), each expert's rows together, and (out, rank · experts), the
+        experts fastest, as PEFT stores the adapters of fused experts.
+      scaling: what the product is multiplied by.
+      experts: how many matrices the factors hold.
+      expert: for a tensor of two axes: which of them is meant.
+      place: for a tensor of three axes: the index on its first axis where the first of them lies.
+      offset: row and column of D at the tensor's [0, 0]; negative where D begins within the tensor.
+      transposed: whether the tensor's rows are inputs.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    experts: int = 1
+    expert: int = 0
+    place: int = 0
+    offset: tuple[int, int] = (0, 0)
+    transposed: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0] // self.experts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of one D."""
+        inputs, outputs = self.a.shape[1], self.b.shape[0]
+        return (inputs, outputs) if self.transposed else (outputs, inputs)
+
+    def share(self, box: Box) -> Share | None:
+        """What of the factors a box of the tensor needs; None where they don't meet."""
+        if len(box) == 3:
+            held = _meet(box[0], (self.place, self.place + self.experts))
+            which = (held[0] - self.place, held[1] - self.place)
+        else:
+            held, which = (0, 1), (self.expert, self.expert + 1)
+        meets = [_meet(span, (-at, size - at)) for span, at, size in zip(box[-2:], self.offset, self.shape, strict=True)]
+        if any(start >= stop for start, stop in (held, *meets)):
+            return None
+        rows, columns = ((start + at, stop + at) for (start, stop), at in zip(meets, self.offset, strict=True))
+        first = box[0][0] if len(box) == 3 else 0
+        return Share(which, rows, columns, (held[0] - first, meets[0][0] - box[-2][0], meets[1][0] - box[-1][0]))
+
+    def reads(self, share: Share) -> tuple[BoxRead, BoxRead]:
+        """The stored boxes of A and of B."""
+        outputs, inputs = (share.columns, share.rows) if self.transposed else (share.rows, share.columns)
+        first, last = share.experts
+        return BoxRead(self.a, ((first * self.rank, last * self.rank), inputs)), BoxRead(self.b, (outputs, (0, self.rank * self.experts)))
+
+    def factors(self, share: Share, stored: Sequence[np.ndarray]) -> Iterator[Product]:
+        """The products, one for each expert, of what `reads` fetched."""
+        first, last = share.experts
+        a = stored[0].astype(np.float32).reshape(last - first, self.rank, -1)
+        b = stored[1].reshape(len(stored[1]), self.rank, self.experts)[..., first:last].astype(np.float32)
+        where, row, column = share.at
+        for number in range(last - first):
+            left, right = (a[number].T, b[..., number].T) if self.transposed else (b[..., number], a[number])
+            yield Product(np.ascontiguousarray(left), _two_columns(right * np.float32(self.scaling)), where + number, row, column, right.shape[1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a delta that lies in a box: ranges of its experts and of D's rows and columns, and where they begin in the box."""
+
+    experts: Range
+    rows: Range
+    columns: Range
+    at: tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Product:
+    """`left · right`, to be added at [expert, row, column] of a box; the first `width` columns of `right` count."""
+
+    left: np.ndarray
+    right: np.ndarray
+    expert: int
+    row: int
+    column: int
+    width: int
+
+    def add_to(self, values: np.ndarray, first: int) -> None:
+        """Adds its share of a strip to `values`, float32: the rows of the box from `first` on.
+
+        The product is made in tiles that OpenBLAS multiplies on the calling thread: its own threads would wait for each other
+        where as many workers as cores are busy. An element has the same bits in whatever tile it is made.
+        """
+        start, stop = max(first, self.row), min(first + len(values), self.row + len(self.left))
+        rank, columns = self.right.shape
+        parts = -(-columns // max(4, TILE // (4 * rank)))
+        edges = [columns * part // parts for part in range(parts + 1)]  # two columns at least
+        height = max(1, TILE // (rank * -(-columns // parts)))
+        for top in range(start, stop, height):
+            bottom = min(stop, top + height)
+            left, rows = self.left[top - self.row : bottom - self.row], values[top - first : bottom - first]
+            for at, end in itertools.pairwise(edges):
+                target = rows[:, self.column + at : self.column + min(end, self.width)]
+                np.add(target, np.matmul(left, self.right[:, at:end])[:, : target.shape[1]], out=target)
+
+
+TILE = 1 << 18  # multiplications in one call; above twice as many OpenBLAS takes more threads (interface/gemm.c)
+
+
+def _two_columns(right: np.ndarray) -> np.ndarray:
+    """The factor, in C order, a single column of it twice: a product of one column is another routine's, which sums in another order."""
+    return np.ascontiguousarray(np.repeat(right, 2, axis=1) if right.shape[1] == 1 else right)
+
+
+def _meet(one: Range, other: Range) -> Range:
+    return max(one[0], other[0]), min(one[1], other[1])

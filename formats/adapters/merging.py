@@ -1,0 +1,277 @@
+"""Adapters over the weights of a checkpoint: the same tensors, some of them with a LoRA in them, or a refusal.
+
+Every tensor of an adapter is used, or is listed as not needed with the reason; what stands against it is a problem, all at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from weightbeam.formats.adapters.adapter import Adapter, Target
+from weightbeam.formats.adapters.delta import Delta
+from weightbeam.formats.adapters.merged import Merged, Replaced, Shifted
+from weightbeam.formats.adapters.modules import IN_OUT, MARKED, PARAMETERS, Files, Place
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.safetensors import Tensor
+from weightbeam.model_mappings.plan import Problem
+
+LAYOUT_CHANGED = (0, 19)  # of PEFT: what it calls the inputs of fused experts (huggingface/peft#3165)
+FLOAT32_MAX = 3.4e38
+
+
+@dataclasses.dataclass(frozen=True)
+class Merging:
+    """What adapters make of a checkpoint's tensors.
+
+    Attributes:
+      encodings: every tensor, merged where an adapter reaches it.
+      problems: what stands against it.
+      uses: for each adapter what each of its tensors is used for.
+      touched: for each tensor that is changed the adapter's that changes it, for messages.
+    """
+
+    encodings: Mapping[str, Encoding]
+    problems: tuple[Problem, ...]
+    uses: tuple[Mapping[str, str], ...]
+    touched: Mapping[str, str]
+
+    def in_vain(self, dropped: Mapping[str, str]) -> list[Problem]:
+        """The changed ones of the tensors that are left out, with the reason why: an adapter that changes them would be used in part."""
+        message = "is changed by an adapter ({}), but left out: {}"
+        return [Problem("adapter", name, message.format(tensor, dropped[name])) for name, tensor in self.touched.items() if name in dropped]
+
+
+@dataclasses.dataclass
+class _Change:
+    """What is done to one tensor."""
+
+    deltas: list[Delta] = dataclasses.field(default_factory=list)
+    magnitudes: list[Tensor] = dataclasses.field(default_factory=list)
+    added: list[tuple[Tensor, float]] = dataclasses.field(default_factory=list)
+    whole: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+class _RefusedError(ValueError):
+    """A target can't be merged; the message says why."""
+
+
+def merge(
+    encodings: Mapping[str, Encoding], adapters: Sequence[Adapter], aliases: Mapping[str, str], model_type: str, lost: frozenset[str] = frozenset()
+) -> Merging:
+    """Merges adapters, one after the other.
+
+    Args:
+      encodings: the base, by the names of a family's table, or as they are.
+      adapters: what is merged; deltas of several are summed.
+      aliases: of the family; empty for none.
+      model_type: of the base's `config.json`.
+      lost: tensors that something else stands against, which aren't missed here.
+    """
+    files = Files(encodings, aliases, model_type)
+    changes: dict[str, _Change] = defaultdict(_Change)
+    problems: list[Problem] = []
+    uses = []
+    for adapter in adapters:
+        used: dict[str, str] = {}
+        found = list(adapter.problems)
+        if not found:
+            found = [problem for name, why in _apply(adapter, files, changes, used) if (problem := _problem(adapter, name, why, files, lost))]
+            used |= adapter.contents.unneeded
+        problems += found
+        uses.append(used)
+    merged = dict(encodings)
+    for name, change in changes.items():
+        try:
+            merged[name] = _merge_tensor(encodings[name], change)
+        except _RefusedError as e:
+            problems.append(Problem("adapter", name, str(e)))
+    return Merging(merged, tuple(problems), tuple(uses), {name: _first_of(change) for name, change in changes.items()})
+
+
+def _first_of(change: _Change) -> str:
+    tensors = [*change.whole, *(delta.a for delta in change.deltas), *(tensor for tensor, _ in change.added)]
+    return tensors[0].name
+
+
+def _problem(adapter: Adapter, name: str, why: str, files: Files, lost: frozenset[str]) -> Problem | None:
+    wanted = name.removeprefix("base_model.model.").partition(".lora_")[0]
+    if any(tensor in lost for tensor in (wanted, f"{wanted}.weight")):
+        return None
+    return Problem("adapter", f"{adapter.root}: {name}", why)
+
+
+def _apply(adapter: Adapter, files: Files, changes: dict[str, _Change], used: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Notes what an adapter changes; yields `(tensor of the adapter, why it can't be merged)`."""
+    contents = adapter.contents
+    if not contents.targets and not contents.whole:
+        yield "adapter_model.safetensors", "holds nothing to merge"
+    for target in contents.targets:
+        try:
+            _apply_target(adapter, target, files, changes, used)
+        except _RefusedError as e:
+            yield target.a.name, str(e)
+    for name, tensor in contents.whole.items():
+        if (base := files.find(name)) is None:
+            yield tensor.name, f"the base has no {name} that it could replace"
+        elif files.encodings[base].shape != tensor.shape:
+            yield tensor.name, f"is {tensor.shape}, the base's {base} {files.encodings[base].shape}; a model that was resized has to be resized first"
+        elif adapter.weight != 1:
+            yield tensor.name, f"is whole, not a LoRA, and can't be merged with the weight {adapter.weight:g}"
+        else:
+            changes[base].whole.append(tensor)
+            used[tensor.name] = f"replaces {base}"
+
+
+def _apply_target(adapter: Adapter, target: Target, files: Files, changes: dict[str, _Change], used: dict[str, str]) -> None:
+    config, module = adapter.config, target.module
+    parameter = None
+    if module.endswith(".base_layer") or not (places := files.places(module)):
+        module, parameter = _parameter(config.target_parameters, module, files)
+        places = files.places_of_parameter(module, parameter)
+    name = f"{module}.{parameter}" if parameter else module
+    if not places:
+        raise _RefusedError(f"the base has no weight of {name}")
+    scaling = adapter.weight * config.scaling(name)
+    if not 0 < abs(scaling) < FLOAT32_MAX:
+        raise _RefusedError(f"its scaling, {scaling:g}, isn't a number that float32 holds")
+    deltas = _fused(adapter, target, name, places, scaling, files) if parameter else _plain(adapter, target, name, places, scaling, files)
+    for tensor, delta in deltas:
+        changes[tensor].deltas.append(delta)
+        if magnitude := target.parts.get("magnitude"):
+            if adapter.weight != 1:
+                raise _RefusedError(f"is a DoRA, which can't be merged with the weight {adapter.weight:g}")
+            changes[tensor].magnitudes.append(magnitude)
+    if bias := target.parts.get("bias"):
+        if (base := files.find(f"{module}.bias")) is None:
+            raise _RefusedError(f"{bias.name} is added to the bias of {module}, and the base has none")
+        if files.encodings[base].shape != bias.shape:
+            raise _RefusedError(f"{bias.name} is {bias.shape}, {base} is {files.encodings[base].shape}")
+        changes[base].added.append((bias, scaling))
+    tensors = list(dict.fromkeys(tensor for tensor, _ in deltas))
+    what = tensors[0] + (f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else "")
+    used.update({part.name: f"merged into {what}" for part in target.parts.values()})
+
+
+def _check_rank(adapter: Adapter, target: Target, name: str, experts: int = 1) -> None:
+    """The tensors must have the rank that the configuration says."""
+    rank = adapter.config.rank(name)
+    if target.a.shape[0] != rank * experts:
+        of = f" for each of {experts} experts" if experts > 1 else ""
+        raise _RefusedError(f"has rank {target.a.shape[0] / experts:g}{of}, adapter_config.json says {rank} for {name}")
+
+
+def _plain(adapter: Adapter, target: Target, name: str, places: Sequence[Place], scaling: float, files: Files) -> list[tuple[str, Delta]]:
+    """The delta of a module: of a matrix, of an embedding, or of one expert whose weight is a part of a fused tensor."""
+    _check_rank(adapter, target, name)
+    (place,) = places
+    shape = files.encodings[place.tensor].shape
+    if place.outputs is None:
+        transposed = target.is_embedding or adapter.config.fan_in_fan_out
+        delta, wanted = Delta(target.a, target.b, scaling, transposed=transposed), shape
+    else:
+        expert, transposed = place.expert or 0, files.is_in_out
+        if expert >= shape[0]:
+            raise _RefusedError(f"is of expert {expert}, {place.tensor} has {shape[0]}")
+        offset = (0, place.row) if transposed else (place.row, 0)
+        delta = Delta(target.a, target.b, scaling, place=expert, offset=offset, transposed=transposed)
+        wanted = (shape[1], place.outputs) if transposed else (place.outputs, shape[2])
+    if delta.shape != wanted:
+        turned = ", turned around as fan_in_fan_out says," if adapter.config.fan_in_fan_out else ""
+        raise _RefusedError(f"B · A{turned} is {delta.shape}, {place.tensor} takes {wanted}")
+    return [(place.tensor, delta)]
+
+
+def _parameter(targets: Sequence[str], module: str, files: Files) -> tuple[str, str]:
+    """The module and the parameter of it that a wrapper is for: `.base_layer` stands once for each wrapper around this one.
+
+    Raises:
+      _RefusedError: the configuration names no parameter of the module, or not as many as there are wrappers.
+    """
+    inner = module
+    while inner.endswith(".base_layer"):
+        inner = inner.removesuffix(".base_layer")
+    depth = (len(module) - len(inner)) // len(".base_layer")
+    leaves = dict.fromkeys([*PARAMETERS, *(target.rpartition(".")[2] for target in targets)])
+    named = [leaf for leaf in leaves if any(f"{inner}.{leaf}" == target or f"{inner}.{leaf}".endswith(f".{target}") for target in targets)]
+    present = [leaf for leaf in named if files.places_of_parameter(inner, leaf)]
+    if not present:
+        raise _RefusedError(f"the base has no weight of {inner}" + (f", and none of its parameters {', '.join(named)}" if named else ""))
+    if len(present) > 1 and not set(present) <= set(PARAMETERS):
+        raise _RefusedError(f"target_parameters names {', '.join(present)} of one module, and which of them is meant isn't known")
+    if depth >= len(present):
+        raise _RefusedError(f"is wrapped {depth + 1} times, but target_parameters names {len(present)} of its parameters: {', '.join(present)}")
+    return inner, present[len(present) - 1 - depth]
+
+
+def _fused(adapter: Adapter, target: Target, name: str, places: Sequence[Place], scaling: float, files: Files) -> list[tuple[str, Delta]]:
+    """The deltas of a parameter: a matrix, or the fused experts of a layer, which may be one tensor or many in the files."""
+    shape = files.encodings[places[0].tensor].shape
+    if target.is_embedding or adapter.config.use_dora or adapter.config.fan_in_fan_out:
+        raise _RefusedError(f"is of a parameter, {name}, which PEFT can't adapt as an embedding, with use_dora, or with fan_in_fan_out")
+    if len(shape) == 2 and places[0].expert is None:
+        return _plain(adapter, target, name, places, scaling, files)
+    if len(shape) not in (2, 3):
+        raise _RefusedError(f"{places[0].tensor} is {shape}; a parameter of two or three axes is expected")
+    whole = len(shape) == 3
+    if whole:
+        experts, sizes = shape[0], shape[1:]  # (rows, columns) in the files
+        turned = files.is_in_out != (files.model_type in IN_OUT)
+    else:
+        experts = 1 + max(place.expert or 0 for place in places)
+        sizes = (sum(files.encodings[place.tensor].shape[0] for place in places if place.expert == 0), shape[1])
+        turned = files.model_type in IN_OUT
+    _check_rank(adapter, target, name, experts)
+    a_first = _is_first(adapter, target, name, (sizes[1], sizes[0]) if turned else sizes, files.model_type) != turned
+    return [
+        (
+            place.tensor,
+            Delta(target.a, target.b, scaling, experts, expert=place.expert or 0, offset=(place.row, 0), transposed=a_first),
+        )
+        for place in places
+    ]
+
+
+def _is_first(adapter: Adapter, target: Target, name: str, sizes: tuple[int, int], model_type: str) -> bool:
+    """Whether A's columns run along the first of the two axes that an expert has in memory; else along the second.
+
+    Before PEFT 0.19 always the first; since then the second, but for modules that transformers marks `is_transposed`. Shapes tell
+    it where the axes differ, and the version must agree; where they are equal, only the version can tell.
+
+    Raises:
+      _RefusedError: neither fits, they disagree, or it can't be told.
+    """
+    version = adapter.config.version
+    said = None if version is None else (version < LAYOUT_CHANGED or model_type in MARKED)
+    found = (target.a.shape[1], target.b.shape[0])
+    fits = [first for first in (True, False) if found == (sizes if first else sizes[::-1])]
+    told = "" if version is None else f" (peft_version {version[0]}.{version[1]})"
+    if not fits:
+        raise _RefusedError(f"A and B hold matrices of {found[0]} by {found[1]}; an expert of {name} is {sizes[0]} by {sizes[1]}")
+    if len(fits) == 2:
+        if said is None:
+            raise _RefusedError(
+                f"experts of {name} are square, so that only PEFT's version tells which side of them A belongs to, and adapter_config.json names no release"
+            )
+        return said
+    if said is not None and said != fits[0]:
+        raise _RefusedError(f"A has {found[0]} columns and B {found[1]} rows, the other way round than that version of PEFT writes {name}{told}")
+    return fits[0]
+
+
+def _merge_tensor(base: Encoding, change: _Change) -> Encoding:
+    """A tensor with all its changes.
+
+    Raises:
+      _RefusedError: they can't be made together.
+    """
+    if change.whole:
+        if len(change.whole) > 1 or change.deltas or change.added:
+            raise _RefusedError(f"is replaced by {change.whole[0].name}, and changed by another tensor of the adapters too")
+        return Replaced(change.whole[0])
+    if change.added:
+        return Shifted(base, tuple(change.added))
+    if change.magnitudes and len(change.deltas) > 1:
+        raise _RefusedError("has a DoRA, whose norm is the base's, and another adapter; merge one first, and the other into the result")
+    return Merged(base, tuple(change.deltas), change.magnitudes[0] if change.magnitudes else None)

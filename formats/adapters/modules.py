@@ -1,0 +1,105 @@
+"""Where the weight of a module lies in the files: transformers holds the experts of a layer in two parameters, releases often in a tensor each.
+
+`experts.gate_up_proj` and `experts.down_proj` in memory are `experts.7.gate_proj.weight`, … in the files, or the other way round where
+an adapter is of transformers v4 and the files are fused (huggingface/transformers, conversion_mapping.py, v5.23.0).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+
+from weightbeam.formats.encodings import Encoding
+from weightbeam.model_mappings.family import rename
+
+PARAMETERS = ("gate_up_proj", "down_proj")  # of fused experts, in the order in which a module defines them
+PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of one expert: gate, up, down
+SPELLINGS = (("", ""), (".mlp.experts", ".block_sparse_moe.experts"), (".block_sparse_moe.experts", ".mlp.experts"))  # in memory and in files
+
+# By `model_type`. Fused experts whose parameters are (expert, in, out) in memory; else they are (expert, out, in).
+IN_OUT = frozenset({"gpt_oss", "llama4", "llama4_text"})
+# Those of the files, which transformers turns around where they differ from memory.
+IN_OUT_FILES = IN_OUT | {"qwen3_vl_moe", "qwen3_vl_moe_text"}
+# Those that transformers marks `is_transposed`, which PEFT asks for.
+MARKED = frozenset({"gpt_oss"})
+
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d{1,6})\.(?P<projection>\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A part of a module's weight, and the tensor that holds it.
+
+    Attributes:
+      tensor: its name.
+      expert: for a tensor of one expert, which of the module's it is; for a module of one expert, which of the tensor's; else None.
+      row: the output of the module at which the tensor begins; negative where the module begins within the tensor.
+      outputs: of a module that is a part of the tensor, how many it has.
+    """
+
+    tensor: str
+    expert: int | None = None
+    row: int = 0
+    outputs: int | None = None
+
+
+class Files:
+    """The tensors of the files by the names of modules in memory.
+
+    Attributes:
+      encodings: by the names of a family's table.
+      aliases: of that family.
+      model_type: of `config.json`.
+    """
+
+    def __init__(self, encodings: Mapping[str, Encoding], aliases: Mapping[str, str], model_type: str):
+        self.encodings, self.aliases, self.model_type = encodings, aliases, model_type
+
+    def find(self, name: str) -> str | None:
+        """The tensor of this name, however it is spelled."""
+        named = (rename(name.replace(theirs, ours) if theirs else name, self.aliases) for theirs, ours in SPELLINGS)
+        return next((tensor for tensor in named if tensor in self.encodings), None)
+
+    def places(self, module: str) -> list[Place]:
+        """Where the weight of a module lies; none where no tensor has its name."""
+        if tensor := self.find(f"{module}.weight"):
+            return [Place(tensor)]
+        match = _EXPERT.fullmatch(module)
+        fused = {name: at for names in PROJECTIONS for name, at in zip(names, ("gate", "up", "down"), strict=True)}
+        if match is None or (projection := fused.get(match["projection"])) is None:
+            return []
+        tensor = self.find(f"{match['experts']}.{PARAMETERS[projection == 'down']}")
+        if tensor is None or len(self.encodings[tensor].shape) != 3:
+            return []
+        outputs = self.encodings[tensor].shape[2 if self.is_in_out else 1]
+        if projection != "down":
+            outputs //= 2
+        return [Place(tensor, int(match["expert"]), -outputs if projection == "up" else 0, outputs)]
+
+    def places_of_parameter(self, module: str, parameter: str) -> list[Place]:
+        """Where a parameter of a module lies, such as fused experts; none where no tensor has its name."""
+        if tensor := self.find(f"{module}.{parameter}"):
+            return [Place(tensor)]
+        if parameter not in PARAMETERS:
+            return []
+        for names in PROJECTIONS:
+            parts = names[:2] if parameter == PARAMETERS[0] else names[2:]
+            found = list(self._of_experts(module, parts))
+            if found:
+                return found
+        return []
+
+    def _of_experts(self, module: str, projections: tuple[str, ...]) -> Iterator[Place]:
+        expert = 0
+        while all(tensors := [self.find(f"{module}.{expert}.{projection}.weight") for projection in projections]):
+            row = 0
+            for tensor in filter(None, tensors):
+                yield Place(tensor, expert, row)
+                row += self.encodings[tensor].shape[0]
+            expert += 1
+
+    @property
+    def is_in_out(self) -> bool:
+        """Whether fused experts are (expert, in, out) in the files."""
+        return self.model_type in IN_OUT_FILES
