@@ -153,6 +153,11 @@ def common_drops(c: Config, layout: Layout, hf: str = "model.", embed: str = "em
     return drops | beyond_vocabulary(c, layout, f"{hf}{embed}.weight", f"{head}.weight")
 
 
+def tied_head(c: Config, layout: Layout, hf: str = "model.", embed: str = "embed_tokens", head: str = "lm_head") -> dict[str, str]:
+    """The head where it is the embedding, for a family's `copies`."""
+    return {f"{head}.weight": f"{hf}{embed}.weight"} if is_tied(c) else {}
+
+
 NORMS: Table = [
     rule("pre_self_attention_layer_norm/scale", "input_layernorm.weight", "embed", "norm"),
     rule("post_self_attention_layer_norm/scale", "post_attention_layernorm.weight", "embed", "norm"),

@@ -23,6 +23,7 @@ class Family:
       dims: the axis words of the table and their sizes.
       stacks: the table itself.
       drops: tensors left out on purpose: `{pattern or window: reason}`.
+      copies: tensors left out that hold what another one does, `{tensor: the tensor it is a copy of}`; a release may store them.
       releases: the releases it covers.
       checked: MaxText's models whose parameter trees, at full size, the table is compared with in the tests.
       missing: parts of these releases that aren't converted.
@@ -43,6 +44,7 @@ class Family:
     stacks: Callable[[Config, Layout], list[Stack]]
     drops: Callable[[Config, Layout], Mapping[str, str]]
     releases: str
+    copies: Callable[[Config, Layout], Mapping[str, str]] = lambda c, layout: {}
     checked: tuple[str, ...] = ()
     missing: str = ""
     mtp: bool = False

@@ -21,6 +21,7 @@ from weightbeam.model_mappings.blocks import (
     is_fused,
     layers,
     text_part,
+    tied_head,
     top,
 )
 from weightbeam.model_mappings.configuration import count, inside, size
@@ -116,6 +117,13 @@ LINES = (
     *(size(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
 )
 
+def copies(c, layout):
+    c = text_part(c)
+    mtp = f"model.layers.{c.size('num_hidden_layers')}."
+    tied = tied_head(c, layout)
+    return tied | {f"{mtp}embed_tokens.weight": "model.embed_tokens.weight", f"{mtp}shared_head.head.weight": tied.get("lm_head.weight", "lm_head.weight")}
+
+
 FAMILY = Family(
     name="deepseek",
     models={
@@ -127,6 +135,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    copies=copies,
     configuration=dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), LINES) | {"kimi_k25": inside("text_config", LINES)},
     mtp=True,
     aliases={"language_model": "", "language_model.model.blocks": "model.layers", "model.language_model": "model"},

@@ -12,7 +12,7 @@ converter stacks the experts of those first, unscanned layers on the scan's axis
 checkpoint_conversion/to_maxtext.py, e591f30).
 """
 
-from weightbeam.model_mappings.blocks import HEAD_DIM, SIZES, beyond_vocabulary, common_drops, experts, gated_mlp, is_fused, top, vocabulary
+from weightbeam.model_mappings.blocks import HEAD_DIM, SIZES, beyond_vocabulary, common_drops, experts, gated_mlp, is_fused, tied_head, top, vocabulary
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
@@ -190,6 +190,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    copies=lambda c, layout: tied_head(c, layout, **TOP),
     configuration={"deepseek_v4": LINES},
     releases="DeepSeek V4",
     checked=("deepseek4-284b", "deepseek4-tiny"),

@@ -17,6 +17,7 @@ from weightbeam.model_mappings.blocks import (
     gated_mlp,
     layers,
     sandwich_norms,
+    tied_head,
     top,
     with_defaults,
 )
@@ -74,6 +75,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    copies=lambda c, layout: tied_head(with_defaults(c, **DEFAULTS), layout),
     configuration={"gemma2": LINES},
     releases="Gemma 2 2B, 9B, 27B",
     checked=("gemma2-2b", "gemma2-9b"),

@@ -16,6 +16,7 @@ from weightbeam.model_mappings.blocks import (
     gated_mlp,
     sandwich_norms,
     text_part,
+    tied_head,
     top,
     with_defaults,
 )
@@ -142,6 +143,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    copies=lambda c, layout: tied_head(text(c)[0], layout, text(c)[1]),
     configuration={"gemma3_text": TEXT, "gemma3": inside("text_config", TEXT)},
     releases="Gemma 3 4B, 12B, 27B",
     checked=("gemma3-4b", "gemma3-27b"),

@@ -27,6 +27,7 @@ from weightbeam.model_mappings.blocks import (
     gated_mlp,
     is_fused,
     sandwich_norms,
+    tied_head,
     top,
     with_defaults,
 )
@@ -202,6 +203,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    copies=lambda c, layout: tied_head(text(c), layout, HF),
     configuration={"gemma4_text": LARGE, "gemma4": inside("text_config", LARGE)},
     releases="Gemma 4 26B-A4B, 31B",
     checked=("gemma4-26b", "gemma4-31b"),

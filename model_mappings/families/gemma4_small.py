@@ -11,7 +11,7 @@ AI-Hypercomputer/maxtext, src/maxtext/models/gemma4_small.py and configs/types.p
 models/gemma4/modeling_gemma4.py, v5.23.0. The rest is as in `gemma4.py`.
 """
 
-from weightbeam.model_mappings.blocks import common_drops, gated_mlp, top
+from weightbeam.model_mappings.blocks import common_drops, gated_mlp, tied_head, top
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import inside
 from weightbeam.model_mappings.families.gemma4 import ALIASES, AROUND, GLOBAL, HF, LAYER, LOCAL, TEXT, attention, is_small, text, text_dims
@@ -84,6 +84,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    copies=lambda c, layout: tied_head(text(c), layout, HF),
     configuration={"gemma4_text": TEXT, "gemma4": inside("text_config", TEXT)},
     releases="Gemma 4 E2B, E4B",
     checked=("gemma4-e2b",),

@@ -19,6 +19,7 @@ from weightbeam.model_mappings.blocks import (
     common_dims,
     common_drops,
     cycles,
+    tied_head,
     top,
 )
 from weightbeam.model_mappings.configuration import size
@@ -69,6 +70,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=common_drops,
+    copies=tied_head,
     configuration={"gpt_oss": LINES},
     releases="gpt-oss 20b, 120b",
     checked=("gpt-oss-20b",),

@@ -6,7 +6,7 @@ model's name or `rope_type` begins with llama3.1, else `RotaryEmbedding`). MaxTe
 with `rope_type: llama3.1`.
 """
 
-from weightbeam.model_mappings.blocks import HEAD_DIM, MLP, NORMS, SIZES, attention, common_dims, common_drops, gated_mlp, layers, top
+from weightbeam.model_mappings.blocks import HEAD_DIM, MLP, NORMS, SIZES, attention, common_dims, common_drops, gated_mlp, layers, tied_head, top
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale
@@ -55,6 +55,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=common_drops,
+    copies=tied_head,
     releases="Llama 2, 3, 3.1, 3.2, 3.3, Mistral",
     checked=("llama2-7b", "llama2-70b", "llama3-8b", "llama3.1-8b", "llama3.1-8b-Instruct", "llama3.1-70b", "llama3.3-70b", "mistral-7b"),
     missing="Llama 3.2's vision models",

@@ -24,6 +24,7 @@ from weightbeam.model_mappings.blocks import (
     gated_mlp,
     is_fused,
     text_part,
+    tied_head,
     top,
 )
 from weightbeam.model_mappings.config import ConfigError
@@ -99,6 +100,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    copies=lambda c, layout: tied_head(text_part(c), layout),
     configuration={"llama4_text": TEXT, "llama4": inside("text_config", TEXT)},
     aliases={"language_model": ""},
     releases="Llama 4 Scout, Maverick (text)",

@@ -3,7 +3,7 @@
 transformers v5 says `mlp` in memory where the hub's files say `block_sparse_moe`.
 """
 
-from weightbeam.model_mappings.blocks import HEAD_DIM, MLP, NORMS, SIZES, attention, common_dims, common_drops, experts, is_fused, layers, top
+from weightbeam.model_mappings.blocks import HEAD_DIM, MLP, NORMS, SIZES, attention, common_dims, common_drops, experts, is_fused, layers, tied_head, top
 from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale
@@ -43,6 +43,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=common_drops,
+    copies=tied_head,
     configuration={"mixtral": LINES},
     releases="Mixtral 8x7B, 8x22B",
     checked=("mixtral-8x7b",),

@@ -5,7 +5,20 @@ all heads together, in MaxText too (AI-Hypercomputer/maxtext, src/maxtext/models
 layers/normalizations.py, e591f30). Long-context and base models, `olmo3-7b` and `olmo3-7b-pt`, differ in RoPE only.
 """
 
-from weightbeam.model_mappings.blocks import HEAD_DIM, MLP, SIZES, attention, check_cycle, check_whole, common_dims, common_drops, cycles, gated_mlp, top
+from weightbeam.model_mappings.blocks import (
+    HEAD_DIM,
+    MLP,
+    SIZES,
+    attention,
+    check_cycle,
+    check_whole,
+    common_dims,
+    common_drops,
+    cycles,
+    gated_mlp,
+    tied_head,
+    top,
+)
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.rules import rule
 
@@ -37,6 +50,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=common_drops,
+    copies=tied_head,
     configuration={"olmo3": (*SIZES, HEAD_DIM, MLP)},
     releases="OLMo 3 7B, 32B",
     checked=("olmo3-7b", "olmo3-7b-pt"),

@@ -15,6 +15,7 @@ from weightbeam.model_mappings.blocks import (
     gated_mlp,
     is_fused,
     layers,
+    tied_head,
     top,
 )
 from weightbeam.model_mappings.configuration import size
@@ -83,6 +84,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=common_drops,
+    copies=tied_head,
     configuration={"qwen2": DENSE, "qwen3": DENSE, "qwen3_moe": MOE},
     releases="Qwen 2.5, Qwen 3, Qwen 3 MoE, Qwen 3 Coder",
     checked=CHECKED,

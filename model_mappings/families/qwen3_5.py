@@ -7,7 +7,7 @@ one tensor for each. A text model saved alone has a flat `config.json` and no `l
 Qwen 3.5 (src/maxtext/configs/models).
 """
 
-from weightbeam.model_mappings.blocks import common_drops, text_part
+from weightbeam.model_mappings.blocks import common_drops, text_part, tied_head
 from weightbeam.model_mappings.configuration import inside
 from weightbeam.model_mappings.families.qwen3_next import BA, LINES, MTP, QKVZ, decoder
 from weightbeam.model_mappings.families.qwen3_next import dims as text_dims
@@ -54,6 +54,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    copies=lambda c, layout: tied_head(text_part(c), layout, HF),
     configuration={"qwen3_5_moe_text": LINES, "qwen3_5_moe": inside("text_config", LINES)},
     towers="vision",
     aliases={f"model.{part}": f"{HF}{part}" for part in ("embed_tokens", "layers", "norm")},

@@ -19,6 +19,7 @@ from weightbeam.model_mappings.blocks import (
     experts,
     gated_mlp,
     is_fused,
+    tied_head,
     top,
 )
 from weightbeam.model_mappings.config import ConfigError
@@ -102,6 +103,7 @@ FAMILY = Family(
     dims=dims,
     stacks=lambda c, layout: decoder(c, layout, IN_PROJ),
     drops=lambda c, layout: common_drops(c, layout) | MTP,
+    copies=tied_head,
     configuration={"qwen3_next": LINES},
     releases="Qwen 3 Next 80B-A3B, Qwen 3 Coder Next",
     checked=("qwen3-next-80b-a3b",),

@@ -6,7 +6,7 @@ no rotary embedding. MaxText refuses to scan a model with deepstack (AI-Hypercom
 towers in models/qwen3.py, e591f30).
 """
 
-from weightbeam.model_mappings.blocks import common_drops, text_part
+from weightbeam.model_mappings.blocks import common_drops, text_part, tied_head
 from weightbeam.model_mappings.configuration import inside
 from weightbeam.model_mappings.families.qwen import MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family
@@ -97,6 +97,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    copies=lambda c, layout: tied_head(text_part(thinker(c)), layout, HF, head=HEAD),
     configuration={
         "qwen3_omni_moe_thinker": inside("text_config", MOE),
         "qwen3_omni_moe": inside("thinker_config.text_config", MOE),

@@ -7,7 +7,7 @@ head is tied, the outer flag says; transformers writes another into `text_config
 with deepstack, its text alone included (AI-Hypercomputer/maxtext, src/maxtext/configs/types.py, e591f30).
 """
 
-from weightbeam.model_mappings.blocks import common_drops, experts_in_out, gated_mlp, text_part
+from weightbeam.model_mappings.blocks import common_drops, experts_in_out, gated_mlp, text_part, tied_head
 from weightbeam.model_mappings.configuration import inside
 from weightbeam.model_mappings.families.qwen import DENSE, MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family
@@ -55,6 +55,7 @@ FAMILY = Family(
     dims=dims,
     stacks=stacks,
     drops=drops,
+    copies=lambda c, layout: tied_head(text_part(c), layout, HF),
     configuration={"qwen3_vl": inside("text_config", DENSE), "qwen3_vl_moe": inside("text_config", MOE)},
     towers="vision",
     layouts=("unscanned",),
