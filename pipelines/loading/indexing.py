@@ -6,7 +6,7 @@ import operator
 from types import EllipsisType
 from typing import Any
 
-from weightbeam.model_mappings.cells import Box
+from weightbeam.model_mappings.boxes import Box
 
 
 def find_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[slice | int | None, ...]]:

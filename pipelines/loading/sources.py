@@ -20,7 +20,7 @@ from weightbeam.formats.orbax import find_items, open_arrays, record_of
 from weightbeam.formats.safetensors import Checkpoint, Empty, open_checkpoint, read_boxes
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
-from weightbeam.model_mappings.cells import Box, extent, volume
+from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.prepare import describe, refuse, sharding_rules

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from support import BF16, DEEPSEEK, F32, FP8, LLAMA, assert_same_bits, convert, random_tensors, read_tensors, reference, restore, save, split
 
-from weightbeam.model_mappings.cells import extent
+from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.loading.indexing import find_box
