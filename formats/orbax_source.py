@@ -1,0 +1,254 @@
+"""An Orbax checkpoint as a source: anyone's, its arrays as encodings that read boxes of themselves.
+
+What it holds is told by its own metadata, once; a worker is given that and opens the arrays again without looking. An array is read
+in whole chunks where it is compressed, since a compressed chunk is decoded whole; `chunk` is that grain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from weightbeam.formats import ocdbt, zarr
+from weightbeam.formats.encodings.encoding import InOrder
+from weightbeam.formats.orbax import METADATA, find_items, item_metadata, record_of
+from weightbeam.formats.safetensors import Empty
+from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.model_mappings.boxes import Box, extent, volume
+from weightbeam.model_mappings.trees import Tree, TreeError, recognise
+
+LIGHT = 64 << 20  # bytes; a stored shard of chunks up to this is read whole
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OrbaxArray(InOrder):
+    """An array of an Orbax checkpoint; its values are those that are stored.
+
+    Attributes:
+      items: URL of the item.
+      key: in its key-value store.
+      driver: TensorStore's, `zarr3` or `zarr`.
+      use_ocdbt: whether the item is one database.
+      shape, dtype: of the array.
+      chunk: what is read whole.
+      compressed: whether a chunk has to be decoded.
+    """
+
+    items: str
+    key: str
+    driver: str
+    use_ocdbt: bool
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    compressed: bool
+    label = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of a chunk, decoded."""
+        return math.prod(self.chunk) * self.dtype.itemsize
+
+    def reads(self, box: Box) -> tuple[ChunkRead, ...]:
+        """One read: TensorStore finds the chunks."""
+        return (ChunkRead(self, box),)
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        """Passes the values as they are."""
+        return stored[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """A box of an array of an Orbax checkpoint, to be read."""
+
+    array: OrbaxArray
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return volume(self.box) * self.array.dtype.itemsize
+
+    @staticmethod
+    def fetch(reads: Sequence[ChunkRead], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+        """Reads boxes into arrays that `empty` makes.
+
+        Returns:
+          An array for each, and their bytes.
+
+        Raises:
+          StorageError: a chunk is missing or damaged.
+        """
+        made, writes = [], []
+        for read in reads:
+            values = empty(extent(read.box), read.array.dtype)
+            region = tuple(slice(start, stop) for start, stop in read.box)
+            stored = _opened(read.array)[region]
+            writes.append((read, ts.array(values).write(stored, can_reference_source_data_indefinitely=True)))
+            made.append(values)
+        for read, write in writes:
+            try:
+                write.result()
+            except ValueError as e:
+                raise StorageError(f"{read.array.items}: {read.array.key}: {_brief(e)}") from e
+        return made, sum(values.nbytes for values in made)
+
+
+def _brief(error: Exception) -> str:
+    """TensorStore's message without the notes about its own source."""
+    return str(error).partition(" [source locations=")[0]
+
+
+_OPENING = threading.Lock()
+
+
+@functools.lru_cache(maxsize=4)
+def _context(items: str) -> tuple[ts.Context, dict[str, ts.TensorStore]]:
+    return ocdbt.context(), {}
+
+
+def _opened(array: OrbaxArray) -> ts.TensorStore:
+    """The open array; opened once in a process."""
+    with _OPENING:
+        context, opened = _context(array.items)
+        if array.key not in opened:
+            opened[array.key] = _open(open_store(array.items), array.key, array.driver, array.use_ocdbt, context).result()
+        return opened[array.key]
+
+
+def _open(items: Store, key: str, driver: str, use_ocdbt: bool, context: ts.Context) -> ts.Future:
+    kvstore = ocdbt.database(items) if use_ocdbt else items.kvstore()
+    fill = {"fill_missing_data_reads": False}  # a chunk that is missing is an error, not zeros
+    return ts.open({"driver": driver, "kvstore": zarr.below(kvstore, key), **fill}, open=True, read=True, context=context)
+
+
+def forget(items: str) -> None:
+    """Closes what is open: the checkpoint may be another one soon."""
+    with _OPENING:
+        _context.cache_clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxCheckpoint:
+    """An item of an Orbax checkpoint, known by its metadata.
+
+    Attributes:
+      root: URL of the item.
+      files: name, size and version of each of its files: what it is told by.
+      metadata: `_METADATA`.
+      custom: the custom metadata of its step.
+      record: `conversion.json`; empty where it isn't ours.
+      arrays: by their keys.
+      tree: which of them are weights.
+    """
+
+    root: str
+    files: str
+    metadata: Mapping[str, Any]
+    custom: Mapping[str, Any]
+    record: Mapping[str, Any]
+    arrays: Mapping[str, OrbaxArray]
+    tree: Tree
+
+    @property
+    def weights(self) -> dict[str, OrbaxArray]:
+        """The weights, by MaxText's keys."""
+        return {name: self.arrays[key] for name, key in self.tree.weights.items()}
+
+    def check(self) -> None:
+        """Checks that the checkpoint is the one that was opened.
+
+        Raises:
+          StorageError: it isn't, or is gone.
+        """
+        if identify(open_store(self.root)) != self.files:
+            raise StorageError(f"{self.root} changed while it was read; start anew with --overwrite")
+
+    def stage(self) -> dict[str, Any]:
+        """As JSON, for workers."""
+        arrays = {key: [array.driver, array.use_ocdbt, array.shape, array.dtype.name, array.chunk, array.compressed] for key, array in self.arrays.items()}
+        return {"root": self.root, "files": self.files, "metadata": self.metadata, "custom": self.custom, "record": self.record, "arrays": arrays}
+
+
+def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
+    """The checkpoint that `OrbaxCheckpoint.stage` staged."""
+    arrays = {
+        key: OrbaxArray(staged["root"], key, driver, use_ocdbt, tuple(shape), _dtype(dtype), tuple(chunk), compressed)
+        for key, (driver, use_ocdbt, shape, dtype, chunk, compressed) in staged["arrays"].items()
+    }
+    tree = recognise(_paths(staged["metadata"], arrays))
+    return OrbaxCheckpoint(staged["root"], staged["files"], staged["metadata"], staged["custom"], staged["record"], arrays, tree)
+
+
+def _dtype(name: str) -> np.dtype:
+    return ts.dtype(name).numpy_dtype
+
+
+def identify(items: Store) -> str:
+    """What tells the files of an item from any others: a hash of their names, sizes and versions."""
+    listed = [(file.name, file.size, file.version) for file in items.list()]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
+
+def open_orbax(where: str | Path | Store) -> OrbaxCheckpoint:
+    """Opens a checkpoint given by its root (with one step), a step, or the item itself.
+
+    Raises:
+      StorageError: there is none, it is damaged, or its tree isn't one whose weights can be taken.
+    """
+    items = find_items(where)
+    forget(str(items))
+    files = identify(items)
+    try:
+        metadata = json.loads(items.read(METADATA))
+        keys = [".".join(path) for path in leaves(metadata)]
+        driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"
+        use_ocdbt = metadata.get("use_ocdbt", True)
+        context = ocdbt.context()
+        opened = [_open(items, key, driver, use_ocdbt, context) for key in keys]
+        arrays = {}
+        for key, future in zip(keys, opened, strict=True):
+            store = future.result()
+            layout = store.chunk_layout
+            read, shard = layout.read_chunk.shape or store.shape, layout.write_chunk.shape or store.shape
+            dtype = np.dtype(store.dtype.numpy_dtype)
+            codec = json.dumps(store.codec.to_json() if store.codec else None)
+            compressed = any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"', '"zlib"', '"bz2"'))
+            grain = shard if math.prod(shard) * dtype.itemsize <= LIGHT else read
+            grain = tuple(min(n, size) if size else 1 for n, size in zip(grain, store.shape, strict=True))
+            arrays[key] = OrbaxArray(str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed)
+        tree = recognise(_paths(metadata, arrays))
+    except TreeError as e:
+        raise StorageError(f"{items}: {e}") from e
+    except StorageError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise StorageError(f"{items}: can't be read: {_brief(e) or type(e).__name__}") from e
+    return OrbaxCheckpoint(str(items), files, metadata, item_metadata(items), record_of(items), arrays, tree)
+
+
+def leaves(metadata: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The paths of the arrays of a tree; leaves that hold none (empty dicts, None) left out."""
+    found = []
+    for entry in metadata["tree_metadata"].values():
+        if not entry["value_metadata"].get("skip_deserialize"):
+            found.append(tuple(str(key["key"]) for key in entry["key_metadata"]))
+    return found
+
+
+def _paths(metadata: Mapping[str, Any], arrays: Mapping[str, OrbaxArray]) -> list[tuple[str, ...]]:
+    return [path for path in leaves(metadata) if ".".join(path) in arrays]

@@ -1,0 +1,128 @@
+"""Trees: how the weights of a checkpoint are called, whoever wrote it, and which of its arrays they are.
+
+MaxText's trainer, its converters, its tools and Tunix write the same weights below different names. Here they get one:
+`params.params.decoder.…`, that of MaxText's own parameter checkpoints. Everything else (the optimizer, random generators, counters)
+is the state around them. (AI-Hypercomputer/maxtext, src/maxtext/common/checkpointing.py and train_state_nnx.py, e591f30; Tunix's
+PeftTrainer.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+from weightbeam.model_mappings.plan import PARAMETERS, PREFIX
+
+Path = tuple[str, ...]
+
+VALUE = "value"  # the leaf of an nnx variable
+STATE = ("opt_state", "optimizer", "optimizer_state", "nnx_aux", "step", "iter", "accumulated_metrics", "accumulated_grads")
+GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
+
+
+class TreeError(ValueError):
+    """A tree whose weights can't be taken; the message names its kind and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """The arrays of a checkpoint, sorted.
+
+    Attributes:
+      kind: what wrote it, in a few words.
+      weights: MaxText's key of each weight -> its key in the checkpoint.
+      state: the keys of all other arrays.
+    """
+
+    kind: str
+    weights: Mapping[str, str]
+    state: tuple[str, ...]
+
+
+def recognise(paths: Iterable[Path]) -> Tree:
+    """Finds the weights among the paths of a checkpoint's arrays.
+
+    Raises:
+      TreeError: there are none, or a kind of tree whose weights aren't plain arrays.
+    """
+    paths = list(paths)
+    _refuse(paths)
+    tops = {path[0] for path in paths if path}
+    kind, prefix = _kind(paths, tops)
+    weights: dict[str, str] = {}
+    state: list[str] = []
+    for path in paths:
+        key = ".".join(path)
+        inner = path[len(prefix) :] if path[: len(prefix)] == prefix else ()
+        if not inner or (not prefix and path[0] in STATE) or GENERATORS.search(key):
+            state.append(key)
+            continue
+        named = _named(inner, below_params=prefix == (PREFIX,))
+        if named in weights:
+            raise TreeError(f"two arrays are {named}: {weights[named]} and {key}")
+        weights[named] = key
+    if not weights:
+        raise TreeError(f"no weights among its {len(paths)} arrays, such as {'.'.join(paths[0])}" if paths else "no arrays")
+    return Tree(kind, weights, tuple(state))
+
+
+def _kind(paths: list[Path], tops: set[str]) -> tuple[str, Path]:
+    """What wrote a tree, and the components in front of its weights."""
+    values = all(path[-1] == VALUE for path in paths if path[0] not in STATE and not GENERATORS.search(".".join(path)))
+    if PREFIX in tops:
+        trained = "a training state" if tops & {"opt_state", "nnx_aux"} else "parameters"
+        return (f"{trained}, each leaf an nnx variable" if values else trained), (PREFIX,)
+    if "base" in tops:
+        return "an RL wrapper's nnx model", ("base",)
+    if "model" in tops:
+        return "an nnx training state", ("model",)
+    if "model_params" in tops:
+        return "a training engine's nnx model", ("model_params",)
+    return ("an nnx model" if values else "a bare tree of parameters"), ()
+
+
+def _named(path: Path, below_params: bool) -> str:
+    """MaxText's key of a weight: `decoder.layers.0.mlp.wi_0.kernel.value` -> `params.params.decoder.layers_0.mlp.wi_0.kernel`."""
+    if path[-1] == VALUE and len(path) > 1:
+        path = path[:-1]
+    is_collection = below_params and path[0] not in ("decoder", "token_embedder", "vision_encoder", "audio_encoder", "mtp_block")
+    folded: list[str] = []
+    for component in path:
+        if component.isdecimal() and folded:  # an element of an nnx.List
+            folded[-1] += f"_{component}"
+        else:
+            folded.append(component)
+    return ".".join([PREFIX, *folded]) if is_collection else PARAMETERS + ".".join(folded)
+
+
+def _refuse(paths: list[Path]) -> None:
+    """Refuses the kinds of trees that hold no plain weights."""
+    components = {component for path in paths for component in path}
+    tops = {path[0] for path in paths if path}
+    keys = {".".join(path) for path in paths}
+
+    def has(*names: str) -> bool:
+        return bool(components.intersection(names))
+
+    if "outer_opt_state" in tops or "inner_state" in tops:
+        raise TreeError("a DiLoCo state: every array has an axis of replicas in front; save the parameters of one replica first")
+    if "aqt" in components or has("AqtDotGeneral_0", "qrhs") or any(component.startswith("AqtDotGeneral") for component in components):
+        raise TreeError("an AQT checkpoint for serving: its quantised kernels aren't weights any more; take the checkpoint it was made of")
+    if has("qvalue"):
+        raise TreeError("a Qwix QLoRA base, whose kernels are quantised (array.qvalue); take the checkpoint it was made of")
+    if any(component.endswith("_packed") for component in components):
+        raise TreeError("MXFP4 experts (…_packed beside …_scale), which MaxText keeps in a layout of its own; take the release it was made of")
+    scaled = sorted(key for key in keys if f"{key.removesuffix('.value')}_scale" in keys or f"{key.removesuffix('.value')}_scale.value" in keys)
+    if scaled:
+        raise TreeError(f"FP8 weights with scales beside them, such as {scaled[0]}; take the release it was made of, or a bfloat16 checkpoint")
+    adapters = [key for key in keys if "lora" in key]
+    if adapters and len(adapters) >= len([key for key in keys if key.split(".")[0] not in STATE]):
+        raise TreeError(f"a LoRA adapter without its base, such as {sorted(adapters)[0]}")
+    if tops == {"checkpoint"}:
+        raise TreeError("an old MaxText checkpoint (msgpack); save it anew with a MaxText that reads it")
+
+
+def is_scanned(weights: Iterable[str]) -> bool:
+    """Whether the layers of a kind are stacked, by the names: `layers.`, not `layers_0.`."""
+    return not any(re.search(r"\.(dense_|moe_)?layers_\d+\.", key.replace("layers.layers_", "layers.place_")) for key in weights if "remainder" not in key)
