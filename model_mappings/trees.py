@@ -69,7 +69,7 @@ def recognise(paths: Iterable[Path]) -> Tree:
 
 def _kind(paths: list[Path], tops: set[str]) -> tuple[str, Path]:
     """What wrote a tree, and the components in front of its weights."""
-    values = all(path[-1] == VALUE for path in paths if path[0] not in STATE and not GENERATORS.search(".".join(path)))
+    values = all(path[-1:] == (VALUE,) for path in paths if path[:1] and path[0] not in STATE and not GENERATORS.search(".".join(path)))
     if PREFIX in tops:
         trained = "a training state" if tops & {"opt_state", "nnx_aux"} else "parameters"
         return (f"{trained}, each leaf an nnx variable" if values else trained), (PREFIX,)

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.encodings import Encoding
-from weightbeam.formats.safetensors import Empty, read_boxes
+from weightbeam.formats.safetensors import Empty
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.plan import Array
@@ -28,9 +28,17 @@ DECODED = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))  # what an encodi
 def read(fetches: Sequence[Fetch], empty: Empty = np.empty) -> tuple[list[list[np.ndarray]], int]:
     """Reads what the fetches need: for each its stored arrays, and the bytes read from the files."""
     groups = [fetch.encoding.reads(fetch.box) for fetch in fetches]
-    arrays, nbytes = read_boxes([read for group in groups for read in group], empty)
+    reads = [read for group in groups for read in group]
+    arrays: list[np.ndarray | None] = [None] * len(reads)
+    total = 0
+    for kind in dict.fromkeys(map(type, reads)):  # boxes of files, chunks of a checkpoint: each fetches many at once
+        numbers = [number for number, read in enumerate(reads) if type(read) is kind]
+        fetched, nbytes = kind.fetch([reads[number] for number in numbers], empty)
+        total += nbytes
+        for number, values in zip(numbers, fetched, strict=True):
+            arrays[number] = values
     rest = iter(arrays)
-    return [[next(rest) for _ in group] for group in groups], nbytes
+    return [[next(rest) for _ in group] for group in groups], total
 
 
 def decode(fetches: Sequence[Fetch], stored: Sequence[list[np.ndarray]], empty: Empty = np.empty) -> list[np.ndarray]:

@@ -118,7 +118,7 @@ def count_experts(arrays: Iterable[Array]) -> int:
     return max((size for array in arrays for name, size in zip(array.names, array.shape, strict=True) if name == EXPERTS), default=0)
 
 
-def _cut(part: Part, itemsize: int, stored: Stored) -> tuple[frozenset[int], list[int]]:
+def cut_rows(part: Part, itemsize: int, stored: Stored) -> tuple[frozenset[int], list[int]]:
     """The array's axes that hold a tensor's columns, and those that hold its rows, the fastest first.
 
     Columns are the trailing axes of the tensor that are needed to make a contiguous run of `MIN_RUN` bytes. An axis that merges
@@ -176,7 +176,7 @@ def make_grid(
         finest, warnings = _common_shard(array, assignments, with_experts, least), ()
     uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting  # a ragged last chunk does no harm
     part = next((part for part in array.parts if part.rule.source), array.parts[0])
-    whole, rows = _cut(part, itemsize, stored)
+    whole, rows = cut_rows(part, itemsize, stored)
     names = sorted(axis for axis in selecting if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(shape)) if axis not in whole)]))
 

@@ -46,15 +46,16 @@ def working_bytes(unit: Iterable[Block]) -> int:
     return sum(block.working_bytes for block in unit)
 
 
-def find_twins(arrays: Sequence[Array]) -> list[list[int]]:
+def find_twins(arrays: Sequence[Array], least_run: float = MIN_RUN) -> list[list[int]]:
     """The numbers of the arrays, those together that are alike but for their window into the same tensors.
 
     Such arrays (gate and up that alternate in one tensor) are cut alike and made in one unit, so that no byte is read twice.
+    Where their elements lie side by side for `least_run` bytes that isn't worth while.
     """
     groups: dict[object, list[int]] = {}
     for number, array in enumerate(arrays):
         part = array.parts[0]
-        alone = len(array.parts) > 1 or not part.rule.window or _run(part) * array.dtype.itemsize >= MIN_RUN
+        alone = len(array.parts) > 1 or not part.rule.window or _run(part) * array.dtype.itemsize >= least_run
         key = number if alone else (part.template, part.layers.tobytes(), part.target_axes, part.window_shape, part.steps, array.names)
         groups.setdefault(key, []).append(number)
     return list(groups.values())

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
 from weightbeam.model_mappings.boxes import Box, Range, whole
+
+
+class Read(Protocol):
+    """A part of something that is stored, to be read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is read, in memory."""
+        ...
+
+    @staticmethod
+    def fetch(reads: Sequence[Any], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+        """Reads many of one kind: an array for each that `empty` makes, and the bytes that were read."""
+        ...
 
 
 class Encoding(Protocol):
@@ -39,7 +54,7 @@ class Encoding(Protocol):
         """The axes of the values that a unit shouldn't cut: any part of them needs scales for all. Mostly none."""
         ...
 
-    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+    def reads(self, box: Box) -> Sequence[Read]:
         """The stored boxes that the values of `box` need."""
         ...
 
@@ -127,7 +142,7 @@ class Transposed:
     def indivisible(self) -> frozenset[int]:
         return frozenset(self.order[axis] for axis in self.stored.indivisible)
 
-    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+    def reads(self, box: Box) -> Sequence[Read]:
         return self.stored.reads(self._as_stored(box))
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:

@@ -1,0 +1,511 @@
+"""An export, planned: an Orbax checkpoint into a release's safetensors files, by the family's table read back.
+
+What a unit reads is a block of whole chunks of the arrays; what it writes are the rows of the tensors that lie in them. Along the
+axes that hold a tensor's columns a block takes all there is, so that a row is written in one go, and along the others as many
+chunks as its bytes allow:
+
+    array wi_0 (embed, layers, mlp), chunks of (512, 1, 512)      tensor gate_proj (mlp, embed) of layer 7
+    block: all of embed, layer 7, mlp [1024, 2048)          ─▸    rows [1024, 2048), whole
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
+from weightbeam.formats.provenance import versions
+from weightbeam.formats.safetensors import Checkpoint, Tensor
+from weightbeam.formats.sources import open_source
+from weightbeam.formats.zarr import ArraySpec
+from weightbeam.model_mappings.audit import audit
+from weightbeam.model_mappings.boxes import Box, extent, volume, whole
+from weightbeam.model_mappings.cells import Cell, Piece
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family, rename
+from weightbeam.model_mappings.naming import name_model
+from weightbeam.model_mappings.ops import inverses
+from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.transforms.arena import aligned
+from weightbeam.transforms.files import FileLayout, plan_files
+from weightbeam.transforms.grid import Grid, Stored, cut_rows
+from weightbeam.transforms.units import Block, Fetch, element_box, find_twins, largest_first, pack, working_bytes
+
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("bfloat16", "float16", "float32")}
+AUTO = "auto"
+EMBEDDING = f"{PARAMETERS}token_embedder.embedding"
+TOWERS = (f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")
+MTP = f"{PARAMETERS}mtp_block."
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """What the user asked for, as far as it changes a byte."""
+
+    save_dtype: str = AUTO
+    maxtext_model: str | None = None
+    param_scan_axis: int | None = None
+    max_shard_size: int | None = None
+    unit_bytes: int = 128 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Like:
+    """The release whose form an export takes.
+
+    Attributes:
+      root: its URL; empty where there is none.
+      config: its `config.json`.
+      tensors: name -> (dtype, shape, file), of the values: a quantised tensor is bfloat16, its scales aren't there.
+    """
+
+    root: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Like:
+        """A release, by its headers."""
+        source = open_source(checkpoint)
+        tensors = {}
+        for name, encoding in source.encodings.items():
+            dtype = encoding.weight.dtype.name if encoding.label is None else "bfloat16"
+            tensors[name] = (dtype, encoding.shape, encoding.weight.path.rpartition("/")[2])
+        return cls(checkpoint.root, checkpoint.config, tensors)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowsJob:
+    """Rows of a tensor to make and to write.
+
+    Attributes:
+      tensor: where they go: `path` is the file's name in the release.
+      box: of the tensor.
+      pieces: what they are made of, each with the number of the fetch that holds its source.
+    """
+
+    tensor: Tensor
+    box: Box
+    pieces: tuple[tuple[int, Piece], ...]
+    fill = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """It isn't cut further."""
+        return (1,) * len(self.box)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExportUnit:
+    """A unit of work: chunks to read, and the rows that they are."""
+
+    id: int
+    fetches: tuple[Fetch, ...]
+    jobs: tuple[RowsJob, ...]
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory for all of its arrays."""
+        read = sum(aligned(part.nbytes) for fetch in self.fetches for part in fetch.encoding.reads(fetch.box))
+        return read + sum(aligned(volume(job.box) * job.dtype.itemsize) for job in self.jobs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """The plan of an export.
+
+    Attributes:
+      options, source, like: the inputs.
+      plan: the arrays, what of the release is left out, and the problems.
+      names: the tensors that are written, by the table's name for each: `(name in the release, ...)`.
+      files: where each tensor goes; None if there are problems.
+      grids: one for each array.
+      units: the blocks of each unit.
+      lossy: by tensor, why its values aren't the array's to the bit.
+      config_edits: what of `config.json` has to change: `{field: value}`.
+    """
+
+    options: ExportOptions
+    source: OrbaxCheckpoint
+    like: Like
+    plan: Plan
+    names: Mapping[str, tuple[str, ...]]
+    files: FileLayout | None
+    grids: tuple[Grid, ...]
+    units: tuple[tuple[Block, ...], ...]
+    lossy: Mapping[str, str]
+    config_edits: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+
+    kind = "export"
+
+    @functools.cached_property
+    def encodings(self) -> dict[str, OrbaxArray]:
+        """The weights, by MaxText's keys."""
+        return self.source.weights
+
+    @functools.cached_property
+    def source_bytes(self) -> int:
+        """Bytes of the arrays that are read."""
+        return sum(self.encodings[array.key].nbytes for array in self.plan.arrays if array.key in self.encodings)
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.files.tensors.values()) if self.files else 0
+
+    made_bytes = target_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the chunks that the units read, decoded."""
+        return sum(
+            math.prod(extent(element_box(self.grids[block.array].spec, block.shards))) * self.grids[block.array].spec.dtype.itemsize
+            for unit in self.units
+            for block in unit
+        )
+
+    @property
+    def unit_working_bytes(self) -> int:
+        """Memory of the largest unit."""
+        return max(map(working_bytes, self.units), default=0)
+
+    def expand(self, unit: int) -> ExportUnit:
+        """A unit, spelled out."""
+        assert self.files is not None
+        fetches: list[Fetch] = []
+        pieces: dict[str, list[tuple[int, Piece]]] = {}
+        for block in self.units[unit]:
+            array = self.plan.arrays[block.array]
+            box = element_box(self.grids[block.array].spec, block.shards)
+            for cell in array.cells(box):
+                for piece in back(cell, box, array.key):
+                    pieces.setdefault(str(cell.tensor), []).append((len(fetches), piece))
+            fetches.append(Fetch(self.encodings[array.key], box, self.encodings[array.key].dtype))
+        jobs = []
+        for name, placed in pieces.items():
+            for box, inside in _boxes(placed):
+                jobs += [RowsJob(self.files.tensors[given], box, inside) for given in self.names[name]]
+        return ExportUnit(unit, tuple(fetches), tuple(jobs))
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Identifies the result: the checkpoint's files, the options, the table, the files that are written."""
+        identity = hashlib.sha256()
+
+        def add(*facts: object) -> None:
+            identity.update(json.dumps(facts, sort_keys=True).encode())
+
+        add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.like.config)
+        for array in self.plan.arrays:
+            add(array.key, array.shape, array.dtype.name, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
+        for file in self.files.files if self.files else ():
+            add(file.name, file.header.hex())
+        for unit in self.units:
+            add([(block.array, block.shards) for block in unit])
+        return identity.hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """Where the release comes from."""
+        return {
+            "command": "export",
+            "source": self.source.root,
+            "like": self.like.root,
+            "plan": self.hash,
+            "family": self.plan.family,
+            "model": self.plan.model,
+            "tree": self.source.tree.kind,
+            "options": dataclasses.asdict(self.options),
+            "made_from": {key: self.source.record[key] for key in ("source", "plan", "options", "versions") if key in self.source.record},
+            "versions": versions(),
+            "lossy": dict(self.lossy),
+            "left_out": dict(self.plan.dropped),
+            "config_edits": dict(self.config_edits),
+        }
+
+    def stage(self) -> bytes:
+        """The inputs, compressed; `load` makes the same plan of them."""
+        inputs = {
+            "kind": self.kind,
+            "options": dataclasses.asdict(self.options),
+            "source": self.source.stage(),
+            "like": dataclasses.asdict(self.like),
+            "hash": self.hash,
+        }
+        return gzip.compress(json.dumps(inputs).encode(), compresslevel=5, mtime=0)
+
+
+def load(inputs: Mapping[str, Any]) -> Export:
+    """The export that `Export.stage` staged."""
+    tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in inputs["like"]["tensors"].items()}
+    like = Like(inputs["like"]["root"], inputs["like"]["config"], tensors)
+    return plan_export(ExportOptions(**inputs["options"]), load_checkpoint(inputs["source"]), like)
+
+
+def back(cell: Cell, box: Box, key: str) -> Iterator[Piece]:
+    """What a cell takes of a box of its array, as pieces from the array to the tensor."""
+    for piece in cell.pieces(box):
+        order = tuple(map(piece.order.index, range(len(piece.order))))
+        yield Piece(key, piece.target, piece.source, order, inverses(piece.ops))
+
+
+def _boxes(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[Box, tuple[tuple[int, Piece], ...]]]:
+    """The boxes of a tensor that pieces fill, and which; pieces whose boxes join without holes fill one."""
+    boxes: list[tuple[Box, int, list[tuple[int, Piece]]]] = []  # with the elements that are filled
+    for number, piece in pieces:
+        new = (piece.target.box, _elements(piece), [(number, piece)])
+        boxes.append(new)
+        while len(boxes) > 1:
+            (a, filled, mine), (b, more, others) = boxes[-1], boxes[-2]
+            union = tuple((min(low, l), max(high, h)) for (low, high), (l, h) in zip(a, b, strict=True))
+            if volume(union) > volume(a) + volume(b):
+                break
+            boxes[-2:] = [(union, filled + more, others + mine)]
+    for box, filled, inside in boxes:
+        if filled == volume(box):
+            yield box, tuple(inside)
+        else:  # rows of several windows alternate: each window on its own
+            yield from ((row, ((number, piece),)) for number, piece in inside for row in _rows(piece))
+
+
+def _elements(piece: Piece) -> int:
+    """Elements of a piece."""
+    picks = itertools.chain(*piece.target.picks)
+    return math.prod(pick[1] - pick[0] for pick in picks if not isinstance(pick, int))
+
+
+def _rows(piece: Piece) -> Iterator[Box]:
+    """The box of a piece that fills all of it."""
+    if _elements(piece) != volume(piece.target.box):
+        raise ValueError(f"rows of a tensor that is made of {piece.tensor} alternate with others that aren't made with them")
+    yield piece.target.box
+
+
+def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like) -> Export:
+    """Plans an export. What stands against it is in `plan.problems`."""
+    weights = source.weights
+    config = Config(like.config)
+    try:
+        family = family_of(config, options.maxtext_model or _said_model(source))
+        naming = name_model(family, config, options.maxtext_model or _said_model(source))
+        given = _given(like, family)
+        arrays, layout, problems = _arrays(options, source, family, config, naming.model, given)
+    except (ConfigError, UnknownFamilyError) as e:
+        kind = "config" if isinstance(e, ConfigError) else "family"
+        text = str(e).removeprefix("config.json: ").removeprefix("config.json ")
+        return Export(options, source, like, Plan("unknown", (), {}, (Problem(kind, "config.json", text),)), {}, None, (), (), {}, {})
+    shapes = _tensor_shapes(arrays)
+    drops = dict(family.drops(config, layout))
+    copies = {copy: original for copy, original in family.copies(config, layout).items() if copy in given}
+    specs = {name: TensorSpec(shape, DTYPES["bfloat16"], like.root or "the table") for name, shape in shapes.items()}
+    specs |= {name: TensorSpec(shapes.get(name, shape), _dtype(dtype), file) for name, (dtype, shape, file, _) in given.items() if name not in copies}
+    dropped, found = audit(arrays, specs, drops, family.name)
+    problems += [problem for problem in found if not (problem.kind == "missing" and not given)]
+    dropped = {name: reason for name, reason in dropped.items() if "[" not in name}
+    names = {name: tuple(held[3] for held in [given[name]]) if name in given else (name,) for name in shapes}
+    for copy, original in copies.items():
+        if original in names:
+            names[original] += (given[copy][3],)
+            dropped.pop(copy, None)
+    dtypes = {name: _target_dtype(options, specs[name].dtype) for name in shapes}
+    lossy = {given_name: reason for name, reason in _lossy(arrays, dtypes).items() for given_name in names[name]}
+    edits = _config_edits(config, family, arrays, shapes, given, dropped)
+    files, grids, units, warnings = None, (), (), []
+    if not problems:
+        order = {held[3]: held[2] for held in given.values()}
+        wanted = [(one, dtypes[name], shapes[name]) for name, ones in names.items() for one in ones]
+        files = plan_files(wanted, order or None, options.max_shard_size)
+        warnings += files.warnings
+        grids = tuple(_grid(array, weights[array.key], dtypes) for array in arrays)
+        problems += _too_large(arrays, grids, weights, options.unit_bytes)
+        units = tuple(_units(options, arrays, grids)) if not problems else ()
+    dropped = {given[name][3] if name in given else name: reason for name, reason in dropped.items()}
+    plan = Plan(family.name, arrays, dropped, tuple(problems), family.note(config, layout), family.support, naming.model, naming.sizes)
+    return Export(options, source, like, plan, names, files, grids, units, lossy, edits, tuple(warnings))
+
+
+def _said_model(source: OrbaxCheckpoint) -> str | None:
+    """The MaxText model that a checkpoint of ours was made for."""
+    made = source.record.get("options")
+    model = made.get("maxtext_model") if isinstance(made, dict) else None
+    return model if isinstance(model, str) else None
+
+
+def _given(like: Like, family: Family) -> dict[str, tuple[str, tuple[int, ...], str, str]]:
+    """The release's tensors by the table's names: dtype, shape, file, and the name that the release has for it."""
+    return {rename(name, family.aliases): (dtype, shape, file, name) for name, (dtype, shape, file) in like.tensors.items()}
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _arrays(
+    options: ExportOptions, source: OrbaxCheckpoint, family: Family, config: Config, model: str | None, given: Mapping[str, tuple]
+) -> tuple[tuple[Array, ...], Layout, list[Problem]]:
+    """The arrays of the table, as the checkpoint has them; the layout that it is in; and where they differ.
+
+    Raises:
+      ConfigError: `config.json` lacks what the table needs.
+    """
+    weights = source.weights
+    said = source.custom.get("scan_layers")
+    made = source.record.get("options") if isinstance(source.record.get("options"), dict) else {}
+    axes = [options.param_scan_axis] if options.param_scan_axis is not None else [made["param_scan_axis"]] if "param_scan_axis" in made else [1, 0, 2, 3]
+    base = Layout(
+        scan=said if isinstance(said, bool) else is_scanned(weights),
+        vocab=weights[EMBEDDING].shape[0] if EMBEDDING in weights and len(weights[EMBEDDING].shape) == 2 else None,
+        mtp=any(key.startswith(MTP) for key in weights),
+        multimodal=any(key.startswith(TOWERS) for key in weights),
+        model=model,
+        shapes={name: shape for name, (_, shape, *_) in given.items()},
+    )
+    tried = []
+    for axis in axes:
+        layout = dataclasses.replace(base, scan_axis=axis)
+        parts = expand(family, config, layout)
+        problems, arrays = [], []
+        for path, same in parts.items():
+            key = key_of(path)
+            if all(part.rule.source is None for part in same):
+                continue
+            if key not in weights:
+                problems.append(Problem("missing", key, f"the {family.name} table makes tensors of it, but the checkpoint doesn't hold it", is_array=True))
+            elif weights[key].shape != same[0].shape:
+                message = f"{weights[key].shape} in the checkpoint, by config.json it is {same[0].shape}"
+                problems.append(Problem("shape", key, message, is_array=True))
+            else:
+                fill = next((part.rule.fill for part in same if part.rule.fill is not None), None)
+                arrays.append(Array(key, same[0].shape, weights[key].dtype, same[0].names, tuple(same), fill))
+        known = {key_of(path) for path in parts}
+        for key in weights:
+            if key not in known:
+                problems.append(Problem("unused", key, f"the {family.name} table makes no tensor of it", is_array=True))
+        tried.append((problems, tuple(arrays), layout))
+        if not layout.scan:
+            break
+    fitting = [one for one in tried if not one[0]]
+    if len(fitting) > 1 and len({tuple((a.key, tuple(f for p in a.parts for f in p.target_axes)) for a in arrays) for _, arrays, _ in fitting}) > 1:
+        choices = " or ".join(str(layout.scan_axis) for _, _, layout in fitting)
+        message = f"the shapes fit {choices}, and the checkpoint doesn't say where its layers are stacked; name it"
+        return fitting[0][1], fitting[0][2], [Problem("option", "--param_scan_axis", message)]
+    problems, arrays, layout = fitting[0] if fitting else min(tried, key=lambda one: len(one[0]))
+    return arrays, layout, list(problems)
+
+
+def _tensor_shapes(arrays: Iterable[Array]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that arrays are made into: as far as their windows reach."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for array in arrays:
+        for part in array.parts:
+            reach = tuple(indices[-1] + 1 for indices in part.source_box())
+            for name in part.tensors:
+                held = shapes.get(name, reach)
+                shapes[name] = tuple(map(max, held, reach))
+    return shapes
+
+
+def _target_dtype(options: ExportOptions, released: np.dtype) -> np.dtype:
+    return DTYPES[options.save_dtype] if options.save_dtype != AUTO and is_float(released) else released
+
+
+def _lossy(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype]) -> dict[str, str]:
+    """By tensor, why its values aren't those of the array to the bit."""
+    reasons: dict[str, str] = {}
+    for array in arrays:
+        for part in array.parts:
+            inexact = [op for op in inverses(part.rule.ops) if not op.is_exact]
+            for name in part.tensors:
+                dtype = dtypes[name]
+                if inexact:
+                    reasons[name] = "; ".join(f"{op}, rounded once to {dtype.name}" for op in inexact)
+                elif is_float(array.dtype) and not holds(dtype, array.dtype):
+                    reasons[name] = f"{array.dtype.name}, rounded to {dtype.name}"
+    return reasons
+
+
+def _config_edits(
+    config: Config, family: Family, arrays: Sequence[Array], shapes: Mapping[str, tuple[int, ...]], given: Mapping, dropped: Mapping[str, str]
+) -> dict[str, Any]:
+    """What `config.json` has to say otherwise: rows of a cut vocabulary, prediction layers that aren't there."""
+    edits: dict[str, Any] = {}
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    embedding = next((array for array in arrays if array.key == EMBEDDING), None)
+    if embedding is not None:
+        rows = {shapes[name][0] for part in embedding.parts for name in part.tensors}
+        if len(rows) == 1 and (count := rows.pop()) != text.get("vocab_size", count):
+            edits["vocab_size"] = count
+    if text.get("num_nextn_predict_layers") and not any(array.key.startswith(MTP) for array in arrays):
+        edits["num_nextn_predict_layers"] = 0
+    return edits
+
+
+def _grid(array: Array, stored: OrbaxArray, dtypes: Mapping[str, np.dtype]) -> Grid:
+    """How an array is cut into blocks: chunks as they are stored, whole along the columns of its tensors."""
+    part = next(part for part in array.parts if part.rule.source)
+    whole_axes, rows = cut_rows(part, array.dtype.itemsize, Stored())
+    names = sorted(axis for axis in part.stack_axes if any(f.kind == "name" for f in part.target_axes[axis]))
+    growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole_axes)]))
+    target = max(dtypes[name].itemsize for part in array.parts for name in part.tensors)
+    element_bytes = array.dtype.itemsize * (2 if stored.compressed else 1) + target
+    spec = ArraySpec(array.key, array.shape, array.dtype, stored.chunk, stored.chunk)
+    return Grid(spec, {}, whole_axes, growth, element_bytes, ())
+
+
+def _smallest(grid: Grid) -> list[int]:
+    """The extents of the smallest block."""
+    return [n if axis in grid.whole else min(chunk, n) for axis, (n, chunk) in enumerate(zip(grid.spec.shape, grid.spec.shard, strict=True))]
+
+
+def _too_large(arrays: Sequence[Array], grids: Sequence[Grid], weights: Mapping[str, OrbaxArray], unit_bytes: int) -> Iterator[Problem]:
+    """Arrays whose smallest block doesn't fit into a unit."""
+    for array, grid in zip(arrays, grids, strict=True):
+        needed = grid.working_bytes(_smallest(grid))
+        if needed > unit_bytes:
+            yield Problem("memory", array.key, f"rows of its tensors need chunks of {needed:,} bytes together, a unit has {unit_bytes:,}", is_array=True)
+
+
+def _units(options: ExportOptions, arrays: Sequence[Array], grids: Sequence[Grid]) -> list[tuple[Block, ...]]:
+    """The units: blocks of chunks, those of arrays together whose tensors' rows they share."""
+    blocks: list[tuple[Block, ...]] = []
+    for group in find_twins(arrays, math.inf):
+        cut = [list(_blocks(number, grids[number], options.unit_bytes // len(group))) for number in group]
+        blocks += zip(*cut, strict=True)
+    return largest_first(pack(blocks, options.unit_bytes))
+
+
+def _blocks(number: int, grid: Grid, unit_bytes: int) -> Iterator[Block]:
+    """Cuts an array into blocks of at most `unit_bytes`, as long as possible along its tensors' rows."""
+    spec = grid.spec
+    counts = [count if axis in grid.whole else 1 for axis, count in enumerate(spec.grid)]
+    for axis in grid.growth:
+        extents = [min(n * shard, size) for n, shard, size in zip(counts, spec.shard, spec.shape, strict=True)]
+        most = min(spec.grid[axis], unit_bytes // max(1, grid.working_bytes(extents)))
+        counts[axis] = -(-spec.grid[axis] // -(-spec.grid[axis] // max(1, most)))  # blocks of about equal length
+        if counts[axis] < spec.grid[axis]:
+            break
+    starts = [range(0, total, count) for total, count in zip(spec.grid, counts, strict=True)]
+    for at, first in enumerate(itertools.product(*starts)):
+        shards = tuple((at, min(at + n, total)) for at, n, total in zip(first, counts, spec.grid, strict=True))
+        yield Block(number, shards, grid.working_bytes(extent(element_box(spec, shards))), (spec.key, at))
+
+
+def whole_boxes(export: Export) -> dict[str, Box]:
+    """Every tensor that is written, whole."""
+    return {name: whole(tensor.shape) for name, tensor in (export.files.tensors if export.files else {}).items()}
