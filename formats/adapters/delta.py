@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from weightbeam.formats.safetensors import BoxRead, Tensor
-from weightbeam.model_mappings.axes import Range
-from weightbeam.model_mappings.cells import Box
+from weightbeam.model_mappings.boxes import Box, Range
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from weightbeam.formats.adapters.delta import Delta, Product, Share
 from weightbeam.formats.encodings import ContentError, Encoding, Plain
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
-from weightbeam.model_mappings.cells import Box, extent
+from weightbeam.model_mappings.boxes import Box, extent
 
 STRIP_ELEMENTS = 1 << 16  # merged at a time: in float32 a part of a core's cache
 FLOAT32 = np.dtype(np.float32)

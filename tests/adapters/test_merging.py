@@ -13,7 +13,7 @@ from weightbeam.formats.adapters import Merging, merge, open_adapter
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import open_checkpoint, read_boxes
 from weightbeam.formats.sources import open_source
-from weightbeam.model_mappings.cells import Box, whole
+from weightbeam.model_mappings.boxes import Box, whole
 
 F32 = np.dtype(np.float32)
 CASES = (
