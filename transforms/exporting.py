@@ -273,7 +273,7 @@ def _boxes(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[Box, tuple[tup
         boxes.append(new)
         while len(boxes) > 1:
             (a, filled, mine), (b, more, others) = boxes[-1], boxes[-2]
-            union = tuple((min(low, l), max(high, h)) for (low, high), (l, h) in zip(a, b, strict=True))
+            union = tuple((min(x[0], y[0]), max(x[1], y[1])) for x, y in zip(a, b, strict=True))
             if volume(union) > volume(a) + volume(b):
                 break
             boxes[-2:] = [(union, filled + more, others + mine)]
