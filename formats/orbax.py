@@ -1,7 +1,7 @@
 """An Orbax checkpoint: how it is assembled of units, and how one is read for inspection.
 
     <output>/<step>/
-        _CHECKPOINT_METADATA, conversion.json, commit_success.txt
+        _CHECKPOINT_METADATA, conversion.json, release.zip, commit_success.txt
         items/_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
         items/source/                         the source's files, if the checkpoint is virtual
 
@@ -24,7 +24,7 @@ import tensorstore as ts
 
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.links import SOURCE
-from weightbeam.formats.provenance import RECORD, digest, summary, total
+from weightbeam.formats.provenance import RECORD, digest, record_json, summary, total
 from weightbeam.formats.references import Reference, find_faults, remove_database, write_database
 from weightbeam.formats.staging import ITEMS, MARKER, Staging
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store, open_store
@@ -136,7 +136,7 @@ def _complete(staging: Staging, contents: Contents) -> None:
     _check_same(staging, done)  # the merge may have made the folder anew
     items.write(METADATA, _json(_tree_metadata(specs, format)))
     record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
-    staging.checkpoint.write(RECORD, json.dumps(record, indent=1).encode())
+    staging.checkpoint.write(RECORD, record_json(record))
     about = _json(_checkpoint_metadata({"scan_layers": contents.scan_layers, "weightbeam": summary(record)}))
     items.write(CHECKPOINT_METADATA, about)  # where MaxText looks for scan_layers: load_parameters_path is the item
     staging.checkpoint.write(CHECKPOINT_METADATA, about)

@@ -1,7 +1,7 @@
 """Where a checkpoint comes from, and digests that tell whether it still is what was written.
 
-The record lies in `<step>/conversion.json`; all of it but the lists of files, of logical axes and of dropped tensors is in the
-checkpoint's custom metadata too.
+The record lies in `<step>/conversion.json`; all of it but its long lists and `config.json` is in the checkpoint's custom metadata
+too. Its `config` and `tensors` say what the release was, so that the way back needs nothing else than the checkpoint.
 
 An array's digest is the sum, modulo 2¹²⁸, of the XXH3 digests of its shards: each over the array's key, dtype and the
 shard's box, and the bytes of the shard in C order. It comes out the same in whatever order units are done, costs nothing
@@ -10,6 +10,7 @@ beside writing, and depends on the shards' shape (the grid), not on format or co
 
 from __future__ import annotations
 
+import json
 import platform
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,11 +20,15 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from weightbeam.formats.safetensors import DTYPES, Tensor
+from weightbeam.formats.storage import StorageError
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.boxes import Box
 
 RECORD = "conversion.json"
 LIBRARIES = ("weightbeam", "apache-beam", "tensorstore", "numpy", "ml_dtypes")
+
+LONG = ("shards", "axes", "config", "tensors", "dropped")  # fields that stand in the record only
 
 Digest = int
 
@@ -56,8 +61,37 @@ def versions() -> dict[str, str]:
 
 
 def summary(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record without its long lists, for the custom metadata."""
-    short = {key: value for key, value in record.items() if key not in ("shards", "axes", "dropped")}
+    """The record without its long lists, for the custom metadata, which every reader of the checkpoint parses."""
+    short = {key: value for key, value in record.items() if key not in LONG}
     if "references" in record:
         short["references"] = {key: value for key, value in record["references"].items() if key != "files"}
     return short | {"dropped": dict(Counter(record.get("dropped", {}).values()))}
+
+
+def record_json(record: Mapping[str, Any]) -> bytes:
+    """The record as a text in which a file, a tensor or an array is a line: DeepSeek-V3 has 91,000 tensors."""
+
+    def lines(value: Any) -> str:
+        if not value or not isinstance(value, dict | list):
+            return json.dumps(value)
+        entries = [f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()] if isinstance(value, dict) else map(json.dumps, value)
+        start, stop = "{}" if isinstance(value, dict) else "[]"
+        return f"{start}\n  " + ",\n  ".join(entries) + f"\n {stop}"
+
+    return ("{\n " + ",\n ".join(f"{json.dumps(key)}: {lines(value)}" for key, value in record.items()) + "\n}\n").encode()
+
+
+def tensors_of(record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of the release that a checkpoint was made of, in the order of files and bytes; `path` is the file's name, `offset` isn't known.
+
+    Raises:
+      StorageError: the record has none, or they aren't what this package writes.
+    """
+    found = {}
+    try:
+        for name, tensor in record["tensors"].items():
+            shape = tuple(map(int, tensor["shape"]))
+            found[name] = Tensor(name, DTYPES[tensor["dtype"]], shape, str(tensor["file"]), 0)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise StorageError(f"{RECORD} doesn't say which tensors the release had: {type(e).__name__} {e}") from e
+    return found

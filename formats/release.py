@@ -6,16 +6,19 @@ the head of the model card.
 
 from __future__ import annotations
 
+import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from weightbeam.formats import json_text
 from weightbeam.formats.safetensors import QUANT_CONFIGS
-from weightbeam.formats.storage import File, StorageError, Store, reason
+from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.strict_json import JsonError, parse_json
 
 CONFIG, CARD = "config.json", "README.md"
@@ -45,48 +48,109 @@ def role_of(name: str) -> str | None:
     return next((role for role, pattern in ROLES.items() if pattern.fullmatch(name)), None)
 
 
-def small_files(store: Store) -> tuple[dict[str, File], dict[str, str]]:
-    """The small files of a release.
+class SmallFiles(Mapping[str, bytes]):
+    """The small files of a release by name, in the order of `ROLES`; each is read when it is asked for.
 
-    Returns:
-      Those to take by name, and those left out, with the reason: too large, too many, or links that lead elsewhere.
+    Attributes:
+      sizes: in bytes.
+      left: those left out, with the reason: too large, too many, or links that lead elsewhere.
     """
-    listed = [*store.list(recursive=False), *store.list(f"{TEMPLATES}/", recursive=False)]
-    found = {file.name: file for file in listed if role_of(file.name)}
-    taken: dict[str, File] = {}
-    left: dict[str, str] = {}
-    held = 0
-    for name in sorted(found, key=lambda name: (list(ROLES).index(role_of(name) or ""), name)):
-        size = found[name].size
-        try:
-            store.check_file(name)
-        except OSError as e:
-            left[name] = reason(e)
-            continue
-        if size > MAX_FILE_BYTES:
-            left[name] = f"has {size:,} bytes; a file of a release besides its weights has at most {MAX_FILE_BYTES:,}"
-        elif held + size > MAX_BYTES or len(taken) == MAX_FILES:
-            left[name] = f"the release has more than {MAX_FILES} such files, or more than {MAX_BYTES:,} bytes of them"
-        else:
-            taken[name] = found[name]
-            held += size
-    return taken, left
+
+    def __init__(self, sizes: Mapping[str, int], read: Callable[[str], bytes], refused: Mapping[str, str] | None = None):
+        self.sizes: dict[str, int] = {}
+        self.left = dict(refused or {})
+        self._read = read
+        held = 0
+        for name in sorted(sizes.keys() - self.left.keys(), key=lambda name: (list(ROLES).index(role_of(name) or ""), name)):
+            if sizes[name] > MAX_FILE_BYTES:
+                self.left[name] = f"has {sizes[name]:,} bytes; a file of a release besides its weights has at most {MAX_FILE_BYTES:,}"
+            elif held + sizes[name] > MAX_BYTES or len(self.sizes) == MAX_FILES:
+                self.left[name] = f"the release has more than {MAX_FILES} such files, or more than {MAX_BYTES:,} bytes of them"
+            else:
+                self.sizes[name] = sizes[name]
+                held += sizes[name]
+
+    def __getitem__(self, name: str) -> bytes:
+        """The bytes of a file.
+
+        Raises:
+          KeyError: it isn't one of these.
+          StorageError: it changed since it was listed, or can't be read.
+        """
+        if name not in self.sizes:
+            raise KeyError(name)
+        if len(data := self._read(name)) != self.sizes[name]:
+            raise StorageError(f"{name} had {self.sizes[name]:,} bytes when it was listed, and has others now; was it changed?")
+        return data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sizes)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
 
 
-def read_small_files(store: Store, files: Mapping[str, File]) -> Iterator[tuple[str, bytes]]:
-    """The bytes of small files, one after the other.
+def small_files(store: Store) -> SmallFiles:
+    """The small files of the release in a folder, a bucket or a repository.
 
     Raises:
-      StorageError: one changed since it was listed, or can't be read.
+      StorageError: it can't be listed.
     """
-    for name, file in files.items():
+    sizes: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    for file in [*store.list(recursive=False), *store.list(f"{TEMPLATES}/", recursive=False)]:
+        if role_of(file.name):
+            sizes[file.name] = file.size
+            try:
+                store.check_file(file.name)
+            except StorageError as e:
+                refused[file.name] = reason(e)
+
+    def read(name: str) -> bytes:
         try:
-            data = store.read(name, 0, file.size + 1)
-        except FileNotFoundError as e:
-            raise StorageError(f"{store.path(name)}: is gone") from e
-        if len(data) != file.size:
-            raise StorageError(f"{store.path(name)}: had {file.size:,} bytes, and has others now; was it changed?")
-        yield name, data
+            return store.read(name, 0, sizes[name] + 1)
+        except OSError as e:
+            raise StorageError(f"{store.path(name)}: {reason(e)}") from e
+
+    return SmallFiles(sizes, read, refused)
+
+
+# --- kept with a checkpoint -----------------------------------------------------------------------------------------------------
+
+ARCHIVE = "release.zip"  # in a step's folder: a single file, since Orbax takes every folder of a step for an item
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """A ZIP archive of small files, uncompressed; of the same files always the same bytes."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name), data)  # of 1980, the earliest that the format knows
+    return buffer.getvalue()
+
+
+def packed_files(step: Store) -> SmallFiles | None:
+    """The small files that lie with a checkpoint; None where there are none.
+
+    Raises:
+      StorageError: the archive can't be read, or isn't one.
+    """
+    if (file := step.stat(ARCHIVE)) is None:
+        return None
+    if file.size > 2 * MAX_BYTES:
+        raise StorageError(f"{step.path(ARCHIVE)}: has {file.size:,} bytes; no such archive has more than {2 * MAX_BYTES:,}")
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(step.read(ARCHIVE)))
+    except (zipfile.BadZipFile, ValueError) as e:
+        raise StorageError(f"{step.path(ARCHIVE)}: isn't a ZIP archive: {e}") from e
+
+    def read(name: str) -> bytes:
+        try:
+            return archive.read(name)
+        except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError) as e:  # RuntimeError: encrypted, or compressed by something else
+            raise StorageError(f"{step.path(ARCHIVE)}: {name} can't be read: {e}") from e
+
+    return SmallFiles({info.filename: info.file_size for info in archive.infolist() if role_of(info.filename)}, read)
 
 
 # --- config.json ----------------------------------------------------------------------------------------------------------------

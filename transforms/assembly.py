@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import logging
 
 from weightbeam.formats.links import HARD, SOURCE, identify, put_source
 from weightbeam.formats.orbax import Contents, assemble, plan_of
-from weightbeam.formats.staging import Staging
-from weightbeam.formats.storage import StorageError
+from weightbeam.formats.release import ARCHIVE, pack, small_files
+from weightbeam.formats.staging import ITEMS, Staging
+from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.transforms.conversion import Conversion
+
+LOGGER = logging.getLogger("weightbeam")
 
 
 def stage(conversion: Conversion, staging: Staging, resume: bool, link: str = HARD, hashed: bool = False) -> bool:
-    """Stages the plan, and with `--virtual` the source's files.
+    """Stages the plan, the release's small files, and with `--virtual` the source's files.
 
     Args:
       conversion: what to do; its plan has no problems.
@@ -25,7 +30,8 @@ def stage(conversion: Conversion, staging: Staging, resume: bool, link: str = HA
       Whether anything is left to do but publishing.
 
     Raises:
-      LinkError: the source's files can't be put there so; what was staged only now is removed.
+      StorageError: the small files can't be read, or the source's files can't be put there so (LinkError); what was staged only
+        now is removed.
     """
     if resume and plan_of(staging.checkpoint) == conversion.hash:
         return False
@@ -34,14 +40,31 @@ def stage(conversion: Conversion, staging: Staging, resume: bool, link: str = HA
         staging.write_plan(conversion.stage())
     else:
         staging.create(conversion.stage())
-    if conversion.virtual_bytes:
-        try:
+    try:
+        put_release(staging.checkpoint, open_store(conversion.checkpoint.root))
+        if conversion.virtual_bytes:
             put_source(staging.items / SOURCE, conversion.checkpoint, link, hashed)
-        except StorageError:
-            if not resumed:
-                staging.discard()
-            raise
+    except StorageError:
+        if not resumed:
+            staging.discard()
+        raise
     return True
+
+
+def put_release(step: Store, source: Store) -> None:
+    """Packs a release's small files into the archive that lies with a checkpoint; those of a virtual checkpoint lie with that one.
+
+    Raises:
+      StorageError: one can't be read.
+    """
+    if (source.parent.name, source.name) == (ITEMS, SOURCE) and (virtual := source.parent.parent).exists(ARCHIVE):
+        step.write(ARCHIVE, virtual.read(ARCHIVE))
+        return
+    files = small_files(source)
+    for name, why in files.left.items():
+        LOGGER.warning("%s isn't kept with the checkpoint: %s", source.path(name), why)
+    with concurrent.futures.ThreadPoolExecutor(source.at_a_time) as pool:
+        step.write(ARCHIVE, pack(dict(zip(files, pool.map(files.__getitem__, files), strict=True))))
 
 
 def assemble_checkpoint(conversion: Conversion, staging: Staging, overwrite: bool) -> None:

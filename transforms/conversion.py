@@ -23,7 +23,7 @@ from weightbeam.formats.adapters import Adapter, Merging, merge
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
-from weightbeam.formats.safetensors import Checkpoint
+from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, Checkpoint
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.zarr import Format
@@ -189,6 +189,11 @@ class Conversion:
         """Where the checkpoint comes from, see `formats/provenance.py`."""
         identity = ("name", "size", "version", "sha256", "crc32c")
         shards = [{field: value for field in identity if (value := getattr(shard, field)) is not None} for shard in self.checkpoint.shards]
+        tensors = {
+            tensor.name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "file": shard.name}
+            for shard in self.checkpoint.shards
+            for tensor in shard.tensors
+        }
         return {
             "source": self.checkpoint.root,
             "shards": shards,
@@ -201,6 +206,8 @@ class Conversion:
             "lossy": {array.key: array.lossy for array in self.plan.arrays if array.lossy},
             "dropped": dict(self.plan.dropped),
             **({"adapters": [adapter.record() for adapter in self.adapters]} if self.adapters else {}),
+            "config": {key: value for key, value in self.checkpoint.config.items() if key not in QUANT_CONFIGS},
+            "tensors": tensors,
         }
 
     def stage(self) -> bytes:

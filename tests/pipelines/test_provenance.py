@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import orbax.checkpoint as ocp
+import pytest
 from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
 
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
-from weightbeam.formats.provenance import digest, total
+from weightbeam.formats.provenance import digest, tensors_of, total
+from weightbeam.formats.release import packed_files
+from weightbeam.formats.safetensors import read_header
+from weightbeam.formats.storage import StorageError, open_store
 
 
 def record(step: Path) -> dict:
@@ -31,7 +39,9 @@ def test_the_record_tells_the_source_the_options_and_the_losses(tmp_path: Path) 
     assert set(found["digests"]) == {array.spec.key for array in read_arrays(find_items(step))} - {"step"}
     assert set(found["versions"]) >= {"python", "weightbeam", "apache-beam", "tensorstore"}
     custom = json.loads((step / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"]["weightbeam"]
-    assert custom == {key: value for key, value in found.items() if key not in ("shards", "axes")} | {"dropped": {found["dropped"].popitem()[1]: 1}}
+    assert custom == {key: value for key, value in found.items() if key not in ("shards", "axes", "config", "tensors")} | {
+        "dropped": {found["dropped"].popitem()[1]: 1}
+    }
 
 
 def test_digests_are_those_of_what_lies_on_the_disk(tmp_path: Path) -> None:
@@ -79,3 +89,98 @@ def test_inspect_shows_where_a_checkpoint_comes_from(tmp_path: Path, capsys) -> 
     shown = capsys.readouterr().out
     for text in (rf"source +{source}", "family +llama", f"plan +{record(step)['plan']}", "versions +python .*weightbeam "):
         assert re.search(text, shown)
+
+
+def test_the_record_tells_what_the_release_was(tmp_path: Path) -> None:
+    """config.json, and every tensor with its dtype, shape and file, in the order of the files and of their bytes."""
+    source = save(tmp_path / "source", DEEPSEEK, *split(random_tensors(DEEPSEEK), 3))
+    step = convert(source, tmp_path / "out")
+    found = record(step)
+    assert found["config"] == json.loads((source / "config.json").read_bytes())
+    headers = {file.name: read_header(str(file)) for file in sorted(source.glob("*.safetensors"))}
+    wanted = [(tensor.name, tensor.dtype, tensor.shape, name) for name, tensors in headers.items() for tensor in tensors]
+    assert [(tensor.name, tensor.dtype, tensor.shape, tensor.path) for tensor in tensors_of(found).values()] == wanted
+    name, *_, file = wanted[0]
+    assert found["tensors"][name] == {"dtype": "BF16", "shape": list(wanted[0][2]), "file": file}
+    lines = (step / "conversion.json").read_text().splitlines()
+    assert sum(f'"{name}": {{"dtype"' in line for line in lines) == 1  # a line each
+
+
+@pytest.mark.parametrize("tensors", [None, [], {"a": {"dtype": "BF16", "shape": [1]}}, {"a": {"dtype": "X", "shape": [1], "file": "x"}}, {"a": 1}])
+def test_a_record_without_tensors(tensors: Any) -> None:
+    with pytest.raises(StorageError, match=r"conversion.json doesn't say which tensors the release had"):
+        tensors_of({} if tensors is None else {"tensors": tensors})
+
+
+SMALL = {
+    "README.md": b"---\nlicense: mit\n---\n", "tokenizer.json": b"{}", "chat_template.jinja": b"{{ x }}\r\n", "generation_config.json": b"{ }",
+    "LICENSE": b"free", "modeling_x.py": b"raise SystemExit\n", "additional_chat_templates/rag.jinja": b"r", "hf_quant_config.json": b'{"quantization": {}}',
+}  # fmt: skip
+
+
+def release(folder: Path) -> Path:
+    """A release with small files, and with others that aren't taken."""
+    source = save(folder, LLAMA, random_tensors(LLAMA))
+    for name, data in SMALL.items() | {("pytorch_model.bin", b"\x80\x04"), ("a.png", b"")}:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(data)
+    return source
+
+
+def test_the_small_files_lie_with_the_checkpoint(tmp_path: Path) -> None:
+    """Byte for byte, in one archive that `unzip` reads, and that stock Orbax takes neither for an item nor for a step; a resume leaves them."""
+    source = release(tmp_path / "source")
+    step = convert(source, tmp_path / "out")
+    wanted = SMALL | {"config.json": (source / "config.json").read_bytes()}
+    assert dict(packed_files(open_store(step)) or {}) == wanted
+    with zipfile.ZipFile(step / "release.zip") as archive:
+        assert {name: archive.read(name) for name in archive.namelist()} == wanted
+    assert sorted(path.name for path in step.iterdir()) == ["_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json", "items", "release.zip"]
+    with ocp.CheckpointManager(tmp_path / "out") as manager:
+        assert manager.all_steps() == [0]
+        assert set(manager.item_metadata(0).keys()) == {"items"}
+    assert (step / "release.zip").read_bytes() == (convert(source, tmp_path / "again") / "release.zip").read_bytes()
+
+
+def test_a_small_file_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A link that leads out of the release is left out and said; the weights are converted."""
+    source = release(tmp_path / "source")
+    (tmp_path / "secret").write_text("secret")
+    (source / "NOTICE").symlink_to(tmp_path / "secret")
+    step = convert(source, tmp_path / "out")
+    assert "NOTICE" not in (packed_files(open_store(step)) or {})
+    assert f"{source}/NOTICE isn't kept with the checkpoint: a symbolic link that leads out of the folder" in caplog.text
+
+
+def archive(members: dict[str, bytes], **how: Any) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", **how) as made:
+        for name, data in members.items():
+            made.writestr(name, data)
+    return buffer.getvalue()
+
+
+def test_an_archive_of_a_stranger(tmp_path: Path) -> None:
+    """Names that climb, weights and folders are nobody's; what is too large is left out before it is unpacked; damage is said."""
+    step = open_store(tmp_path)
+    assert packed_files(step) is None
+    members = {
+        "../LICENSE": b"x",
+        "/README.md": b"x",
+        "model.safetensors": b"x",
+        "a/config.json": b"x",
+        "tokenizer.json": bytes(70 << 20),
+        "config.json": b"{}",
+    }
+    step.write("release.zip", archive(members, compression=zipfile.ZIP_DEFLATED))
+    files = packed_files(step)
+    assert files is not None
+    assert (dict(files), list(files.left)) == ({"config.json": b"{}"}, ["tokenizer.json"])
+    for data in (b"", b"PK\x03\x04", archive({"config.json": b"{}"})[:-5]):
+        step.write("release.zip", data)
+        with pytest.raises(StorageError, match="isn't a ZIP archive"):
+            packed_files(step)
+    damaged = archive({"config.json": b'{"a": 1}'}).replace(b'"a": 1', b'"a": 2')
+    step.write("release.zip", damaged)
+    with pytest.raises(StorageError, match=r"config\.json can't be read: Bad CRC-32"):
+        dict(packed_files(step) or {})

@@ -31,6 +31,14 @@ tree = ocp.PyTreeCheckpointer().restore(sys.argv[1])
 print(json.dumps(digests({key: np.asarray(value) for key, value in flatten(tree["params"]["params"]).items()})))
 """
 
+MANAGER = """
+import json, sys
+import orbax.checkpoint as ocp
+with ocp.CheckpointManager(sys.argv[1]) as manager:
+    print(json.dumps({step: sorted(manager.item_metadata(step).keys()) for step in manager.all_steps()}))
+"""
+CHECKPOINT = ("_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json")  # files of a step
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -73,8 +81,17 @@ def run(*arguments: str, env: Mapping[str, str], status: int = 0) -> str:
 
 def restored(url: str, env: Mapping[str, str]) -> dict[str, list]:
     """The digests of what stock Orbax restores from a bucket."""
+    return ask_orbax(RESTORE, url, env)
+
+
+def steps_in(url: str, env: Mapping[str, str]) -> dict[str, list[str]]:
+    """The steps that stock Orbax finds in a bucket, and the items of each."""
+    return ask_orbax(MANAGER, url, env)
+
+
+def ask_orbax(script: str, url: str, env: Mapping[str, str]) -> dict[str, list]:
     path = f"{HERE}{os.pathsep}{HERE.parent}"
-    made = subprocess.run([sys.executable, "-c", RESTORE, url], env=os.environ | env | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    made = subprocess.run([sys.executable, "-c", script, url], env=os.environ | env | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     return json.loads(made.stdout.splitlines()[-1])
 
@@ -86,7 +103,7 @@ def test_from_the_hub_to_a_bucket(gcs: FakeGcs, hub: FakeHub, source: Path, want
     assert restored("gs://bucket/ckpt/0/items", env) == wanted
 
     files = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
-    assert hub.log.counts() == Counter(info=1, resolve=len(files), stat=2, read=2)  # stat and read: config.json and the index
+    assert hub.log.counts() == Counter(info=1, resolve=len(files), stat=2, read=3)  # config.json, the index, and config.json to be kept with the checkpoint
     assert hub.cdn.log.sent == sum(files.values()) + len(files)  # the last byte of each was read before any work
     assert hub.cdn.log.read_twice() == len(files)
     assert max(entry.sent for entry in hub.cdn.log) < min(files.values())  # no whole file in one request
@@ -94,6 +111,8 @@ def test_from_the_hub_to_a_bucket(gcs: FakeGcs, hub: FakeHub, source: Path, want
 
     names = sorted(gcs.objects["bucket"])
     assert all(name.startswith("ckpt/0/") for name in names)  # nothing of the staging is left
+    assert {name.removeprefix("ckpt/0/") for name in names if "/items/" not in name} == {*CHECKPOINT, "release.zip"}
+    assert steps_in("gs://bucket/ckpt", env) == {"0": ["items"]}
     record = json.loads(gcs.objects["bucket"]["ckpt/0/conversion.json"].data)
     assert record["source"] == f"hf://org/model@{hub.repositories['org/model'].head.sha}"
     assert {shard["name"] for shard in record["shards"] if len(shard["sha256"]) == 64} == set(files)

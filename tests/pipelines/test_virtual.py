@@ -350,12 +350,13 @@ def test_materialize_equals_an_ordinary_conversion(generated: Path, tmp_path: Pa
 def test_materialize_needs_no_source_and_can_take_the_place(mixed: Path, tmp_path: Path) -> None:
     """The checkpoint holds all it needs; with `--overwrite` it is replaced at the end."""
     step = convert(mixed, tmp_path / "out", "--virtual")
-    wanted = restore(step)
+    wanted, release = restore(step), (step / "release.zip").read_bytes()
     shutil.rmtree(mixed)
     assert call("materialize", tmp_path / "out", "--output", tmp_path / "out") == 2
     assert call("materialize", tmp_path / "out", "--output", tmp_path / "out", "--overwrite") == 0
     assert_same_bits(restore(step), wanted)
     assert not (step / "items" / SOURCE).exists()
+    assert (step / "release.zip").read_bytes() == release
     assert call("materialize", tmp_path / "out", "--output", tmp_path / "again") == 2
 
 
