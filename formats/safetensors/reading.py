@@ -49,6 +49,11 @@ class BoxRead:
             offset = sum(at * stride for at, stride in zip(index, strides, strict=False))
             yield self.tensor.offset + first + offset, buffer[i * run : (i + 1) * run]
 
+    @staticmethod
+    def fetch(reads: Sequence[BoxRead], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+        """Reads many boxes; see `read_boxes`."""
+        return read_boxes(reads, empty)
+
 
 def read_boxes(reads: Sequence[BoxRead], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
     """Reads boxes, file by file in the order of their offsets, into arrays that `empty` makes.
