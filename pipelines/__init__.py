@@ -1,5 +1,1 @@
-"""The command line and its commands."""
-
-import logging
-
-logging.basicConfig(level=logging.ERROR)  # before Beam is imported: it warns of optional packages
+"""The API, the command line and their commands."""

@@ -6,9 +6,9 @@ import argparse
 import math
 import re
 
+import weightbeam
 from weightbeam.transforms.options import Options
 
-VERSION = "0.1.0"
 DEFAULTS = Options()
 # An n2-standard-2 of Dataflow (batch, us-central1): list price in US$, 2 vCPUs × 0.056 + 8 GB × 0.003557, and 10 Gbit/s
 # (cloud.google.com/dataflow/pricing, cloud.google.com/compute/docs/general-purpose-machines).
@@ -300,7 +300,7 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser("weightbeam", description=OVERVIEW, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"weightbeam {VERSION}")
+    parser.add_argument("--version", action="version", version=f"weightbeam {weightbeam.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, help: str, description: str) -> argparse.ArgumentParser:

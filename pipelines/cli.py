@@ -16,6 +16,7 @@ from typing import NoReturn
 from weightbeam.formats.printable import printable
 from weightbeam.pipelines.arguments import make_parser
 from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.shell import messages
 from weightbeam.pipelines.streams import prepare_streams
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = importlib.import_module(f"weightbeam.pipelines.{args.command}")  # only now: the commands import numpy, TensorStore and Beam
     try:
         try:
-            return command.run(args, rest)
+            with messages():
+                return command.run(args, rest)
         finally:
             print(end="", flush=True)  # now, where a reader that is gone is looked after
     except RefusedError as e:

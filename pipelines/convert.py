@@ -1,89 +1,187 @@
-"""`weightbeam convert`: from the command line to a published checkpoint."""
+"""`weightbeam convert`: from a release to a published checkpoint."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import logging
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any, Unpack
 
-from weightbeam.formats.links import LinkError
+from weightbeam.formats.links import HARD, LinkError
 from weightbeam.formats.orbax import plan_of, publish
-from weightbeam.formats.printable import printable
 from weightbeam.formats.staging import ITEMS, BucketStaging, FolderStaging, Staging, staging_at
-from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage import StorageError, Store
 from weightbeam.pipelines import report
-from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.errors import Failed, Refused
+from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, read_options, takes_options
 from weightbeam.pipelines.output import alone, check_output
+from weightbeam.pipelines.plan import Plan
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
+from weightbeam.pipelines.progress import Report, reporter
+from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.assembly import assemble_checkpoint, stage
 from weightbeam.transforms.conversion import Conversion
 
+LOG = logging.getLogger("weightbeam")
 
-def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Plans, stages and runs a conversion."""
-    if rest:
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """What came of a conversion.
+
+    Attributes:
+      conversion: what was planned.
+      items: where the checkpoint is: MaxText's `load_parameters_path`.
+      seconds: that it took.
+      written: bytes that this process wrote; 0 where others did, or where nothing was left to do.
+      state: `done`; `nothing to do`, where it was finished already; `running`, where a job goes on without this process.
+      link: how the source's files got into a virtual checkpoint.
+    """
+
+    conversion: Conversion
+    items: Store
+    seconds: float = 0.0
+    written: int = 0
+    state: str = "done"
+    link: str = HARD
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint is: MaxText's `load_parameters_path`."""
+        return str(self.items)
+
+    def __str__(self) -> str:
+        if self.state == "nothing to do":
+            return f"{self.items.parent} is finished already; nothing to do"
+        if self.state == "running":
+            return f"{self.items.parent} will appear when the job is done"
+        conversion = self.conversion
+        rate = f" ({human(self.written / self.seconds)}/s)" if self.written else ""
+        lines = [f"{self.items}: {count(len(conversion.plan.arrays), 'array')}, {human(conversion.target_bytes)} in {self.seconds:.1f} s{rate}"]
+        if conversion.virtual_bytes:
+            lines.append(f"{human(conversion.virtual_bytes)} of it are the source's own files ({self.link}); docs/virtual.md says what that means")
+        if conversion.plan.dropped:
+            lines.append(f"{count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why")
+        return "\n".join(lines)
+
+
+@takes_options
+def convert(
+    source: str | Plan,
+    output: str,
+    *,
+    link: str = HARD,
+    sha256: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    hf_token_secret: str | None = None,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+    **options: Unpack[OptionKeywords],
+) -> Converted:
+    """Converts a release into an Orbax checkpoint at `output/step`, which appears there whole, at the end.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, `hf://organisation/model[@revision]`, or what `plan` made of one.
+      output: a folder or `gs://bucket/folder`; it must not hold that step yet.
+      link: how `virtual` puts the source's files into a folder: `hard`, `symlink` or `copy`.
+      sha256: with `virtual`, read the source's files once and record their hashes.
+      resume: go on with a stopped conversion.
+      overwrite: replace a checkpoint, or throw a stopped conversion away.
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
+      beam: Beam's options, as on the command line, such as `["--runner=DataflowRunner", …]`.
+      progress: shown on standard error, told to a callback, or False for neither.
+      options: those of the command line: `mesh`, `scan_layers`, `save_dtype`, …; none beside a plan, which was made with its own.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    places = {"source": source.source if isinstance(source, Plan) else source, "output": output}
+    if beam:
         from weightbeam.pipelines.options import check_options  # imports Beam
 
-        check_options(rest, args)
-    if not args.output:
-        raise RefusedError("--output is missing: the folder that the checkpoint should lie in")
-    return convert(prepare_conversion(args), args, rest)
+        check_options(beam, "convert", places)
+    if not output:
+        raise Refused("--output is missing: the folder that the checkpoint should lie in")
+    if isinstance(source, Plan):
+        if options:
+            raise TypeError(f"a plan has its options already: {', '.join(options)}")
+        conversion = source.conversion
+    else:
+        conversion = prepare_conversion(source, read_options(options), hf_token_secret)
+    return carry_out(conversion, output, resume, overwrite, link, sha256, beam, progress)
 
 
-def convert(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Carries a planned conversion out, or refuses to, and says what came of it."""
+def carry_out(
+    conversion: Conversion,
+    output: str,
+    resume: bool = False,
+    overwrite: bool = False,
+    link: str = HARD,
+    sha256: bool = False,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Converted:
+    """Carries a planned conversion out, or refuses to; see `convert`."""
     try:
-        staging = staging_at(args.output, args.step, conversion.hash)
+        staging = staging_at(output, conversion.options.step, conversion.hash)
     except StorageError as e:
-        raise RefusedError(f"--output={e}") from e
-    refuse(conversion, [*conversion.plan.problems, *check_output(staging, conversion, args.resume, args.overwrite, args.link)])
+        raise Refused(f"--output={e}") from e
+    refuse(conversion, [*conversion.plan.problems, *check_output(staging, conversion, resume, overwrite, link)])
     refuse(conversion, conversion.unreadable())
-    if args.resume and not staging.exists() and plan_of(staging.final) == conversion.hash:
+    items = staging.final / ITEMS
+    if resume and not staging.exists() and plan_of(staging.final) == conversion.hash:
         with alone(staging):  # and takes away what a killed process left
-            print(f"{staging.final} is finished already; nothing to do")
-        return 0
+            return Converted(conversion, items, state="nothing to do")
     for warning in report.collapse(conversion.warnings):
-        print(printable(f"warning: {warning}"), file=sys.stderr)
+        LOG.warning(warning)
     start, written = time.monotonic(), 0
     with alone(staging):
         if isinstance(staging, BucketStaging) and staging.exists():
             from weightbeam.pipelines.execution import check_job
 
-            check_job(staging, rest)
-        refuse(conversion, check_output(staging, conversion, args.resume, args.overwrite, args.link))  # again: now nobody else changes it
+            check_job(staging, beam)
+        refuse(conversion, check_output(staging, conversion, resume, overwrite, link))  # again: now nobody else changes it
         if conversion.units:
             from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
 
-            if (written := run_units(conversion, staging, rest, args)) is None:
-                return 0  # the job that was started publishes it
+            asked = {name: value for name, value in vars(conversion.options).items() if name != "sharding_rules"}
+            ours: dict[str, Any] = {"source": conversion.checkpoint.root, "output": output} | asked | {"mesh": list(conversion.options.mesh)}
+            counted = run_units(conversion, staging, beam, ours, resume, overwrite, link, sha256, reporter(progress))
+            if counted is None:
+                return Converted(conversion, items, state="running")  # the job that was started publishes it
+            written = counted
         else:
-            _publish_index(conversion, staging, args)
+            _publish_index(conversion, staging, resume, overwrite, link, sha256)
     if plan_of(staging.final) != conversion.hash:
-        raise FailedError(f"  the pipeline ended, but {staging.final} isn't its result")
-    seconds = time.monotonic() - start
-    size = report.human(conversion.target_bytes)
-    rate = f" ({report.human(written / seconds)}/s)" if written else ""
-    print(f"{staging.final / ITEMS}: {len(conversion.plan.arrays):,} arrays, {size} in {seconds:.1f} s{rate}")
-    if conversion.virtual_bytes:
-        how = f"--link {args.link}" if isinstance(staging, FolderStaging) else "copied into the bucket"
-        print(f"{report.human(conversion.virtual_bytes)} of it are the source's own files ({how}); docs/virtual.md says what that means")
-    if conversion.plan.dropped:
-        print(f"{report.count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why")
-    return 0
+        raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
+    how = f"--link {link}" if isinstance(staging, FolderStaging) else "copied into the bucket"
+    return Converted(conversion, items, time.monotonic() - start, written, link=how)
 
 
-def _publish_index(conversion: Conversion, staging: Staging, args: argparse.Namespace) -> None:
+def _publish_index(conversion: Conversion, staging: Staging, resume: bool, overwrite: bool, link: str, sha256: bool) -> None:
     """A conversion without units: every array is virtual, and a pipeline would have nothing to do."""
     try:
-        if stage(conversion, staging, args.resume, args.link, args.sha256):
-            assemble_checkpoint(conversion, staging, args.overwrite)
+        if stage(conversion, staging, resume, link, sha256):
+            assemble_checkpoint(conversion, staging, overwrite)
         else:
-            publish(staging, args.overwrite)
+            publish(staging, overwrite)
     except LinkError as e:
-        raise RefusedError(f"  link: {e}") from e
+        raise Refused(f"  link: {e}") from e
     except (OSError, ValueError) as e:
-        raise FailedError(f"  {e}") from e
+        raise Failed(f"  {e}") from e
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Converts, and says what came of it."""
+    made = convert(**keywords_of(args, convert), beam=rest)
+    if made.state != "running":
+        print(made)
+    return 0
 
 
 if __name__ == "__main__":

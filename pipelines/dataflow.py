@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import io
 import json
+import logging
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +18,9 @@ from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineS
 
 from weightbeam.formats.staging import Staging
 from weightbeam.pipelines.errors import BusyError, RefusedError
-from weightbeam.pipelines.progress import ShowProgress, quiet, seldom
-from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, human, memory_bound, thread_bytes
+from weightbeam.pipelines.progress import Report, quiet, seldom, watch_progress
+from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, memory_bound, thread_bytes
+from weightbeam.pipelines.tables import human
 from weightbeam.transforms.conversion import Conversion
 
 RUNNER = "DataflowRunner"
@@ -31,6 +32,7 @@ CORE_BYTES = {"standard": 3.75, "highmem": 6.5, "highcpu": 0.9}  # GiB: the leas
 PROCESSES = "use_multiple_sdk_containers"  # the experiment that starts a process for each core; on unless it is forbidden
 NAME_LENGTH = 40  # characters of a job's name that are the model's
 JOB = "job.json"  # beside the staged plan: the job that is at work on it
+LOG = logging.getLogger("weightbeam")
 POLL = 30.0  # seconds between looks at a job's counters
 
 
@@ -220,23 +222,20 @@ def waits(options: PipelineOptions) -> bool:
     return not (options.view_as(StandardOptions).no_wait_until_finish or options.view_as(GoogleCloudOptions).template_location)
 
 
-def run(pipeline: beam.Pipeline, total: int, noise: io.StringIO) -> PipelineResult:
+def run(pipeline: beam.Pipeline, total: int, noise: io.StringIO, report: Report | None = None) -> PipelineResult:
     """Submits the pipeline as a job, says where it is, and waits for its end unless the options say otherwise.
 
     Args:
       pipeline: with the options that `settle` has seen.
       total: bytes that the job will write.
       noise: takes what Beam prints.
+      report: is told how far the job has come.
 
     Raises:
       JobError: it failed, was cancelled, or was lost sight of.
       KeyboardInterrupt: while waiting; the job goes on, and the message says so.
     """
-    options, terminal = pipeline.options.view_as(GoogleCloudOptions), sys.stderr
-
-    def say(text: str) -> None:
-        print(text, file=terminal, flush=True)
-
+    options, say = pipeline.options.view_as(GoogleCloudOptions), LOG.info
     with quiet(noise):
         result: Any = pipeline.run()
         if not result.has_job:
@@ -250,7 +249,7 @@ def run(pipeline: beam.Pipeline, total: int, noise: io.StringIO) -> PipelineResu
             say(f"gcloud dataflow jobs describe {result.job_id()} {place}")
             return result
         try:
-            with ShowProgress(total, bytes_written(result)):
+            with watch_progress(total, bytes_written(result), "converting", report):
                 _wait(result, lambda state: say(f"job {state.removeprefix('JOB_STATE_').lower()}"))
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the job goes on; {cancel}") from None

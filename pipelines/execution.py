@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
@@ -19,9 +19,10 @@ from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage.token import secret
 from weightbeam.pipelines import dataflow
 from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import LOCAL_RUNNER, make_pipeline, pipeline_options
 from weightbeam.pipelines.output import share_left
-from weightbeam.pipelines.progress import LINE_EVERY, ShowProgress, quiet, seldom
+from weightbeam.pipelines.progress import LINE_EVERY, Report, quiet, seldom, watch_progress
 from weightbeam.pipelines.report import threads_of
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.conversion import Conversion, remember
@@ -48,15 +49,35 @@ def check_job(staging: Staging, rest: Sequence[str]) -> None:
     dataflow.check_noted(staging, pipeline_options(rest))
 
 
-def run_units(conversion: Conversion, staging: Staging, rest: Sequence[str], args: argparse.Namespace) -> int | None:
-    """Runs the pipeline as the command line says; returns the bytes that this process wrote, None where a job goes on without it."""
-    before, options = WRITTEN.total, pipeline_options(rest, args)
-    execute(conversion, staging, options, args.resume, args.overwrite, args.link, args.sha256)
+def run_units(
+    conversion: Conversion,
+    staging: Staging,
+    rest: Sequence[str],
+    ours: Mapping[str, Any],
+    resume: bool,
+    overwrite: bool,
+    link: str,
+    sha256: bool,
+    report: Report | None,
+) -> int | None:
+    """Runs the pipeline with Beam's options `rest`; returns the bytes that this process wrote, None where a job goes on without it.
+
+    `ours` are the conversion's own options, for who looks at the job.
+    """
+    before, options = WRITTEN.total, pipeline_options(rest, ours)
+    execute(conversion, staging, options, resume, overwrite, link, sha256, report)
     return WRITTEN.total - before if dataflow.waits(options) else None
 
 
 def execute(
-    conversion: Conversion, staging: Staging, options: PipelineOptions, resume: bool = False, overwrite: bool = False, link: str = HARD, hashed: bool = False
+    conversion: Conversion,
+    staging: Staging,
+    options: PipelineOptions,
+    resume: bool = False,
+    overwrite: bool = False,
+    link: str = HARD,
+    hashed: bool = False,
+    report: Report | None = None,
 ) -> PipelineResult | None:
     """Stages the plan and runs the pipeline, to its end unless told otherwise.
 
@@ -68,6 +89,7 @@ def execute(
       overwrite: replace a checkpoint that has the same place.
       link: how the source's files get into a virtual checkpoint.
       hashed: read them once, so that their hashes are known.
+      report: is told how far it has come.
 
     Returns:
       The pipeline's result; None where only publishing was left to do.
@@ -91,11 +113,12 @@ def execute(
             return None
         remember(conversion)
         left = int(conversion.made_bytes * share_left(staging, conversion))
-        build(pipeline, conversion, staging, overwrite, threads_of(options.get_all_options(drop_default=True)) * conversion.options.unit_bytes)
+        with as_in_a_script():
+            build(pipeline, conversion, staging, overwrite, threads_of(options.get_all_options(drop_default=True)) * conversion.options.unit_bytes)
         if on_dataflow:
             dataflow.note_job(staging, options)
-            return dataflow.run(pipeline, left, noise)
-        with ShowProgress(left, _written(conversion, staging, left, options)), quiet(noise):
+            return dataflow.run(pipeline, left, noise, report)
+        with watch_progress(left, _written(conversion, staging, left, options), "converting", report), quiet(noise), as_in_a_script():
             result = pipeline.run()
             result.wait_until_finish()
         return result

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.orbax import STEP, find_items, item_metadata, open_arrays, read_arrays, record_of
+from weightbeam.formats.orbax import STEP, StoredArray, find_items, item_metadata, open_arrays, read_arrays, record_of
 from weightbeam.formats.printable import printable
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.cells import pattern
-from weightbeam.model_mappings.plan import PARAMETERS
-from weightbeam.pipelines import report
-from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.prepare import describe, open_source, options_of, refuse, sharding_rules
+from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.keywords import keywords_of, sharding_rules
+from weightbeam.pipelines.prepare import describe, open_source, options_of, refuse
+from weightbeam.pipelines.shell import write_json
+from weightbeam.pipelines.tables import CELL, Block, Table, count, human, page, shape_text, show, terminal_width, text
 from weightbeam.transforms.conversion import prepare
 from weightbeam.transforms.load import Load, load_of, total
 from weightbeam.transforms.mesh import Mesh, MeshError, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
@@ -28,154 +32,299 @@ MAX_DEVICES = 1 << 18
 CUSTOM = 2000  # characters of metadata that aren't ours
 
 
-def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Prints the tree of an Orbax checkpoint, or the tensors of a folder of safetensors files; with meshes the load of the checkpoint."""
-    if rest:
-        raise RefusedError(f"unknown options: {' '.join(rest)}; see weightbeam inspect --help")
+class Inspection:
+    """What a checkpoint holds: a value to print, to show in a notebook, and to ask.
+
+    Attributes:
+      path: of the checkpoint.
+      problems: what stands against reading it.
+    """
+
+    path: str
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        return ()
+
+    def blocks(self) -> Iterator[Block]:
+        """What a person sees of it."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `weightbeam inspect --json` writes."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def check(self) -> None:
+        """Raises `Refused` with all problems, if there are any."""
+        if self.problems:
+            raise Refused(f"{count(len(self.problems), 'problem')}:\n{describe(self.problems)}", self.problems)
+
+    def __str__(self) -> str:
+        return text(self.blocks(), terminal_width())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.path}>"
+
+    def _repr_html_(self) -> str:
+        return page(self.blocks())
+
+
+@dataclasses.dataclass(repr=False)
+class OrbaxInspection(Inspection):
+    """An Orbax checkpoint: its arrays, and where it comes from as far as it says (`custom`)."""
+
+    path: str
+    arrays: Sequence[StoredArray]
+    custom: Mapping[str, Any]
+
+    def blocks(self) -> Iterator[Block]:
+        rows = Table("array", "shape", "dtype", "chunk", "shard", ">arrays", ">bytes", spare=("shard", "arrays", "dtype"))
+        groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
+        for array in self.arrays:
+            spec = array.spec
+            groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, array.compressed].append(spec)
+        for (_, shape, dtype, chunk, shard, compressed), specs in groups.items():
+            name = specs[0].key if len(specs) == 1 else f"{specs[0].key} …"
+            packed = shape_text(shard) if shard != chunk else "= chunk"
+            stored = dtype + (" compressed" if compressed else "")
+            rows.add_row(name, shape_text(shape), stored, shape_text(chunk), packed, str(len(specs)), human(sum(map(_nbytes, specs))))
+        yield rows
+        yield from ("", f"{self.path}: {count(len(self.arrays), 'array')}, {human(sum(_nbytes(array.spec) for array in self.arrays))}")
+        if self.custom:
+            yield from _provenance(self.custom)
+
+    def to_dict(self) -> dict[str, Any]:
+        arrays = {
+            array.spec.key: {
+                "shape": array.spec.shape,
+                "dtype": array.spec.dtype.name,
+                "chunk": array.spec.chunk,
+                "shard": array.spec.shard,
+                "compressed": bool(array.compressed),
+                "bytes": _nbytes(array.spec),
+            }
+            for array in self.arrays
+        }
+        return {"path": self.path, "format": "orbax", "arrays": arrays, "custom_metadata": self.custom}
+
+
+@dataclasses.dataclass(repr=False)
+class SafetensorsInspection(Inspection):
+    """A folder of safetensors files."""
+
+    path: str
+    checkpoint: Checkpoint
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        return self.checkpoint.problems
+
+    def blocks(self) -> Iterator[Block]:
+        checkpoint = self.checkpoint
+        rows = Table("tensor", "shape", "dtype", ">tensors", ">bytes", spare=("tensors",))
+        groups = defaultdict(list)
+        for tensor in checkpoint.tensors.values():
+            groups[pattern(tensor.name), tensor.shape, tensor.dtype.name].append(tensor)
+        for (_, shape, dtype), tensors in groups.items():
+            name = tensors[0].name if len(tensors) == 1 else f"{tensors[0].name} …"
+            rows.add_row(name, shape_text(shape), dtype, str(len(tensors)), human(sum(t.nbytes for t in tensors)))
+        yield rows
+        nbytes, kind = sum(tensor.nbytes for tensor in checkpoint.tensors.values()), checkpoint.config.get("model_type")
+        held = f"{count(len(checkpoint.tensors), 'tensor')} in {count(len(checkpoint.shards), 'file')}"
+        yield from ("", f"{self.path}: model_type {printable(str(kind), CELL)}, {held}, {human(nbytes)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        checkpoint = self.checkpoint
+        tensors = {t.name: {"shape": t.shape, "dtype": t.dtype.name, "file": t.path, "bytes": t.nbytes} for t in checkpoint.tensors.values()}
+        problems = [{"kind": p.kind, "tensor": p.subject, "message": p.message} for p in self.problems]
+        return {"path": self.path, "format": "safetensors", "model_type": checkpoint.config.get("model_type"), "tensors": tensors, "problems": problems}
+
+
+@dataclasses.dataclass(repr=False)
+class LoadInspection(Inspection):
+    """What the hosts of each mesh read of an Orbax checkpoint.
+
+    Attributes:
+      rows: of each mesh, what each kind of array costs.
+      unknown: keys of arrays whose logical axes aren't known, which aren't counted.
+    """
+
+    path: str
+    rows: Mapping[Mesh, Sequence[LoadRow]]
+    unknown: Sequence[str]
+
+    def blocks(self) -> Iterator[Block]:
+        for mesh, rows in self.rows.items():
+            figures = ">arrays", ">a host needs", ">reads", ">worst", ">mean"
+            table = Table("array", "shape", "sharded over", "chunk", *figures, spare=("arrays", "chunk", "shape"))
+            for row in rows:
+                table.add_row(row.name, shape_text(row.spec.shape), row.over, shape_text(row.spec.chunk), str(row.arrays), *_figures(row.load))
+            table.add_row("all", "", "", "", str(sum(row.arrays for row in rows)), *_figures(total([row.load for row in rows])))
+            yield from ("", f"{mesh.text}: {count(mesh.devices, 'host')} with one device each", table)
+            if uneven := [row.spec.key for row in rows if row.uneven]:
+                kinds = f"{count(len(uneven), 'kind')} of arrays"
+                yield f"warning: {mesh.text} doesn't divide {kinds} evenly, e.g. {printable(uneven[0])}; MaxText will refuse that mesh"
+        if self.unknown:
+            yield from ("", f"not counted, since their logical axes aren't known: {count(len(self.unknown), 'array')}, e.g. {self.unknown[0]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        meshes = {
+            mesh.text: {
+                "arrays": {row.name: {"arrays": row.arrays, "chunk": row.spec.chunk, "sharded_over": row.over} | _json(row.load) for row in rows},
+                "all": _json(total([row.load for row in rows])),
+            }
+            for mesh, rows in self.rows.items()
+        }
+        return {"path": self.path, "format": "orbax", "meshes": meshes, "unknown": list(self.unknown)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRow:
+    """What one kind of array costs on a mesh: how many there are, what each axis is sharded over, and whether it divides evenly."""
+
+    name: str
+    spec: ArraySpec
+    over: str
+    arrays: int
+    load: Load
+    uneven: bool
+
+
+def inspect(
+    checkpoint: str,
+    *,
+    mesh: str | Sequence[str] = (),
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    source: str | None = None,
+    maxtext_model: str | None = None,
+) -> Inspection:
+    """Looks at a checkpoint: its arrays or tensors; with meshes, what loading it costs.
+
+    Args:
+      checkpoint: an Orbax checkpoint (its root, a step or an item), or safetensors files, in a folder, `gs://` or (safetensors) `hf://`.
+      mesh: meshes for which the load of an Orbax checkpoint is counted.
+      sharding_rules: logical axis rules; None for those that it was made for.
+      source: a folder with the model's `config.json`, for a checkpoint that doesn't tell its logical axes.
+      maxtext_model: where neither `config.json` nor the checkpoint can settle it.
+
+    Raises:
+      Refused: it can't be read.
+    """
+    meshes = [mesh] if isinstance(mesh, str) else list(mesh)
     try:
-        store = open_store(args.checkpoint)
+        store = open_store(checkpoint)
         store.check_readable()
         if any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
-            if args.mesh:
-                raise RefusedError(f"{store}: --mesh is for Orbax checkpoints")
-            return _safetensors(store)
+            if meshes:
+                raise Refused(f"{store}: --mesh is for Orbax checkpoints")
+            return SafetensorsInspection(str(store), open_checkpoint(store))
         items = find_items(store)
-        return _load(items, args) if args.mesh else _orbax(items)
+        if meshes:
+            return _load(items, meshes, sharding_rules, source, maxtext_model)
+        return OrbaxInspection(str(items), read_arrays(items), item_metadata(items))
     except (StorageError, MeshError) as e:
-        raise RefusedError(str(e)) from e
+        raise Refused(str(e)) from e
     except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged
-        raise RefusedError(f"{args.checkpoint}: can't be read: {e}") from e
+        raise Refused(f"{checkpoint}: can't be read: {e}") from e
 
 
-def _orbax(items: Store) -> int:
-    arrays = read_arrays(items)
-    rows = report.table("array", "shape", "dtype", "chunk", "shard", ">arrays", ">bytes")
-    groups = defaultdict(list)
-    for array in arrays:
-        spec = array.spec
-        groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, array.compressed].append(spec)
-    for (_, shape, dtype, chunk, shard, compressed), specs in groups.items():
-        name = specs[0].key if len(specs) == 1 else f"{specs[0].key} …"
-        size = len(specs) * math.prod(shape) * specs[0].dtype.itemsize
-        packed = report.shape_text(shard) if shard != chunk else "= chunk"
-        stored = dtype + (" compressed" if compressed else "")
-        rows.add_row(name, report.shape_text(shape), stored, report.shape_text(chunk), packed, str(len(specs)), report.human(size))
-    report.CONSOLE.print(rows)
-    total = sum(math.prod(array.spec.shape) * array.spec.dtype.itemsize for array in arrays)
-    print(f"\n{items}: {len(arrays):,} arrays, {report.human(total)}")
-    if custom := item_metadata(items):
-        _provenance(custom)
-    return 0
-
-
-def _load(items: Store, args: argparse.Namespace) -> int:
+def _load(items: Store, texts: Sequence[str], rules_given: Any, source: str | None, model: str | None) -> LoadInspection:
     """What the hosts of each mesh read of a checkpoint."""
     arrays = [array.spec for array in read_arrays(items) if array.spec.key != STEP.key]
-    rules, axes = _axes(items, args)
-    meshes = [Mesh.parse(text, axes_in(rules)) for text in args.mesh]
+    rules, axes = _axes(items, rules_given, source, model)
+    meshes = [Mesh.parse(text, axes_in(rules)) for text in texts]
     for mesh in meshes:
         if mesh.devices > MAX_DEVICES:
-            raise RefusedError(f"--mesh={mesh.text}: {mesh.devices:,} devices; {MAX_DEVICES:,} are what can be counted")
+            raise Refused(f"--mesh={mesh.text}: {mesh.devices:,} devices; {MAX_DEVICES:,} are what can be counted")
     known = [spec for spec in arrays if len(axes.get(spec.key, ())) == len(spec.shape) and spec.key in axes]
     if not known:
-        whose = args.source or "what its conversion.json tells"
-        raise RefusedError(f"{items}: none of its {len(arrays):,} arrays is among {whose}, e.g. {arrays[0].key if arrays else 'none'}")
-    groups = defaultdict(list)
+        whose = source or "what its conversion.json tells"
+        raise Refused(f"{items}: none of its {count(len(arrays), 'array')} is among {whose}, e.g. {arrays[0].key if arrays else 'none'}")
+    groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
     for spec in known:
         groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, tuple(axes[spec.key])].append(spec)
-    for mesh in meshes:
-        _print_load(mesh, rules, groups)
-    if unknown := sorted({spec.key for spec in arrays} - {spec.key for spec in known}):
-        report.CONSOLE.print(f"\nnot counted, since their logical axes aren't known: {report.count(len(unknown), 'array')}, e.g. {unknown[0]}")
-    return 0
+    rows = {mesh: [_row(mesh, rules, names, specs) for (*_, names), specs in groups.items()] for mesh in meshes}
+    return LoadInspection(str(items), rows, sorted({spec.key for spec in arrays} - {spec.key for spec in known}))
 
 
-def _print_load(mesh: Mesh, rules: Rules, groups: Mapping[tuple, Sequence[ArraySpec]]) -> None:
-    rows = report.table("array", "shape", "sharded over", "chunk", ">arrays", ">a host needs", ">reads", ">worst", ">mean")
-    loads, refused = [], []
-    for (*_, names), specs in groups.items():
-        spec, assignments = specs[0], partition_spec(names, rules)
-        load = load_of(spec, assignments, mesh) * len(specs)
-        over = [",".join(axis for axis in axes_of(axes) if mesh.sizes.get(axis, 1) > 1) or "-" for axes in assignments]
-        name = (specs[0].key if len(specs) == 1 else f"{specs[0].key} …").removeprefix(PARAMETERS)
-        cells = (report.shape_text(spec.shape), " × ".join(over), report.shape_text(spec.chunk), str(len(specs)))
-        rows.add_row(name, *cells, *_figures(load))
-        loads.append(load)
-        if any(size % mesh.ways(axes) for size, axes in zip(spec.shape, assignments, strict=True)):
-            refused.append(specs[0].key)
-    rows.add_section()
-    rows.add_row("all", "", "", "", str(sum(map(len, groups.values()))), *_figures(total(loads)))
-    print(f"\n{mesh.text}: {report.count(mesh.devices, 'host')} with one device each")
-    report.CONSOLE.print(rows)
-    if refused:
-        kinds = report.count(len(refused), "kind")
-        print(f"warning: {mesh.text} doesn't divide {kinds} of arrays evenly, e.g. {printable(refused[0])}; MaxText will refuse that mesh")
+def _row(mesh: Mesh, rules: Rules, names: Sequence[str | None], specs: Sequence[ArraySpec]) -> LoadRow:
+    spec, assignments = specs[0], partition_spec(names, rules)
+    over = [",".join(axis for axis in axes_of(axes) if mesh.sizes.get(axis, 1) > 1) or "-" for axes in assignments]
+    name = (spec.key if len(specs) == 1 else f"{spec.key} …").removeprefix(PARAMETERS)
+    uneven = any(size % mesh.ways(axes) for size, axes in zip(spec.shape, assignments, strict=True))
+    return LoadRow(name, spec, " × ".join(over), len(specs), load_of(spec, assignments, mesh) * len(specs), uneven)
 
 
 def _figures(load: Load) -> tuple[str, ...]:
     """Bytes and reads of the host that reads most; bytes read for each byte needed."""
-    return report.human(load.needed.max()), f"{load.reads.max():,}", f"{load.worst:.2f} ×", f"{load.mean:.2f} ×"
+    return human(load.needed.max()), f"{load.reads.max():,}", f"{load.worst:.2f} ×", f"{load.mean:.2f} ×"
 
 
-def _axes(items: Store, args: argparse.Namespace) -> tuple[Rules, Mapping[str, Sequence[str | None]]]:
+def _json(load: Load) -> dict[str, Any]:
+    return {"needed_bytes": int(load.needed.max()), "reads": int(load.reads.max()), "worst": float(load.worst), "mean": float(load.mean)}
+
+
+def _nbytes(spec: ArraySpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _axes(items: Store, given: Any, source: str | None, model: str | None) -> tuple[Rules, Mapping[str, Sequence[str | None]]]:
     """The logical axis rules, and the logical axes of the arrays: of the source's plan, else as the checkpoint tells them.
 
     Raises:
-      RefusedError: neither is to be had.
+      Refused: neither is to be had.
     """
     record = record_of(items)
     made = record.get("options", {})
-    model = args.maxtext_model or made.get("maxtext_model")
-    rules = sharding_rules(args.sharding_rules, model)
+    model = model or made.get("maxtext_model")
+    rules = sharding_rules(given, model)
     if rules is None and made.get("sharding_rules"):
         rules = read_rules(made["sharding_rules"], ())
     rules = model_rules(model) if rules is None else rules
-    if not args.source:
+    if not source:
         if "axes" not in record:
-            raise RefusedError(f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)")
+            raise Refused(f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)")
         return rules, record["axes"]
-    conversion = prepare(options_of(args, items, open_arrays(items)), open_source(args.source))
+    conversion = prepare(options_of(items, open_arrays(items), {"maxtext_model": model}), open_source(source))
     if not conversion.plan.arrays:
         refuse(conversion, conversion.plan.problems)
     return rules, {array.key: array.names for array in conversion.plan.arrays}
 
 
-def _provenance(custom: dict[str, Any]) -> None:
+def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
     """Where the checkpoint comes from, as far as it says."""
     about = custom.get("weightbeam")
     if not isinstance(about, dict) or not isinstance(about.get("versions"), dict):
-        print(printable("custom metadata: " + json.dumps(custom), CUSTOM))
+        yield printable("custom metadata: " + json.dumps(custom), CUSTOM)
         return
-    rows = report.table("", "")
+    rows = Table("", "")
     for name in ("source", "family", "model", "plan"):
         rows.add_row(name, str(about.get(name)))
     options = {name: f"{len(value)} rules" if name == "sharding_rules" and value else value for name, value in about.get("options", {}).items()}
     rows.add_row("options", ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, [])))
     rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     if virtual := about.get("references"):
-        rows.add_row("virtual", f"{report.count(virtual['arrays'], 'array')}, {report.human(virtual['bytes'])}, in the source's own files")
+        rows.add_row("virtual", f"{count(virtual['arrays'], 'array')}, {human(virtual['bytes'])}, in the source's own files")
     for reason, times in about.get("dropped", {}).items():
-        rows.add_row("left out", f"{report.count(times, 'tensor')}: {reason}")
+        rows.add_row("left out", f"{count(times, 'tensor')}: {reason}")
     if lossy := about.get("lossy"):
-        rows.add_row("rounded", f"{report.count(len(lossy), 'array')}, e.g. {next(iter(lossy.values()))}")
-    report.CONSOLE.print(rows)
+        rows.add_row("rounded", f"{count(len(lossy), 'array')}, e.g. {next(iter(lossy.values()))}")
+    yield rows
 
 
-def _safetensors(store: Store) -> int:
-    checkpoint = open_checkpoint(store)
-    rows = report.table("tensor", "shape", "dtype", ">tensors", ">bytes")
-    groups = defaultdict(list)
-    for tensor in checkpoint.tensors.values():
-        groups[pattern(tensor.name), tensor.shape, tensor.dtype.name].append(tensor)
-    for (_, shape, dtype), tensors in groups.items():
-        name = tensors[0].name if len(tensors) == 1 else f"{tensors[0].name} …"
-        rows.add_row(name, report.shape_text(shape), dtype, str(len(tensors)), report.human(sum(t.nbytes for t in tensors)))
-    report.CONSOLE.print(rows)
-    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    count, kind = f"{len(checkpoint.tensors):,} tensors in {len(checkpoint.shards)} files", checkpoint.config.get("model_type")
-    report.CONSOLE.print(f"\n{store}: model_type {printable(str(kind), report.CELL)}, {count}, {report.human(total)}")
-    if checkpoint.problems:
-        raise RefusedError(f"{report.count(len(checkpoint.problems), 'problem')}:\n{describe(checkpoint.problems)}")
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Prints what a checkpoint holds; with meshes what loading it costs."""
+    if rest:
+        raise Refused(f"unknown options: {' '.join(rest)}; see weightbeam inspect --help")
+    found = inspect(**keywords_of(args, inspect))
+    if getattr(args, "json", None):
+        write_json(args.json, found.to_dict())
+    show(found.blocks())
+    found.check()
     return 0
 
 

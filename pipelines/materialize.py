@@ -8,53 +8,88 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from weightbeam.formats.links import HARD
 from weightbeam.formats.orbax import find_items, record_of
 from weightbeam.formats.storage import StorageError
-from weightbeam.pipelines.convert import convert
-from weightbeam.pipelines.errors import FailedError, RefusedError
-from weightbeam.pipelines.prepare import open_adapters, sharding_rules
+from weightbeam.pipelines.convert import Converted, carry_out
+from weightbeam.pipelines.errors import Failed, Refused
+from weightbeam.pipelines.keywords import check_options_of, keywords_of
+from weightbeam.pipelines.prepare import plan_with
+from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.virtual import check_files, open_own_source
-from weightbeam.transforms.conversion import options_from, prepare
-from weightbeam.transforms.mesh import MeshError
+from weightbeam.transforms.conversion import Conversion, options_from
 
-STORAGE = ("use_ocdbt", "use_zarr3", "compression", "unit_bytes")  # what a virtual checkpoint leaves open
+LOG = logging.getLogger("weightbeam")
+
+
+def materialize(
+    checkpoint: str,
+    output: str,
+    *,
+    mesh: str | Sequence[str] | None = None,
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    use_ocdbt: bool = True,
+    use_zarr3: bool = True,
+    compression: str = "none",
+    unit_bytes: int | str = "128MiB",
+    step: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Converted:
+    """Makes an ordinary checkpoint of a virtual one: the same arrays, in chunks for a mesh, without any file of the source.
+
+    Args:
+      checkpoint: the virtual checkpoint: its root, a step or an item, in a folder or in `gs://`.
+      output: a folder or `gs://bucket/folder`; it must not hold that step yet.
+      mesh: target sharding; None for that of the virtual checkpoint.
+      sharding_rules: logical axis rules; None for those of the virtual checkpoint.
+      use_ocdbt, use_zarr3, compression, unit_bytes: as for `convert`.
+      step: None for that of the virtual checkpoint.
+      resume, overwrite, beam, progress: as for `convert`.
+
+    Raises:
+      Refused: it can't be done; nothing was written.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    if beam:
+        from weightbeam.pipelines.options import check_options  # imports Beam
+
+        check_options(beam, "materialize", {"checkpoint": checkpoint, "output": output})
+    if not output:
+        raise Refused("--output is missing: the folder that the checkpoint should lie in")
+    storage = {"use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3, "compression": compression, "unit_bytes": unit_bytes}
+    targets = {"mesh": mesh or None, "sharding_rules": sharding_rules, "step": step}
+    conversion = plan_materialization(checkpoint, storage | {name: value for name, value in targets.items() if value is not None})
+    return carry_out(conversion, output, resume, overwrite, beam=beam, progress=progress)
+
+
+def plan_materialization(checkpoint: str, given: Mapping[str, Any]) -> Conversion:
+    """The conversion that a virtual checkpoint was made by, but for the options that are given."""
+    try:
+        items = find_items(checkpoint)
+        if not (found := check_files(items)):
+            raise Refused(f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise")
+        source = open_own_source(items)
+    except StorageError as e:
+        raise Refused(str(e)) from e
+    except Failed as e:
+        raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e
+    LOG.info(found)
+    made = options_from(record_of(items)["options"])
+    return plan_with(dataclasses.replace(made, virtual=False, **check_options_of(given, made.maxtext_model)), source)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Checks the files, then converts them."""
-    if rest:
-        from weightbeam.pipelines.options import check_options  # imports Beam
-
-        check_options(rest, args)
-    if not args.output:
-        raise RefusedError("--output is missing: the folder that the checkpoint should lie in")
-    try:
-        items = find_items(args.checkpoint)
-        if not check_files(items):
-            raise RefusedError(f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise")
-        checkpoint = open_own_source(items)
-    except StorageError as e:
-        raise RefusedError(str(e)) from e
-    except FailedError as e:
-        raise RefusedError(f"the files that the checkpoint refers to have changed:\n{e}") from e
-    made = options_from(record_of(items)["options"])
-    given = {key: getattr(args, key) for key in STORAGE} | {"virtual": False}
-    if args.mesh:
-        given["mesh"] = tuple(args.mesh)
-    if args.sharding_rules:
-        given["sharding_rules"] = sharding_rules(args.sharding_rules, made.maxtext_model)
-    if args.step is not None:
-        given["step"] = args.step
-    options = dataclasses.replace(made, **given)
-    args.step, args.link, args.sha256 = options.step, HARD, False
-    try:
-        return convert(prepare(options, checkpoint, open_adapters(options)), args, rest)
-    except MeshError as e:
-        raise RefusedError(str(e)) from e
+    """Materialises, and says what came of it."""
+    print(materialize(**keywords_of(args, materialize), beam=rest))
+    return 0
 
 
 if __name__ == "__main__":

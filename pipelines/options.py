@@ -6,9 +6,9 @@ import argparse
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import (
@@ -59,12 +59,13 @@ class _Parser(argparse.ArgumentParser):
         raise RefusedError(message)
 
 
-def check_options(arguments: Sequence[str], args: argparse.Namespace | None = None) -> None:
+def check_options(arguments: Sequence[str], command: str = "", places: Mapping[str, str | None] | None = None) -> None:
     """Makes sure that every argument is one of Beam's options, and that together they are enough for their runner.
 
     Args:
       arguments: those that Weightbeam doesn't know.
-      args: those that it does; None where nothing is going to run.
+      command: what is going to run; empty where nothing is.
+      places: the options of the command that name a folder.
 
     Raises:
       RefusedError: names all that is wrong.
@@ -79,13 +80,13 @@ def check_options(arguments: Sequence[str], args: argparse.Namespace | None = No
     problems = []
     if unknown := parser.parse_known_args(list(arguments))[1]:
         problems.append(f"unknown options: {' '.join(unknown)}; --help lists ours, and Beam's are in its documentation")
-    if args is not None:
-        problems += _find_problems(pipeline_options(arguments, args), args)
+    if command:
+        problems += _find_problems(pipeline_options(arguments), command, places or {})
     if problems:
         raise RefusedError("\n".join(problems))
 
 
-def _find_problems(options: PipelineOptions, args: argparse.Namespace) -> Iterator[str]:
+def _find_problems(options: PipelineOptions, command: str, places: Mapping[str, str | None]) -> Iterator[str]:
     """What the runner lacks for a command."""
     name = options.view_as(StandardOptions).runner
     try:
@@ -106,16 +107,16 @@ def _find_problems(options: PipelineOptions, args: argparse.Namespace) -> Iterat
         return
     if not _has_package(options):
         yield "--sdk_container_image=IMAGE is missing: an image with Weightbeam for the workers; or --setup_file=FOLDER/setup.py of a checkout"
-    if args.command == "verify":
+    if command == "verify":
         yield f"--runner={name}: verify brings what it finds to this machine, and runs on it"
         return
     for option, todo in PLACES.items():
-        place = getattr(args, option, None)
+        place = places.get(option)
         if place and "://" not in place:
             yield f"--{option}={place}: the workers run in containers and don't see this machine's folders; {todo}"
 
 
-def pipeline_options(arguments: Sequence[str], args: argparse.Namespace | None = None) -> PipelineOptions:
+def pipeline_options(arguments: Sequence[str], ours: Mapping[str, Any] | None = None) -> PipelineOptions:
     """Beam's options: local runs on the in-process runner with threads, workers in containers with this package.
 
     Beam's own `DirectRunner` is a switch that first tries to download another runner (apache/beam,
@@ -123,10 +124,9 @@ def pipeline_options(arguments: Sequence[str], args: argparse.Namespace | None =
 
     Args:
       arguments: those that Weightbeam doesn't know.
-      args: those that it does, for who looks at the job.
+      ours: those that it does, for who looks at the job.
     """
-    ours = {name: value for name, value in vars(args).items() if value is not None} if args else {}
-    options = PipelineOptions(list(arguments), **ours)
+    options = PipelineOptions(list(arguments), **(ours or {}))
     standard, direct = options.view_as(StandardOptions), options.view_as(DirectOptions)
     short = {known.removesuffix("Runner").lower(): known for known in StandardOptions.KNOWN_RUNNER_NAMES}
     name = (standard.runner or LOCAL_RUNNER).rpartition(".")[2].lower().removesuffix("runner")

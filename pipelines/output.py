@@ -13,8 +13,8 @@ from weightbeam.formats.orbax import plan_of
 from weightbeam.formats.staging import BucketStaging, FolderStaging, Staging
 from weightbeam.formats.storage import Store, reason
 from weightbeam.model_mappings.plan import Problem
-from weightbeam.pipelines import report
 from weightbeam.pipelines.errors import BusyError, RefusedError
+from weightbeam.pipelines.tables import human
 from weightbeam.transforms.conversion import Conversion, load
 
 
@@ -95,7 +95,7 @@ def _check_room(staging: FolderStaging, conversion: Conversion, resume: bool, li
     output = staging.output.folder
     free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
     if free < needed:
-        return [Problem("output", str(output), f"needs {report.human(needed)}, the disk has {report.human(free)} left")]
+        return [Problem("output", str(output), f"needs {human(needed)}, the disk has {human(free)} left")]
     return []
 
 

@@ -1,4 +1,4 @@
-"""`weightbeam plan`: a dry run."""
+"""`weightbeam plan`: what a conversion would do, and every problem."""
 
 from __future__ import annotations
 
@@ -6,14 +6,125 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack
 
-from weightbeam.pipelines import report, virtual
-from weightbeam.pipelines.errors import RefusedError
+from weightbeam.model_mappings.plan import Array, Problem
+from weightbeam.pipelines import report, tables, virtual
+from weightbeam.pipelines.arguments import GBPS, HOUR_PRICE
+from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, read_options, takes_options
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
+from weightbeam.pipelines.shell import write_json
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.makespan import Estimate, Worker, efforts_of, estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a conversion would do: a value to print, to show in a notebook, to ask, and to hand to `convert`.
+
+    Attributes:
+      conversion: the planned conversion, with all that the workers follow.
+      threads: units that one process works on at a time, which its bound on memory follows from.
+      estimates: the simulation, for each number of workers that was asked for.
+    """
+
+    conversion: Conversion
+    threads: int
+    estimates: tuple[Estimate, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """Where the weights are, at its commit if it is a repository."""
+        return self.conversion.checkpoint.root
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """All that stands against it; each has `kind`, `subject` and `message`."""
+        return self.conversion.plan.problems
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What should be known of it, once each."""
+        return tuple(report.collapse(self.conversion.warnings))
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays that it makes; each has `key`, `shape`, `dtype`, logical axes in `names`, and `lossy`, a reason or None."""
+        return self.conversion.plan.arrays
+
+    def check(self) -> None:
+        """Raises `Refused` with all problems, if there are any."""
+        refuse(self.conversion, self.problems)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `weightbeam plan --json` writes."""
+        simulated = {"workers": [dataclasses.asdict(each) for each in self.estimates]} if self.estimates else {}
+        return report.json_report(self.conversion, self.threads) | virtual.json_report(self.conversion) | simulated
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def blocks(self) -> Iterator[tables.Block]:
+        """What a person sees of it, without its problems."""
+        if self.arrays:
+            yield from report.plan_blocks(self.conversion, self.threads)
+        if self.conversion.placements:
+            yield from virtual.placement_blocks(self.conversion)
+        if self.estimates:
+            yield from report.estimate_blocks(self.estimates)
+
+    def _all_blocks(self) -> Iterator[tables.Block]:
+        yield from self.blocks()
+        if self.problems:
+            yield from ("", tables.count(len(self.problems), "problem") + ":", *(f"  {problem}" for problem in report.collapse(map(str, self.problems))))
+
+    def __str__(self) -> str:
+        return tables.text(self._all_blocks(), tables.terminal_width())
+
+    def __repr__(self) -> str:
+        what = tables.count(len(self.problems), "problem") if self.problems else tables.human(self.conversion.target_bytes)
+        return f"<weightbeam.Plan of {self.source}: {tables.count(len(self.arrays), 'array')}, {what}>"
+
+    def _repr_html_(self) -> str:
+        return tables.page(self._all_blocks())
+
+
+@takes_options
+def plan(
+    source: str,
+    *,
+    workers: Sequence[int] = (),
+    worker_gbps: float = GBPS,
+    worker_hour_price: float = HOUR_PRICE,
+    hf_token_secret: str | None = None,
+    beam: Sequence[str] = (),
+    **options: Unpack[OptionKeywords],
+) -> Plan:
+    """Plans a conversion from `config.json` and the headers of the safetensors files alone. Its problems stay in the plan.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
+      workers: numbers of workers on Dataflow for which the conversion is simulated.
+      worker_gbps: a worker's network in Gbit/s (10^9 bits), each way.
+      worker_hour_price: of a worker with 2 vCPUs and 8 GB, in any currency.
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
+      beam: Beam's options, as on the command line.
+      options: those of `weightbeam convert`: `mesh`, `scan_layers`, `save_dtype`, …
+
+    Raises:
+      Refused: there is nothing to plan: no such source, no such mesh.
+    """
+    conversion = prepare_conversion(source, read_options(options), hf_token_secret)
+    threads = report.threads_of(report.thread_options(beam))
+    estimates: list[Estimate] = []
+    if workers and not conversion.plan.problems:
+        worker_threads = report.threads_of(report.thread_options(beam), report.THREADS_PER_CORE * Worker.cores)
+        worker = Worker(worker_gbps, worker_hour_price, worker_threads)
+        efforts, files = list(efforts_of(conversion)), len(conversion.checkpoint.shards)
+        estimates = [estimate(efforts, number, worker, files, conversion.checkpoint.root.startswith("hf://")) for number in workers]
+    return Plan(conversion, threads, tuple(estimates))
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -23,33 +134,13 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         from weightbeam.pipelines.options import check_options
 
         check_options(rest)
-    conversion = prepare_conversion(args)
-    threads = report.threads_of(report.thread_options(rest))
-    estimates = simulate(conversion, args, rest)
+    made = plan(**keywords_of(args, plan), beam=rest)
     if args.json:
-        simulated = {"workers": [dataclasses.asdict(each) for each in estimates]} if args.workers else {}
-        try:
-            Path(args.json).write_text(json.dumps(report.json_report(conversion, threads) | virtual.json_report(conversion) | simulated, indent=1))
-        except OSError as e:
-            raise RefusedError(f"--json={args.json}: {e.strerror}") from e
-    if conversion.plan.arrays:
-        report.print_plan(conversion, threads)
-    if conversion.placements:
-        virtual.print_placements(conversion)
-    if estimates:
-        report.print_estimates(estimates)
-    refuse(conversion, conversion.plan.problems)
+        write_json(args.json, made.to_dict())
+    if blocks := list(made.blocks()):
+        tables.show(blocks)
+    made.check()
     return 0
-
-
-def simulate(conversion: Conversion, args: argparse.Namespace, rest: Sequence[str]) -> list[Estimate]:
-    """The conversion on as many workers as are asked for, each time; nothing without `--workers`, or if nothing can be converted."""
-    if not args.workers or conversion.plan.problems:
-        return []
-    worker = Worker(args.worker_gbps, args.worker_hour_price, report.threads_of(report.thread_options(rest), report.THREADS_PER_CORE * Worker.cores))
-    efforts, files = list(efforts_of(conversion)), len(conversion.checkpoint.shards)
-    from_hub = conversion.checkpoint.root.startswith("hf://")
-    return [estimate(efforts, workers, worker, files, from_hub) for workers in args.workers]
 
 
 if __name__ == "__main__":

@@ -1,69 +1,72 @@
-"""From the command line's arguments to a planned conversion, or to a refusal that lists everything at once."""
+"""From options to a planned conversion, or to a refusal that lists everything at once."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
-import yaml
 
 from weightbeam.formats.adapters import Adapter, open_adapter
 from weightbeam.formats.orbax import item_metadata
 from weightbeam.formats.printable import printable
 from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
-from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
-from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.report import collapse, count
+from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.report import collapse
+from weightbeam.pipelines.tables import count
 from weightbeam.transforms.conversion import UNKNOWN_FAMILY, Conversion, Options, prepare
-from weightbeam.transforms.mesh import MeshError, Rules, RulesError, model_rules, read_rules
+from weightbeam.transforms.mesh import MeshError
 
 SHOWN = 20  # problems of one kind; the rest is counted
 LINE = 5000  # characters of a problem: names and values in it are the files', however long
 KINDS, NAME = 200, 300  # of tensors that an inventory lists, and characters of their names
 
 
-def prepare_conversion(args: argparse.Namespace) -> Conversion:
-    """Plans what the arguments ask for; problems stay in the plan.
+def prepare_conversion(source: str, options: Options, hf_token_secret: str | None = None) -> Conversion:
+    """Plans a conversion; problems stay in the plan.
 
     Raises:
-      RefusedError: there is nothing to plan: no source, no such mesh.
+      Refused: there is nothing to plan: no source, no such mesh.
     """
-    if not args.source:
-        raise RefusedError("--source is missing: the folder with config.json and the safetensors files")
-    options = read_options(args)
-    name_secret(args.hf_token_secret)
-    checkpoint = open_source(args.source)
+    if not source:
+        raise Refused("--source is missing: the folder with config.json and the safetensors files")
+    name_secret(hf_token_secret)
+    return plan_with(options, open_source(source))
+
+
+def plan_with(options: Options, checkpoint: Checkpoint) -> Conversion:
+    """Plans a conversion of an opened source.
+
+    Raises:
+      Refused: a mesh can't be read.
+    """
     try:
         return prepare(options, checkpoint, open_adapters(options))
     except MeshError as e:
-        raise RefusedError(str(e)) from e
+        raise Refused(str(e)) from e
 
 
 def open_adapters(options: Options) -> list[Adapter]:
     """The adapters that `--lora` names.
 
     Raises:
-      RefusedError: there is no such folder, or it can't be looked at.
+      Refused: there is no such folder, or it can't be looked at.
     """
     adapters = []
     for url, weight in options.lora:
         try:
             adapters.append(open_adapter(url, weight))
         except StorageError as e:
-            raise RefusedError(f"--lora={e}") from e
+            raise Refused(f"--lora={e}") from e
         except OSError as e:
-            raise RefusedError(f"--lora={url}: {reason(e)}") from e
+            raise Refused(f"--lora={url}: {reason(e)}") from e
     return adapters
 
 
@@ -71,72 +74,18 @@ def open_source(source: str) -> Checkpoint:
     """The weights that `--source` names.
 
     Raises:
-      RefusedError: there are none, or they can't be looked at.
+      Refused: there are none, or they can't be looked at.
     """
     try:
         return open_checkpoint(source)
     except StorageError as e:
-        raise RefusedError(str(e)) from e
+        raise Refused(str(e)) from e
     except OSError as e:  # of a folder that can't be looked at
-        raise RefusedError(f"--source={source}: {reason(e)}") from e
+        raise Refused(f"--source={source}: {reason(e)}") from e
 
 
-def read_options(args: argparse.Namespace) -> Options:
-    """The options that the arguments ask for.
-
-    Raises:
-      RefusedError: the file of sharding rules can't be read.
-    """
-    values = vars(args) | {"mesh": tuple(args.mesh or ()), "sharding_rules": sharding_rules(args.sharding_rules, args.maxtext_model)}
-    values["lora"] = tuple(read_lora(text) for text in getattr(args, "lora", None) or ())
-    return Options(**{field.name: values[field.name] for field in dataclasses.fields(Options)})
-
-
-def read_lora(text: str) -> tuple[str, float]:
-    """`PATH[,weight]`: where an adapter is, absolute, and what its deltas are multiplied by.
-
-    Raises:
-      RefusedError: there is no such store, or nobody can mean that weight.
-    """
-    path, _, last = text.rpartition(",")
-    try:
-        url, weight = (path, float(last)) if path else (text, 1.0)
-    except ValueError:  # a path with a comma
-        url, weight = text, 1.0
-    if not 0 < abs(weight) < math.inf:
-        raise RefusedError(f"--lora={text}: the weight should be a number other than 0")
-    try:
-        return open_store(url).url, weight
-    except StorageError as e:
-        raise RefusedError(f"--lora={e}") from e
-
-
-def sharding_rules(file: str | None, model: str | None) -> Rules | None:
-    """The rules that `--sharding_rules` asks for, for the MaxText model that was named; None without a file.
-
-    Raises:
-      RefusedError: the file can't be read, or doesn't hold rules.
-    """
-    if file is None:
-        return None
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-        try:
-            given = json.loads(text)
-        except ValueError:
-            given = yaml.safe_load(text)
-        return read_rules(given, model_rules(model))
-    except OSError as e:
-        raise RefusedError(f"--sharding_rules={file}: {e.strerror}") from e
-    except yaml.MarkedYAMLError as e:
-        where = f", line {e.problem_mark.line + 1}" if e.problem_mark else ""
-        raise RefusedError(f"--sharding_rules={file}: neither JSON nor YAML: {e.problem or e}{where}") from e
-    except (RulesError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise RefusedError(f"--sharding_rules={file}: {e}") from e
-
-
-def options_of(args: argparse.Namespace, items: Store, stores: Mapping[str, ts.TensorStore]) -> Options:
-    """The options that the checkpoint was made with: as given, else as it says, else as its arrays show."""
+def options_of(items: Store, stores: Mapping[str, ts.TensorStore], given: Mapping[str, Any]) -> Options:
+    """The options that the checkpoint was made with: as given (where not None), else as it says, else as its arrays show."""
     custom = item_metadata(items)
     about = custom.get("weightbeam")
     said: dict[str, Any] = dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
@@ -146,26 +95,23 @@ def options_of(args: argparse.Namespace, items: Store, stores: Mapping[str, ts.T
         said["vocab_size"] = embedding.shape[0]
     said.setdefault("mtp", any(key.startswith(f"{PARAMETERS}mtp_block.") for key in stores))
     said.setdefault("multimodal", any(key.startswith((f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")) for key in stores))
-    given = {key: value for key in ("scan_layers", "param_scan_axis", "maxtext_model") if (value := getattr(args, key, None)) is not None}
-    if getattr(args, "lora", None):
-        given["lora"] = tuple(map(read_lora, args.lora))
     left_out = {"mesh", "sharding_rules", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step", "virtual"}
     known = {field.name for field in dataclasses.fields(Options)} - left_out
-    return Options(**{key: value for key, value in (said | given).items() if key in known})
+    return Options(**{key: value for key, value in (said | {key: value for key, value in given.items() if value is not None}).items() if key in known})
 
 
 def refuse(conversion: Conversion, problems: Sequence[Problem]) -> None:
     """Says everything that stands against a conversion.
 
     Raises:
-      RefusedError: there is something.
+      Refused: there is something.
     """
     if not problems:
         return
     message = f"{count(len(problems), 'problem')}:\n{describe(problems)}"
     if any(problem.kind == UNKNOWN_FAMILY for problem in problems):
         message += f"\n\nWhat {conversion.checkpoint.root} holds:\n{inventory(conversion.checkpoint)}"
-    raise RefusedError(message)
+    raise Refused(message, problems)
 
 
 def inventory(checkpoint: Checkpoint) -> str:

@@ -1,55 +1,134 @@
-"""What a person sees while a pipeline runs: a progress bar on a terminal, a line now and then elsewhere, and none of Beam's noise."""
+"""How far a pipeline has come: told to a callback while it runs, and shown as a bar, as lines, or as JSON. None of Beam's noise."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import json
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from typing import TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-from weightbeam.pipelines.report import human
+from weightbeam.pipelines.tables import human
 
 INTERVAL = 0.25  # seconds between looks at the counter
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
-class ShowProgress:
-    """While it is entered, a thread shows how far `done()` has come towards `total` bytes."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a pipeline has come.
 
-    def __init__(self, total: int, done: Callable[[], int], doing: str = "converting"):
-        self._total, self._done, self._doing = total, done, doing
-        self._stop = threading.Event()
-        self._stream = sys.stderr  # as it is now: it is redirected while the pipeline runs
-        self._thread = threading.Thread(target=self._bar if self._stream.isatty() else self._lines, daemon=True)
+    Attributes:
+      doing: what it does, such as `converting`.
+      done, total: bytes.
+      seconds: since it began.
+      finished: whether this is the last word of it.
+    """
 
-    def __enter__(self) -> None:
-        self._thread.start()
+    doing: str
+    done: int
+    total: int
+    seconds: float
+    finished: bool = False
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._stop.set()
-        self._thread.join()
 
-    def _bar(self) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(file=self._stream)) as progress:
-            task = progress.add_task(self._doing, total=self._total)
-            while not self._stop.wait(INTERVAL):
-                progress.update(task, completed=self._done())
-            progress.update(task, completed=self._done())
+Report = Callable[[Progress], None]  # is called in a thread of its own, one call at a time
 
-    def _lines(self) -> None:
-        start = time.monotonic()
-        while not self._stop.wait(LINE_EVERY):
-            done, seconds = self._done(), time.monotonic() - start
-            left = f", {seconds * max(0, self._total - done) / done:.0f} s left" if done else ""
-            print(f"{self._doing}: {human(done)} of {human(self._total)}, {human(done / seconds)}/s{left}", file=self._stream, flush=True)
+
+@contextlib.contextmanager
+def watch_progress(total: int, done: Callable[[], int], doing: str, report: Report | None) -> Iterator[None]:
+    """Context manager: a thread tells `report` four times a second how far `done()` has come towards `total` bytes, and once at the end."""
+    if report is None:
+        yield
+        return
+    stop, start = threading.Event(), time.monotonic()
+
+    def tell(finished: bool = False) -> None:
+        report(Progress(doing, done(), total, time.monotonic() - start, finished))
+
+    def watch() -> None:
+        tell()
+        while not stop.wait(INTERVAL):
+            tell()
+        tell(finished=True)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def shown(stream: TextIO | None = None) -> Report:
+    """What shows progress to a person: a bar on a terminal, a line every ten seconds elsewhere."""
+    here: TextIO = stream or sys.stderr  # as it is now: it is redirected while the pipeline runs
+    return Bar(here) if here.isatty() else Lines(here)
+
+
+class Bar:
+    """A bar on a terminal, with rate and time left."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._bar, self._task = stream, None, None
+
+    def __call__(self, now: Progress) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
+
+            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            # No redirection: `quiet` redirects too, and whoever ends second would restore the other's stream for good.
+            self._bar = Progress(*columns, console=Console(file=self._stream), redirect_stdout=False, redirect_stderr=False)
+            self._task = self._bar.add_task(now.doing, total=now.total)
+            self._bar.start()
+        assert self._task is not None
+        self._bar.update(self._task, completed=now.done)
+        if now.finished:
+            self._bar.stop()
+            self._bar = None
+
+
+class Lines:
+    """A line every ten seconds, for logs."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._last = stream, 0.0
+
+    def __call__(self, now: Progress) -> None:
+        if now.seconds < self._last + LINE_EVERY or now.finished:
+            return
+        self._last = now.seconds
+        left = f", {now.seconds * max(0, now.total - now.done) / now.done:.0f} s left" if now.done else ""
+        text = f"{now.doing}: {human(now.done)} of {human(now.total)}, {human(now.done / now.seconds)}/s{left}"
+        print(text, file=self._stream, flush=True)
+
+
+class JsonLines:
+    """A line of JSON each second, and one at the end, for programs."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._last = stream, float("-inf")
+
+    def __call__(self, now: Progress) -> None:
+        if now.seconds < self._last + 1.0 and not now.finished:
+            return
+        self._last = now.seconds
+        fields = dataclasses.asdict(now) | {"seconds": round(now.seconds, 3)}
+        print(json.dumps({"progress": fields}), file=self._stream, flush=True)
+
+
+def reporter(progress: bool | Report) -> Report | None:
+    """What a call's `progress` stands for: True for `shown`, False for nothing, or a callback."""
+    if isinstance(progress, bool):
+        return shown() if progress else None
+    return progress
 
 
 def seldom(ask: Callable[[], int], seconds: float) -> Callable[[], int]:
@@ -69,7 +148,7 @@ def seldom(ask: Callable[[], int], seconds: float) -> Callable[[], int]:
 
 @contextlib.contextmanager
 def quiet(noise: io.StringIO) -> Iterator[None]:
-    """Catches what Beam prints and logs: on a failure that is hundreds of lines."""
+    """Context manager: catches what Beam prints and logs; on a failure that is hundreds of lines."""
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.CRITICAL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weightbeam.formats.links import SOURCE, SYMBOLIC, find_changes, identities
@@ -14,37 +14,35 @@ from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Array
-from weightbeam.pipelines.errors import FailedError, RefusedError
-from weightbeam.pipelines.report import CONSOLE, count, human, shape_text, table
+from weightbeam.pipelines.errors import Failed, Refused
+from weightbeam.pipelines.tables import Block, Table, count, human, shape_text
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.virtual import loads_of, share
 
 
-def print_placements(conversion: Conversion) -> None:
+def placement_blocks(conversion: Conversion) -> Iterator[Block]:
     """A line for each kind of array, and totals."""
     total, grids = conversion.target_bytes, {grid.spec.key: grid for grid in conversion.grids}
     groups: dict[tuple, list[Array]] = defaultdict(list)
     for array, placement in zip(conversion.plan.arrays, conversion.placements, strict=True):
         groups[pattern(array.key), array.shape, placement.reason, grids[array.key].spec.chunk].append(array)
-    rows = table("array", "bytes are", "why", "chunk", ">arrays", ">share")
+    rows = Table("array", "bytes are", "chunk", ">arrays", ">share", "why", spare=("chunk", "arrays"))
     for (_, _, reason, chunk), arrays in groups.items():
         name = arrays[0].key.removeprefix(PARAMETERS) + (" …" if len(arrays) > 1 else "")
         nbytes = sum(array.nbytes for array in arrays)
         kind = "written" if reason else "the source's"
-        rows.add_row(name, kind, reason or "the same elements in another order", shape_text(chunk), str(len(arrays)), share(nbytes, total))
-    CONSOLE.print()
-    CONSOLE.print(rows)
+        rows.add_row(name, kind, shape_text(chunk), str(len(arrays)), share(nbytes, total), reason or "the same elements in another order")
+    yield from ("", rows)
     references = list(conversion.references())
     virtual = sum(placement.spec is not None for placement in conversion.placements)
-    totals = table("", "")
+    totals = Table("", "")
     totals.add_row("virtual", f"{count(virtual, 'array')} of {len(conversion.placements):,}, {share(conversion.virtual_bytes, total)} of the bytes")
     totals.add_row(
-        "written", f"{human(conversion.made_bytes)} in arrays, and an index of about {human(index_bytes(references))} for {len(references):,} chunks"
+        "written", f"{human(conversion.made_bytes)} in arrays, and an index of about {human(index_bytes(references))} for {count(len(references), 'chunk')}"
     )
     for mesh, load in loads_of(conversion.grids, conversion.meshes).items():
         totals.add_row(f"on {mesh}", f"{load.mean:.2f} bytes are read for each byte that a host needs, at worst {load.worst:.2f}")
-    CONSOLE.print()
-    CONSOLE.print(totals)
+    yield from ("", totals)
 
 
 def index_bytes(references: Sequence[Reference]) -> int:
@@ -63,27 +61,27 @@ def json_report(conversion: Conversion) -> dict[str, Any]:
     return {"virtual": {"arrays": why, "bytes": sizes, "references": len(references), "amplification": loads}}
 
 
-def check_files(items: Store) -> bool:
-    """Makes sure that the files which a checkpoint refers to are those that it was made of; returns whether it is virtual.
+def check_files(items: Store) -> str:
+    """Makes sure that the files which a checkpoint refers to are those that it was made of; says what they are, nothing if it isn't virtual.
 
     Raises:
-      FailedError: some aren't, or can't be told.
+      Failed: some aren't, or can't be told.
     """
     files = identities(record_of(items))
     if changes := find_changes(items, files):
-        raise FailedError("\n".join(f"  {change}" for change in changes))
-    if files:
-        moved = sum(file.is_moved(items / SOURCE) for file in files)
-        copies = f"; {moved} are copies made since" if moved else ""
-        print(f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made{copies}")
-    return bool(files)
+        raise Failed("\n".join(f"  {change}" for change in changes))
+    if not files:
+        return ""
+    moved = sum(file.is_moved(items / SOURCE) for file in files)
+    copies = f"; {moved} are copies made since" if moved else ""
+    return f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made{copies}"
 
 
 def open_own_source(items: Store) -> Checkpoint:
     """The source of a virtual checkpoint whose files `check_files` found right: its own folder, or where its links lead.
 
     Raises:
-      RefusedError: the folder that the links lead to isn't what it was.
+      Refused: the folder that the links lead to isn't what it was.
     """
     record = record_of(items)
     files = {file.name: file for file in identities(record)}
@@ -92,8 +90,8 @@ def open_own_source(items: Store) -> Checkpoint:
     try:
         checkpoint = open_checkpoint(record["source"])
     except StorageError as e:
-        raise RefusedError(f"  {e}; the links in {items / SOURCE} lead there") from e
+        raise Refused(f"  {e}; the links in {items / SOURCE} lead there") from e
     found = {shard.name: (shard.size, shard.version, shard.inode) for shard in checkpoint.shards}
     if changed := sorted(found.items() ^ {name: (file.size, file.version, file.inode) for name, file in files.items()}.items()):
-        raise RefusedError(f"  {checkpoint.root}/{changed[0][0]} isn't the file that the checkpoint was made of")
+        raise Refused(f"  {checkpoint.root}/{changed[0][0]} isn't the file that the checkpoint was made of")
     return checkpoint

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.errors import FailedError, RefusedError
-from weightbeam.pipelines.report import CONSOLE, table
+from weightbeam.pipelines.tables import Table, show
 from weightbeam.pipelines.watching.config import read_config
 from weightbeam.pipelines.watching.notices import Notices, log_lines, warn
 from weightbeam.pipelines.watching.receiver import SECRET, receive_webhooks
@@ -90,10 +90,10 @@ def _look(watcher: Watcher, repos: list[str] | None) -> dict[str, float]:
 
 def _report(findings: Sequence[Finding]) -> int:
     """Prints how things stand; returns the exit status."""
-    rows = table("model", "commit", "target", "state", "why")
+    rows = Table("model", "commit", "target", "state", "why", spare=("commit",))
     for finding in findings:
         rows.add_row(finding.repo, finding.commit[:12], finding.target, finding.state, finding.reason)
-    CONSOLE.print(rows)
+    show([rows])
     return int(any(finding.state == FAILED for finding in findings))
 
 

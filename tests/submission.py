@@ -25,12 +25,11 @@ from typing import Any
 from apache_beam.portability import common_urns
 from apache_beam.portability.api import beam_runner_api_pb2 as proto
 from apache_beam.portability.python_urns import PICKLED_DOFN_INFO
-from rich.console import Console
 from servers.dataflow import FakeDataflow, Job
 from servers.gcs import FakeGcs
 from support import DEEPSEEK, random_tensors, save, split
 
-from weightbeam.pipelines.report import table
+from weightbeam.pipelines.tables import Table, text
 
 ROOT = Path(__file__).parents[1]
 PROJECT, REGION = "a-project", "us-central1"
@@ -170,9 +169,9 @@ def main() -> None:
 
 def show(job: Submission) -> None:
     """Prints a job."""
-    console, pool = Console(highlight=False, soft_wrap=True), job.pool
+    pool = job.pool
     hints = {key.split(":")[2]: int(value) for key, value in job.hints("WriteChunks/ParDo(_WriteChunksFn)").items()}
-    asked = table("asked of Dataflow", "")
+    asked = Table("asked of Dataflow", "")
     for what, value in {
         "job": job.name,
         "machine": f"{pool['machineType']}, {pool['diskSizeGb']} GB of disk, hints {hints}",
@@ -182,18 +181,17 @@ def show(job: Submission) -> None:
         "staged in": job.options["staging_location"],
     }.items():
         asked.add_row(what, value)
-    steps = table("step", "kind", ">bytes of payload")
+    steps = Table("step", "kind", ">bytes of payload")
     for name, step in job.steps().items():
         steps.add_row(name, step.spec.urn.split(":")[2], f"{len(step.spec.payload):,}")
-    sent = table("sent", ">bytes")
+    sent = Table("sent", ">bytes")
     for name, size in ({"the request": len(job.job.sent)} | {name: len(data) for name, data in sorted(job.files.items())}).items():
         sent.add_row(name, f"{size:,}")
-    options = table("option for the workers", "")
+    options = Table("option for the workers", "")
     for name, value in sorted(job.options.items()):
         options.add_row(name, str(value))
     for shown in (asked, steps, sent, options):
-        console.print(shown)
-        console.print()
+        print(text([shown, ""], width=120))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,46 @@
 """Weightbeam moves model weights between Hugging Face releases and MaxText/JAX.
 
-The folders of the repository's top level are this package's subpackages: `model_mappings`, `formats`, `transforms` and
-`pipelines` are links to them here, and plain folders where the package is installed.
+    import weightbeam as wb
+
+    plan = wb.plan("hf://Qwen/Qwen3-8B", mesh="fsdp=16")     # headers only; print(plan), plan.problems, plan.to_json()
+    wb.convert(plan, "gs://bucket/qwen3-8b")                 # raises wb.Refused, wb.Failed
+    assert wb.verify("gs://bucket/qwen3-8b").ok
+
+Importing this module imports nothing else and changes nothing: each name is fetched when it is first used
+(`weightbeam.pipelines.api`). The folders of the repository's top level are this package's subpackages: `model_mappings`,
+`formats`, `transforms` and `pipelines` are links to them here, and plain folders where the package is installed.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weightbeam.pipelines.api import Busy as Busy
+    from weightbeam.pipelines.api import Failed as Failed
+    from weightbeam.pipelines.api import Plan as Plan
+    from weightbeam.pipelines.api import Progress as Progress
+    from weightbeam.pipelines.api import Refused as Refused
+    from weightbeam.pipelines.api import convert as convert
+    from weightbeam.pipelines.api import inspect as inspect
+    from weightbeam.pipelines.api import materialize as materialize
+    from weightbeam.pipelines.api import plan as plan
+    from weightbeam.pipelines.api import verify as verify
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # what Python's own machinery asks for
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from weightbeam.pipelines import api
+
+    if name not in api.HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    from weightbeam.pipelines import api
+
+    return sorted([*globals(), *api.HOMES])

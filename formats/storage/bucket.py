@@ -33,10 +33,7 @@ AT_A_TIME = 4  # requests of one read, whose bytes are held beside the buffers t
 ORIGINAL = "original"  # in an object's metadata: `File.original`
 FIELDS = "items(name,size,generation,crc32c,updated,metadata),prefixes,nextPageToken"
 CONTEXT = {"gcs_request_concurrency": {"limit": 32}, "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"}}
-
-# A connection over which next to nothing comes for so long is given up, and the request repeated: a stall isn't a hang.
-os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "30")
-os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1024")
+STALL = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30", "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1024"}  # below that a request is repeated
 
 
 @functools.cache
@@ -266,4 +263,6 @@ class Bucket(Store):
 
     def kvstore(self) -> dict[str, Any]:
         _client()  # without credentials TensorStore would look for them without end
+        for name, value in STALL.items():
+            os.environ.setdefault(name, value)
         return {"driver": "gcs", "bucket": self.bucket, "path": self._prefix}

@@ -44,8 +44,12 @@ LONGEST = 3600.0  # seconds for one request, and for attempts in a row
 MOST = 16 << 20  # bytes of a request
 CONNECTIONS = 16  # of this process
 
-for logger in ("huggingface_hub", "httpx2", "httpcore2"):
-    logging.getLogger(logger).setLevel(logging.ERROR)  # what they have to say shows signed addresses
+
+@functools.cache
+def _silence() -> None:
+    """What the clients have to say shows signed addresses."""
+    for logger in ("huggingface_hub", "httpx2", "httpcore2"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
 
 
 def open_repository(url: str) -> Repository:
@@ -70,6 +74,7 @@ class Repository(Store):
 
     def __init__(self, url: str):
         super().__init__(url)
+        _silence()
         self.repo, _, self.commit = url.removeprefix("hf://").partition("@")
 
     def check_readable(self) -> None:
@@ -211,6 +216,7 @@ def _endpoint() -> str:
 
 def api() -> HfApi:
     """The hub's interface, as us."""
+    _silence()
     return HfApi(endpoint=_endpoint(), token=token() or False, library_name="weightbeam")
 
 

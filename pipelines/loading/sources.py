@@ -23,7 +23,8 @@ from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.prepare import describe, refuse, sharding_rules
+from weightbeam.pipelines.keywords import sharding_rules
+from weightbeam.pipelines.prepare import describe, refuse
 from weightbeam.pipelines.report import count
 from weightbeam.transforms.conversion import SAVE_DTYPES, Conversion, Options, prepare
 from weightbeam.transforms.execution import make_boxes

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Instanc
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
 from weightbeam.pipelines.arguments import add_conversion, add_output, secret, size
 from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.prepare import read_options
+from weightbeam.pipelines.keywords import OptionKeywords, read_options
 from weightbeam.transforms.conversion import Options, meshes_of
 from weightbeam.transforms.mesh import MeshError
 
@@ -83,7 +83,8 @@ def _read_target(given: Any) -> Target:
     if not problems:
         arguments = _arguments(asked)
         try:
-            options = read_options(parser.parse_args(arguments))
+            given = vars(parser.parse_args(arguments))
+            options = read_options({name: given[name] for name in OptionKeywords.__annotations__})
             meshes_of(options)
             return Target(str(name), tuple(arguments), options)
         except (MeshError, RefusedError) as e:
@@ -142,7 +143,7 @@ def _check_runner(options: dict[str, Any], info: pydantic.ValidationInfo) -> dic
         from weightbeam.pipelines.options import check_options  # only now: imports Beam
 
         try:
-            check_options(_arguments(options, flags=True), argparse.Namespace(command="convert", output=str(info.data.get("output", ""))))
+            check_options(_arguments(options, flags=True), "convert", {"output": str(info.data.get("output", ""))})
         except RefusedError as e:
             raise ValueError("; ".join(str(e).splitlines())) from e
     return options

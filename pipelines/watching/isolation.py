@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import multiprocessing
 import os
 import signal
@@ -131,8 +129,12 @@ def _follow() -> None:
 # --- what is done so ------------------------------------------------------------------------------------------------------------
 
 
-def _parse(command: str, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    return make_parser().parse_known_args([command, *arguments])
+def _keywords(command: str, arguments: Sequence[str], function: Callable[..., Any]) -> dict[str, Any]:
+    """A command line as keywords of the API, Beam's options among them."""
+    from weightbeam.pipelines.keywords import keywords_of
+
+    args, rest = make_parser().parse_known_args([command, *arguments])
+    return keywords_of(args, function) | {"beam": rest}
 
 
 def plan(arguments: Sequence[str]) -> dict[str, Any]:
@@ -142,31 +144,31 @@ def plan(arguments: Sequence[str]) -> dict[str, Any]:
       RefusedError: it has problems.
       FailedError: a file can't be read, or isn't whole, which may be different another time.
     """
-    from weightbeam.pipelines.prepare import describe, prepare_conversion, refuse
+    from weightbeam.pipelines.plan import plan
+    from weightbeam.pipelines.prepare import describe
 
-    conversion = prepare_conversion(_parse("plan", arguments)[0])
-    problems = conversion.plan.problems
-    if any(problem.kind == "corrupt" for problem in problems):
-        raise FailedError(describe(problems))
-    refuse(conversion, problems)
+    made = plan(**_keywords("plan", arguments, plan))
+    if any(problem.kind == "corrupt" for problem in made.problems):
+        raise FailedError(describe(made.problems))
+    made.check()
+    conversion = made.conversion
     return {"plan": conversion.hash, "family": conversion.plan.family, "target_bytes": conversion.target_bytes, "warnings": list(conversion.warnings)}
 
 
 def convert(arguments: Sequence[str]) -> dict[str, Any]:
     """Converts, or goes on with it."""
-    from weightbeam.pipelines import convert
+    from weightbeam.pipelines.convert import convert
 
-    convert.run(*_parse("convert", arguments))
+    print(convert(**_keywords("convert", arguments, convert)))
     return {}
 
 
 def verify(arguments: Sequence[str]) -> dict[str, Any]:
     """Verifies; returns how many elements and arrays were compared."""
-    from weightbeam.pipelines import verify
+    from weightbeam.pipelines.verify import verify
 
-    with tempfile.TemporaryDirectory() as folder:
-        findings = Path(folder) / "findings.json"
-        verify.run(*_parse("verify", [*arguments, f"--json={findings}"]))
-        arrays = json.loads(findings.read_text()).values()
-    rounded = sum(bool(found.get("rounded")) for found in arrays)
-    return {"elements": sum(found.get("compared", 0) for found in arrays), "arrays": len(arrays), "rounded": rounded}
+    found = verify(**_keywords("verify", arguments, verify))
+    print(found)
+    found.check()
+    findings = found.findings.values()
+    return {"elements": sum(each.compared for each in findings), "arrays": len(found.to_dict()), "rounded": sum(each.rounded for each in findings)}

@@ -9,9 +9,9 @@ import json
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from weightbeam import __version__
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.storage import StorageError
-from weightbeam.pipelines.arguments import VERSION
 from weightbeam.pipelines.watching import isolation, releases
 from weightbeam.pipelines.watching.config import Config, Target
 from weightbeam.pipelines.watching.isolation import Apart
@@ -240,7 +240,7 @@ class Watcher:
         """Puts the report beside the checkpoint, says that it is there, and lets `<target>.json` name the newest."""
         facts, output = history.facts, self.config.output
         report = {name: facts[name] for name in ("repo", "commit", "updated", "weights", "licenses", "target", "options", "tables", "plan", "family")}
-        report |= {"weightbeam": VERSION, "checkpoint": checkpoint, "items": f"{checkpoint}/0/items", "verified": facts.get("verified")}
+        report |= {"weightbeam": __version__, "checkpoint": checkpoint, "items": f"{checkpoint}/0/items", "verified": facts.get("verified")}
         report["history"] = [{name: record.get(name) for name in ("state", "time", "attempt", "reason")} for record in history.records]
         output.create(self._report_of(checkpoint), json.dumps(report, indent=1).encode())
         self._notices.tell(history.add(PUBLISHED, checkpoint=checkpoint, items=report["items"]))

@@ -1,0 +1,45 @@
+"""The API below the commands: keywords in, values out.
+
+Each function lies in its command's module, which is imported when the function is first asked for: planning doesn't wait for
+Beam. Keywords are the command line's options. What a user can mend raises `Refused`, what went wrong on the way `Failed`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weightbeam.pipelines.convert import convert as convert
+    from weightbeam.pipelines.errors import Busy as Busy
+    from weightbeam.pipelines.errors import Failed as Failed
+    from weightbeam.pipelines.errors import Refused as Refused
+    from weightbeam.pipelines.inspect import inspect as inspect
+    from weightbeam.pipelines.materialize import materialize as materialize
+    from weightbeam.pipelines.plan import Plan as Plan
+    from weightbeam.pipelines.plan import plan as plan
+    from weightbeam.pipelines.progress import Progress as Progress
+    from weightbeam.pipelines.verify import verify as verify
+
+HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it lies in
+    "plan": "plan",
+    "convert": "convert",
+    "verify": "verify",
+    "inspect": "inspect",
+    "materialize": "materialize",
+    "Plan": "plan",
+    "Progress": "progress",
+    "Refused": "errors",
+    "Busy": "errors",
+    "Failed": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"weightbeam.pipelines.{HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(HOMES)

@@ -1,0 +1,173 @@
+"""Keywords of the API: the command line's options, by the same names, with the same defaults, checked alike."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
+
+import yaml
+
+from weightbeam.formats.storage import StorageError, open_store
+from weightbeam.pipelines.arguments import add_conversion
+from weightbeam.pipelines.errors import Refused
+from weightbeam.transforms.mesh import Rules, RulesError, model_rules, read_rules
+from weightbeam.transforms.options import Options
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The options of a conversion as keywords; `weightbeam convert --help` explains each."""
+
+    scan_layers: bool
+    param_scan_axis: int
+    save_dtype: str
+    mesh: str | Sequence[str]
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None
+    maxtext_model: str | None
+    vocab_size: int | None
+    mtp: bool
+    multimodal: bool
+    use_ocdbt: bool
+    use_zarr3: bool
+    compression: str
+    unit_bytes: int | str
+    step: int
+    lora: str | Sequence[str]
+    virtual: bool
+
+
+def takes_options(function: Function) -> Function:
+    """Spells `**options` out in a function's signature, for `help()` and a notebook's completion."""
+    signature = inspect.signature(function)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    options = [inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default) for field in dataclasses.fields(Options)]
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return function
+
+
+def keywords_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
+    """The keywords of a function that a command line sets: its options by the same name. What isn't given is left to the function's default."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in vars(args).items() if name in known and (value is not None or known[name].default is inspect.Parameter.empty)}
+
+
+def read_options(given: Mapping[str, Any]) -> Options:
+    """The options of a conversion that keywords ask for.
+
+    Raises:
+      Refused: a value can't be meant, or the file of sharding rules can't be read.
+      TypeError: there is no such option.
+    """
+    return Options(**check_options_of(given, given.get("maxtext_model")))
+
+
+def check_options_of(given: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+    """Options as keywords ask for them, each checked as the command line checks it; those that are None are left out.
+
+    Args:
+      given: by the names of the options.
+      model: the MaxText model whose sharding rules are changed.
+
+    Raises: as `read_options`.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    add_conversion(parser)
+    actions = {action.dest: action for action in parser._actions}
+    known = [field.name for field in dataclasses.fields(Options)]
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise TypeError(f"{name!r} isn't an option" + (f"; did you mean {near[0]!r}?" if near else ""))
+        if value is not None:
+            match name:
+                case "sharding_rules":
+                    values[name] = sharding_rules(value, model)
+                case "lora":
+                    values[name] = read_loras(value)
+                case _:
+                    values[name] = check_value(actions[name], value)
+    return values
+
+
+def check_value(action: argparse.Action, value: object) -> Any:
+    """A keyword's value as the command line would have read it.
+
+    Raises:
+      Refused: it can't be meant.
+    """
+    if isinstance(action, argparse._AppendAction):
+        return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
+    text = str(value)
+    if action.choices and text not in action.choices:
+        raise Refused(f"{action.dest}={value!r} should be {' or '.join(action.choices)}")
+    if action.nargs == 0:
+        return bool(value)
+    try:
+        return action.type(text) if callable(action.type) else text
+    except argparse.ArgumentTypeError as e:
+        raise Refused(f"{action.dest}={e}") from e
+
+
+def read_loras(given: str | Sequence[str] | None) -> tuple[tuple[str, float], ...] | None:
+    """The adapters of a keyword `lora`, one or several; None where there is none."""
+    return tuple(map(read_lora, [given] if isinstance(given, str) else given)) if given else None
+
+
+def read_lora(text: str) -> tuple[str, float]:
+    """`PATH[,weight]`: where an adapter is, absolute, and what its deltas are multiplied by.
+
+    Raises:
+      Refused: there is no such store, or nobody can mean that weight.
+    """
+    path, _, last = text.rpartition(",")
+    try:
+        url, weight = (path, float(last)) if path else (text, 1.0)
+    except ValueError:  # a path with a comma
+        url, weight = text, 1.0
+    if not 0 < abs(weight) < math.inf:
+        raise Refused(f"--lora={text}: the weight should be a number other than 0")
+    try:
+        return open_store(url).url, weight
+    except StorageError as e:
+        raise Refused(f"--lora={e}") from e
+
+
+def sharding_rules(given: object, model: str | None) -> Rules | None:
+    """The rules that `sharding_rules` asks for, for the MaxText model that was named; None without any.
+
+    Args:
+      given: a file, or what such a file holds.
+
+    Raises:
+      Refused: the file can't be read, or doesn't hold rules.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | Path):
+        try:
+            return read_rules(given, model_rules(model))
+        except RulesError as e:
+            raise Refused(f"sharding_rules: {e}") from e
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+        try:
+            rules = json.loads(text)
+        except ValueError:
+            rules = yaml.safe_load(text)
+        return read_rules(rules, model_rules(model))
+    except OSError as e:
+        raise Refused(f"--sharding_rules={given}: {e.strerror}") from e
+    except yaml.MarkedYAMLError as e:
+        where = f", line {e.problem_mark.line + 1}" if e.problem_mark else ""
+        raise Refused(f"--sharding_rules={given}: neither JSON nor YAML: {e.problem or e}{where}") from e
+    except (RulesError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise Refused(f"--sharding_rules={given}: {e}") from e

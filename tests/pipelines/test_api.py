@@ -1,0 +1,201 @@
+"""The API below the commands: what importing does, keywords and values, problems in exceptions, progress, a script and a notebook."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import LLAMA, assert_same_bits, random_tensors, restore, save
+
+import weightbeam as wb
+from weightbeam.pipelines import api
+from weightbeam.pipelines.arguments import make_parser, size
+from weightbeam.transforms.options import Options
+
+SHELL_ONLY = {"help", "json", "quiet", "verbose", "log_file", "progress", "dry_run", "command", "places"}  # options that have no keyword
+
+
+def script(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A script of its own."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("source") / "hf", LLAMA, random_tensors(LLAMA))
+
+
+def test_importing_does_nothing() -> None:
+    """Neither the face nor any module below it configures logging, changes the environment or prints; the face imports nothing else."""
+    code = """
+        import logging, os, pkgutil, sys
+        before, root = dict(os.environ), logging.getLogger()
+        import weightbeam
+        assert "numpy" not in sys.modules and "apache_beam" not in sys.modules, sorted(sys.modules)
+        assert [name for name in sys.modules if name.startswith("weightbeam.")] == []
+        import apache_beam, google.cloud.storage, huggingface_hub, tensorstore, rich.progress, pydantic, requests
+        huggingface_hub.HfApi  # whose own effects aren't ours
+        before, handlers, level = dict(os.environ), list(root.handlers), root.level
+        levels = {name: logging.getLogger(name).level for name in ("huggingface_hub", "httpx2", "httpcore2", "weightbeam")}
+        for module in pkgutil.walk_packages(weightbeam.__path__, "weightbeam."):
+            __import__(module.name)
+        assert dict(os.environ) == before
+        assert (root.handlers, root.level) == (handlers, level)
+        assert levels == {name: logging.getLogger(name).level for name in levels}
+        """
+    ran = script(code)
+    assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr
+
+
+def test_the_face() -> None:
+    """Names are there, are listed, and a wrong one is an AttributeError, not an import."""
+    assert {"plan", "convert", "verify", "inspect", "materialize", "Refused", "Failed"} <= set(dir(wb))
+    assert all(callable(getattr(wb, name)) for name in api.HOMES)
+    with pytest.raises(AttributeError, match="conver"):
+        _ = wb.conver  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["plan", "convert", "verify", "inspect", "materialize"])
+def test_keywords_are_the_commands_options(name: str) -> None:
+    """By the same names, with the same defaults."""
+    keywords = inspect.signature(getattr(wb, name)).parameters
+    commands = next(action for action in make_parser()._actions if action.dest == "command")
+    options = {action.dest: action.default for action in commands.choices[name]._actions if action.dest not in SHELL_ONLY}  # type: ignore[index]
+    assert set(options) == set(keywords) - {"beam", "progress"}
+    for option, default in options.items():
+        wanted = keywords[option].default
+        assert default == wanted or {default, wanted} <= {None, (), inspect.Parameter.empty} or size(str(default)) == size(str(wanted)), option
+
+
+def test_a_script(source: Path, tmp_path: Path) -> None:
+    """Plans, converts, verifies and inspects without a word but the progress bar's, which nobody sees here."""
+    code = """
+        import sys
+        import weightbeam as wb
+        source, output = sys.argv[1:]
+        plan = wb.plan(source, mesh="fsdp=2", unit_bytes="64MiB")
+        assert not plan.problems and len(plan.arrays) == 12, plan
+        made = wb.convert(plan, output, progress=False)
+        assert made.path == f"{output}/0/items", made.path
+        found = wb.verify(output, source, progress=False)
+        assert found.ok and not found.faults and len(found.findings) == 12
+        assert "params.params.decoder.decoder_norm.scale" in wb.inspect(output).to_dict()["arrays"]
+        try:
+            wb.convert(source, output)
+        except wb.Refused as e:
+            assert [(p.kind, p.subject) for p in e.problems] == [("output", f"{output}/0")], e.problems
+        else:
+            raise AssertionError
+        """
+    ran = script(code, source, tmp_path / "out")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+def test_the_same_as_the_command(source: Path, tmp_path: Path) -> None:
+    """Bit for bit, from a plan or from its source."""
+    made = [
+        wb.convert(str(source), str(tmp_path / "a"), mesh=["fsdp=2"], scan_layers=False),
+        wb.convert(wb.plan(str(source), mesh="fsdp=2", scan_layers="false"), str(tmp_path / "b"), progress=False),  # type: ignore[arg-type]
+    ]
+    assert made[0].conversion.hash == made[1].conversion.hash
+    assert_same_bits(*(restore(tmp_path / name / "0") for name in "ab"))
+
+
+def test_problems_are_values(source: Path, tmp_path: Path) -> None:
+    """A plan with problems is a plan; converting it is refused with all of them, and nothing is written."""
+    tensors = random_tensors(LLAMA)
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((3, 3), np.float32)
+    plan = wb.plan(str(save(tmp_path / "hf", LLAMA, tensors)))
+    assert {problem.kind for problem in plan.problems} == {"missing", "shape"}
+    assert "2 problems" in str(plan)
+    for call in (plan.check, lambda: wb.convert(plan, str(tmp_path / "out"))):
+        with pytest.raises(wb.Refused) as refused:
+            call()
+        assert set(refused.value.problems) == set(plan.problems)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(wb.Refused, match="no such folder"):
+        wb.plan(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "words"),
+    [
+        (dict(save_dtype="bf16"), wb.Refused, "save_dtype='bf16' should be bfloat16 or float32"),
+        (dict(vocab_size=-1), wb.Refused, "vocab_size"),
+        (dict(unit_bytes="much"), wb.Refused, "unit_bytes"),
+        (dict(mesh="fdsp=2"), wb.Refused, "fdsp"),
+        (dict(sharding_rules="nowhere.yml"), wb.Refused, "nowhere.yml"),
+        (dict(scan_layer=True), TypeError, "did you mean 'scan_layers'"),
+    ],
+    ids=str,
+)
+def test_wrong_keywords(source: Path, keywords: dict, error: type[Exception], words: str) -> None:
+    """What the command line would refuse is refused, and a keyword that isn't there is Python's own mistake."""
+    with pytest.raises(error, match=words):
+        wb.plan(str(source), **keywords)
+
+
+def test_a_plan_is_a_value(source: Path) -> None:
+    """Text, HTML, JSON, a short repr; equal to what the command writes."""
+    plan = wb.plan(str(source), mesh="fsdp=2")
+    assert "token_embedder.embedding" in str(plan)
+    assert max(map(len, str(plan).splitlines())) <= 80
+    assert plan._repr_html_().count("<table>") >= 2
+    assert json.loads(plan.to_json()) == json.loads(json.dumps(plan.to_dict()))
+    assert set(plan.to_dict()["arrays"]) == {array.key for array in plan.arrays}
+    assert repr(plan) == f"<weightbeam.Plan of {source}: 12 arrays, {plan.conversion.target_bytes / 1000:.3g} KB>"
+
+
+def test_options_are_spelled_out() -> None:
+    """For `help()` and completion: every option, with its default."""
+    parameters = inspect.signature(wb.convert).parameters
+    for name, default in vars(Options()).items():
+        assert parameters[name].default == default
+
+
+def test_progress_is_told(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """To a callback: from nothing to all of it, the last time with `finished`; nothing is printed."""
+    told: list[wb.Progress] = []
+    plan = wb.plan(str(source))
+    wb.convert(plan, str(tmp_path / "out"), progress=told.append)
+    assert told[-1].finished
+    assert not any(now.finished for now in told[:-1])
+    assert (told[-1].doing, told[-1].done, told[-1].total) == ("converting", plan.conversion.target_bytes, plan.conversion.target_bytes)
+    told.clear()
+    wb.verify(str(tmp_path / "out"), str(source), progress=told.append)
+    assert told[-1].done == told[-1].total > 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_warnings_are_logged(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By the logger `weightbeam`."""
+    wb.convert(str(source), str(tmp_path / "out"), mesh="fsdp=7", progress=False)
+    assert any(record.name == "weightbeam" and record.levelname == "WARNING" and "fsdp=7" in record.getMessage() for record in caplog.records)
+
+
+def test_a_notebook(source: Path, tmp_path: Path) -> None:
+    """In a kernel of its own: a plan shows itself as HTML, a conversion runs beside the kernel's event loop and says where the checkpoint is."""
+    import nbclient
+    import nbformat
+
+    cells = [
+        f"import weightbeam as wb\nplan = wb.plan({str(source)!r}, mesh='fsdp=2')\nplan",
+        f"told = []\nmade = wb.convert(plan, {str(tmp_path / 'out')!r}, progress=told.append)\nprint(made.path, told[-1].finished)",
+        f"wb.verify({str(tmp_path / 'out')!r}, {str(source)!r}, progress=False)",
+        f"wb.convert({str(source)!r}, {str(tmp_path / 'out')!r})",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in cells])
+    nbclient.NotebookClient(notebook, timeout=120, allow_errors=True).execute()
+    planned, converted, verified, refused = (cell.outputs for cell in notebook.cells)
+    assert "<table>" in planned[0]["data"]["text/html"]
+    assert [output["text"] for output in converted] == [f"{tmp_path / 'out'}/0/items True\n"]
+    assert "12 arrays compared" in verified[0]["data"]["text/html"]
+    assert (refused[-1]["ename"], "exists" in refused[-1]["evalue"]) == ("Refused", True)
