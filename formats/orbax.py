@@ -73,6 +73,8 @@ class Contents:
       scan_layers: what MaxText looks for in the custom metadata.
       record: where the checkpoint comes from (`formats/provenance.py`), without digests.
       references: the chunks that no unit makes: ranges of files in `items/source/`.
+      bare: whether the arrays are the whole tree, without the step and the (empty) optimizer state of a TrainState.
+      custom: more custom metadata.
     """
 
     specs: Sequence[ArraySpec]
@@ -81,6 +83,8 @@ class Contents:
     scan_layers: bool
     record: Mapping[str, Any]
     references: Sequence[Reference] = ()
+    bare: bool = False
+    custom: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def assemble(staging: Staging, contents: Contents, overwrite: bool = False) -> None:
@@ -112,10 +116,11 @@ def _complete(staging: Staging, contents: Contents) -> None:
     done, ledger = staging.done(), staging.ledger()
     if missing := set(range(contents.units)) - set(ledger):
         raise ocdbt.IncompleteError(f"{len(missing)} of {contents.units} units are missing, e.g. {sorted(missing)[:3]}")
-    everything = [*specs, STEP]
+    everything = [*specs] if contents.bare else [*specs, STEP]
     plain = dataclasses.replace(format, compression="none")  # how the step is stored
     objects = [(f"{spec.key}/{format.metadata_name}", zarr.metadata_json(spec, plain if spec is STEP else format)) for spec in everything]
-    objects.append((list(zarr.keys(STEP, format))[1], np.int64(staging.step).tobytes()))
+    if STEP in everything:
+        objects.append((list(zarr.keys(STEP, format))[1], np.int64(staging.step).tobytes()))
     if format.use_ocdbt:
         attempts = {f"{ocdbt.ATTEMPT}{entry['attempt']}" for entry in ledger.values()}
         for name in items.folders():
@@ -134,10 +139,10 @@ def _complete(staging: Staging, contents: Contents) -> None:
             items.write(key, value)
         _check_files(items, everything, format)
     _check_same(staging, done)  # the merge may have made the folder anew
-    items.write(METADATA, _json(_tree_metadata(specs, format)))
+    items.write(METADATA, _json(_tree_metadata(specs, format, contents.bare)))
     record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
     staging.checkpoint.write(RECORD, record_json(record))
-    about = _json(_checkpoint_metadata({"scan_layers": contents.scan_layers, "weightbeam": summary(record)}))
+    about = _json(_checkpoint_metadata({"scan_layers": contents.scan_layers, **contents.custom, "weightbeam": summary(record)}))
     items.write(CHECKPOINT_METADATA, about)  # where MaxText looks for scan_layers: load_parameters_path is the item
     staging.checkpoint.write(CHECKPOINT_METADATA, about)
     _check_same(staging, done)
@@ -205,14 +210,14 @@ def _json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value).encode()
 
 
-def _tree_metadata(specs: Sequence[ArraySpec], format: Format) -> dict[str, Any]:
-    """`_METADATA`: the tree of MaxText's TrainState, every array as a numpy array, so that no device mesh is baked in."""
+def _tree_metadata(specs: Sequence[ArraySpec], format: Format, bare: bool) -> dict[str, Any]:
+    """`_METADATA`: the tree of MaxText's TrainState, or a bare one; every array as a numpy array, so that no device mesh is baked in."""
 
     def entry(path: tuple[str, ...], kind: str, skip: bool = False) -> tuple[str, Any]:
         keys = [{"key": key, "key_type": 2} for key in path]  # 2: a dict's key
         return str(path), {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": skip}}
 
-    tree = [entry(("opt_state",), "Dict", skip=True), entry((STEP.key,), "scalar")]
+    tree = [] if bare else [entry(("opt_state",), "Dict", skip=True), entry((STEP.key,), "scalar")]
     tree += [entry(tuple(spec.key.split(".")), "np.ndarray") for spec in specs]
     return {
         "tree_metadata": dict(tree),

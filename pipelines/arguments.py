@@ -224,6 +224,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--step", type=natural, default=DEFAULTS.step, metavar="N", help="the step under which the checkpoint is written")
     add("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated")
+    add("--adapter_only", type=boolean, default=DEFAULTS.adapter_only, metavar="true|false", help="write the adapter as MaxText's, and don't merge it")
     add("--virtual", action="store_true", default=False, help="refer to the source's files for every array that lies in them already")
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token, for all workers")
 

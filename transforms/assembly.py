@@ -82,5 +82,7 @@ def assemble_checkpoint(conversion: Conversion, staging: Staging, overwrite: boo
         about = {"arrays": arrays, "bytes": conversion.virtual_bytes, "chunks": len(references), "files": [dataclasses.asdict(file) for file in files]}
         record["references"] = about
     specs = [grid.spec for grid in conversion.grids]
-    contents = Contents(specs, conversion.format, len(conversion.units), conversion.options.scan_layers, record, references)
+    scan, folding = conversion.options.scan_layers, conversion.folding
+    custom = {"lora": folding.metadata} if folding else {}
+    contents = Contents(specs, conversion.format, len(conversion.units), scan, record, references, bare=folding is not None, custom=custom)
     assemble(staging, contents, overwrite)

@@ -19,19 +19,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from weightbeam.formats.adapters import Adapter, Merging, merge
+from weightbeam.formats.adapters import Adapter, Folding, Merging, fold, merge
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, Checkpoint
-from weightbeam.formats.sources import open_source
+from weightbeam.formats.sources import Source, open_source
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.zarr import Format
+from weightbeam.model_mappings.adapters import RANK
 from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.naming import name_model
-from weightbeam.model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, make_arrays
+from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, make_arrays
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, model_rules
@@ -79,6 +80,7 @@ class Conversion:
       placements: for each array whether it is virtual; empty without `--virtual`, or if the plan has problems.
       adapters: what is merged into the source's tensors, an input too.
       merging: what the adapters' tensors are used for.
+      folding: the adapter as MaxText's, with `--adapter_only`.
     """
 
     options: Options
@@ -91,6 +93,7 @@ class Conversion:
     placements: tuple[Placement, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     merging: Merging | None = None
+    folding: Folding | None = None
 
     @property
     def save_dtype(self) -> np.dtype:
@@ -295,11 +298,15 @@ def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter
         family = family_of(config, options.maxtext_model)
         asked += _check_options(options, family)
         source = source.renamed(family.aliases)
-        merging = merge(source.encodings, adapters, family.aliases, config.get("model_type", ""), source.lost)
+        naming = name_model(family, config, options.maxtext_model)
+        layout = _layout(options, source.specs(), naming.model)
+        model_type, folding = config.get("model_type", ""), None
+        if options.adapter_only:
+            folding = fold(source.encodings, adapters, family.aliases, model_type, family.stacks(config, layout))
+            family, source = _adapter_family(family, folding), Source(folding.encodings, folding.problems)
+        merging = merge(source.encodings, () if folding else adapters, family.aliases, model_type, source.lost)
         source = source.merged(merging)
         specs = source.specs()
-        naming = name_model(family, config, options.maxtext_model)
-        layout = _layout(options, specs, naming.model)
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
     except (ConfigError, UnknownFamilyError) as e:
@@ -313,6 +320,8 @@ def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter
     }
     problems = [*checkpoint.problems, *(problem for problem in source.problems if problem not in unneeded), *asked]
     arrays = make_arrays(parts, specs, SAVE_DTYPES[options.save_dtype])
+    if folding:
+        arrays = tuple(dataclasses.replace(array, key=array.key.removeprefix(PARAMETERS)) for array in arrays)
     dropped, found = audit(arrays, specs, drops, family.name)
     if (checkpoint.shards or not problems) and not any(problem.kind == "quantised" for problem in problems):
         zeros, spare = source.settle_spare(problem.subject for problem in found if problem.kind == "unused")
@@ -337,7 +346,18 @@ def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter
             problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
     plan = Plan(family.name, arrays, dropped, tuple(problems), note, family.support, naming.model, naming.sizes)
-    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings), placements, tuple(adapters), merging)
+    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings), placements, tuple(adapters), merging, folding)
+
+
+def _adapter_family(family: Family, folding: Folding) -> Family:
+    """A family whose table is that of an adapter."""
+    return dataclasses.replace(
+        family,
+        dims=lambda config, layout: {**family.dims(config, layout), RANK: folding.rank},
+        stacks=lambda config, layout: folding.stacks,
+        drops=lambda config, layout: {},
+        aliases={},
+    )
 
 
 def _layout(options: Options, specs: Mapping[str, TensorSpec], model: str | None) -> Layout:

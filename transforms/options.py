@@ -25,3 +25,4 @@ class Options:
     step: int = 0
     virtual: bool = False
     lora: tuple[tuple[str, float], ...] = ()  # adapters to merge: URL, and what their deltas are multiplied by
+    adapter_only: bool = False  # the adapter as MaxText's, not merged

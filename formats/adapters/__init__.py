@@ -6,11 +6,13 @@
     delta.py    the product of two factors, as a part of a tensor
     merged.py   the encodings: a weight with its deltas, a bias, a whole tensor
     merging.py  adapters over the tensors of a checkpoint
+    folding.py  an adapter as MaxText keeps one
 
 Facts about the format are of huggingface/peft, version 0.21.2, unless another is named.
 """
 
 from weightbeam.formats.adapters.adapter import Adapter, open_adapter
+from weightbeam.formats.adapters.folding import Folding, fold
 from weightbeam.formats.adapters.merging import Merging, merge
 
-__all__ = ["Adapter", "Merging", "merge", "open_adapter"]
+__all__ = ["Adapter", "Folding", "Merging", "fold", "merge", "open_adapter"]

@@ -80,7 +80,7 @@ class Delta:
         where, row, column = share.at
         for number in range(last - first):
             left, right = (a[number].T, b[..., number].T) if self.transposed else (b[..., number], a[number])
-            yield Product(np.ascontiguousarray(left), _two_columns(right * np.float32(self.scaling)), where + number, row, column, right.shape[1])
+            yield Product(np.ascontiguousarray(left), np.ascontiguousarray(_two(right * np.float32(self.scaling), 1)), where + number, row, column, right.shape[1])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,27 +108,31 @@ class Product:
         """Adds its share of a strip to `values`, float32: the rows of the box from `first` on.
 
         The product is made in tiles that OpenBLAS multiplies on the calling thread: its own threads would wait for each other
-        where as many workers as cores are busy. An element has the same bits in whatever tile it is made.
+        where as many workers as cores are busy. An element has the same bits in whatever tile it is made, since ranks are
+        summed in blocks that every routine of OpenBLAS for matrices sums in the same order.
         """
         start, stop = max(first, self.row), min(first + len(values), self.row + len(self.left))
         rank, columns = self.right.shape
-        parts = -(-columns // max(4, TILE // (4 * rank)))
-        edges = [columns * part // parts for part in range(parts + 1)]  # two columns at least
-        height = max(1, TILE // (rank * -(-columns // parts)))
+        parts = -(-columns // (TILE // 4))
+        edges = [columns * part // parts for part in range(parts + 1)]
+        height = max(1, TILE // -(-columns // parts))
         for top in range(start, stop, height):
             bottom = min(stop, top + height)
-            left, rows = self.left[top - self.row : bottom - self.row], values[top - first : bottom - first]
+            left, rows = _two(self.left[top - self.row : bottom - self.row], 0), values[top - first : bottom - first]
             for at, end in itertools.pairwise(edges):
                 target = rows[:, self.column + at : self.column + min(end, self.width)]
-                np.add(target, np.matmul(left, self.right[:, at:end])[:, : target.shape[1]], out=target)
+                for low in range(0, rank, RANKS):
+                    part = np.matmul(left[:, low : low + RANKS], self.right[low : low + RANKS, at:end])
+                    np.add(target, part[: target.shape[0], : target.shape[1]], out=target)
 
 
-TILE = 1 << 18  # multiplications in one call; above twice as many OpenBLAS takes more threads (interface/gemm.c)
+RANKS = 16  # summed by one product; with more than 31 OpenBLAS's routines for large, small and odd shapes differ in the last bits
+TILE = (1 << 18) // RANKS  # elements of one product; above twice as many multiplications OpenBLAS takes more threads (interface/gemm.c)
 
 
-def _two_columns(right: np.ndarray) -> np.ndarray:
-    """The factor, in C order, a single column of it twice: a product of one column is another routine's, which sums in another order."""
-    return np.ascontiguousarray(np.repeat(right, 2, axis=1) if right.shape[1] == 1 else right)
+def _two(factor: np.ndarray, axis: int) -> np.ndarray:
+    """The factor, a single row or column of it twice: products of vectors are another routine's, which sums in another order."""
+    return np.repeat(factor, 2, axis) if factor.shape[axis] == 1 else factor
 
 
 def _meet(one: Range, other: Range) -> Range:

@@ -44,13 +44,18 @@ class Merging:
 
 
 @dataclasses.dataclass
-class _Change:
-    """What is done to one tensor."""
+class Change:
+    """What is done to one tensor: deltas, DoRA's magnitudes, what is added to a bias, whole tensors in its place."""
 
     deltas: list[Delta] = dataclasses.field(default_factory=list)
     magnitudes: list[Tensor] = dataclasses.field(default_factory=list)
     added: list[tuple[Tensor, float]] = dataclasses.field(default_factory=list)
     whole: list[Tensor] = dataclasses.field(default_factory=list)
+
+    @property
+    def first(self) -> str:
+        """One of the adapters' tensors, for messages."""
+        return next(tensor.name for tensor in (*self.whole, *(delta.a for delta in self.deltas), *(tensor for tensor, _ in self.added)))
 
 
 class _RefusedError(ValueError):
@@ -69,8 +74,32 @@ def merge(
       model_type: of the base's `config.json`.
       lost: tensors that something else stands against, which aren't missed here.
     """
+    found = collect(encodings, adapters, aliases, model_type, lost)
+    problems = list(found.problems)
+    merged = dict(encodings)
+    for name, change in found.changes.items():
+        try:
+            merged[name] = _merge_tensor(encodings[name], change)
+        except _RefusedError as e:
+            problems.append(Problem("adapter", name, str(e)))
+    return Merging(merged, tuple(problems), found.uses, {name: change.first for name, change in found.changes.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What adapters do to each tensor, what stands against it, and for each adapter what each of its tensors is used for."""
+
+    changes: Mapping[str, Change]
+    problems: tuple[Problem, ...]
+    uses: tuple[Mapping[str, str], ...]
+
+
+def collect(
+    encodings: Mapping[str, Encoding], adapters: Sequence[Adapter], aliases: Mapping[str, str], model_type: str, lost: frozenset[str] = frozenset()
+) -> Changes:
+    """What adapters do to the tensors of a checkpoint; the arguments are those of `merge`."""
     files = Files(encodings, aliases, model_type)
-    changes: dict[str, _Change] = defaultdict(_Change)
+    changes: dict[str, Change] = defaultdict(Change)
     problems: list[Problem] = []
     uses = []
     for adapter in adapters:
@@ -81,18 +110,7 @@ def merge(
             used |= adapter.contents.unneeded
         problems += found
         uses.append(used)
-    merged = dict(encodings)
-    for name, change in changes.items():
-        try:
-            merged[name] = _merge_tensor(encodings[name], change)
-        except _RefusedError as e:
-            problems.append(Problem("adapter", name, str(e)))
-    return Merging(merged, tuple(problems), tuple(uses), {name: _first_of(change) for name, change in changes.items()})
-
-
-def _first_of(change: _Change) -> str:
-    tensors = [*change.whole, *(delta.a for delta in change.deltas), *(tensor for tensor, _ in change.added)]
-    return tensors[0].name
+    return Changes(changes, tuple(problems), tuple(uses))
 
 
 def _problem(adapter: Adapter, name: str, why: str, files: Files, lost: frozenset[str]) -> Problem | None:
@@ -102,7 +120,7 @@ def _problem(adapter: Adapter, name: str, why: str, files: Files, lost: frozense
     return Problem("adapter", f"{adapter.root}: {name}", why)
 
 
-def _apply(adapter: Adapter, files: Files, changes: dict[str, _Change], used: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _apply(adapter: Adapter, files: Files, changes: dict[str, Change], used: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Notes what an adapter changes; yields `(tensor of the adapter, why it can't be merged)`."""
     contents = adapter.contents
     if not contents.targets and not contents.whole:
@@ -124,7 +142,7 @@ def _apply(adapter: Adapter, files: Files, changes: dict[str, _Change], used: di
             used[tensor.name] = f"replaces {base}"
 
 
-def _apply_target(adapter: Adapter, target: Target, files: Files, changes: dict[str, _Change], used: dict[str, str]) -> None:
+def _apply_target(adapter: Adapter, target: Target, files: Files, changes: dict[str, Change], used: dict[str, str]) -> None:
     config, module = adapter.config, target.module
     parameter = None
     if module.endswith(".base_layer") or not (places := files.places(module)):
@@ -260,7 +278,7 @@ def _is_first(adapter: Adapter, target: Target, name: str, sizes: tuple[int, int
     return fits[0]
 
 
-def _merge_tensor(base: Encoding, change: _Change) -> Encoding:
+def _merge_tensor(base: Encoding, change: Change) -> Encoding:
     """A tensor with all its changes.
 
     Raises:

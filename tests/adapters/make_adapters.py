@@ -38,6 +38,7 @@ GPT2 = (t.GPT2LMHeadModel, t.GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_h
 CASES: dict[str, tuple[tuple[type, Any], dict[str, Any]]] = {
     "plain": (LLAMA, dict(r=4, lora_alpha=6, target_modules=LINEAR)),
     "second": (LLAMA, dict(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"])),
+    "one-layer": (LLAMA, dict(r=2, lora_alpha=3, target_modules=LINEAR, layers_to_transform=[1])),  # as many ranks as layers
     "rslora": (LLAMA, dict(r=4, lora_alpha=6, target_modules=LINEAR, use_rslora=True)),
     "patterns": (
         LLAMA,

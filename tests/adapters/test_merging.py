@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support import read_file
+from safetensors.numpy import save_file
+from support import BF16, read_config, read_file, save
 
 from weightbeam.formats.adapters import Merging, merge, open_adapter
-from weightbeam.formats.encodings import Encoding
-from weightbeam.formats.safetensors import open_checkpoint, read_boxes
+from weightbeam.formats.adapters.delta import Delta
+from weightbeam.formats.adapters.merged import Merged
+from weightbeam.formats.encodings import Encoding, Plain
+from weightbeam.formats.safetensors import open_checkpoint, read_boxes, read_header
 from weightbeam.formats.sources import open_source
 from weightbeam.model_mappings.boxes import Box, whole
 
 F32 = np.dtype(np.float32)
 CASES = (
-    "plain", "second", "rslora", "patterns", "dora", "lora_bias", "bias-all", "bias-lora_only", "modules_to_save", "embedding", "embedding-dora",
+    "plain", "second", "one-layer", "rslora", "patterns", "dora", "lora_bias", "bias-all", "bias-lora_only", "modules_to_save", "embedding", "embedding-dora",
     "embedding-tied", "fan_in_fan_out", "fan_in_fan_out-dora", "experts", "experts-router", "experts-up", "experts-square", "experts-mixtral",
     "experts-gpt_oss", "v4", "v4-mixtral", "experts-0.18", "experts-square-0.18",
 )  # fmt: skip
@@ -69,3 +73,64 @@ def test_as_peft_merges_it(written: Path, case: str) -> None:
             np.testing.assert_array_equal(wanted, base[name])
     assert changed == len(merging.touched)  # PEFT changed all that we changed
     assert set(merging.uses[0]) == set(read_file(folder / "adapter" / "adapter_model.safetensors"))  # each tensor is used, or not needed
+
+
+def test_several_are_summed(written: Path) -> None:
+    """As PEFT's `add_weighted_adapter` with the combination `cat` does it."""
+    merging = merge_case(written / "plain" / "base", (written / "plain" / "adapter", 1.0), (written / "second" / "adapter", 0.5))
+    assert not merging.problems
+    merged = read_file(written / "both" / "merged.safetensors")
+    for name, encoding in merging.encodings.items():
+        np.testing.assert_allclose(values(encoding), merged[name], rtol=2e-6, atol=2e-6)
+
+
+def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
+    cuts = [sorted(rng.sample(range(size + 1), 2)) for size in shape]
+    return tuple((start, stop) for start, stop in cuts)
+
+
+@pytest.mark.parametrize("case", ["plain", "dora", "embedding", "embedding-dora", "lora_bias", "fan_in_fan_out", "experts", "experts-0.18", "experts-gpt_oss"])
+def test_a_box_has_the_bits_of_the_whole(written: Path, case: str) -> None:
+    """However a unit cuts a merged tensor, in bfloat16 and in float32; single columns and rows, too."""
+    rng = random.Random(0)
+    merging = merge_case(written / case / "base", (written / case / "adapter", 1.0))
+    for name in merging.touched:
+        encoding = merging.encodings[name]
+        everything = values(encoding)
+        for _ in range(4):
+            box = random_box(rng, encoding.shape)
+            part = tuple(slice(*span) for span in box)
+            np.testing.assert_array_equal(values(encoding, box), everything[part])
+            np.testing.assert_array_equal(values(encoding, box, BF16), everything[part].astype(BF16))
+
+
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(300, 700, 64), (40, 3000, 300), (1, 5000, 8), (5000, 1, 8), (130, 257, 1)])
+def test_large_products_have_the_same_bits_in_any_tile(tmp_path: Path, rows: int, columns: int, rank: int) -> None:
+    """The product is made in tiles; what they are depends on the box, and must not show."""
+    rng = np.random.default_rng(0)
+    save_file({"w": rng.standard_normal((rows, columns), np.float32)}, tmp_path / "w.safetensors")
+    save_file({"a": rng.standard_normal((rank, columns), np.float32), "b": rng.standard_normal((rows, rank), np.float32)}, tmp_path / "f.safetensors")
+    (w,), (a, b) = (read_header(str(tmp_path / name)) for name in ("w.safetensors", "f.safetensors"))
+    encoding = Merged(Plain(w), (Delta(a, b, 0.7),))
+    everything = values(encoding)
+    held = {name: values_ for file in ("w", "f") for name, values_ in read_file(tmp_path / f"{file}.safetensors").items()}
+    wanted = held["w"] + 0.7 * (held["b"].astype(np.float64) @ held["a"])
+    np.testing.assert_allclose(everything, wanted, rtol=1e-5, atol=1e-4)
+    pick = random.Random(1)
+    for _ in range(20):
+        box = random_box(pick, (rows, columns))
+        np.testing.assert_array_equal(values(encoding, box), everything[tuple(slice(*span) for span in box)])
+
+
+def test_a_bfloat16_base_is_rounded_once(written: Path, tmp_path: Path) -> None:
+    """A float32 adapter on a bfloat16 base: the float32 sum, cast once."""
+    base = {name: tensor.astype(BF16) for name, tensor in read_file(written / "plain" / "base" / "model.safetensors").items()}
+    save(tmp_path / "base", read_config(written / "plain" / "base"), base)
+    merging = merge_case(tmp_path / "base", (written / "plain" / "adapter", 1.0))
+    factors = read_file(written / "plain" / "adapter" / "adapter_model.safetensors")
+    for name in merging.touched:
+        a, b = (factors[f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight"].astype(np.float64) for side in "AB")
+        wanted = (base[name].astype(np.float64) + 6 / 4 * b @ a).astype(np.float32).astype(BF16)
+        found = values(merging.encodings[name], dtype=BF16)
+        assert (found != wanted).mean() < 1e-3  # where the order of the sum decides a rounding
+        np.testing.assert_allclose(found.astype(F32), wanted.astype(F32), rtol=2**-7, atol=1e-6)

@@ -77,7 +77,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mesh": dict(mesh=("fsdp=8",)), "sharding_rules": dict(sharding_rules=(("embed", "fsdp"),)), "maxtext_model": dict(maxtext_model="llama3.1-8b"),
     "vocab_size": dict(vocab_size=128), "use_ocdbt": dict(use_ocdbt=False), "use_zarr3": dict(use_zarr3=False),
     "compression": dict(compression="zstd"), "unit_bytes": dict(unit_bytes=50_000), "step": dict(step=1),
-    "virtual": dict(virtual=True), "lora": dict(lora=(("/nowhere/adapter", 0.5),)),
+    "virtual": dict(virtual=True), "lora": dict(lora=(("/nowhere/adapter", 0.5),)), "adapter_only": dict(adapter_only=True),
 }  # fmt: skip
 
 
