@@ -22,7 +22,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor, read_boxes
+from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.pipelines.cli import main
 
 HERE = Path(__file__).parent
@@ -139,6 +141,12 @@ def write_once(factory: pytest.TempPathFactory, name: str, script: list[str]) ->
             assert made.returncode == 0, made.stderr
             (root / f"{name}.part").rename(folder)
     return folder
+
+
+def decoded(encoding: Encoding, box: Box | None = None, dtype: np.dtype = F32) -> np.ndarray:
+    """The values of a box of a tensor, by default of all of it."""
+    box = whole(encoding.shape) if box is None else box
+    return encoding.decode(read_boxes(encoding.reads(box))[0], box, dtype)
 
 
 # --- checkpoints made here ------------------------------------------------------------------------------------------------------

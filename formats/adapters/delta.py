@@ -80,7 +80,8 @@ class Delta:
         where, row, column = share.at
         for number in range(last - first):
             left, right = (a[number].T, b[..., number].T) if self.transposed else (b[..., number], a[number])
-            yield Product(np.ascontiguousarray(left), np.ascontiguousarray(_two(right * np.float32(self.scaling), 1)), where + number, row, column, right.shape[1])
+            right = np.ascontiguousarray(_two(right * np.float32(self.scaling), 1))
+            yield Product(np.ascontiguousarray(left), right, where + number, row, column, share.columns[1] - share.columns[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -132,7 +132,8 @@ def _apply(adapter: Adapter, files: Files, changes: dict[str, Change], used: dic
             yield target.a.name, str(e)
     for name, tensor in contents.whole.items():
         if (base := files.find(name)) is None:
-            yield tensor.name, f"the base has no {name} that it could replace"
+            tied = ": its head is tied to the embedding" if name == "lm_head.weight" else ""
+            yield tensor.name, f"the base has no {name} that it could replace{tied}"
         elif files.encodings[base].shape != tensor.shape:
             yield tensor.name, f"is {tensor.shape}, the base's {base} {files.encodings[base].shape}; a model that was resized has to be resized first"
         elif adapter.weight != 1:

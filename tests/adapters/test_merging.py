@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import BF16, read_config, read_file, save
+from support import BF16, decoded, read_config, read_file, save
 
 from weightbeam.formats.adapters import Merging, merge, open_adapter
 from weightbeam.formats.adapters.delta import Delta
 from weightbeam.formats.adapters.merged import Merged
-from weightbeam.formats.encodings import Encoding, Plain
-from weightbeam.formats.safetensors import open_checkpoint, read_boxes, read_header
+from weightbeam.formats.encodings import Plain
+from weightbeam.formats.safetensors import open_checkpoint, read_header
 from weightbeam.formats.sources import open_source
-from weightbeam.model_mappings.boxes import Box, whole
+from weightbeam.model_mappings.boxes import Box
 
 F32 = np.dtype(np.float32)
 CASES = (
@@ -31,12 +31,6 @@ def merge_case(base: Path, *adapters: tuple[Path, float]) -> Merging:
     """A base and adapters, merged below any table."""
     checkpoint = open_checkpoint(base)
     return merge(open_source(checkpoint).encodings, [open_adapter(*adapter) for adapter in adapters], {}, checkpoint.config["model_type"])
-
-
-def values(encoding: Encoding, box: Box | None = None, dtype: np.dtype = F32) -> np.ndarray:
-    """The values of a box, by default of all of it."""
-    box = whole(encoding.shape) if box is None else box
-    return encoding.decode(read_boxes(encoding.reads(box))[0], box, dtype)
 
 
 def in_memory(merged: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -66,10 +60,10 @@ def test_as_peft_merges_it(written: Path, case: str) -> None:
     for name, encoding in merging.encodings.items():
         wanted = in_memory(merged, spelled(name))
         if name in merging.touched:
-            np.testing.assert_allclose(values(encoding), wanted, rtol=2e-6, atol=2e-6)
+            np.testing.assert_allclose(decoded(encoding), wanted, rtol=2e-6, atol=2e-6)
             changed += bool((wanted != base[name]).any())
         else:
-            np.testing.assert_array_equal(values(encoding), base[name])
+            np.testing.assert_array_equal(decoded(encoding), base[name])
             np.testing.assert_array_equal(wanted, base[name])
     assert changed == len(merging.touched)  # PEFT changed all that we changed
     assert set(merging.uses[0]) == set(read_file(folder / "adapter" / "adapter_model.safetensors"))  # each tensor is used, or not needed
@@ -81,7 +75,7 @@ def test_several_are_summed(written: Path) -> None:
     assert not merging.problems
     merged = read_file(written / "both" / "merged.safetensors")
     for name, encoding in merging.encodings.items():
-        np.testing.assert_allclose(values(encoding), merged[name], rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(decoded(encoding), merged[name], rtol=2e-6, atol=2e-6)
 
 
 def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
@@ -96,12 +90,12 @@ def test_a_box_has_the_bits_of_the_whole(written: Path, case: str) -> None:
     merging = merge_case(written / case / "base", (written / case / "adapter", 1.0))
     for name in merging.touched:
         encoding = merging.encodings[name]
-        everything = values(encoding)
+        everything = decoded(encoding)
         for _ in range(4):
             box = random_box(rng, encoding.shape)
             part = tuple(slice(*span) for span in box)
-            np.testing.assert_array_equal(values(encoding, box), everything[part])
-            np.testing.assert_array_equal(values(encoding, box, BF16), everything[part].astype(BF16))
+            np.testing.assert_array_equal(decoded(encoding, box), everything[part])
+            np.testing.assert_array_equal(decoded(encoding, box, BF16), everything[part].astype(BF16))
 
 
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(300, 700, 64), (40, 3000, 300), (1, 5000, 8), (5000, 1, 8), (130, 257, 1)])
@@ -112,14 +106,14 @@ def test_large_products_have_the_same_bits_in_any_tile(tmp_path: Path, rows: int
     save_file({"a": rng.standard_normal((rank, columns), np.float32), "b": rng.standard_normal((rows, rank), np.float32)}, tmp_path / "f.safetensors")
     (w,), (a, b) = (read_header(str(tmp_path / name)) for name in ("w.safetensors", "f.safetensors"))
     encoding = Merged(Plain(w), (Delta(a, b, 0.7),))
-    everything = values(encoding)
+    everything = decoded(encoding)
     held = {name: values_ for file in ("w", "f") for name, values_ in read_file(tmp_path / f"{file}.safetensors").items()}
     wanted = held["w"] + 0.7 * (held["b"].astype(np.float64) @ held["a"])
     np.testing.assert_allclose(everything, wanted, rtol=1e-5, atol=1e-4)
     pick = random.Random(1)
     for _ in range(20):
         box = random_box(pick, (rows, columns))
-        np.testing.assert_array_equal(values(encoding, box), everything[tuple(slice(*span) for span in box)])
+        np.testing.assert_array_equal(decoded(encoding, box), everything[tuple(slice(*span) for span in box)])
 
 
 def test_a_bfloat16_base_is_rounded_once(written: Path, tmp_path: Path) -> None:
@@ -131,6 +125,6 @@ def test_a_bfloat16_base_is_rounded_once(written: Path, tmp_path: Path) -> None:
     for name in merging.touched:
         a, b = (factors[f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight"].astype(np.float64) for side in "AB")
         wanted = (base[name].astype(np.float64) + 6 / 4 * b @ a).astype(np.float32).astype(BF16)
-        found = values(merging.encodings[name], dtype=BF16)
+        found = decoded(merging.encodings[name], dtype=BF16)
         assert (found != wanted).mean() < 1e-3  # where the order of the sum decides a rounding
         np.testing.assert_allclose(found.astype(F32), wanted.astype(F32), rtol=2**-7, atol=1e-6)

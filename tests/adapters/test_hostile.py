@@ -1,0 +1,191 @@
+"""Adapters that can't be right, or that say what isn't known: all problems at once, by name, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support
+from safetensors.numpy import save_file
+from support import call, decoded, read_file
+
+from weightbeam.formats.adapters import open_adapter
+from weightbeam.formats.adapters.config import read_config
+from weightbeam.formats.encodings import ContentError
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.transforms.conversion import prepare
+from weightbeam.transforms.options import Options
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 6}
+
+
+def copy_adapter(source: Path, folder: Path, tensors: dict[str, np.ndarray] | None = None, **config: object) -> Path:
+    """An adapter with some fields and tensors changed; a tensor that is empty is left out."""
+    shutil.copytree(source, folder)
+    fields = json.loads((folder / "adapter_config.json").read_text()) | config
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    if tensors:
+        held = read_file(folder / "adapter_model.safetensors") | tensors
+        save_file({name: values for name, values in held.items() if values.size}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def problems(base: Path, *adapters: Path, weight: float = 1.0) -> str:
+    """What stands against merging."""
+    model = "llama2-7b" if support.read_config(base)["model_type"] == "llama" else None
+    conversion = prepare(Options(maxtext_model=model), open_checkpoint(base), [open_adapter(adapter, weight) for adapter in adapters])
+    assert not conversion.units
+    return "\n".join(map(str, conversion.plan.problems))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"r": 0}, "r is '0'"),
+        ({"r": True}, "r is 'True'"),
+        ({"r": 10**30}, "it should be an integer from 1"),
+        ({"lora_alpha": "16"}, "lora_alpha is '16'"),
+        ({"lora_alpha": 1e39}, "lora_alpha is '1e+39'"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is 'nan'"),
+        ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
+        ({"rank_pattern": {"(": 4}}, "'(' isn't a regular expression"),
+        ({"rank_pattern": {"q_proj": -1}}, "stands for '-1'"),
+        ({"alpha_pattern": [1]}, "alpha_pattern should be an object"),
+        ({"bias": "some"}, "bias is 'some'"),
+        ({"target_parameters": "experts"}, "target_parameters should be a list"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication is '[[0, 2]]'"),
+        ({"megatron_config": {"a": 1}}, "megatron_config"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config"),
+        ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow is '1'; it isn't supported"),
+    ],
+)
+def test_fields_are_refused_by_name(fields: dict, said: str) -> None:
+    """Each with what it is."""
+    _, found = read_config(LORA | fields)
+    assert any(said in str(problem) for problem in found), found
+
+
+def test_harmless_fields_pass() -> None:
+    """What is of training or initialisation alone."""
+    fields = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}, "loftq_config": {}, "target_modules": ["q_proj"], "megatron_core": "megatron.core"}
+    assert read_config(LORA | fields)[1] == []
+
+
+def test_ranks_must_agree(written: Path, tmp_path: Path) -> None:
+    """Of the two factors with each other, and with the configuration; all of them are said."""
+    a = copy_adapter(written / "plain" / "adapter", tmp_path / "a", {f"{Q}.lora_A.weight": np.ones((5, 32), np.float32)})
+    assert f"{Q}.lora_A.weight: A is (5, 32) and B (32, 4)" in problems(written / "plain" / "base", a)
+    b = copy_adapter(written / "plain" / "adapter", tmp_path / "b", r=3)
+    said = problems(written / "plain" / "base", b)
+    assert said.count("has rank 4, adapter_config.json says 3") == 14
+
+
+def test_shapes_must_fit_the_base(written: Path, tmp_path: Path) -> None:
+    """Expected and found."""
+    adapter = copy_adapter(written / "plain" / "adapter", tmp_path / "a", {f"{Q}.lora_A.weight": np.ones((4, 33), np.float32)})
+    assert "B · A is (32, 33), model.layers.0.self_attn.q_proj.weight takes (32, 32)" in problems(written / "plain" / "base", adapter)
+
+
+def test_every_tensor_is_used_or_refused(written: Path, tmp_path: Path) -> None:
+    """A name that matches nothing, a part that isn't known, half a pair, a name that isn't PEFT's: each is said."""
+    ones = np.ones((4, 32), np.float32)
+    strange = {
+        "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": ones,
+        "base_model.model.model.layers.9.self_attn.q_proj.lora_B.weight": ones.T.copy(),
+        "base_model.model.score.weight": ones,
+    }
+    said = problems(written / "plain" / "base", copy_adapter(written / "plain" / "adapter", tmp_path / "a", strange))
+    assert "the base has no weight of model.layers.9.self_attn.q_proj" in said
+    assert "the base has no score.weight that it could replace" in said
+    strange = {f"{Q}.lora_C.weight": ones, f"{Q}.lora_B.weight": np.empty(0, np.float32), "model.layers.0.mlp.gate_proj.weight": ones}
+    said = problems(written / "plain" / "base", copy_adapter(written / "plain" / "adapter", tmp_path / "b", strange))
+    assert "no such part of a LoRA is known" in said
+    assert "has no lora_B beside it" in said
+    assert "isn't a name that PEFT writes" in said
+
+
+def test_a_head_that_is_tied_is_refused(written: Path) -> None:
+    """The base has no head of its own that the adapter could change."""
+    said = problems(written / "embedding-tied" / "base", written / "modules_to_save" / "adapter")
+    assert "the base has no lm_head.weight that it could replace: its head is tied to the embedding" in said
+
+
+def test_what_contradicts_the_configuration(written: Path, tmp_path: Path) -> None:
+    """A DoRA that isn't one, and the other way round."""
+    assert "use_dora is false" in problems(written / "dora" / "base", copy_adapter(written / "dora" / "adapter", tmp_path / "a", use_dora=False))
+    assert "use_dora is true" in problems(written / "plain" / "base", copy_adapter(written / "plain" / "adapter", tmp_path / "b", use_dora=True))
+
+
+def test_a_scaling_beyond_float32_is_refused(written: Path, tmp_path: Path) -> None:
+    """Before anything is read; what overflows only when it is multiplied is refused when it is merged."""
+    base = written / "plain" / "base"
+    assert "isn't a number that float32 holds" in problems(base, copy_adapter(written / "plain" / "adapter", tmp_path / "a", lora_alpha=2.9e38), weight=1e9)
+    large = {f"{Q}.lora_B.weight": np.full((32, 4), 1e3, np.float32)}
+    adapter = copy_adapter(written / "plain" / "adapter", tmp_path / "b", large, lora_alpha=2.9e38)
+    conversion = prepare(Options(maxtext_model="llama2-7b"), open_checkpoint(base), [open_adapter(adapter)])
+    with pytest.raises(ContentError, match=r"q_proj.weight: isn't finite once the adapter is merged"):
+        decoded(conversion.encodings["model.layers.0.self_attn.q_proj.weight"])
+
+
+def test_weights_that_arent_linear_are_refused(written: Path) -> None:
+    """Half of a whole tensor, half of a norm, two norms."""
+    assert "can't be merged with the weight 0.5" in problems(written / "modules_to_save" / "base", written / "modules_to_save" / "adapter", weight=0.5)
+    assert "can't be merged with the weight 0.5" in problems(written / "dora" / "base", written / "dora" / "adapter", weight=0.5)
+    assert "has a DoRA" in problems(written / "dora" / "base", written / "dora" / "adapter", written / "plain" / "adapter")
+    modules = written / "modules_to_save" / "adapter"
+    assert "is replaced by" in problems(written / "plain" / "base", modules, modules)
+
+
+def test_an_adapter_of_what_is_left_out_is_refused(written: Path, tmp_path: Path) -> None:
+    """It would be used in part without a word."""
+    pytest.importorskip("torch")
+    base = shutil.copytree(written / "embedding" / "base", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(config))  # the head is there, but isn't converted
+    assert "lm_head.weight: is changed by an adapter" in problems(base, written / "embedding" / "adapter")
+
+
+@pytest.mark.parametrize("version", [None, "0.19.0.dev0"])
+def test_square_experts_need_a_version(written: Path, tmp_path: Path, version: str | None) -> None:
+    """A wrong reading would be silent: both fit."""
+    adapter = copy_adapter(written / "experts-square" / "adapter", tmp_path / "a", peft_version=version)
+    assert "only PEFT's version tells" in problems(written / "experts-square" / "base", adapter)
+
+
+def test_a_version_that_shapes_contradict(written: Path, tmp_path: Path) -> None:
+    """Neither is believed."""
+    adapter = copy_adapter(written / "experts" / "adapter", tmp_path / "a", peft_version="0.18.0")
+    assert "the other way round than that version of PEFT writes" in problems(written / "experts" / "base", adapter)
+    adapter = copy_adapter(written / "experts" / "adapter", tmp_path / "b", peft_version=None)
+    conversion = prepare(Options(), open_checkpoint(written / "experts" / "base"), [open_adapter(adapter)])
+    assert not conversion.plan.problems  # shapes alone tell it
+
+
+def test_a_pickle_is_refused(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """It is never opened; nothing is written."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    shutil.copy(written / "plain" / "adapter" / "adapter_config.json", folder)
+    (folder / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    assert call("convert", "--source", written / "plain" / "base", "--lora", folder, "--output", tmp_path / "out", "--maxtext_model", "llama2-7b") == 2
+    assert "adapter_model.bin is a pickle file" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("/nowhere/adapter", "no such folder"), ("ftp://a/b", "isn't supported"), ("a,0", "other than 0"), ("a,inf", "other than 0")]
+)
+def test_what_lora_cant_name(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture, text: str, said: str) -> None:
+    """Exit status 2, in words."""
+    assert call("plan", "--source", written / "plain" / "base", "--lora", text, "--maxtext_model", "llama2-7b") == 2
+    assert said in capsys.readouterr().err
