@@ -6,8 +6,10 @@ the head of the model card.
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import json
+import logging
 import re
 import zipfile
 import zlib
@@ -18,9 +20,12 @@ import yaml
 
 from weightbeam.formats import json_text
 from weightbeam.formats.safetensors import QUANT_CONFIGS
+from weightbeam.formats.links import SOURCE
+from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.strict_json import JsonError, parse_json
 
+LOGGER = logging.getLogger("weightbeam")
 CONFIG, CARD = "config.json", "README.md"
 TEMPLATES = "additional_chat_templates"  # the one folder of a release that is taken (transformers 5.23, processing_utils.py)
 MAX_FILE_BYTES = 64 << 20  # Gemma 3's tokenizer.json, the largest known, has 33 MB
@@ -151,6 +156,22 @@ def packed_files(step: Store) -> SmallFiles | None:
             raise StorageError(f"{step.path(ARCHIVE)}: {name} can't be read: {e}") from e
 
     return SmallFiles({info.filename: info.file_size for info in archive.infolist() if role_of(info.filename)}, read)
+
+
+def keep_files(step: Store, source: Store) -> None:
+    """Packs a release's small files into the archive that lies with a checkpoint; those of a virtual checkpoint lie with that one.
+
+    Raises:
+      StorageError: one can't be read.
+    """
+    if (source.parent.name, source.name) == (ITEMS, SOURCE) and (virtual := source.parent.parent).exists(ARCHIVE):
+        step.write(ARCHIVE, virtual.read(ARCHIVE))
+        return
+    files = small_files(source)
+    for name, why in files.left.items():
+        LOGGER.warning("%s isn't kept with the checkpoint: %s", source.path(name), why)
+    with concurrent.futures.ThreadPoolExecutor(source.at_a_time) as pool:
+        step.write(ARCHIVE, pack(dict(zip(files, pool.map(files.__getitem__, files), strict=True))))
 
 
 # --- config.json ----------------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def _refuse(paths: list[Path]) -> None:
         raise TreeError("a Qwix QLoRA base, whose kernels are quantised (array.qvalue); take the checkpoint it was made of")
     if any(component.endswith("_packed") for component in components):
         raise TreeError("MXFP4 experts (…_packed beside …_scale), which MaxText keeps in a layout of its own; take the release it was made of")
-    scaled = sorted(key for key in keys if f"{key.removesuffix('.value')}_scale" in keys or f"{key.removesuffix('.value')}_scale.value" in keys)
+    scaled = sorted(key for key in keys if re.search(r"\.(kernel|wi_0|wi_1|wo)_scale(\.value)?$", key))
     if scaled:
         raise TreeError(f"FP8 weights with scales beside them, such as {scaled[0]}; take the release it was made of, or a bfloat16 checkpoint")
     adapters = [key for key in keys if "lora" in key]

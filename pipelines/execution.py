@@ -25,7 +25,8 @@ from weightbeam.pipelines.output import share_left
 from weightbeam.pipelines.progress import LINE_EVERY, Report, quiet, seldom, watch_progress
 from weightbeam.pipelines.report import threads_of
 from weightbeam.transforms.assembly import stage
-from weightbeam.transforms.conversion import Conversion, remember
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.staged import remember
 from weightbeam.transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks
 
 
@@ -39,7 +40,7 @@ def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, ove
         | Dequantize()
         | Reshape()
         | Stack()
-        | WriteChunks(staging, conversion.format)
+        | WriteChunks(staging, conversion.hash)
         | AssembleCheckpoint(staging, conversion.hash, overwrite, secret())
     )
 

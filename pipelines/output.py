@@ -15,7 +15,8 @@ from weightbeam.formats.storage import Store, reason
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.tables import human
-from weightbeam.transforms.conversion import Conversion, load
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.staged import load
 
 
 @contextlib.contextmanager

@@ -31,7 +31,8 @@ from weightbeam.pipelines.progress import Report, quiet, reporter, watch_progres
 from weightbeam.pipelines.shell import write_json
 from weightbeam.pipelines.tables import CELL, count, page
 from weightbeam.pipelines.virtual import check_files, open_own_source
-from weightbeam.transforms.conversion import Conversion, prepare, remember
+from weightbeam.transforms.conversion import Conversion, prepare
+from weightbeam.transforms.staged import remember
 from weightbeam.transforms.verification import COMPARED, CompareArrays, Finding, compared_elements, read_findings, tasks
 
 LOG = logging.getLogger("weightbeam")

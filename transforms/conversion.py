@@ -12,8 +12,7 @@ import gzip
 import hashlib
 import json
 import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -21,11 +20,15 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Folding, Merging, fold, merge
 from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.links import SOURCE, identify, put_source
+from weightbeam.formats.orbax import Contents, assemble, plan_of, write_unit
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
+from weightbeam.formats.release import keep_files
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, Checkpoint
 from weightbeam.formats.sources import Source, open_source
 from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.zarr import Format
 from weightbeam.model_mappings.adapters import RANK
 from weightbeam.model_mappings.audit import audit, drop_reason
@@ -94,6 +97,12 @@ class Conversion:
     adapters: tuple[Adapter, ...] = ()
     merging: Merging | None = None
     folding: Folding | None = None
+
+    kind = "convert"
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.options.unit_bytes
 
     @property
     def save_dtype(self) -> np.dtype:
@@ -188,6 +197,46 @@ class Conversion:
             add([(block.array, block.shards) for block in unit])
         return identity.hexdigest()
 
+    def plan_of(self, place: Store) -> str | None:
+        """The hash of the plan that a step was made by; None where it isn't complete, or isn't ours."""
+        return plan_of(place)
+
+    def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
+        """Puts the release's small files there, and with `--virtual` the source's files.
+
+        Raises:
+          StorageError: the small files can't be read, or the source's files can't be put there so (LinkError).
+        """
+        keep_files(staging.checkpoint, open_store(self.checkpoint.root))
+        if self.virtual_bytes:
+            put_source(staging.items / SOURCE, self.checkpoint, link, hashed)
+
+    def write(self, staging: Staging, unit: Unit, made: Sequence[np.ndarray]) -> None:
+        """Writes the shards of a unit into a database of their own, and enters the unit in the ledger."""
+        shards = [
+            (job.spec, box, of_job[index])
+            for job, of_job in zip(unit.jobs, made, strict=True)
+            for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
+        ]
+        write_unit(staging, unit.id, shards, self.format)
+
+    def assemble(self, staging: Staging, overwrite: bool) -> None:
+        """Makes the published checkpoint of the units that are done and of the source's files.
+
+        Raises:
+          StorageError: the source changed meanwhile.
+          ocdbt.IncompleteError: units are missing, or don't hold what they should.
+        """
+        self.check()
+        record, references = self.record(), list(self.references())
+        if references:
+            files = identify(staging.items / SOURCE, self.checkpoint)
+            arrays = sum(placement.spec is not None for placement in self.placements)
+            about = {"arrays": arrays, "bytes": self.virtual_bytes, "chunks": len(references), "files": [dataclasses.asdict(file) for file in files]}
+            record["references"] = about
+        specs = [grid.spec for grid in self.grids]
+        assemble(staging, Contents(specs, self.format, len(self.units), self.options.scan_layers, record, references), overwrite)
+
     def record(self) -> dict[str, Any]:
         """Where the checkpoint comes from, see `formats/provenance.py`."""
         identity = ("name", "size", "version", "sha256", "crc32c")
@@ -216,6 +265,7 @@ class Conversion:
     def stage(self) -> bytes:
         """The inputs, compressed; `load` makes the same conversion of them."""
         inputs = {
+            "kind": self.kind,
             "options": dataclasses.asdict(self.options),
             "source": self.checkpoint.to_json(),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
@@ -235,53 +285,10 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def load(staged: bytes) -> Conversion:
-    """The conversion that `Conversion.stage` staged.
-
-    Raises:
-      RuntimeError: this version of Weightbeam plans it differently.
-    """
-    inputs = json.loads(gzip.decompress(staged))
-    options = options_from(inputs["options"])
+def load(inputs: Mapping[str, Any]) -> Conversion:
+    """The conversion whose inputs `Conversion.stage` staged."""
     adapters = [Adapter(Checkpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
-    conversion = prepare(options, Checkpoint.from_json(inputs["source"]), adapters)
-    if conversion.hash != inputs["hash"]:
-        raise RuntimeError("the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job")
-    return conversion
-
-
-_LOADING = threading.Lock()
-_LOADED: dict[str, Conversion] = {}  # the conversion at work in this process, by its hash
-
-
-def remember(conversion: Conversion) -> None:
-    """Spares this process from planning the conversion again when its workers ask for it."""
-    _LOADED.clear()
-    _LOADED[conversion.hash] = conversion
-
-
-def load_staged(staging: Staging, hash: str) -> Conversion:
-    """The conversion with this hash that is staged in a folder; made once in a process, by the first thread that asks.
-
-    Raises:
-      RuntimeError: another conversion is staged there.
-    """
-    return _loaded(staging.read_plan, hash)
-
-
-def load_bytes(staged: bytes, hash: str) -> Conversion:
-    """The conversion with this hash that was staged as these bytes; made once in a process, as by `load_staged`."""
-    return _loaded(lambda: staged, hash)
-
-
-def _loaded(read: Callable[[], bytes], hash: str) -> Conversion:
-    with _LOADING:
-        if hash not in _LOADED:
-            conversion = load(read())
-            if conversion.hash != hash:
-                raise RuntimeError("another conversion is staged there; was it started twice?")
-            remember(conversion)
-        return _LOADED[hash]
+    return prepare(options_from(inputs["options"]), Checkpoint.from_json(inputs["source"]), adapters)
 
 
 def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter] = ()) -> Conversion:

@@ -23,10 +23,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from weightbeam.formats import release_target
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.provenance import versions
-from weightbeam.formats.safetensors import Checkpoint, Tensor
+from weightbeam.formats.safetensors import INDEX, Checkpoint, Tensor
 from weightbeam.formats.sources import open_source
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import Store
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.audit import audit
 from weightbeam.model_mappings.boxes import Box, extent, volume, whole
@@ -120,6 +123,10 @@ class ExportUnit:
     jobs: tuple[RowsJob, ...]
 
     @property
+    def is_done(self) -> bool:
+        return not self.jobs
+
+    @property
     def working_bytes(self) -> int:
         """Memory for all of its arrays."""
         read = sum(aligned(part.nbytes) for fetch in self.fetches for part in fetch.encoding.reads(fetch.box))
@@ -152,6 +159,7 @@ class Export:
     lossy: Mapping[str, str]
     config_edits: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+    small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # the release's small files as they will be; not staged
 
     kind = "export"
 
@@ -170,7 +178,13 @@ class Export:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.files.tensors.values()) if self.files else 0
 
-    made_bytes = target_bytes
+    @property
+    def made_bytes(self) -> int:
+        return self.target_bytes
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.options.unit_bytes
 
     @property
     def read_bytes(self) -> int:
@@ -220,6 +234,34 @@ class Export:
         for unit in self.units:
             add([(block.array, block.shards) for block in unit])
         return identity.hexdigest()
+
+    def plan_of(self, place: Store) -> str | None:
+        """The hash of the plan that a release was made by; None where it isn't whole, or isn't ours."""
+        return release_target.plan_of(place)
+
+    def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
+        """Makes the release's files, at their full size."""
+        assert self.files is not None
+        release_target.prepare(staging, ((file.name, file.header, file.size) for file in self.files.files), self._small_files())
+
+    def _small_files(self) -> dict[str, bytes]:
+        index = {} if self.files is None or self.files.index is None else {INDEX: self.files.index}
+        return {**self.small, **index}
+
+    def write(self, staging: Staging, unit: ExportUnit, made: Sequence[np.ndarray]) -> None:
+        """Writes the rows of a unit to their places, and enters the unit in the ledger."""
+        release_target.write_unit(staging, unit.id, [(job.tensor, job.box, rows) for job, rows in zip(unit.jobs, made, strict=True)])
+
+    def assemble(self, staging: Staging, overwrite: bool) -> None:
+        """Publishes the release.
+
+        Raises:
+          StorageError: the checkpoint changed meanwhile.
+          release_target.IncompleteError: units are missing.
+        """
+        assert self.files is not None
+        self.source.check()
+        release_target.assemble(staging, len(self.units), ((file.name, file.size) for file in self.files.files), self.record(), overwrite)
 
     def record(self) -> dict[str, Any]:
         """Where the release comes from."""

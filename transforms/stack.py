@@ -69,11 +69,11 @@ def _meet(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[i
     split: list[int] = []  # their lengths, in factors
     picks: list[int | slice] = []
     lengths: list[int] = []  # of the source's axes
-    for axis, ((start, stop), factors, chosen) in enumerate(zip(target.box, target.factors, target.picks, strict=True)):
+    for axis, ((start, stop), step, factors, chosen) in enumerate(zip(target.box, target.steps, target.factors, target.picks, strict=True)):
         start, stop, size = start - origin[axis], stop - origin[axis], made.shape[rank + axis]
         if made.shape[axis] == 1:
             numbers.append(0)
-            within.append(slice(start, stop))
+            within.append(slice(start, stop, step))
             order.append(rank + axis)
             split += factors
             picks += map(selection, chosen)

@@ -22,8 +22,7 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.zarr import Format
 from weightbeam.transforms import execution
 from weightbeam.transforms.arena import give_back, release_free, take
-from weightbeam.transforms.assembly import assemble_checkpoint
-from weightbeam.transforms.conversion import load_staged
+from weightbeam.transforms.staged import load_staged
 from weightbeam.transforms.units import Unit
 from weightbeam.transforms.work import Tally, Work, total_bytes
 
@@ -95,19 +94,14 @@ class _StackFn(StageFn):
 
 
 class _WriteChunksFn(StageFn):
-    def __init__(self, staging: Staging, format: Format):
+    def __init__(self, staging: Staging, plan_hash: str):
         super().__init__()
-        self.staging, self.format = staging, format
+        self.staging, self.plan_hash = staging, plan_hash
 
     def run(self, work: Work) -> int:
         if work.unit.is_done:
             return 0
-        shards = [
-            (job.spec, box, made[index])
-            for job, made in zip(work.unit.jobs, work.shards, strict=True)
-            for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
-        ]
-        write_unit(self.staging, work.unit.id, shards, self.format)
+        load_staged(self.staging, self.plan_hash).write(self.staging, work.unit, work.shards)
         nbytes = total_bytes(work.shards)
         work.shards = []
         WRITTEN.add(nbytes)
@@ -186,12 +180,12 @@ class Stack(beam.PTransform):
 class WriteChunks(beam.PTransform):
     """Shards -> a database of the unit's own, and its ledger entry; the id of the unit goes on."""
 
-    def __init__(self, staging: Staging, format: Format):
+    def __init__(self, staging: Staging, plan_hash: str):
         super().__init__()
-        self.staging, self.format = staging, format
+        self.staging, self.plan_hash = staging, plan_hash
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(_WriteChunksFn(self.staging, self.format)).with_output_types(int)
+        return pcoll | beam.ParDo(_WriteChunksFn(self.staging, self.plan_hash)).with_output_types(int)
 
 
 class AssembleCheckpoint(beam.PTransform):
@@ -226,5 +220,5 @@ def _assemble(written: int, staging: Staging, plan_hash: str, overwrite: bool, s
     name_secret(secret)
     if not is_published(staging, plan_hash):
         release_free()
-        assemble_checkpoint(load_staged(staging, plan_hash), staging, overwrite)
+        load_staged(staging, plan_hash).assemble(staging, overwrite)
     return written

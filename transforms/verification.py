@@ -26,7 +26,8 @@ from weightbeam.formats.storage import Store, write_file
 from weightbeam.model_mappings.boxes import Box, Range
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Array, holds, is_float
-from weightbeam.transforms.conversion import Conversion, load_bytes
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.staged import load_bytes
 from weightbeam.transforms.work import Tally
 
 SLAB_ELEMENTS = 1 << 22  # compared at a time

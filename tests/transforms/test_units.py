@@ -17,7 +17,8 @@ from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, QWEN3_MOE, headers_only
 
 from weightbeam.formats.staging import staging_at
 from weightbeam.pipelines.options import make_pipeline, pipeline_options
-from weightbeam.transforms.conversion import Options, prepare, remember
+from weightbeam.transforms.conversion import Options, prepare
+from weightbeam.transforms.staged import remember
 from weightbeam.transforms.stages import ExpandUnits
 from weightbeam.transforms.units import Block, Unit, largest_first, working_bytes
 

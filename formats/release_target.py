@@ -1,0 +1,150 @@
+"""A release that is written: rows of tensors into safetensors files, by many at a time, published once.
+
+The headers follow from the plan, so the files are made at their full size before any tensor is there, and a unit writes its rows to
+their places:
+
+    <output>                                    the release, once it is whole
+    <output>.<id>.weightbeam-tmp/               the same as it grows
+        model-00001-of-00002.safetensors, …     at their full size
+        config.json, tokenizer.json, …          the small files
+        plan.json.gz, units/…                   removed before publishing
+        weightbeam.json                         where it comes from, and digests; written last
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from weightbeam.formats.provenance import total
+from weightbeam.formats.safetensors import BoxRead, Tensor
+from weightbeam.formats.staging import FolderStaging, Staging
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, sync_folder
+from weightbeam.model_mappings.boxes import Box
+
+RECORD = "weightbeam.json"
+
+Rows = tuple[Tensor, Box, np.ndarray]  # a tensor whose `path` is its file's name in the release, a box of it, and its values
+
+
+class IncompleteError(ValueError):
+    """The units that are done don't make up the release."""
+
+
+class ReleaseFolder(FolderStaging):
+    """The place of a release in a folder; nothing lies below it but its own files."""
+
+    marker, growing = RECORD, ".weightbeam-tmp"
+
+    @property
+    def items(self) -> LocalFolder:
+        """The release itself: it has no items."""
+        return self.checkpoint
+
+
+def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleaseFolder:
+    """The place of a release, by the plan with that hash.
+
+    Raises:
+      StorageError: nothing can be written there.
+    """
+    store = open_store(output)
+    if not isinstance(store, LocalFolder):
+        raise StorageError(f"{output}: a release is written to a folder")
+    if not store.name:
+        raise StorageError(f"{output}: is the root of the file system")
+    return ReleaseFolder(store.parent, store.name, plan)
+
+
+def plan_of(release: Store) -> str | None:
+    """The hash of the plan that a release was made by; None where it isn't whole, or isn't ours."""
+    try:
+        plan = json.loads(release.read(RECORD)).get("plan")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return plan if isinstance(plan, str) else None
+
+
+def prepare(staging: Staging, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
+    """Makes the files: each safetensors file `(name, header, size)` at its full size, what units wrote kept; and the small ones."""
+    for name, header, size in files:
+        fd = os.open(staging.checkpoint.path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            _write_all(fd, memoryview(header), 0)
+            os.ftruncate(fd, size)
+            with contextlib.suppress(OSError, AttributeError):  # so that a full disk is known now; not every file system can
+                os.posix_fallocate(fd, 0, size)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    for name, data in small.items():
+        path = Path(staging.checkpoint.path(name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def write_unit(staging: Staging, unit: int, rows: Sequence[Rows]) -> None:
+    """Writes rows durably to their places, and enters the unit in the ledger."""
+    by_file: dict[str, list[Rows]] = defaultdict(list)
+    for tensor, box, values in rows:
+        by_file[tensor.path].append((tensor, box, values))
+    staging.check()
+    for name, there in by_file.items():
+        fd = os.open(staging.checkpoint.path(name), os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for tensor, box, values in sorted(there, key=lambda one: one[0].offset):
+                buffer = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+                for offset, part in BoxRead(tensor, box).ranges(buffer):
+                    _write_all(fd, part, offset)
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the page cache would grow by the whole release
+        finally:
+            os.close(fd)
+    shares: dict[str, int] = {}
+    for tensor, box, values in rows:
+        shares[tensor.name] = shares.get(tensor.name, 0) + _digest(tensor, box, values)
+    staging.enter(unit, {"digests": {name: f"{share % (1 << 128):x}" for name, share in shares.items()}})
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _digest(tensor: Tensor, box: Box, values: np.ndarray) -> int:
+    """The share of some rows in their tensor's digest."""
+    hashed = xxhash.xxh3_128(f"{tensor.name} {tensor.dtype.name} {[list(span) for span in box]}".encode())
+    hashed.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    return hashed.intdigest()
+
+
+def assemble(staging: Staging, units: int, files: Iterable[tuple[str, int]], record: Mapping[str, Any], overwrite: bool) -> None:
+    """Publishes a release whose units are done. Does nothing where that has happened.
+
+    Raises:
+      IncompleteError: units are missing, or a file isn't as long as it should be.
+    """
+    if not staging.exists() and staging.is_taken():
+        return
+    if not staging.is_complete():
+        ledger = staging.ledger()
+        if missing := set(range(units)) - set(ledger):
+            raise IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
+        for name, size in files:
+            held = staging.checkpoint.stat(name)
+            if held is None or held.size != size:
+                raise IncompleteError(f"{staging.checkpoint.path(name)} has {held.size if held else 0:,} bytes, expected {size:,}")
+        staging.check()
+        sync_folder(Path(staging.checkpoint.url))
+        about = {**record, "digests": total(entry["digests"] for entry in ledger.values())}
+        staging.put(RECORD, json.dumps(about, indent=1).encode())
+    staging.publish(overwrite)

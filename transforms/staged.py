@@ -1,0 +1,145 @@
+"""The plan at work in this process: what is staged beside an output, made again of its inputs and kept.
+
+Every command that moves weights stages the inputs of its plan as JSON. A worker makes the plan of them anew, compares its hash, and
+refuses to work if it comes out differently.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import Store
+from weightbeam.transforms import conversion, exporting
+from weightbeam.transforms.units import Block, Fetch
+
+
+class Work(Protocol):
+    """A unit of work, complete in itself."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def fetches(self) -> Sequence[Fetch]: ...
+
+    @property
+    def jobs(self) -> Sequence[Any]:
+        """What is made; see `stack.Make`."""
+        ...
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def working_bytes(self) -> int: ...
+
+
+class Movement(Protocol):
+    """What a pipeline carries out: the plan of a conversion, an export or a reshard."""
+
+    @property
+    def kind(self) -> str:
+        """The command's name."""
+        ...
+
+    @property
+    def hash(self) -> str:
+        """Identifies the result."""
+        ...
+
+    @property
+    def units(self) -> Sequence[Sequence[Block]]: ...
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bound on the memory of a unit."""
+        ...
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes that the units write."""
+        ...
+
+    def stage(self) -> bytes:
+        """The inputs, compressed."""
+        ...
+
+    def expand(self, unit: int) -> Work:
+        """A unit, spelled out."""
+        ...
+
+    def plan_of(self, place: Store) -> str | None:
+        """The hash of the plan that a published result was made by; None where there is none."""
+        ...
+
+    def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
+        """Puts there what has to be there before the first unit."""
+        ...
+
+    def write(self, staging: Staging, unit: Any, made: Sequence[np.ndarray]) -> None:
+        """Writes what a unit has made durably, and enters the unit in the ledger."""
+        ...
+
+    def assemble(self, staging: Staging, overwrite: bool) -> None:
+        """Makes the published result of the units that are done."""
+        ...
+
+
+_LOADERS: Mapping[str, Callable[[Mapping[str, Any]], Movement]] = {
+    "convert": conversion.load,
+    "export": exporting.load,
+}
+
+
+def load(staged: bytes) -> Movement:
+    """The plan that was staged.
+
+    Raises:
+      RuntimeError: this version of Weightbeam plans it differently.
+    """
+    inputs = json.loads(gzip.decompress(staged))
+    plan = _LOADERS[inputs.get("kind", "convert")](inputs)
+    if plan.hash != inputs["hash"]:
+        raise RuntimeError("the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job")
+    return plan
+
+
+_LOADING = threading.Lock()
+_LOADED: dict[str, Movement] = {}  # the plan at work in this process, by its hash
+
+
+def remember(plan: Movement) -> None:
+    """Spares this process from making the plan again when its workers ask for it."""
+    _LOADED.clear()
+    _LOADED[plan.hash] = plan
+
+
+def load_staged(staging: Staging, hash: str) -> Movement:
+    """The plan with this hash that is staged in a folder; made once in a process, by the first thread that asks.
+
+    Raises:
+      RuntimeError: another plan is staged there.
+    """
+    return _loaded(staging.read_plan, hash)
+
+
+def load_bytes(staged: bytes, hash: str) -> Movement:
+    """The plan with this hash that was staged as these bytes; made once in a process, as by `load_staged`."""
+    return _loaded(lambda: staged, hash)
+
+
+def _loaded(read: Callable[[], bytes], hash: str) -> Movement:
+    with _LOADING:
+        if hash not in _LOADED:
+            plan = load(read())
+            if plan.hash != hash:
+                raise RuntimeError("another plan is staged there; was it started twice?")
+            remember(plan)
+        return _LOADED[hash]
