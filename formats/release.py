@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from weightbeam.formats import json_text
-from weightbeam.formats.safetensors import QUANT_CONFIGS
 from weightbeam.formats.links import SOURCE
+from weightbeam.formats.safetensors import QUANT_CONFIGS
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.strict_json import JsonError, parse_json

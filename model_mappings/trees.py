@@ -69,7 +69,7 @@ def recognise(paths: Iterable[Path]) -> Tree:
 
 def _kind(paths: list[Path], tops: set[str]) -> tuple[str, Path]:
     """What wrote a tree, and the components in front of its weights."""
-    values = all(path[-1:] == (VALUE,) for path in paths if path[:1] and path[0] not in STATE and not GENERATORS.search(".".join(path)))
+    values = all(path[-1:] == (VALUE,) for path in paths if path and path[0] not in STATE and not GENERATORS.search(".".join(path)))
     if PREFIX in tops:
         trained = "a training state" if tops & {"opt_state", "nnx_aux"} else "parameters"
         return (f"{trained}, each leaf an nnx variable" if values else trained), (PREFIX,)
@@ -86,7 +86,7 @@ def _named(path: Path, below_params: bool) -> str:
     """MaxText's key of a weight: `decoder.layers.0.mlp.wi_0.kernel.value` -> `params.params.decoder.layers_0.mlp.wi_0.kernel`."""
     if path[-1] == VALUE and len(path) > 1:
         path = path[:-1]
-    is_collection = below_params and path[0] not in ("decoder", "token_embedder", "vision_encoder", "audio_encoder", "mtp_block")
+    is_collection = below_params and next(iter(path), "") not in ("decoder", "token_embedder", "vision_encoder", "audio_encoder", "mtp_block")
     folded: list[str] = []
     for component in path:
         if component.isdecimal() and folded:  # an element of an nnx.List

@@ -22,7 +22,7 @@ from weightbeam.pipelines.plan import Plan
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.tables import count, human
-from weightbeam.transforms.assembly import assemble_checkpoint, stage
+from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.conversion import Conversion
 
 LOG = logging.getLogger("weightbeam")
@@ -167,7 +167,7 @@ def _publish_index(conversion: Conversion, staging: Staging, resume: bool, overw
     """A conversion without units: every array is virtual, and a pipeline would have nothing to do."""
     try:
         if stage(conversion, staging, resume, link, sha256):
-            assemble_checkpoint(conversion, staging, overwrite)
+            conversion.assemble(staging, overwrite)
         else:
             publish(staging, overwrite)
     except LinkError as e:

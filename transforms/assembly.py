@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightbeam.formats.links import HARD
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import StorageError
-from weightbeam.transforms.staged import Movement
+from weightbeam.transforms.staged import Movement, made_by
 
 
 def stage(plan: Movement, staging: Staging, resume: bool, link: str = HARD, hashed: bool = False) -> bool:
@@ -24,7 +24,7 @@ def stage(plan: Movement, staging: Staging, resume: bool, link: str = HARD, hash
     Raises:
       LinkError: the source's files can't be put there so; what was staged only now is removed.
     """
-    if resume and plan.plan_of(staging.checkpoint) == plan.hash:
+    if resume and made_by(staging.checkpoint) == plan.hash:
         return False
     resumed = resume and staging.is_staged()
     if resumed:

@@ -21,14 +21,14 @@ import numpy as np
 from weightbeam.formats.adapters import Adapter, Folding, Merging, fold, merge
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.links import SOURCE, identify, put_source
-from weightbeam.formats.orbax import Contents, assemble, plan_of, write_unit
+from weightbeam.formats.orbax import Contents, assemble, write_unit
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
 from weightbeam.formats.release import keep_files
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, Checkpoint
 from weightbeam.formats.sources import Source, open_source
 from weightbeam.formats.staging import Staging
-from weightbeam.formats.storage import Store, open_store
+from weightbeam.formats.storage import open_store
 from weightbeam.formats.zarr import Format
 from weightbeam.model_mappings.adapters import RANK
 from weightbeam.model_mappings.audit import audit, drop_reason
@@ -197,10 +197,6 @@ class Conversion:
             add([(block.array, block.shards) for block in unit])
         return identity.hexdigest()
 
-    def plan_of(self, place: Store) -> str | None:
-        """The hash of the plan that a step was made by; None where it isn't complete, or isn't ours."""
-        return plan_of(place)
-
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
         """Puts the release's small files there, and with `--virtual` the source's files.
 
@@ -235,7 +231,9 @@ class Conversion:
             about = {"arrays": arrays, "bytes": self.virtual_bytes, "chunks": len(references), "files": [dataclasses.asdict(file) for file in files]}
             record["references"] = about
         specs = [grid.spec for grid in self.grids]
-        assemble(staging, Contents(specs, self.format, len(self.units), self.options.scan_layers, record, references), overwrite)
+        custom = {"lora": self.folding.metadata} if self.folding else {}
+        bare, scan = self.folding is not None, self.options.scan_layers
+        assemble(staging, Contents(specs, self.format, len(self.units), scan, record, references, bare=bare, custom=custom), overwrite)
 
     def record(self) -> dict[str, Any]:
         """Where the checkpoint comes from, see `formats/provenance.py`."""

@@ -29,7 +29,6 @@ from weightbeam.formats.provenance import versions
 from weightbeam.formats.safetensors import INDEX, Checkpoint, Tensor
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.staging import Staging
-from weightbeam.formats.storage import Store
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.audit import audit
 from weightbeam.model_mappings.boxes import Box, extent, volume, whole
@@ -234,10 +233,6 @@ class Export:
         for unit in self.units:
             add([(block.array, block.shards) for block in unit])
         return identity.hexdigest()
-
-    def plan_of(self, place: Store) -> str | None:
-        """The hash of the plan that a release was made by; None where it isn't whole, or isn't ours."""
-        return release_target.plan_of(place)
 
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
         """Makes the release's files, at their full size."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from weightbeam.formats import orbax, release_target
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.transforms import conversion, exporting
@@ -75,10 +76,6 @@ class Movement(Protocol):
         """A unit, spelled out."""
         ...
 
-    def plan_of(self, place: Store) -> str | None:
-        """The hash of the plan that a published result was made by; None where there is none."""
-        ...
-
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
         """Puts there what has to be there before the first unit."""
         ...
@@ -90,6 +87,11 @@ class Movement(Protocol):
     def assemble(self, staging: Staging, overwrite: bool) -> None:
         """Makes the published result of the units that are done."""
         ...
+
+
+def made_by(place: Store) -> str | None:
+    """The hash of the plan that a whole checkpoint or release was made by; None where it isn't whole, or isn't ours."""
+    return orbax.plan_of(place) or release_target.plan_of(place)
 
 
 _LOADERS: Mapping[str, Callable[[Mapping[str, Any]], Movement]] = {

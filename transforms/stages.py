@@ -12,17 +12,14 @@ import time
 from collections.abc import Iterator
 
 import apache_beam as beam
-import numpy as np
 from apache_beam.metrics import Metrics
 
-from weightbeam.formats.orbax import plan_of, write_unit
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.token import name_secret
-from weightbeam.formats.zarr import Format
 from weightbeam.transforms import execution
 from weightbeam.transforms.arena import give_back, release_free, take
-from weightbeam.transforms.staged import load_staged
+from weightbeam.transforms.staged import load_staged, made_by
 from weightbeam.transforms.units import Unit
 from weightbeam.transforms.work import Tally, Work, total_bytes
 
@@ -211,7 +208,7 @@ def is_published(staging: Staging, plan_hash: str) -> bool:
     """
     if staging.is_staged():
         return False
-    if plan_hash not in (plan_of(staging.final), plan_of(staging.checkpoint)):
+    if plan_hash not in (made_by(staging.final), made_by(staging.checkpoint)):
         raise StorageError(f"{staging.plan} is gone, and {staging.final} isn't this conversion's result")
     return True
 
