@@ -142,14 +142,14 @@ def test_the_small_files_lie_with_the_checkpoint(tmp_path: Path) -> None:
     assert (step / "release.zip").read_bytes() == (convert(source, tmp_path / "again") / "release.zip").read_bytes()
 
 
-def test_a_small_file_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_small_file_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A link that leads out of the release is left out and said; the weights are converted."""
     source = release(tmp_path / "source")
     (tmp_path / "secret").write_text("secret")
     (source / "NOTICE").symlink_to(tmp_path / "secret")
     step = convert(source, tmp_path / "out")
     assert "NOTICE" not in (packed_files(open_store(step)) or {})
-    assert f"{source}/NOTICE isn't kept with the checkpoint: a symbolic link that leads out of the folder" in caplog.text
+    assert f"{source}/NOTICE isn't kept with the checkpoint: a symbolic link that leads out of the folder" in capsys.readouterr().err
 
 
 def archive(members: dict[str, bytes], **how: Any) -> bytes:
