@@ -1,0 +1,178 @@
+"""FP8 in blocks of 128 × 128, the other way: bfloat16 or float32 values to codes and scales, for DeepSeek's and vLLM's layouts.
+
+    values  (…, rows, columns)                     model.layers.0.mlp.up_proj.weight             BF16
+    codes   (…, rows, columns)                     model.layers.0.mlp.up_proj.weight             F8_E4M3
+    scales  (…, ⌈rows / 128⌉, ⌈columns / 128⌉)     model.layers.0.mlp.up_proj.weight_scale_inv   F32
+
+    value ≈ code · scale, for all formulas; they differ in how a scale comes from the largest magnitude of its block
+
+Decoding is `fp8.py`. Codes that are decoded to bfloat16 and quantised again come back as they were: the largest code of a block is
+±448, so its scale moves by less than one part in 256, and each value by less than half the step to the next code. Scales come back
+too, where values are decoded to float32, or where the largest magnitude was a number of bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from weightbeam.formats.encodings.encoding import ContentError
+from weightbeam.formats.encodings.fp8 import blocks_over
+
+CODES = np.dtype(ml_dtypes.float8_e4m3fn)
+LARGEST = np.float32(448)  # of the codes
+BLOCK = (128, 128)  # rows and columns that share a scale; serving engines have kernels for no other size
+SUFFIX = "_scale_inv"  # behind the weight's name; the scale multiplies, whatever it is called
+
+Formula = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def _deepseek(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """DeepSeek's and compressed-tensors': scale = amax / 448, code = value / scale."""
+    scale = _or_one(amax / LARGEST)
+    return scale, scale
+
+
+def _vllm(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """vLLM's and DeepGEMM's: amax is at least 1e-4, scale = amax / 448, code = value · (448 / amax)."""
+    amax = np.maximum(amax, np.float32(1e-4))
+    return amax / LARGEST, _reciprocal(amax)
+
+
+def _transformers(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """transformers' `Fp8Quantize`: code = value · (448 / amax), scale is the reciprocal of that factor."""
+    factor = _or_one(_reciprocal(amax))
+    return np.float32(1) / factor, factor
+
+
+def _reciprocal(amax: np.ndarray) -> np.ndarray:
+    """448 / amax as torch computes a number divided by a tensor: the reciprocal, rounded, times the number (`Tensor.__rdiv__`)."""
+    return np.float32(1) / amax * LARGEST
+
+
+def _or_one(scale: np.ndarray) -> np.ndarray:
+    """1 for blocks of zeros, and for those so small that float32 has no scale for them: their codes are 0 either way."""
+    return np.where(np.isfinite(scale) & (scale != 0), scale, np.float32(1))
+
+
+FORMULAS: Mapping[str, tuple[Formula, np.ufunc]] = {  # amax -> (scale, what `value` is divided by or multiplied with), and which
+    "deepseek": (_deepseek, np.divide),
+    "vllm": (_vllm, np.multiply),
+    "transformers": (_transformers, np.multiply),
+}
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the scales of a weight."""
+    return blocks_over(shape, (1,) * (len(shape) - 2) + BLOCK)
+
+
+def quantize(values: np.ndarray, name: str, formula: str = "deepseek", scales: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Quantises a weight, or a box of one that begins and ends at blocks (or at the weight's end).
+
+    Memory beside the result: two rows of blocks in float32.
+
+    Args:
+      values: (…, rows, columns), bfloat16, float16 or float32.
+      name: for messages.
+      formula: one of `FORMULAS`.
+      scales: those to use, such as the ones that the values were decoded with; by default they follow from the values.
+
+    Returns:
+      Codes in the shape of `values`, scales in `scale_shape` of it.
+
+    Raises:
+      ContentError: a value is NaN or infinite, or a given scale can't be used.
+    """
+    shape = scale_shape(values.shape)
+    find, apply = FORMULAS[formula]
+    given = None
+    if scales is not None:
+        given = scales.astype(np.float32).reshape(shape)
+        if not (np.isfinite(given) & (given != 0)).all():
+            raise ContentError(f"{name}: a scale that it should be quantised with is 0, NaN or infinite")
+        apply = np.divide
+    codes, made = np.empty(values.shape, CODES), np.empty(shape, np.float32)
+    starts = np.arange(0, values.shape[-1], BLOCK[1])
+    widths = np.diff(starts, append=values.shape[-1])
+    for lead in np.ndindex(values.shape[:-2]):
+        for row, start in enumerate(range(0, values.shape[-2], BLOCK[0])):
+            band = values[lead][start : start + BLOCK[0]].astype(np.float32)
+            if given is None:
+                largest = np.maximum(band.max(axis=0), -band.min(axis=0))
+                amax = np.maximum.reduceat(largest, starts) if len(starts) else largest
+                if not np.isfinite(amax).all():
+                    raise ContentError(f"{name}: a value in rows {start:,} to {start + len(band):,} is NaN or infinite; FP8 has no code for it")
+                with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+                    made[(*lead, row)], factor = find(amax)
+            else:
+                made[(*lead, row)] = factor = given[(*lead, row)]
+            apply(band, np.repeat(factor, widths), out=band)
+            codes[lead][start : start + BLOCK[0]] = to_codes(band)
+    return codes, made
+
+
+def to_codes(values: np.ndarray) -> np.ndarray:
+    """float32 values as the nearest codes, ties to even; beyond ±448 the largest.
+
+    Exact by rounding to odd: of a float32 the upper half is kept, which has four mantissa bits more than a code, and its last bit
+    is set if anything was cut off. So no tie arises that wasn't one, and a table of 65,536 entries says the code.
+    """
+    bits = values.view(np.uint32)
+    return _table().take((bits >> 16) | ((bits & 0xFFFF) != 0), mode="clip").view(CODES)  # nothing is clipped; numpy is faster so
+
+
+@functools.cache
+def _table() -> np.ndarray:
+    """The code of every bfloat16, as a byte."""
+    with np.errstate(invalid="ignore"):
+        meanings = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+        return np.clip(meanings, -LARGEST, LARGEST).astype(CODES).view(np.uint8)
+
+
+# --- which weights, and what config.json says --------------------------------------------------------------------------------------
+
+KEPT: Mapping[str, re.Pattern[str]] = {  # by the name of the tensor without `.weight`; releases in FP8 keep these
+    "an embedding": re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_tokens_per_layer|\w*pos_embed\w*|\w*position_embedding\w*)"),
+    "the head": re.compile(r"(.*\.)?(lm_head|shared_head\.head)"),
+    "a norm": re.compile(r"(.*\.)?\w*norm\d?"),
+    "a router": re.compile(r"(.*\.)?(gate|router(\.\w+)*|shared_expert_gate)"),
+    "a projection of the MTP block": re.compile(r"(.*\.)?(eh_proj|mtp\.fc)"),
+    "a low-rank or depthwise part of linear attention": re.compile(r"(.*\.)?(conv1d|in_proj_(a|b|ba)|[fb]_[ab]_proj|[qkv]_conv1d)"),
+    "the indexer's weights": re.compile(r"(.*\.)?weights_proj"),
+    "a tower or its projector": re.compile(
+        r"(.*\.)?(visual|vision_\w+|audio_\w+|\w*multi_?modal_\w*|mm_\w+|embed_vision|embed_audio|image_newline|talker|code2wav)(\..*)?"
+    ),
+}  # fmt: skip
+FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)")  # (expert, rows, columns), as transformers has them in memory
+
+
+def why_kept(name: str, shape: Sequence[int]) -> str | None:
+    """Why a tensor isn't quantised; None for the weight of a linear layer, or of fused experts."""
+    if len(shape) == 3 and FUSED.fullmatch(name):
+        return None
+    module = name.removesuffix(".weight")
+    if len(shape) != 2 or module == name:
+        return "no weight of a linear layer"
+    return next((reason for reason, pattern in KEPT.items() if pattern.fullmatch(module)), None)
+
+
+def not_converted(tensors: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
+    """The modules with a matrix that isn't quantised, for `modules_to_not_convert`; embeddings and norms are no linear layers.
+
+    Args:
+      tensors: `(name, shape)` of each.
+    """
+    kept = ((name.removesuffix(".weight"), why_kept(name, shape)) for name, shape in tensors if len(shape) == 2 and name.endswith(".weight"))
+    return sorted(module for module, reason in kept if reason not in (None, "an embedding", "a norm"))
+
+
+def quantization_config(modules: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` as DeepSeek-V3 has it, which transformers, vLLM and SGLang read; `modules` as `not_converted` lists them."""
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+    return config | ({"modules_to_not_convert": list(modules)} if modules else {})
