@@ -1,21 +1,29 @@
 """A lease: one conversion at a time.
 
-A file whose content is its owner, made in one step or not at all, and renewed by the owner as long as it lives. Whoever finds
-it refuses to start, unless it is stale: not renewed for `STALE` seconds, or its owner was a process that could be seen from here and is gone.
+A file whose content is its owner, renewed by the owner as long as it lives. Whoever finds it refuses to start, unless it is stale: not
+renewed for `STALE` seconds, or its owner was a process that could be seen from here and is gone. Age is told by the store's clock: a
+machine whose own is wrong throws nobody out.
+
+A lease keeps work from being done twice. What is published is safe without it: a process that slept, and lost its lease, finds
+that the place which it would publish from isn't its own any more (`formats/staging.py`).
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from weightbeam.formats.storage import LocalFolder, StorageError, Store
 
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
     from weightbeam.formats.storage.bucket import Bucket
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
+PATIENCE = 5.0  # seconds that someone else may take to take, or to release, a lease
+UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}  # of a file system without locks
 
 Owner = dict[str, Any]
 
@@ -32,22 +42,19 @@ class HeldError(StorageError):
 
 
 @contextlib.contextmanager
-def hold(store: Store, name: str) -> Iterator[None]:
-    """Holds the lease `name` in a store while it is entered.
+def hold(store: Store, name: str) -> Iterator[Lease]:
+    """Context manager: holds the lease `name` in a store.
 
     Raises:
       HeldError: another owner holds it.
     """
-    me = {"owner": uuid.uuid4().hex, "host": socket.gethostname(), "processes": _processes(), "pid": os.getpid(), "process": _started(os.getpid())}
     lease = _lease(store, name)
-    while not lease.create(me):
-        _take_away_if_stale(lease)
-    lease.clean()
+    lease.take()
     stop = threading.Event()
     thread = threading.Thread(target=_renew, args=(lease, stop), daemon=True)
     thread.start()
     try:
-        yield
+        yield lease
     finally:
         stop.set()
         thread.join()
@@ -55,136 +62,227 @@ def hold(store: Store, name: str) -> Iterator[None]:
             lease.release()
 
 
-def _lease(store: Any, name: str) -> _Lease:
-    return _Link(Path(store.path(name))) if isinstance(store, LocalFolder) else _Object(store, name)
+def check_free(store: Store, name: str) -> None:
+    """Looks whether a lease could be had, and leaves it as it is.
+
+    Raises:
+      HeldError: an owner holds it.
+    """
+    _lease(store, name).look()
 
 
-def _renew(lease: _Lease, stop: threading.Event) -> None:
+def _lease(store: Any, name: str) -> Lease:
+    return _FileLease(Path(store.path(name))) if isinstance(store, LocalFolder) else _ObjectLease(store, name)
+
+
+def _renew(lease: Lease, stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT):
         with contextlib.suppress(OSError):
             lease.renew()
 
 
-def _take_away_if_stale(lease: _Lease) -> None:
-    try:
-        found, age = lease.find()
-    except FileNotFoundError:
-        return
+class Lease(abc.ABC):
+    """A lease as one that would have it sees it.
+
+    Attributes:
+      owner: who that is.
+    """
+
+    def __init__(self) -> None:
+        process = _started(os.getpid())
+        self.owner: Owner = dict(owner=uuid.uuid4().hex, host=socket.gethostname(), processes=_processes(), pid=os.getpid(), process=process)
+
+    @abc.abstractmethod
+    def take(self) -> None:
+        """Makes it this owner's, if it is nobody's or stale; of many that try only one does.
+
+        Raises:
+          HeldError: another owner holds it.
+        """
+
+    @abc.abstractmethod
+    def look(self) -> None:
+        """Raises HeldError if an owner holds it."""
+
+    @abc.abstractmethod
+    def is_mine(self) -> bool:
+        """Whether nobody has taken it away."""
+
+    @abc.abstractmethod
+    def renew(self) -> None:
+        """Says that its owner lives, if it is still this one's."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Removes it if it is still this owner's."""
+
+    def check(self) -> None:
+        """Raises HeldError if someone has taken it away."""
+        if not self.is_mine():
+            raise HeldError("the lease was taken over by another conversion while this one slept")
+
+
+def _refuse_if_alive(found: Owner, age: float) -> None:
     if age < STALE and not _is_gone(found):
         where = f"process {found.get('pid')} on {found.get('host')}"
         raise HeldError(f"another conversion ({where}) is at work there, renewed {age:.0f} s ago; if it is gone, wait {STALE - age:.0f} s")
-    lease.take_away(found)
 
 
-class _Lease(Protocol):
-    def create(self, owner: Owner) -> bool:
-        """Makes it, if there is none."""
-        ...
+class _FileLease(Lease):
+    """A symbolic link whose target is the owner: a file that is made with its content in one step. Without links a file.
 
-    def find(self) -> tuple[Owner, float]:
-        """Its owner, and the seconds since it was renewed. Raises FileNotFoundError if there is none."""
-        ...
-
-    def renew(self) -> None:
-        """Says that its maker lives, if it is still this maker's."""
-        ...
-
-    def take_away(self, found: Owner) -> None:
-        """Removes exactly the one that was found last, whoever else does the same at the same time."""
-        ...
-
-    def release(self) -> None:
-        """Removes it if it is still its maker's."""
-        ...
-
-    def clean(self) -> None:
-        """Removes what a process left that was killed while it took a lease away."""
-        ...
-
-
-class _Link:
-    """A symbolic link whose target is the owner: the one kind of file that is made with its content in one step."""
+    Nothing but a lock can tell a lease that was judged from the one that has taken its place since. So whoever takes or releases
+    one locks a file beside it, which is removed again. The system gives the lock up when its process dies, not while it sleeps.
+    """
 
     def __init__(self, path: Path):
+        super().__init__()
         self.path = path
-        self.owner: Owner = {}
 
-    def create(self, owner: Owner) -> bool:
-        self.owner = owner
-        try:
-            os.symlink(json.dumps(owner), self.path)
-        except FileExistsError:
-            return False
-        return True
-
-    def find(self) -> tuple[Owner, float]:
-        return _read(self.path), time.time() - self.path.lstat().st_mtime
-
-    def renew(self) -> None:
-        if _read(self.path) == self.owner:
+    def take(self) -> None:
+        with self._locked():
+            self._refuse()
+            for left in self.path.parent.glob(f"{self.path.name}.*.new"):  # of one that was killed in the next lines
+                left.unlink(missing_ok=True)
+            made = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}.new")
+            try:
+                os.symlink(json.dumps(self.owner), made)
+            except OSError as e:
+                if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                made.write_text(json.dumps(self.owner))
+            os.rename(made, self.path)
             os.utime(self.path, follow_symlinks=False)
 
-    def take_away(self, found: Owner) -> None:
-        taken = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, taken)
-            if (other := _read(taken)) != found:  # someone was faster, and this is his
-                self.create(other)
-            taken.unlink()
+    def look(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        found = _read(self.path)
+        if found is not None:
+            with contextlib.suppress(FileNotFoundError):
+                _refuse_if_alive(found, _now(self.path) - self.path.lstat().st_mtime)
+
+    def is_mine(self) -> bool:
+        return _read(self.path) == self.owner
+
+    def renew(self) -> None:
+        if self.is_mine():
+            os.utime(self.path, follow_symlinks=False)
 
     def release(self) -> None:
-        if _read(self.path) == self.owner:
-            self.path.unlink()
+        with self._locked():
+            if self.is_mine():
+                self.path.unlink()
 
-    def clean(self) -> None:
-        for left in self.path.parent.glob(f"{self.path.name}.*"):
-            left.unlink(missing_ok=True)
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Context manager: nobody else takes or releases the lease. Where the file system has no locks it does nothing."""
+        path, deadline = self.path.with_name(f"{self.path.name}.lock"), time.monotonic() + PATIENCE
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                if _lock(fd) and _is_at(path, fd):  # else its last owner has removed it
+                    try:
+                        yield
+                    finally:
+                        path.unlink(missing_ok=True)
+                    return
+            finally:
+                os.close(fd)
+            if time.monotonic() > deadline:
+                raise HeldError(f"another process has locked {path}, to take or to release the lease, and doesn't go on")
+            time.sleep(0.002)
 
 
-def _read(path: Path) -> Owner:
+def _lock(fd: int) -> bool:
     try:
-        found = json.loads(os.readlink(path))
-    except (OSError, ValueError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        return e.errno in UNSUPPORTED
+    return True
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    return False
+
+
+def _read(path: Path) -> Owner | None:
+    """The owner that a lease names: an empty one if it can't be read, None if there is no lease."""
+    try:
+        text = os.readlink(path)
+    except FileNotFoundError:
+        return None
+    except OSError:  # no link
+        try:
+            text = path.read_text()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError):
+            return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
 
-class _Object:
+def _now(path: Path) -> float:
+    """The time by the clock of the file system that holds a file, in seconds since 1970."""
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as file:
+            os.utime(file.fileno())
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:  # nothing can be written there: its lease is as new as can be
+        return path.lstat().st_mtime
+
+
+class _ObjectLease(Lease):
     """An object of a bucket; its generation says whether it is still the one that was found."""
 
     def __init__(self, store: Bucket, name: str):
+        super().__init__()
         self.store, self.name = store, name
-        self.owner: Owner = {}
         self.version = ""
 
-    def create(self, owner: Owner) -> bool:
-        self.owner, self.version = owner, self.store.replace(self.name, json.dumps(owner).encode(), None) or ""
-        return bool(self.version)
+    def take(self) -> None:
+        while not self.version:
+            found = self._refuse()
+            self.version = self._replace(found)
 
-    def find(self) -> tuple[Owner, float]:
+    def look(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> str | None:
+        """The version of a stale lease; None if there is no lease. Raises HeldError."""
         found = self.store.stat(self.name)
         if found is None:
-            raise FileNotFoundError(self.name)
-        self.version = found.version
+            return None
+        _refuse_if_alive(self._read(), self.store.now() - found.updated)
+        return found.version
+
+    def _read(self) -> Owner:
         try:
-            owner = json.loads(self.store.read(self.name))
-        except ValueError:
-            owner = {}
-        return owner, self.store.now() - found.updated  # both by the bucket's clock: this machine's may be wrong
+            found = json.loads(self.store.read(self.name))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _replace(self, version: str | None) -> str:
+        return self.store.replace(self.name, json.dumps(self.owner).encode(), version) or ""
+
+    def is_mine(self) -> bool:
+        return bool(self.version) and self._read() == self.owner
 
     def renew(self) -> None:
         if self.version:  # else someone took it away
-            self.version = self.store.replace(self.name, json.dumps(self.owner).encode(), self.version) or ""
-
-    def take_away(self, found: Owner) -> None:
-        self.store.delete(self.name, self.version)
+            self.version = self._replace(self.version)
 
     def release(self) -> None:
         if self.version:
             self.store.delete(self.name, self.version)
-
-    def clean(self) -> None:
-        pass
 
 
 def _is_gone(owner: Owner) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 
 import tensorstore as ts
 
+from weightbeam.formats.staging import ATTEMPT as ATTEMPT
 from weightbeam.formats.storage import Store
 
 AT_A_TIME = 4096  # databases that are merged in one transaction; each takes some 30 KiB
 LISTED = 100_000  # keys that are listed at a time
-ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
+MANIFEST = "manifest.ocdbt"
 CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}, "file_io_concurrency": {"limit": 16}}
 
@@ -24,8 +25,8 @@ def context() -> ts.Context:
     return ts.Context(CONTEXT)
 
 
-def database(folder: Store) -> dict[str, Any]:
-    """The OCDBT database in a folder, opened as Orbax opens it.
+def database(folder: Store, manifest: Store | None = None) -> dict[str, Any]:
+    """The OCDBT database in a folder, opened as Orbax opens it; its manifest may lie in another one.
 
     Data files need no rename, since no one reads them before the manifest names them; the manifest is replaced atomically
     (google/orbax, checkpoint/orbax/checkpoint/_src/serialization/tensorstore_utils.py, 0.12.8).
@@ -35,7 +36,7 @@ def database(folder: Store) -> dict[str, Any]:
     return {
         "driver": "ocdbt",
         "base": data,
-        "manifest": base,
+        "manifest": base if manifest is None else manifest.kvstore(),
         "assume_config": True,
         "cache_pool": "cache_pool#ocdbt",
         "target_data_file_size": 2**31,
@@ -47,7 +48,13 @@ class IncompleteError(ValueError):
     """A merged database doesn't hold exactly the keys that it should."""
 
 
-def merge(items: Store, databases: Sequence[Store], objects: Iterable[tuple[str, bytes]], expected: Iterable[tuple[str, Iterable[str]]]) -> None:
+def merge(
+    items: Store,
+    databases: Sequence[Store],
+    objects: Iterable[tuple[str, bytes]],
+    expected: Iterable[tuple[str, Iterable[str]]],
+    manifest: Store | None = None,
+) -> None:
     """Merges databases below `items`, and objects, into the one of `items`. No array bytes are moved: it refers to the others' files.
 
     So many databases at a time, atomically; one that was stopped is merged anew, which changes nothing. Then every key is checked.
@@ -57,15 +64,16 @@ def merge(items: Store, databases: Sequence[Store], objects: Iterable[tuple[str,
       databases: in any order.
       objects: keys and values that are in none of them.
       expected: for each folder of the result, such as an array's, its keys. All keys are in one of them.
+      manifest: where the manifest of the result is written, if not in `items`.
 
     Raises:
       IncompleteError: a key of `expected` is missing, one is there that shouldn't be, or two databases hold the same.
     """
     count = 0
     for start in range(0, len(databases), AT_A_TIME):
-        count += _copy(items, databases[start : start + AT_A_TIME])
+        count += _copy(database(items, manifest), databases[start : start + AT_A_TIME])
         _trim()
-    merged = ts.KvStore.open(database(items), context=context()).result()
+    merged = ts.KvStore.open(database(items, manifest), context=context()).result()
     with ts.Transaction(atomic=True) as transaction:
         writes = [merged.with_transaction(transaction).write(key, value) for key, value in objects]
         for write in writes:
@@ -73,11 +81,11 @@ def merge(items: Store, databases: Sequence[Store], objects: Iterable[tuple[str,
     _check(merged, count + len(writes), expected)
 
 
-def _copy(items: Store, databases: Sequence[Store]) -> int:
-    """Has the database of `items` refer to all that is in others; returns how many keys these have."""
+def _copy(merged_at: dict[str, Any], databases: Sequence[Store]) -> int:
+    """Has a database refer to all that is in others, which lie below it; returns how many keys these have."""
     shared = context()  # of these alone: it remembers every database that was opened in it
     with ts.Transaction(atomic=True) as transaction:
-        merged = ts.KvStore.open(database(items), context=shared).result().with_transaction(transaction)
+        merged = ts.KvStore.open(merged_at, context=shared).result().with_transaction(transaction)
         children = [ts.KvStore.open(database(folder), context=shared).result() for folder in databases]
         for copy in [child.experimental_copy_range_to(merged) for child in children]:
             copy.result()
@@ -88,6 +96,16 @@ def _trim() -> None:
     """Gives back what was freed: glibc keeps it, for each of TensorStore's threads, which would be gigabytes in the end."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def check(items: Store, count: int, expected: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Makes sure that a database has exactly these keys, `count` in all; see `merge`.
+
+    Raises:
+      IncompleteError: it hasn't.
+      ValueError: it can't be read.
+    """
+    _check(ts.KvStore.open(database(items), context=context()).result(), count, expected)
 
 
 def _check(merged: ts.KvStore, count: int, expected: Iterable[tuple[str, Iterable[str]]]) -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ import tensorstore as ts
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.links import SOURCE
 from weightbeam.formats.provenance import RECORD, digest, record_json, summary, total
-from weightbeam.formats.references import Reference, find_faults, remove_database, write_database
-from weightbeam.formats.staging import ITEMS, MARKER, Staging
+from weightbeam.formats.references import Reference, find_faults, read_references, remove_database, write_database
+from weightbeam.formats.staging import GROWING, ITEMS, LOCK, MARKER, Staging
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store, open_store
 from weightbeam.formats.zarr import ArraySpec, Format
 from weightbeam.model_mappings.boxes import Box
@@ -41,11 +41,25 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
 
     Returns:
       The attempt that counts: this one, or an earlier one that was first.
+
+    Raises:
+      TakenOverError: the place isn't this plan's any more; nothing of the unit is left.
     """
-    attempt = uuid.uuid4().hex
+    staging.check()
+    attempt = staging.attempt()
+    try:
+        return _write(staging, attempt, unit, shards, format)
+    except Exception as e:
+        if staging.is_staged():
+            raise
+        staging.sweep(f"{ocdbt.ATTEMPT}{attempt}")
+        raise staging.taken_over() from e
+
+
+def _write(staging: Staging, attempt: str, unit: int, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format) -> str:
     shared = ocdbt.context()
     transaction = ts.Transaction(atomic=True) if format.use_ocdbt else None
-    kvstore = ocdbt.database(staging.items / f"{ocdbt.ATTEMPT}{attempt}") if format.use_ocdbt else staging.items.kvstore()
+    kvstore = ocdbt.database(staging.items / f"{ocdbt.ATTEMPT}{attempt}") if format.use_ocdbt else staging.shards.kvstore()
     futures = []
     for spec, same in itertools.groupby(shards, key=lambda shard: shard[0]):
         futures += zarr.write_shards(kvstore, spec, format, [(box, values) for _, box, values in same], shared, transaction)
@@ -123,37 +137,44 @@ def _complete(staging: Staging, contents: Contents) -> None:
         objects.append((list(zarr.keys(STEP, format))[1], np.int64(staging.step).tobytes()))
     if format.use_ocdbt:
         attempts = {f"{ocdbt.ATTEMPT}{entry['attempt']}" for entry in ledger.values()}
-        for name in items.folders():
-            if name.startswith(ocdbt.ATTEMPT) and name not in attempts:
+        held = {name for name in items.folders() if name.startswith(ocdbt.ATTEMPT)}
+        if lost := attempts - held:
+            raise ocdbt.IncompleteError(f"{len(lost)} of {len(attempts)} databases are missing in {items}, e.g. {sorted(lost)[0]}")
+        for name in held - attempts:
+            if staging.is_own(name.removeprefix(ocdbt.ATTEMPT)):
                 items.delete_folder(name)
+        items.delete(f"{ocdbt.MANIFEST}{LOCK}")  # of a merge that was killed: TensorStore writes over it, and leaves what reaches beyond
         databases = [items / attempt for attempt in sorted(attempts)]
         if contents.references:
             write_database(items / SOURCE, contents.references)
             databases.append(items / SOURCE)
-        ocdbt.merge(items, databases, objects, ((spec.key, zarr.keys(spec, format)) for spec in everything))
+        ocdbt.merge(items, databases, objects, ((spec.key, zarr.keys(spec, format)) for spec in everything), staging.manifest)
+        if staging.manifest != items:
+            staging.put(f"{ITEMS}/{ocdbt.MANIFEST}", staging.manifest.read(ocdbt.MANIFEST))
+        if not items.exists(ocdbt.MANIFEST):  # by Python's own eyes: TensorStore may understand a path in its own way
+            raise ocdbt.IncompleteError(f"{items.path(ocdbt.MANIFEST)} isn't there, though it was written")
         if contents.references:
             remove_database(items / SOURCE)
             _check_references(items, contents.references)
     else:
         for key, value in objects:
-            items.write(key, value)
+            staging.put(f"{ITEMS}/{key}", value)
         _check_files(items, everything, format)
     _check_same(staging, done)  # the merge may have made the folder anew
-    items.write(METADATA, _json(_tree_metadata(specs, format, contents.bare)))
+    staging.put(f"{ITEMS}/{METADATA}", _json(_tree_metadata(specs, format, contents.bare)))
     record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
-    staging.checkpoint.write(RECORD, record_json(record))
+    staging.put(RECORD, record_json(record))
     about = _json(_checkpoint_metadata({"scan_layers": contents.scan_layers, **contents.custom, "weightbeam": summary(record)}))
-    items.write(CHECKPOINT_METADATA, about)  # where MaxText looks for scan_layers: load_parameters_path is the item
-    staging.checkpoint.write(CHECKPOINT_METADATA, about)
+    staging.put(f"{ITEMS}/{CHECKPOINT_METADATA}", about)  # where MaxText looks for scan_layers: load_parameters_path is the item
+    staging.put(CHECKPOINT_METADATA, about)
     _check_same(staging, done)
-    for store in (items, staging.checkpoint):
-        store.write(MARKER, b"Checkpoint commit was successful")
+    staging.mark()
 
 
 def _check_same(staging: Staging, done: Mapping[int, Any]) -> None:
     """Makes sure that the ledger is the one that was read."""
     if staging.done() != done:
-        raise StorageError(f"{staging.checkpoint} was taken over by another conversion, or removed")
+        raise staging.taken_over()
 
 
 def _check_references(items: Store, references: Sequence[Reference]) -> None:
@@ -181,6 +202,37 @@ def plan_of(step: Store) -> str | None:
         return None
     about = custom_metadata(step).get("weightbeam")
     return about.get("plan") if isinstance(about, dict) else None
+
+
+def is_checkpoint(step: Store) -> bool:
+    """Whether a step is an Orbax checkpoint, ours or anyone's, whole or damaged: something that only a checkpoint has is there."""
+    if any(step.exists(name) for name in (MARKER, CHECKPOINT_METADATA, METADATA)):
+        return True
+    return any((step / name).exists(METADATA) for name in step.folders())
+
+
+def find_damage(step: Store, specs: Sequence[ArraySpec], format: Format) -> str:
+    """What is missing of a published checkpoint, as far as its index and the sizes of its files tell; empty if nothing is.
+
+    No array is read.
+    """
+    items, everything = step / ITEMS, [*specs, STEP]
+    sizes = {file.name: file.size for file in items.list()}
+    if gone := sorted({METADATA, CHECKPOINT_METADATA, MARKER} - sizes.keys()):
+        return f"{items.path(gone[0])} is gone"
+    wanted = [key for spec in everything for key in zarr.keys(spec, format)]
+    if not format.use_ocdbt:
+        gone = [key for key in wanted if key not in sizes]
+        return f"{len(gone)} of {len(wanted)} files are gone, e.g. {items.path(gone[0])}" if gone else ""
+    try:
+        ocdbt.check(items, len(wanted), ((spec.key, zarr.keys(spec, format)) for spec in everything))
+        for reference in read_references(items):
+            if reference.offset + reference.length > sizes.get(reference.path, -1):
+                what = "ends too early" if reference.path in sizes else "is gone"
+                return f"{items.path(reference.path)} {what}"
+    except ValueError as e:  # TensorStore's errors too
+        return f"its index can't be read: {str(e).splitlines()[0]}"
+    return ""
 
 
 def custom_metadata(step: Store) -> dict[str, Any]:
@@ -256,15 +308,25 @@ def find_items(where: str | Path | Store) -> Store:
     """
     store = open_store(where)
     store.kvstore()  # refused where no checkpoint can be
+    if unpublished := [part for part in (store.name, store.parent.name) if _is_unpublished(part)]:
+        raise StorageError(f"{store}: {unpublished[0]} is of a conversion that wasn't published, or was replaced; it is no checkpoint")
     if store.exists(METADATA):
         return store
     if (store / ITEMS).exists(METADATA):
         return store / ITEMS
-    steps = [name for name in store.folders() if name[:1].isdecimal() and (store / name / ITEMS).exists(METADATA)]
+    folders = store.folders()
+    steps = [name for name in folders if name.isdecimal() and (store / name / ITEMS).exists(METADATA)]
     if len(steps) == 1:
         return store / steps[0] / ITEMS
     found = f"{len(steps)} steps: name one of {', '.join(steps)}" if steps else "no Orbax checkpoint"
+    if not steps and (stopped := sorted(filter(_is_unpublished, folders))):
+        found += f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
     raise StorageError(f"{store}: {found}")
+
+
+def _is_unpublished(name: str) -> bool:
+    """Whether a folder of that name holds what will be a checkpoint, or what was one."""
+    return GROWING in name or bool(re.fullmatch(r"\w+\.replaced-[0-9a-f]+", name))
 
 
 def open_arrays(items: Store) -> dict[str, ts.TensorStore]:

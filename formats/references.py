@@ -24,7 +24,7 @@ import tensorstore as ts
 from weightbeam.formats import ocdbt
 from weightbeam.formats.storage import Store
 
-MANIFEST, NODES, NODE = "manifest.ocdbt", "d", "d/references"
+NODES, NODE = "d", "d/references"
 BTREE_MAGIC = 0x0CDB20DE
 
 
@@ -52,12 +52,12 @@ def write_database(folder: Store, references: Iterable[Reference]) -> None:
     config = ocdbt.CONFIG | {"uuid": uuid.uuid4().hex, "compression": {"id": "zstd"}, "version_tree_arity_log2": 4}
     del config["manifest_kind"]
     manifest = {"config": config, "version_tree_nodes": [], "versions": [version]}
-    folder.write(MANIFEST, ts.ocdbt.undump_manifest(manifest))
+    folder.write(ocdbt.MANIFEST, ts.ocdbt.undump_manifest(manifest))
 
 
 def remove_database(folder: Store) -> None:
     """Removes what `write_database` wrote; the files that it refers to stay."""
-    for name in (MANIFEST, f"{MANIFEST}.__lock"):
+    for name in (ocdbt.MANIFEST, f"{ocdbt.MANIFEST}.__lock"):
         folder.delete(name)
     folder.delete_folder(NODES)
 

@@ -17,7 +17,7 @@ from weightbeam.formats.storage import StorageError, Store
 from weightbeam.pipelines import report
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, read_options, takes_options
-from weightbeam.pipelines.output import alone, check_output
+from weightbeam.pipelines.output import alone, check_output, is_finished
 from weightbeam.pipelines.plan import Plan
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.progress import Report, reporter
@@ -125,27 +125,32 @@ def carry_out(
     sha256: bool = False,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
+    in_place: bool = False,
 ) -> Converted:
-    """Carries a planned conversion out, or refuses to; see `convert`."""
+    """Carries a planned conversion out, or refuses to; see `convert`, and `check_output` for `in_place`."""
     try:
         staging = staging_at(output, conversion.options.step, conversion.hash)
     except StorageError as e:
         raise Refused(f"--output={e}") from e
-    refuse(conversion, [*conversion.plan.problems, *check_output(staging, conversion, resume, overwrite, link)])
+    asked = (resume, overwrite, link, in_place)
+    refuse(conversion, [*conversion.plan.problems, *check_output(staging, conversion, *asked)])
     refuse(conversion, conversion.unreadable())
     items = staging.final / ITEMS
-    if resume and not staging.exists() and plan_of(staging.final) == conversion.hash:
+    if resume and is_finished(staging, conversion):
         with alone(staging):  # and takes away what a killed process left
             return Converted(conversion, items, state="nothing to do")
     for warning in report.collapse(conversion.warnings):
         LOG.warning(warning)
     start, written = time.monotonic(), 0
-    with alone(staging):
+
+    def look() -> None:
         if isinstance(staging, BucketStaging) and staging.exists():
             from weightbeam.pipelines.execution import check_job
 
             check_job(staging, beam)
-        refuse(conversion, check_output(staging, conversion, resume, overwrite, link))  # again: now nobody else changes it
+
+    with alone(staging, look):
+        refuse(conversion, check_output(staging, conversion, *asked))  # again: now nobody else changes it
         if conversion.units:
             from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
 

@@ -67,7 +67,7 @@ def materialize(
     storage = {"use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3, "compression": compression, "unit_bytes": unit_bytes}
     targets = {"mesh": mesh or None, "sharding_rules": sharding_rules, "step": step}
     conversion = plan_materialization(checkpoint, storage | {name: value for name, value in targets.items() if value is not None})
-    return carry_out(conversion, output, resume, overwrite, beam=beam, progress=progress)
+    return carry_out(conversion, output, resume, overwrite, beam=beam, progress=progress, in_place=True)
 
 
 def plan_materialization(checkpoint: str, given: Mapping[str, Any]) -> Conversion:

@@ -1,15 +1,17 @@
-"""What an output must be before it is written: free, or holding what was asked to be resumed or replaced; with room; and one's own."""
+"""What an output must be before it is written: free, or holding what was asked to be resumed or replaced; fit, with room; and one's own."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.links import COPY
-from weightbeam.formats.orbax import plan_of
+from weightbeam.formats.orbax import find_damage, is_checkpoint, plan_of
 from weightbeam.formats.staging import BucketStaging, FolderStaging, Staging
 from weightbeam.formats.storage import Store, reason
 from weightbeam.model_mappings.plan import Problem
@@ -18,10 +20,16 @@ from weightbeam.pipelines.tables import human
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.staged import load
 
+ANOTHER = "choose another --output or --step"
+
 
 @contextlib.contextmanager
-def alone(staging: Staging) -> Iterator[None]:
+def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Context manager: keeps other conversions out of an output, which is made if it isn't there.
+
+    Args:
+      staging: what one wants to write.
+      look: raises if something is at work there that has no lease (`Staging.hold`).
 
     Raises:
       BusyError: another conversion is at work there.
@@ -32,9 +40,9 @@ def alone(staging: Staging) -> Iterator[None]:
             staging.output.make()
             stack.callback(staging.output.unmake)
             staging.output.check_writable()
-            stack.enter_context(staging.hold())
+            stack.enter_context(staging.hold(look))
         except HeldError as e:
-            raise BusyError(f"  output: {staging.work}: {e}") from e
+            raise BusyError(f"  output: {staging.final}: {e}") from e
         except OSError as e:
             raise RefusedError(f"  output: {staging.output}: {reason(e)}") from e
         yield
@@ -45,7 +53,7 @@ def share_left(staging: Staging, conversion: Conversion) -> float:
     return 1 - len(staging.done()) / max(1, len(conversion.units))
 
 
-def check_output(staging: Staging, conversion: Conversion, resume: bool, overwrite: bool, link: str) -> list[Problem]:
+def check_output(staging: Staging, conversion: Conversion, resume: bool, overwrite: bool, link: str, in_place: bool = False) -> list[Problem]:
     """What stands against writing a conversion there, the place's own refusals among it.
 
     Args:
@@ -54,38 +62,102 @@ def check_output(staging: Staging, conversion: Conversion, resume: bool, overwri
       resume: go on with what is staged there.
       overwrite: replace a checkpoint that has the same place.
       link: how the source's files get into a virtual checkpoint.
+      in_place: the source may be part of the checkpoint that is replaced, as it is where a virtual one is materialised.
+
+    Raises:
+      BusyError: another conversion is at work there.
     """
     try:
-        return _find_problems(staging, conversion, resume, overwrite, link)
+        if unfit := _find_unfit(staging):
+            return unfit
+        staging.check_free()
+        return _find_problems(staging, conversion, resume, overwrite, link, in_place)
+    except HeldError as e:
+        raise BusyError(f"  output: {staging.final}: {e}") from e
     except OSError as e:
-        return [Problem("output", str(staging.output), reason(e))]
+        return [Problem("output", str(staging.output), reason(e).removeprefix(f"{staging.final}: "))]
 
 
-def _find_problems(staging: Staging, conversion: Conversion, resume: bool, overwrite: bool, link: str) -> list[Problem]:
+def is_finished(staging: Staging, conversion: Conversion) -> bool:
+    """Whether the very checkpoint that is wanted is published, and nothing is staged beside it."""
+    return not staging.exists() and plan_of(staging.final) == conversion.hash
+
+
+def _problem(place: Store, message: str) -> list[Problem]:
+    return [Problem("output", str(place), message)]
+
+
+def _find_unfit(staging: Staging) -> list[Problem]:
+    """Whether a checkpoint can lie there at all. Raises StorageError where TensorStore can't write."""
+    if not isinstance(staging, FolderStaging):
+        return []
+    if staging.output.folder.exists() and not staging.output.folder.is_dir():
+        return _problem(staging.output, "is a file")
+    staging.final.kvstore()
+    return []
+
+
+def _find_problems(staging: Staging, conversion: Conversion, resume: bool, overwrite: bool, link: str, in_place: bool) -> list[Problem]:
     """What lies there already, and whether there is room."""
-
-    def problem(place: Store, message: str) -> list[Problem]:
-        return [Problem("output", str(place), message)]
-
-    if isinstance(staging, FolderStaging) and staging.output.folder.exists() and not staging.output.folder.is_dir():
-        return problem(staging.output, "is a file")
-    if isinstance(staging, BucketStaging) and f"{conversion.checkpoint.root}/".startswith(f"{staging.final}/"):
-        return problem(staging.final, "holds the source, and would be deleted first, since a bucket has no renames; choose another --output or --step")
+    if resume and is_finished(staging, conversion):
+        specs = [grid.spec for grid in conversion.grids]
+        damage = find_damage(staging.final, specs, conversion.format)
+        return _problem(staging.final, f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew") if damage else []
+    if (source := _find_source(staging, conversion)) and not in_place:
+        return _problem(staging.final, f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}")
     if (stopped := staging.exists()) and not resume and not overwrite:
-        return problem(staging.work, "holds a stopped conversion; go on with --resume, or start anew with --overwrite")
+        return _problem(staging.work, "holds a stopped conversion; go on with --resume, or start anew with --overwrite")
     if stopped and resume and (differs := _difference(staging, conversion)):
-        return problem(staging.work, f"holds a stopped conversion with another plan ({differs}); --overwrite without --resume starts anew")
-    published = plan_of(staging.final)
-    if staging.is_taken() and not overwrite:
-        if not resume:
-            return problem(staging.final, "exists; --overwrite replaces it, --step writes another one beside it")
-        if stopped:
-            return problem(staging.final, "exists beside a stopped conversion; --resume --overwrite goes on with that and replaces it at the end")
-        if published != conversion.hash:
-            return problem(staging.final, "exists, and was made with other options or of another source; --overwrite replaces it")
-    if resume and conversion.hash in (plan_of(staging.checkpoint), published):
+        return _problem(staging.work, f"holds a stopped conversion with another plan ({differs}); --overwrite without --resume starts anew")
+    if staging.is_taken():
+        if irreplaceable := _why_not_replace(staging):
+            return _problem(staging.final, irreplaceable)
+        if not overwrite:
+            if not resume:
+                return _problem(staging.final, "exists; --overwrite replaces it, --step writes another one beside it")
+            if stopped:
+                return _problem(staging.final, "exists beside a stopped conversion; --resume --overwrite goes on with that and replaces it at the end")
+            return _problem(staging.final, "exists, and was made with other options or of another source; --overwrite replaces it")
+    if resume and plan_of(staging.checkpoint) == conversion.hash:
         return []
     return _check_room(staging, conversion, resume, link) if isinstance(staging, FolderStaging) else []
+
+
+def _find_source(staging: Staging, conversion: Conversion) -> str:
+    """A file or folder of the source that lies where the checkpoint goes, or where it is made; empty if there is none."""
+    places = [staging.final, *staging.beside()]
+    for files in (conversion.checkpoint, *(adapter.files for adapter in conversion.adapters)):
+        if isinstance(staging, BucketStaging):
+            if any(f"{files.root}/".startswith(f"{place}/") for place in places):
+                return files.root
+        elif os.path.isabs(files.root):
+            roots = [os.path.realpath(place.url) for place in places]
+            for path in (files.root, *(shard.path for shard in files.shards)):
+                real = Path(os.path.realpath(path))
+                if any(real.is_relative_to(root) for root in roots):
+                    return path
+    return ""
+
+
+def _why_not_replace(staging: Staging) -> str:
+    """What stands against replacing what lies in the checkpoint's place; empty if nothing does."""
+    if isinstance(staging, BucketStaging):
+        if is_checkpoint(staging.final) or staging.is_remains():
+            return ""
+        return f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {ANOTHER}, or remove it"
+    final = Path(staging.final.url)
+    if final.is_symlink():
+        return f"is a symbolic link to {os.readlink(final)}: --overwrite doesn't replace links; {ANOTHER}, or remove it"
+    if not final.is_dir():
+        return f"is a file: --overwrite doesn't replace files; {ANOTHER}, or remove it"
+    if os.path.ismount(final):
+        return f"is a mount point, and can't be replaced; {ANOTHER}"
+    if any(final.iterdir()) and not is_checkpoint(staging.final):
+        return f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {ANOTHER}, or remove it"
+    for folder, _, _ in os.walk(final):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return f"holds {folder}, from which nothing can be removed: --overwrite can't replace it; {ANOTHER}"
+    return ""
 
 
 def _check_room(staging: FolderStaging, conversion: Conversion, resume: bool, link: str) -> list[Problem]:

@@ -203,9 +203,9 @@ class Conversion:
         Raises:
           StorageError: the small files can't be read, or the source's files can't be put there so (LinkError).
         """
-        keep_files(staging.checkpoint, open_store(self.checkpoint.root))
+        keep_files(staging.aside, open_store(self.checkpoint.root))
         if self.virtual_bytes:
-            put_source(staging.items / SOURCE, self.checkpoint, link, hashed)
+            put_source(staging.shards / SOURCE, self.checkpoint, link, hashed)
 
     def write(self, staging: Staging, unit: Unit, made: Sequence[np.ndarray]) -> None:
         """Writes the shards of a unit into a database of their own, and enters the unit in the ledger."""
@@ -225,6 +225,8 @@ class Conversion:
         """
         self.check()
         record, references = self.record(), list(self.references())
+        if not staging.is_complete():
+            staging.gather()
         if references:
             files = identify(staging.items / SOURCE, self.checkpoint)
             arrays = sum(placement.spec is not None for placement in self.placements)

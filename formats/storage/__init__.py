@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from weightbeam.formats.storage.local import TEMPORARY, LocalFolder, create_file, sync_folder, write_file
@@ -16,6 +17,8 @@ __all__ = [
 def open_store(where: str | Path | Store) -> Store:
     """The store that a URL names; a path without a scheme is a local folder, and is made absolute: workers may run elsewhere.
 
+    `..` is resolved as the system does it, links and all: TensorStore takes none.
+
     Nothing is read, but for a hub's revision, which is resolved to a commit here, once.
 
     Raises:
@@ -26,7 +29,8 @@ def open_store(where: str | Path | Store) -> Store:
     url = str(where)
     scheme, separator, _ = url.partition("://")
     if not separator:
-        return LocalFolder(str(Path(url).expanduser().absolute()))
+        path = Path(url).expanduser().absolute()
+        return LocalFolder(os.path.realpath(path) if ".." in path.parts else str(path))
     if scheme == "gs":
         from weightbeam.formats.storage.bucket import Bucket  # only now: the clients take a while to import
 

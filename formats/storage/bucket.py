@@ -221,17 +221,19 @@ class Bucket(Store):
         with self._told(file.name):
             try:
                 if isinstance(source, Bucket):
-                    self._rewrite(source, file.name)
+                    self._rewrite(source, file)
                 else:
                     self._stream(source, file)
             except exceptions.NotFound as e:
                 raise StorageError(f"{source.path(file.name)}: is gone, or there is no bucket gs://{self.bucket}") from e
+            except exceptions.PreconditionFailed as e:
+                raise StorageError(f"{source.path(file.name)}: is another one by now") from e
 
-    def _rewrite(self, source: Bucket, name: str) -> None:
-        """Has the store copy an object."""
-        blob, original, token = self._blob(name), source._blob(name), None
+    def _rewrite(self, source: Bucket, file: File) -> None:
+        """Has the store copy an object, if it is still of that version."""
+        blob, original, token = self._blob(file.name), source._blob(file.name), None
         while True:
-            token, _, _ = blob.rewrite(original, token=token, timeout=TIMEOUT, retry=RETRY)
+            token, _, _ = blob.rewrite(original, token=token, if_source_generation_match=int(file.version), timeout=TIMEOUT, retry=RETRY)
             if token is None:
                 return
 
@@ -257,9 +259,21 @@ class Bucket(Store):
             self._blob(name).delete(if_generation_match=None if version is None else int(version), timeout=TIMEOUT, retry=RETRY)
 
     def delete_folder(self, name: str = "") -> None:
-        names = [file.name for file in self.list(f"{name}/" if name else "")]
+        self.delete_all(self.list(f"{name}/" if name else ""))
+
+    def delete_all(self, files: Iterable[File]) -> None:
+        """Deletes objects that were listed; one that was written anew since stays."""
         with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
-            list(pool.map(self.delete, names))
+            list(pool.map(lambda file: self.delete(file.name, file.version), files))
+
+    def copy_all(self, source: Bucket, files: Iterable[File]) -> None:
+        """Has the store copy objects that were listed in another folder.
+
+        Raises:
+          StorageError: one of them is gone, or was written anew since.
+        """
+        with concurrent.futures.ThreadPoolExecutor(self.at_a_time) as pool:
+            list(pool.map(functools.partial(self.copy, source), files))
 
     def kvstore(self) -> dict[str, Any]:
         _client()  # without credentials TensorStore would look for them without end

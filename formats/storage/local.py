@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.storage.store import File, Range, StorageError, Store
+from weightbeam.formats.storage.renaming import link_new
+from weightbeam.formats.storage.store import PROBE, File, Range, StorageError, Store
 
 PAGE = 4096  # bytes; what a disk reads at least
 MAX_BUFFERS = 1024  # IOV_MAX on Linux
@@ -137,11 +138,11 @@ def create_file(path: Path, data: bytes) -> bool:
     """
     temporary = _write_temporary(path, data)
     try:
-        os.link(temporary, path)
+        link_new(temporary, path)
     except FileExistsError:
         return False
     finally:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
     return True
 
 
@@ -174,8 +175,21 @@ class LocalFolder(Store):
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def check_writable(self) -> None:
+        """What a checkpoint needs of a file system is tried here: folders that are renamed with what they hold.
+
+        A bucket that is mounted as a folder may copy such a folder file by file, or refuse.
+        """
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise StorageError("can't be written to")
+        probe = self.folder / f"{PROBE}.{os.urandom(8).hex()}"
+        try:
+            (probe / "a").mkdir(parents=True)
+            (probe / "a" / "file").touch()
+            os.rename(probe / "a", probe / "b")
+        except OSError as e:
+            raise StorageError(f"folders can't be made and renamed there: {e.strerror}") from e
+        finally:
+            shutil.rmtree(probe, ignore_errors=True)
 
     def unmake(self) -> None:
         with contextlib.suppress(OSError):  # it isn't empty, or was never there
@@ -237,6 +251,14 @@ class LocalFolder(Store):
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def kvstore(self) -> dict[str, Any]:
+        if "\\" in self.url:
+            raise StorageError(f"{self.url}: has a backslash, which TensorStore takes for a slash; no checkpoint can lie there")
+        if any(part.endswith(".__lock") for part in self.folder.parts):
+            raise StorageError(f"{self.url}: has a part that ends in .__lock, as TensorStore's own files do; no checkpoint can lie there")
+        try:
+            self.url.encode()
+        except UnicodeEncodeError as e:
+            raise StorageError(f"{os.fsencode(self.url)!r}: isn't UTF-8, which TensorStore wants; no checkpoint can lie there") from e
         return {"driver": "file", "path": f"{self.url}/"}
 
 

@@ -16,7 +16,11 @@ from weightbeam.formats import lease
 from weightbeam.formats.storage import store_and_name
 
 ROOT = Path(__file__).parents[2]
-TAKE = "import sys, time; from formats import lease; from formats.storage import store_and_name; taken = lease.hold(*store_and_name(sys.argv[1]))\n"
+TAKE = """import sys, time
+from weightbeam.formats import lease
+from weightbeam.formats.storage import store_and_name
+taken = lease.hold(*store_and_name(sys.argv[1]))
+"""
 HOLDER = TAKE + "with taken: print('held', flush=True); time.sleep(60)"
 
 

@@ -16,7 +16,7 @@ from support import BF16, HERE
 
 from weightbeam.formats.ocdbt import ATTEMPT, IncompleteError
 from weightbeam.formats.orbax import Contents, assemble, find_items, read_arrays, write_unit
-from weightbeam.formats.staging import Staging, staging_at
+from weightbeam.formats.staging import Staging, TakenOverError, staging_at
 from weightbeam.formats.storage import StorageError, Store, create_file
 from weightbeam.formats.zarr import ArraySpec, Format
 
@@ -221,7 +221,7 @@ def test_a_late_unit_of_another_plan_doesnt_count(tmp_path: Path, format: Format
     old, new = (staging_at(tmp_path / "out", 0, plan) for plan in ("old", "new"))
     old.create(b"the old plan")
     new.create(b"the new plan")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(TakenOverError):
         write_unit(old, 0, [(spec, box, array + 100) for spec, box, array in units()[0]], format)
     assert new.done() == {}
     write_all(new, format)

@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Path:
 
 def ledger(output: Path) -> dict[str, str]:
     """The attempt that made each unit, by the unit's file."""
-    entries = output.glob("0.orbax-checkpoint-tmp/units/*/[0-9]*.json")
+    entries = output.glob("0.*.orbax-checkpoint-tmp/units/*/[0-9]*.json")
     return {path.name: json.loads(path.read_bytes())["attempt"] for path in entries}
 
 

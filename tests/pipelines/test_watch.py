@@ -337,7 +337,7 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     first = hub.repositories[REPO].head.sha
     hub.cdn.faults = [Fault("slow", seconds=0.3)]
     with watch.start("--once") as process:
-        wait_for(lambda: len(list(watch.output.glob(f"{REPO}/*/*/0.orbax-checkpoint-tmp/units/*/[0-9]*.json"))) > 1, process)
+        wait_for(lambda: len(list(watch.output.glob(f"{REPO}/*/*/0.*.orbax-checkpoint-tmp/units/*/[0-9]*.json"))) > 1, process)
         second = hub.commit(REPO, release(tmp_path / "second", seed=1))
         workers = children_of(process.pid)
         process.kill()
@@ -345,7 +345,7 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     assert workers
     wait_for(lambda: not any(is_alive(worker) for worker in workers))
     assert watch.states() == [["discovered", "planned", "converting"]]
-    (staging,) = watch.output.glob(f"{REPO}/*/*/0.orbax-checkpoint-tmp")
+    (staging,) = watch.output.glob(f"{REPO}/*/*/0.*.orbax-checkpoint-tmp")
     made = {path.name: json.loads(path.read_bytes())["attempt"] for path in staging.glob("units/*/[0-9]*.json")}
     hub.cdn.faults = []
     assert watch.once() == 0
