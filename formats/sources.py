@@ -25,6 +25,7 @@ from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.plan import Problem, TensorSpec
 
+MAX_SPARE_BYTES = 1 << 26  # of biases that are read while the plan is made; those of a model of 72 billion parameters take 4 MB
 ZEROS = "zeros that AutoGPTQ stores for layers without a bias"
 
 
@@ -69,6 +70,9 @@ class Source:
     def settle_spare(self, unused: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
         """The spare ones of the tensors that a table has no use for, which are read: `(those dropped with the reason, problems)`."""
         tensors = {name: self.encodings[name].weight for name in unused if name in self.spare}
+        if (nbytes := sum(tensor.nbytes for tensor in tensors.values())) > MAX_SPARE_BYTES:
+            message = f"a bias that the table has no place for; {nbytes:,} bytes of such are too many to see whether all are zeros"
+            return {}, [Problem("unused", name, message) for name in tensors]
         try:
             values = read_boxes([BoxRead(tensor, whole(tensor.shape)) for tensor in tensors.values()])[0]
         except (OSError, StorageError) as e:

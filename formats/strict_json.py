@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 MAX_BYTES = 100_000_000  # of a text; the safetensors format allows a header as many
-MAX_VALUES = 5_000_000  # of a text, so that its objects in memory are bounded too: a tensor of rank 2 is 11 of them
+MAX_VALUES = 5_000_000  # of texts that are read together, so that their objects in memory are bounded: a tensor of rank 2 is 11 of them
 MAX_DEPTH = 64
 
 
@@ -14,14 +15,34 @@ class JsonError(ValueError):
     """A text isn't the JSON that anyone means; the message says why."""
 
 
-def parse_json(raw: bytes, lenient: bool = True) -> Any:
+class Budget:
+    """The values that texts may have together, from whichever thread they are read."""
+
+    def __init__(self, values: int = MAX_VALUES):
+        self._values = self._left = values
+        self._lock = threading.Lock()
+
+    def take(self, raw: bytes) -> None:
+        """Counts the values of a text, at most one for each mark between them.
+
+        Raises:
+          JsonError: there are more than are left.
+        """
+        values = sum(raw.count(mark) for mark in b"{[:,")
+        with self._lock:
+            if values > self._left:
+                together = "" if self._left == self._values else ", with the files that were read before"
+                raise JsonError(f"more than {self._values:,} values{together}")
+            self._left -= values
+
+
+def parse_json(raw: bytes, lenient: bool = True, budget: Budget | None = None) -> Any:
     """JSON from a stranger; `lenient` with NaN, infinity and −0, which Python reads and writes.
 
     Raises:
       JsonError: it isn't UTF-8 or JSON, has a key twice, or is larger than anything that is meant.
     """
-    if sum(raw.count(mark) for mark in b"{[:,") > MAX_VALUES:
-        raise JsonError(f"more than {MAX_VALUES:,} values")
+    (budget or Budget()).take(raw)
     try:
         strict = {} if lenient else {"parse_constant": _refuse_constant, "parse_int": _parse_int}
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates, **strict)

@@ -14,6 +14,7 @@ import numpy as np
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Array, Problem, TensorSpec, is_float
 
+MAX_PROBLEMS = 50_000  # a table with more doesn't describe the checkpoint, and nobody reads them
 Claim = tuple[range, ...]  # the indices of each axis of a tensor that something takes
 
 
@@ -23,11 +24,21 @@ def is_disjoint(a: Claim, b: Claim) -> bool:
 
 
 def _apart(a: range, b: range) -> bool:
-    if a[-1] < b[0] or b[-1] < a[0]:
+    """Whether two progressions have no number in common; in a few steps, however long they are.
+
+    The numbers that are in both, endless as they then would be, are a progression themselves: of the steps' least common
+    multiple, or empty where the starts differ by no multiple of the steps' greatest common divisor (Chinese remainder theorem).
+    For `range(0, 8, 2)` and `range(1, 8, 3)` they are 4, 10, …; and 4 lies in both.
+    """
+    if not a or not b:
         return True
-    if a.step == b.step == 1:
-        return False
-    return set(a).isdisjoint(b)
+    low, high = max(a[0], b[0]), min(a[-1], b[-1])
+    common = math.gcd(a.step, b.step)
+    if low > high or (b[0] - a[0]) % common:
+        return True
+    turn = b.step // common
+    first = a[0] + a.step * ((b[0] - a[0]) // common * pow(a.step // common, -1, turn) % turn)
+    return first + -(-max(0, low - first) // (a.step * turn)) * a.step * turn > high
 
 
 def find_drops(drops: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> tuple[dict[str, str], dict[str, list[Claim]]]:
@@ -62,16 +73,17 @@ def audit(arrays: Iterable[Array], tensors: Mapping[str, TensorSpec], drops: Map
             claim = part.source_box()
             for name in part.tensors:
                 claims[name].append(claim)
-                problems += _check_tensor(name, part, array, tensors.get(name), dropped.get(name), family)
+                if len(problems) <= MAX_PROBLEMS:
+                    problems += _check_tensor(name, part, array, tensors.get(name), dropped.get(name), family)
     bad = {problem.subject for problem in problems}
     for name, boxes in claims.items():
         if name in tensors and name not in bad:
             problems += _check_claims(name, boxes + windows[name], tensors[name])
-    for name, spec in tensors.items():
-        if name not in claims and name not in dropped:
-            problems.append(
-                Problem("unused", name, f"{spec.dtype.name} {spec.shape} in {spec.file}: the {family} table has no place for it, and doesn't drop it")
-            )
+    unused = ((name, spec) for name, spec in tensors.items() if name not in claims and name not in dropped)
+    for name, spec in itertools.islice(unused, max(0, MAX_PROBLEMS + 1 - len(problems))):
+        problems.append(Problem("unused", name, f"{spec.dtype.name} {spec.shape} in {spec.file}: the {family} table has no place for it, and doesn't drop it"))
+    if len(problems) > MAX_PROBLEMS:  # said by itself, since those that are listed may all come to be settled
+        problems.append(Problem("unused", f"the {family} table", f"doesn't describe this checkpoint: more than {MAX_PROBLEMS:,} of its lines don't fit"))
     return dropped, problems
 
 

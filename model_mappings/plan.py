@@ -15,7 +15,8 @@ from weightbeam.model_mappings.cells import Cell, Part
 from weightbeam.model_mappings.config import MAX_SIZE, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
 
-MIN_CELLS, CELLS_PER_TENSOR = 200_000, 20  # a table that needs more than these makes doesn't describe the checkpoint, and would take hours to say so
+MAX_ELEMENTS = 1 << 41  # of a model: 2.2 trillion parameters
+MIN_CELLS, CELLS_PER_TENSOR = 200_000, 2  # a table that needs more than these makes doesn't describe the checkpoint, and would take hours to say so
 PREFIX = "params"  # where MaxText's TrainState keeps the collections of the model's variables
 PARAMETERS = f"{PREFIX}.params."  # what the keys of its parameters begin with
 
@@ -134,6 +135,8 @@ def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Par
             if same and (same[0].shape, same[0].names) != (part.shape, part.names):
                 raise ValueError(f"{part.path}: two rules disagree: {same[0].shape} {same[0].names}, {part.shape} {part.names}")
             same.append(part)
+    if (elements := sum(math.prod(same[0].shape) for same in parts.values())) > MAX_ELEMENTS:
+        raise ConfigError(f"config.json: its sizes make a model of {elements:,} elements; more than {MAX_ELEMENTS:,} can't be meant")
     return parts
 
 

@@ -311,7 +311,8 @@ def run(command: Sequence[object], output: Path) -> dict[str, Any]:
         os._exit(status)
     _, status, usage = os.wait4(child, 0)
     message = output.read_text(errors="backslashreplace")
-    used = dict(seconds=round(time.monotonic() - start, 2), megabytes=usage.ru_maxrss >> 10)
+    cpu = usage.ru_utime + usage.ru_stime
+    used = dict(seconds=round(time.monotonic() - start, 2), cpu=round(cpu, 2), megabytes=usage.ru_maxrss >> 10)
     return dict(status=os.waitstatus_to_exitcode(status), length=len(message), message=message[:3000] + message[-3000:], **used)
 
 

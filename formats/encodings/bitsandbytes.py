@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Iterator
 
@@ -16,6 +15,7 @@ from weightbeam.formats.encodings.format import Companion, MismatchError, Parts,
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
 from weightbeam.formats.encodings.quantization import is_size
 from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.strict_json import JsonError, parse_json
 from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 
 INVERSE_OF_127 = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes writes it (_ops.py, int8_vectorwise_dequant)
@@ -161,7 +161,6 @@ class ScaledRows8(InOrder):
 
 
 STATE = "quant_state.bitsandbytes__"  # followed by the kind
-MAX_STATE = 1 << 16  # bytes of its JSON; it has a few hundred
 
 
 def make_blocks(parts: Parts) -> Encoding:
@@ -169,13 +168,12 @@ def make_blocks(parts: Parts) -> Encoding:
     weight, absmax, quant_map = parts.codes, parts[".absmax"], parts[".quant_map"]
     tensor = next(tensor for suffix, tensor in parts.companions.items() if suffix.startswith("." + STATE))
     kind = tensor.name.rpartition("__")[2]
-    if tensor.nbytes > MAX_STATE:
-        raise MismatchError(f"{tensor.name} has {tensor.nbytes:,} bytes; more than {MAX_STATE:,} can't be meant")
+    raw = parts.read(tensor).tobytes()
     try:
-        state = json.loads(parts.read(tensor).tobytes().decode())
+        state = parse_json(raw)
         shape, block = tuple(state["shape"]), state["blocksize"]
         offset, nested_block = state.get("nested_offset"), state.get("nested_blocksize")
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+    except (JsonError, KeyError, TypeError, AttributeError) as e:
         raise MismatchError(f"{tensor.name} isn't JSON with a shape and a blocksize: {e!r}") from e
     if not all(is_size(n, least=0) for n in shape) or not is_size(block) or block % 2 or state.get("quant_type") != kind:
         raise MismatchError(f"{tensor.name} says {state}; expected quant_type {kind}, a shape, and an even blocksize")

@@ -12,6 +12,8 @@ from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.model_mappings.boxes import whole
 
+MAX_READ = 1 << 16  # bytes of a tensor that is read while the plan is made; the largest that anyone writes has a few hundred
+
 
 class MismatchError(ValueError):
     """Tensors that belong together don't fit together; the message says what was expected and what was found."""
@@ -66,8 +68,10 @@ class Parts:
         """A small tensor's values, where a shape can't be known without them. It is read while the plan is made: use it sparingly.
 
         Raises:
-          MismatchError: it can't be read.
+          MismatchError: it can't be read, is empty, or is larger than anything that is meant.
         """
+        if not 0 < tensor.nbytes <= MAX_READ:
+            raise MismatchError(f"{tensor.name} has {tensor.nbytes:,} bytes; 1 to {MAX_READ:,} can be meant")
         try:
             return read_boxes([BoxRead(tensor, whole(tensor.shape))])[0][0]
         except OSError as e:

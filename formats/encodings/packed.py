@@ -261,7 +261,7 @@ def _layout_of(parts: Parts) -> Layout:
     find = functools.partial(layouts, schemes, packed.shape, count, zeros=zero.shape[-2] if zero else None)
     fits = list(find(inputs=None))
     if shape_tensor and (len(fits) != 1 or (count == 1 and any(scheme.group is None for scheme in schemes))):
-        fits = list(find(inputs=int(parts.read(shape_tensor)[-1])))
+        fits = list(find(inputs=int(parts.read(shape_tensor).reshape(-1)[-1])))
     if len(fits) != 1:
         ways = "can be read in several ways" if fits else "can't be read"
         told = ", ".join(map(str, schemes)) or "no integers in groups or channels"

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from weightbeam.formats.safetensors.header import BAD_NAME, DTYPE_NAMES, DTYPES, MAX_HEADER, UNPRINTABLE, HeaderError, Tensor, check_pointer, header_of, require
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
-from weightbeam.formats.strict_json import JsonError, parse_json
+from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
 
 INDEX = "model.safetensors.index.json"
@@ -119,14 +119,15 @@ def open_checkpoint(where: str | Path | Store) -> Checkpoint:
     store = open_store(where)
     store.check_readable()
     problems: list[Problem] = []
+    budget = Budget()
     entries = store.entries()
-    config = read_json(store, "config.json", problems)
+    config = read_json(store, "config.json", problems, budget)
     if config:
-        config |= {name: read_json(store, name, problems) for name in QUANT_CONFIGS if name in entries}
+        config |= {name: read_json(store, name, problems, budget) for name in QUANT_CONFIGS if name in entries}
     on_disk = [name for name in entries if _FILE_NAME.fullmatch(name)]
     weight_map: dict[str, str] | None = None
     if INDEX in entries:
-        weight_map = _read_index(store, problems)
+        weight_map = _read_index(store, budget, problems)
         names = sorted(set(weight_map.values()))
     elif len(on_disk) > 1:
         problems.append(Problem("index", INDEX, f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model"))
@@ -138,7 +139,7 @@ def open_checkpoint(where: str | Path | Store) -> Checkpoint:
             hint = f"; {pickles[0]} is a pickle file, which can run code when it is loaded: convert it to safetensors first" if pickles else ""
             problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {store}{hint}"))
     with concurrent.futures.ThreadPoolExecutor(store.at_a_time) as pool:
-        opened = list(pool.map(lambda name: open_shard(store, name), names))
+        opened = list(pool.map(lambda name: open_shard(store, name, budget), names))
     problems += [problem for problem in opened if isinstance(problem, Problem)]
     shards = tuple(shard for shard in opened if isinstance(shard, Shard))
     if weight_map is not None:
@@ -150,7 +151,7 @@ def open_checkpoint(where: str | Path | Store) -> Checkpoint:
     return Checkpoint(store.url, config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
 
 
-def read_json(store: Store, name: str, problems: list[Problem]) -> dict[str, Any]:
+def read_json(store: Store, name: str, problems: list[Problem], budget: Budget | None = None) -> dict[str, Any]:
     """A JSON object, or an empty one and a problem."""
     try:
         store.check_file(name)
@@ -158,7 +159,7 @@ def read_json(store: Store, name: str, problems: list[Problem]) -> dict[str, Any
         if len(raw) > MAX_HEADER:
             raise HeaderError(f"more than {MAX_HEADER:,} bytes")
         check_pointer(raw)
-        value = parse_json(raw)
+        value = parse_json(raw, budget=budget)
         if isinstance(value, dict) and value:
             return value
         message = "is empty" if value == {} else f"should be a JSON object, is a {type(value).__name__}"
@@ -172,9 +173,9 @@ def read_json(store: Store, name: str, problems: list[Problem]) -> dict[str, Any
     return {}
 
 
-def _read_index(store: Store, problems: list[Problem]) -> dict[str, str]:
+def _read_index(store: Store, budget: Budget, problems: list[Problem]) -> dict[str, str]:
     """The index's `weight_map`, without the entries that can't be right."""
-    index = read_json(store, INDEX, problems)
+    index = read_json(store, INDEX, problems, budget)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         if index:
@@ -191,11 +192,11 @@ def _read_index(store: Store, problems: list[Problem]) -> dict[str, str]:
     return good
 
 
-def open_shard(store: Store, name: str) -> Shard | Problem:
+def open_shard(store: Store, name: str, budget: Budget | None = None) -> Shard | Problem:
     try:
         store.check_file(name)
         file = require(store, name)
-        return Shard(name, store.path(name), file.size, file.version, header_of(store, file), file.inode, file.sha256, file.crc32c)
+        return Shard(name, store.path(name), file.size, file.version, header_of(store, file, budget), file.inode, file.sha256, file.crc32c)
     except FileNotFoundError:
         return Problem("missing", name, f"the index names this file, but it isn't in {store}")
     except OSError as e:

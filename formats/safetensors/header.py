@@ -22,9 +22,10 @@ import numpy as np
 
 from weightbeam.formats.storage import File, Store, store_and_name
 from weightbeam.formats.strict_json import MAX_BYTES as MAX_HEADER
-from weightbeam.formats.strict_json import JsonError, parse_json
+from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 
 MAX_RANK = 32  # more than numpy's dimensions need
+MAX_TENSORS = 250_000  # of a file: the largest releases have 210,000 in all (Kimi K2-Thinking), and a plan takes 50 µs for each
 
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -93,8 +94,8 @@ def require(store: Store, name: str) -> File:
     return file
 
 
-def header_of(store: Store, file: File) -> tuple[Tensor, ...]:
-    """The tensors of a file that is known already; see `read_header`."""
+def header_of(store: Store, file: File, budget: Budget | None = None) -> tuple[Tensor, ...]:
+    """The tensors of a file that is known already; see `read_header`. `budget` bounds the headers that are read together."""
     size = file.size
     start = store.read(file.name, 0, 8)
     if start == b"version ":
@@ -107,20 +108,22 @@ def header_of(store: Store, file: File) -> tuple[Tensor, ...]:
     if 8 + length > size:
         raise HeaderError(f"a header of {length:,} bytes in a file of {size:,}; truncated?")
     raw = store.read(file.name, 8, 8 + length)
-    return parse_header(raw, size, store.path(file.name))
+    return parse_header(raw, size, store.path(file.name), budget)
 
 
-def parse_header(raw: bytes, size: int, path: str) -> tuple[Tensor, ...]:
+def parse_header(raw: bytes, size: int, path: str, budget: Budget | None = None) -> tuple[Tensor, ...]:
     """The tensors that the header `raw` of a file of `size` bytes describes; see `read_header`."""
     if not raw.startswith(b"{"):
         raise HeaderError("the header doesn't start with '{'")
     try:
-        header = parse_json(raw, lenient=False)
+        header = parse_json(raw, lenient=False, budget=budget)
     except JsonError as e:
         raise HeaderError(f"the header: {e}") from e
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         raise HeaderError("__metadata__ must map strings to strings")
+    if len(header) > MAX_TENSORS:
+        raise HeaderError(f"{len(header):,} tensors; more than {MAX_TENSORS:,} can't be meant")
     data_start = 8 + len(raw)
     tensors = sorted((_parse_entry(name, entry, path, data_start) for name, entry in header.items()), key=lambda tensor: (tensor.offset, tensor.nbytes))
     end = data_start

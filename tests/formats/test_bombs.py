@@ -1,0 +1,77 @@
+"""Releases that are made to take a planner's time or memory: planned or refused, within the bounds that docs/promises.md names."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import hostile
+import pytest
+from bombs import FOLDERS, empty, release, releases
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weightbeam.model_mappings.audit import _apart
+
+SECONDS, MEGABYTES, CHARACTERS = 20, 1024, 400_000  # of the processor's time; on a machine with nothing else to do that is about the time
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """What the forked processes needn't import each."""
+    for command in ("plan", "inspect"):
+        importlib.import_module(f"weightbeam.pipelines.{command}")
+
+
+def check(folder: Path, command: str, *options: str) -> dict[str, Any]:
+    """Runs a command on a release; what it took is within the bounds, and there is no traceback."""
+    source = ["--source", folder] if command == "plan" else [folder]
+    told = hostile.run([command, *source, *options], folder.parent / "printed")
+    assert told["status"] in (0, 2), told["message"]
+    assert "Traceback" not in told["message"]
+    assert told["cpu"] <= SECONDS
+    assert told["megabytes"] <= MEGABYTES
+    assert told["length"] <= CHARACTERS
+    return told
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_bombs_are_planned_or_refused_in_time(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    FOLDERS[name](folder)
+    model = () if "layers" in name or "windows" in name else ("--maxtext_model", "llama2-7b")
+    check(folder, "plan", *model)
+    check(folder, "inspect")
+    shutil.rmtree(folder)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], derandomize=True)
+@given(releases())
+def test_any_bomb(tmp_path: Path, made: tuple[dict[str, Any], dict[str, Any], int]) -> None:
+    """Sizes of any order of magnitude, tensors that fit them or don't."""
+    config, tensors, more = made
+    folder = tmp_path / "hf"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        release(folder, config, tensors | empty(f"more.{i}" for i in range(more)))
+    except (OSError, OverflowError):  # larger than any file
+        return
+    check(folder, "plan")
+
+
+spans = st.builds(range, st.integers(0, 40), st.integers(0, 80), st.integers(1, 9))
+
+
+@given(spans, spans)
+def test_progressions_are_compared_as_sets_are(a: range, b: range) -> None:
+    assert _apart(a, b) == _apart(b, a) == set(a).isdisjoint(b)
+
+
+@given(st.integers(1, 1 << 60), st.integers(1, 1 << 60), st.integers(0, 1 << 60), st.integers(0, 1 << 60))
+def test_long_progressions(step: int, other: int, start: int, begin: int) -> None:
+    """At once, however long: with a number that they share they aren't apart, and odd and even are."""
+    shared = start + step * 5
+    assert not _apart(range(start, start + step * 100, step), range(shared % other, shared + other * 3, other))
+    assert _apart(range(0, 2 * step, 2), range(1, 2 * other, 2))
