@@ -9,28 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
-from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.ops import Op
 from weightbeam.model_mappings.rules import Rule, Segment, Stack, rule, stack
 
 Table = list[list[Rule]]
 LAYER = "model.layers.{layer}."  # the prefix of a layer's tensors
-
-
-SIZES = (
-    size("base_emb_dim", "hidden_size"),
-    size("base_num_query_heads", "num_attention_heads"),
-    size("base_num_kv_heads", "num_key_value_heads", default=lambda c: c["num_attention_heads"]),
-    size("base_num_decoder_layers", "num_hidden_layers"),
-    size("vocab_size", "vocab_size"),
-)
-HEAD_DIM = size("head_dim", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"])
-MLP = size("base_mlp_dim", "intermediate_size")
-EXPERTS = (  # as most families name them
-    size("base_moe_mlp_dim", "moe_intermediate_size"),
-    size("num_experts", "num_experts", default=lambda c: c["num_local_experts"]),
-    size("num_experts_per_tok", "num_experts_per_tok"),
-)
 
 
 def common_dims(c: Config) -> dict[str, int]:

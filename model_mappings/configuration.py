@@ -1,14 +1,13 @@
 """The configuration lines of a family: how MaxText's keys and `config.json`'s fields say the same, one fact a line, read from either side.
 
-    same("base_emb_dim", "hidden_size")                       # the same value
-    same("base_num_decoder_layers", "num_hidden_layers")
+    size("base_emb_dim", "hidden_size")                       # the same number
     mapped("mlp_activations", "hidden_act", ACTIVATIONS)      # one value for another
     fixed("decoder_block", "llama2")                          # MaxText's word for the architecture
-    only("attention_bias", False, "…")                        # what MaxText can't express, and what it does to the logits
+    only("norm_topk_prob", True, "…", default=False)          # the value that MaxText's layer has, and what another does to the logits
 
 `read` makes MaxText's keys of a `config.json`, and says which of its fields MaxText can't express. `write` makes the fields of
-the keys. A field is a path: `rope_parameters.factor`, `text_config.hidden_size`. A field that is absent or null has the line's
-`default`, which is that of transformers' configuration class.
+the keys. A field is a path: `rope_parameters.factor`. A field that is absent or null has the line's `default`, which is that of
+transformers' configuration class (v5.23.0).
 """
 
 from __future__ import annotations
@@ -20,23 +19,19 @@ from typing import Any
 
 from weightbeam.model_mappings.config import Config, ConfigError
 
-
-class Needed:
-    """The default of a field that `config.json` must have."""
-
-
-NEEDED = Needed()
-Default = Any  # a value, NEEDED, or a function of the configuration
+NEEDED: Any = object()  # the default of a field that `config.json` must have
+Default = Any  # a value, NEEDED, or a function of the part of `config.json` that the line is about
+Holds = Callable[[Config], bool]
 
 
 class MaxTextConfigError(ValueError):
-    """A MaxText configuration that `config.json` can't express, or that isn't one."""
+    """A MaxText configuration that isn't one, or that no model of Hugging Face's has."""
 
 
 def lookup(config: Mapping[str, Any], field: str) -> Any:
     """The value at a path; None where it, or an object on the way, is absent."""
     value: Any = config
-    for part in field.split("."):
+    for part in filter(None, field.split(".")):
         if not isinstance(value, Mapping):
             return None
         value = value.get(part)
@@ -62,14 +57,36 @@ def natural(value: Any) -> int:
     return value
 
 
-def plain(value: Any) -> Any:
-    """A number as both sides write it: whole floats as integers."""
+def number(value: Any) -> int | float:
+    """A number as MaxText's types want it: whole ones as integers.
+
+    Raises:
+      ValueError: not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def flag(value: Any) -> bool:
+    """True or false.
+
+    Raises:
+      ValueError: neither.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(value)
+    return value
+
+
+def anything(value: Any) -> Any:
+    """Any value, as it is."""
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One fact. Without a `key` MaxText knows only one value of the field; without a `field` `config.json` needn't say it.
+    """One fact. Without a `key` it is about a field that MaxText has no key for; without a `field` `config.json` needn't say it.
 
     Attributes:
       key: MaxText's key.
@@ -77,80 +94,122 @@ class Line:
       to_key: the key's value for a field's value.
       to_field: the field's value for a key's value.
       default: the field's value where `config.json` hasn't got it.
-      effect: for a line without a key: what another value of the field does to the logits, and the way round it.
-      part: the object of `config.json` that `field` and `default` are about, such as `text_config`; empty for all of it.
-      when: whether the line is about a model, by that object; for keys that different models take from different fields.
+      find: where the field's value is found instead, if several spellings say it: a function of the configuration and of the
+        name under which MaxText runs it.
+      limit: what MaxText makes of the model, where it can't express it; None where it can.
+      part: the object of `config.json` that all this is about, such as `text_config`; empty for all of it.
+      when: whether the line is about a model.
+      of: the field's value for all keys, where no single key says it.
     """
 
     key: str | None
     field: str | None
-    to_key: Callable[[Any], Any] = plain
-    to_field: Callable[[Any], Any] = plain
+    to_key: Callable[[Any], Any] = anything
+    to_field: Callable[[Any], Any] = anything
     default: Default = NEEDED
-    effect: str = ""
+    find: Callable[[Config, str | None], Any] | None = None
+    limit: Callable[[Config, str | None], str | None] | None = None
     part: str = ""
-    when: Callable[[Config], bool] | None = None
+    when: Holds | None = None
+    of: Callable[[Mapping[str, Any]], Any] | None = None
 
-    def holds(self, config: Config) -> bool:
-        """Whether the line is about this model."""
-        return self.when is None or self.when(self.within(config))
+    @property
+    def path(self) -> str | None:
+        """The field's path from the top of `config.json`."""
+        return f"{self.part}.{self.field}".lstrip(".") if self.field else None
 
-    def within(self, config: Config) -> Config:
-        """The object of `config.json` that the line is about."""
-        if not self.part:
-            return config
+    @property
+    def constant(self) -> bool:
+        """Whether the key has one value whatever `config.json` says."""
+        return self.key is not None and self.field is None and self.find is None
+
+    def about(self, config: Config) -> Config:
+        """The object of `config.json` that the line is about; empty where that is absent."""
         found = lookup(config, self.part)
         return Config(found if isinstance(found, Mapping) else {})
 
-    def found(self, config: Config) -> Any:
-        """The field's value, or its default.
+    def holds(self, config: Config) -> bool:
+        """Whether the line is about this model."""
+        return self.when is None or self.when(self.about(config))
 
-        Raises:
-          ConfigError: the field is needed and absent.
-        """
-        assert self.field is not None
-        config = self.within(config)
-        value = lookup(config, self.field)
-        if value is not None:
-            return value
-        if self.default is NEEDED:
-            raise ConfigError(f"config.json has no {self.field!r}")
-        return self.default(config) if callable(self.default) else self.default
-
-    def value(self, config: Config) -> Any:
+    def value(self, config: Config, model: str | None = None) -> Any:
         """The key's value.
 
         Raises:
           ConfigError: the field is needed and absent, or MaxText has nothing for its value.
         """
-        if self.field is None:
-            return self.to_key(None)
-        found = self.found(config)
+        found = self.found(self.about(config), model)
         try:
             return self.to_key(found)
         except (KeyError, TypeError, ValueError) as e:
-            raise ConfigError(f"config.json: {self.field!r} is {found!r}, for which MaxText has nothing") from e
+            raise ConfigError(f"config.json: {self.path!r} is {found!r}, for which MaxText has nothing") from e
+
+    def found(self, about: Config, model: str | None = None) -> Any:
+        """The field's value, or its default.
+
+        Raises:
+          ConfigError: the field is needed and absent.
+        """
+        value = self.find(about, model) if self.find else lookup(about, self.field) if self.field else None
+        if value is not None or (self.field is None and self.default is NEEDED):
+            return value
+        if self.default is NEEDED:
+            raise ConfigError(f"config.json has no {self.path!r}")
+        return self.default(about) if callable(self.default) else self.default
 
 
-def count(key: str, field: str, default: Default = 0) -> Line:
-    """An integer from 0 on; 0 where the field is absent."""
-    return Line(key, field, to_key=lambda n: n and natural(n), default=default)
+def size(key: str, field: str, default: Default = NEEDED, times: int = 1, when: Holds | None = None) -> Line:
+    """A positive integer; MaxText's is `times` smaller."""
+
+    def share(n: Any) -> int:
+        if natural(n) % times:
+            raise ValueError(f"{n} isn't a multiple of {times}")
+        return n // times
+
+    return Line(key, field, share, lambda n: n * times, default, when=when)
+
+
+def count(key: str, field: str, default: Default = 0, none: int = 0) -> Line:
+    """An integer from 0 on, or null; MaxText says `none` for these."""
+    return Line(key, field, lambda n: natural(n) if n else none, lambda n: None if n == none else n, default=default)
+
+
+def real(key: str, field: str, default: Default = NEEDED, none: float | None = None) -> Line:
+    """A number; with `none`, what MaxText says where `config.json` says null."""
+    return Line(key, field, lambda x: none if x is None else number(x), lambda x: None if x == none and none is not None else x, default)
 
 
 def same(key: str, field: str, default: Default = NEEDED) -> Line:
-    """The same value on both sides."""
-    return Line(key, field, default=default)
+    """The same value on both sides, of whatever kind."""
+    return Line(key, field, lambda value: list(value) if isinstance(value, tuple) else value, default=default)
 
 
-def size(key: str, field: str, default: Default = NEEDED, times: int = 1, when: Callable[[Config], bool] | None = None) -> Line:
-    """A positive integer; MaxText's is `times` smaller."""
-    return Line(key, field, to_key=lambda n: _share(natural(n), times), to_field=lambda n: n * times, default=default, when=when)
+def truth(key: str, field: str, default: Default = False) -> Line:
+    """True or false on both sides."""
+    return Line(key, field, flag, default=default)
 
 
-def _share(n: int, times: int) -> int:
-    if n % times:
-        raise ValueError(f"{n} isn't a multiple of {times}")
-    return n // times
+def mapped(key: str, field: str, values: Iterable[tuple[Any, Any]], default: Default = NEEDED) -> Line:
+    """One value for another: (`config.json`'s, MaxText's); of several of either's the first is written."""
+    pairs = list(values)
+
+    def to_key(value: Any) -> Any:
+        return next(ours for theirs, ours in pairs if theirs == value)
+
+    def to_field(value: Any) -> Any:
+        return next(theirs for theirs, ours in pairs if ours == value)
+
+    return Line(key, field, _known(to_key), _known(to_field), default)
+
+
+def _known(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def known(value: Any) -> Any:
+        try:
+            return change(value)
+        except StopIteration:
+            raise ValueError(value) from None
+
+    return known
 
 
 def fixed(key: str, value: Any) -> Line:
@@ -158,9 +217,40 @@ def fixed(key: str, value: Any) -> Line:
     return Line(key, None, to_key=lambda _: value)
 
 
-def inside(part: str, lines: Iterable[Line]) -> tuple[Line, ...]:
-    """The lines, of an object of `config.json`."""
-    return tuple(dataclasses.replace(line, part=f"{part}.{line.part}".rstrip(".")) for line in lines)
+def derived(key: str, find: Callable[[Config, str | None], Any], field: str | None = None, when: Holds | None = None, to_field: Any = anything) -> Line:
+    """A key that several spellings of `config.json`, or MaxText's name of the model, settle; written as `field`."""
+    return Line(key, field, find=find, to_field=to_field, default=None, when=when)
+
+
+def written(field: str, value: Any) -> Line:
+    """A field that MaxText needn't know and `config.json` should have."""
+    return Line(None, field, default=value)
+
+
+def copied(field: str, of: Callable[[Mapping[str, Any]], Any]) -> Line:
+    """A field that follows from MaxText's keys, and none of them from it."""
+    return Line(None, field, of=of)
+
+
+def only(field: str, value: Any, effect: str, default: Default = None) -> Line:
+    """A field of which MaxText's layers know one value; `effect` says what they make of another."""
+
+    def limit(about: Config, model: str | None) -> str | None:
+        found = lookup(about, field)
+        found = default if found is None else found
+        return None if found == value else f"{field} is {found!r}: {effect}"
+
+    return Line(None, field, default=value, limit=limit)
+
+
+def unless(find: Callable[[Config, str | None], str | None]) -> Line:
+    """What MaxText can't express, in words, where `find` finds it."""
+    return Line(None, None, limit=find)
+
+
+def inside(part: str, lines: Iterable[Line], when: Holds | None = None) -> tuple[Line, ...]:
+    """The lines, of an object of `config.json`; with `when=bool` only where it is there."""
+    return tuple(dataclasses.replace(line, part=f"{part}.{line.part}".rstrip("."), when=when or line.when) for line in lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +266,8 @@ class Reading:
     limits: tuple[str, ...]
 
 
-def read(lines: Iterable[Line], config: Config) -> Reading:
-    """MaxText's keys of a `config.json`.
+def read(lines: Iterable[Line], config: Config, model: str | None = None) -> Reading:
+    """MaxText's keys of a `config.json`, for a model that it runs under the name `model`.
 
     Raises:
       ConfigError: a field is missing, or has a value that no line knows.
@@ -185,8 +275,12 @@ def read(lines: Iterable[Line], config: Config) -> Reading:
     keys: dict[str, Any] = {}
     limits: list[str] = []
     for line in lines:
-        if line.holds(config) and line.key is not None:
-            keys[line.key] = line.value(config)
+        if not line.holds(config):
+            continue
+        if line.key is not None:
+            keys[line.key] = line.value(config, model)
+        if line.limit is not None and (limit := line.limit(line.about(config), model)):
+            limits.append(limit)
     return Reading(keys, tuple(limits))
 
 
@@ -194,6 +288,36 @@ def read_known(lines: Iterable[Line], config: Config) -> dict[str, Any]:
     """MaxText's keys of a `config.json`, without those of fields that are missing or make no sense: the family's table names these."""
     keys = {}
     for line in lines:
-        with contextlib.suppress(ConfigError):
+        with contextlib.suppress(ConfigError, AttributeError, TypeError):
             keys |= read([line], config).keys
     return keys
+
+
+def contradictions(lines: Iterable[Line], keys: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys that have one value for all models of a kind, and another here: `{key: (here, there)}`."""
+    wanted = {line.key: line.to_key(None) for line in lines if line.constant and line.key}
+    return {key: (keys.get(key), value) for key, value in wanted.items() if keys.get(key) != value}
+
+
+def write(lines: Iterable[Line], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `config.json` for MaxText's keys.
+
+    Raises:
+      MaxTextConfigError: a key has a value that no field can say.
+    """
+    config: dict[str, Any] = {}
+    lines = sorted(lines, key=lambda line: line.when is not None)  # what decides whether a line holds is written before it
+    for line in lines:
+        if line.path is None or not line.holds(Config(config)):
+            continue
+        if line.key is None:
+            if (value := line.default if line.of is None else line.of(keys)) is not None:
+                put(config, line.path, value)
+            continue
+        value = keys.get(line.key)
+        try:
+            field = line.to_field(value)
+        except (KeyError, TypeError, ValueError) as e:
+            raise MaxTextConfigError(f"{line.key} is {value!r}, for which config.json has no {line.path}") from e
+        put(config, line.path, field)
+    return config

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from weightbeam.model_mappings.blocks import Table
 from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.configuration import Line, derived, fixed, inside, same, size, written
+from weightbeam.model_mappings.rope import rope_of
 from weightbeam.model_mappings.rules import Stack, rule, stack
 
 
@@ -16,6 +18,30 @@ def qwen_vision_dims(v: Config) -> dict[str, int]:
         v_out=v.size("out_hidden_size"), positions=v.size("num_position_embeddings"), rgb=v.size("in_channels", 3), frames=v.size("temporal_patch_size"),
         patch_rows=patch, patch_columns=patch,
     )  # fmt: skip
+
+
+QWEN_VISION = inside("vision_config", (  # MaxText's keys of `qwen_vision`
+    size("hidden_size_for_vit", "hidden_size"),
+    size("intermediate_size_for_vit", "intermediate_size"),
+    size("num_hidden_layers_for_vit", "depth"),
+    size("num_attention_heads_for_vit", "num_heads"),
+    size("num_channels_for_vit", "in_channels", default=3),
+    size("patch_size_for_vit", "patch_size"),
+    size("temporal_patch_size_for_vit", "temporal_patch_size"),
+    size("spatial_merge_size_for_vit", "spatial_merge_size"),
+    size("out_hidden_size_for_vit", "out_hidden_size"),
+    size("num_position_embeddings_for_vit", "num_position_embeddings"),
+    same("deepstack_visual_indexes_for_vit", "deepstack_visual_indexes", default=()),
+), when=bool)  # fmt: skip
+
+
+def multimodal_rope(sections: tuple[int, ...]) -> tuple[Line, ...]:
+    """The rotary embedding in sections for time, height and width, with the release's numbers where `config.json` has none."""
+
+    def find(c: Config, model: str | None) -> list[int]:
+        return list(rope_of(c).get("mrope_section", sections))
+
+    return fixed("use_mrope", True), derived("mrope_section", find, "rope_parameters.mrope_section"), written("rope_parameters.mrope_interleaved", True)
 
 
 def deepstack_mergers(v: Config) -> int:

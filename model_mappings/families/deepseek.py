@@ -9,23 +9,12 @@ Kimi K2.5 and K2.6 are Kimi K2 behind `language_model.`, with a vision tower tha
 says `model.language_model.` in memory, and its `save_pretrained` writes `blocks` for `layers`, the tower's word.
 """
 
-from weightbeam.model_mappings.blocks import (
-    LAYER,
-    MLP,
-    NORMS,
-    SIZES,
-    common_dims,
-    common_drops,
-    experts,
-    gated_mlp,
-    is_fused,
-    layers,
-    text_part,
-    tied_head,
-    top,
-)
-from weightbeam.model_mappings.configuration import count, inside, size
+from weightbeam.model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, is_fused, layers, text_part, tied_head, top
+from weightbeam.model_mappings.configuration import copied, count, derived, fixed, inside, number, only, real, size, unless, written
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED, activation, architecture, eps
+from weightbeam.model_mappings.lines import experts as expert_lines
+from weightbeam.model_mappings.rope import is_yarn, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
 
 MOE = "DeepSeekMoeBlock_0"
@@ -105,17 +94,87 @@ def drops(c, layout):
     }
 
 
-LINES = (
-    *SIZES,
-    MLP,
-    size("base_moe_mlp_dim", "moe_intermediate_size"),
-    size("num_experts", "n_routed_experts"),
-    size("num_experts_per_tok", "num_experts_per_tok"),
+def softmax_mscale(rope):
+    """What MaxText's layer multiplies by 0.1 · ln(factor) for its softmax: transformers takes `mscale_all_dim`, and nothing without it."""
+    return number(rope.get("mscale_all_dim", 0)) if rope["rope_type"] == "yarn" else 1
+
+
+def mscale_limit(c, model):
+    rope = rope_of(c)
+    if rope["rope_type"] not in ("default", "yarn"):
+        return f"rope_type is {rope['rope_type']!r}: MaxText's layer has the default embedding without it; logits differ, most in long contexts"
+    if rope["rope_type"] == "yarn" and rope.get("mscale_all_dim") and rope.get("mscale", 1) != rope["mscale_all_dim"]:
+        return f"rope mscale is {rope.get('mscale')}, mscale_all_dim {rope['mscale_all_dim']}: MaxText knows one for both; attention is sharper or flatter than the model's"
+    return None
+
+
+def original_context(c, model):
+    return number(rope_of(c).get("original_max_position_embeddings", c.get("max_position_embeddings", 4096)))
+
+
+YARN = (  # without YaRN too: factor 1 is the plain embedding, which MaxText's other class doesn't interleave
+    theta("rope_max_timescale"),
+    fixed("rope_type", "yarn"),
+    written("rope_parameters.rope_type", "yarn"),
+    *(derived(key, lambda c, model, name=name, default=default: number(rope_of(c).get(name, default)), f"rope_parameters.{name}") for key, name, default in (
+        ("rope_factor", "factor", 1), ("beta_fast", "beta_fast", 32), ("beta_slow", "beta_slow", 1))),
+    derived("original_max_position_embeddings", original_context, "rope_parameters.original_max_position_embeddings"),
+    derived("mscale", lambda c, model: softmax_mscale(rope_of(c)), "rope_parameters.mscale_all_dim"),
+    copied("rope_parameters.mscale", lambda keys: keys["mscale"]),
+    fixed("rope_interleave", True),
+    fixed("rope_truncate", True),
+    derived("rope_attention_scaling", lambda c, model: is_yarn(c) and not rope_of(c).get("mscale_all_dim")),
+    unless(mscale_limit),
+)
+GROUPS = (  # MaxText routes without groups unless told
+    derived("n_routing_groups", lambda c, model: groups(c)[0], "n_group", to_field=lambda n: 1 if n == -1 else n),
+    derived("topk_routing_group", lambda c, model: groups(c)[1], "topk_group", to_field=lambda n: 1 if n == -1 else n),
+)
+
+
+def groups(c):
+    number, chosen = c.get("n_group") or 1, c.get("topk_group") or 1
+    return (-1, -1) if number == chosen else (number, chosen)  # all groups are none
+
+
+def v2_limit(c, model):
+    if c.get("topk_method") == "group_limited_greedy" and groups(c) != (-1, -1):
+        return f"topk_method is 'group_limited_greedy' with {c['topk_group']} of {c['n_group']} groups: MaxText's DeepSeek V2 chooses among all experts; logits differ. There is no way round"
+    return None
+
+
+SHARED = (
+    *SIZES, MLP, *activation(), eps(), CONTEXT, *YARN, *TIED,
+    *expert_lines("n_routed_experts"),
     size("shared_experts", "n_shared_experts"),
     count("first_num_dense_layers", "first_k_dense_replace"),
     count("q_lora_rank", "q_lora_rank"),
     *(size(name, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    fixed("attention_type", "mla"),
+)  # fmt: skip
+V2 = (
+    *SHARED, *architecture("deepseek", "DeepseekV2ForCausalLM", "deepseek_v2"),
+    real("routed_scaling_factor", "routed_scaling_factor", default=1.0),
+    fixed("routed_score_func", "softmax"),
+    fixed("routed_bias", False),
+    unless(v2_limit),
+)  # fmt: skip
+SIGMOID = (
+    *SHARED, *GROUPS,
+    real("routed_scaling_factor", "routed_scaling_factor", default=2.5),
+    fixed("routed_score_func", "sigmoid"),
+    fixed("routed_bias", True),
+    only("norm_topk_prob", True, NORM_TOPK, default=True),
+)  # fmt: skip
+V3 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "deepseek_v3"), derived("use_indexer", lambda c, model: False))
+INDEXER = (
+    fixed("use_indexer", True),
+    size("indexer_n_heads", "index_n_heads"),
+    size("indexer_head_dim", "index_head_dim"),
+    size("indexer_topk", "index_topk", default=2048),
 )
+V32 = (*SIGMOID, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEXER)
+K2 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"))
 
 def copies(c, layout):
     c = text_part(c)
@@ -136,7 +195,7 @@ FAMILY = Family(
     stacks=stacks,
     drops=drops,
     copies=copies,
-    configuration=dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), LINES) | {"kimi_k25": inside("text_config", LINES)},
+    configuration={"deepseek_v2": V2, "deepseek_v3": V3, "deepseek_v32": V32, "kimi_k2": K2, "kimi_k25": inside("text_config", K2)},
     mtp=True,
     aliases={"language_model": "", "language_model.model.blocks": "model.layers", "model.language_model": "model"},
     releases="DeepSeek V2, V2-Lite, V3, R1, V3.1, V3.2, Kimi K2, K2-Thinking, K2.5, K2.6",

@@ -12,10 +12,22 @@ converter stacks the experts of those first, unscanned layers on the scan's axis
 checkpoint_conversion/to_maxtext.py, e591f30).
 """
 
-from weightbeam.model_mappings.blocks import HEAD_DIM, SIZES, beyond_vocabulary, common_drops, experts, gated_mlp, is_fused, tied_head, top, vocabulary
+from weightbeam.model_mappings.blocks import beyond_vocabulary, common_drops, experts, gated_mlp, is_fused, tied_head, top, vocabulary
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import size
+from weightbeam.model_mappings.configuration import derived, fixed, number, only, real, size, unless
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
+    NORM_TOPK,
+    SIZES,
+    TIED,
+    activation,
+    architecture,
+    eps,
+    head_dim,
+)
+from weightbeam.model_mappings.lines import experts as expert_lines
+from weightbeam.model_mappings.rope import rope_of, theta
 from weightbeam.model_mappings.rules import rule, segments, stack
 
 LAYER = "layers.{layer}."
@@ -174,15 +186,31 @@ def drops(c, layout):
 
 
 LINES = (
-    *SIZES,
-    HEAD_DIM,
+    *SIZES, head_dim(), *activation(), eps(), CONTEXT, *TIED, *architecture("deepseek4", "DeepseekV4ForCausalLM", "deepseek_v4"),
     size("base_mlp_dim", "moe_intermediate_size"),
-    size("base_moe_mlp_dim", "moe_intermediate_size"),
-    size("num_experts", "n_routed_experts"),
-    size("num_experts_per_tok", "num_experts_per_tok"),
+    *expert_lines("n_routed_experts"),
     size("shared_experts", "n_shared_experts"),
-    *(size(name, name) for name in ("q_lora_rank", "o_lora_rank", "o_groups")),
-)
+    *(size(name, name) for name in ("q_lora_rank", "o_lora_rank", "o_groups", "qk_rope_head_dim")),
+    size("indexer_n_heads", "index_n_heads"),
+    size("indexer_head_dim", "index_head_dim"),
+    size("indexer_topk", "index_topk", default=512),
+    size("mhc_expansion_rate", "hc_mult"),
+    size("sliding_window_size", "sliding_window", default=128),
+    derived("first_num_hash_layers", lambda c, model: hash_layers(c), "num_hash_layers"),
+    derived("compress_ratios", lambda c, model: compress_ratios(c), "compress_ratios"),
+    real("mlp_activations_limit", "swiglu_limit", default=10.0),
+    fixed("routed_score_func", "sqrtsoftplus"),
+    fixed("routed_bias", True),
+    fixed("norm_topk_prob", True),
+    only("norm_topk_prob", True, NORM_TOPK, default=True),
+    real("routed_scaling_factor", "routed_scaling_factor", default=1.5),
+    fixed("attention_type", "compressed"),
+    theta("rope_max_timescale", "main"),
+    derived("compressed_rope_max_timescale", lambda c, model: number(c.get("compress_rope_theta", 160_000)), "compress_rope_theta"),
+    derived("rope_type", lambda c, model: "default"),
+    derived("original_max_position_embeddings", lambda c, model: number(rope_of(c).get("original_max_position_embeddings", 65_536))),
+    unless(lambda c, model: "routing tables and router biases aren't parameters to MaxText, which doesn't load them: see docs/numerics.md, DeepSeek V4"),
+)  # fmt: skip
 
 FAMILY = Family(
     name="deepseek_v4",

@@ -8,23 +8,21 @@ and layers/attentions.py, e591f30). MaxText's converter takes 1/√head_dim for 
 
 import dataclasses
 
-from weightbeam.model_mappings.blocks import (
-    MLP,
-    attention,
-    check_cycle,
-    common_dims,
-    common_drops,
-    gated_mlp,
-    layers,
-    sandwich_norms,
-    tied_head,
-    top,
-    with_defaults,
-)
+from weightbeam.model_mappings.blocks import attention, check_cycle, common_dims, common_drops, gated_mlp, layers, sandwich_norms, tied_head, top, with_defaults
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import size
+from weightbeam.model_mappings.configuration import Line, copied, fixed, real, size, truth
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
+    MLP,
+    WIDTHS,
+    activation,
+    architecture,
+    fixed_eps,
+    head_dim,
+)
 from weightbeam.model_mappings.ops import Scale, Shift
+from weightbeam.model_mappings.rope import plain_rope
 
 DEFAULTS = dict(vocab_size=256_000, head_dim=256, query_pre_attn_scalar=256, tie_word_embeddings=True)  # transformers v5.23.0, configuration_gemma2.py
 
@@ -61,13 +59,18 @@ def drops(c, layout):
 
 
 LINES = (
-    size("base_emb_dim", "hidden_size"),
-    size("base_num_query_heads", "num_attention_heads"),
-    size("base_num_kv_heads", "num_key_value_heads", default=lambda c: c["num_attention_heads"]),
-    size("base_num_decoder_layers", "num_hidden_layers", times=2),
-    size("head_dim", "head_dim", default=DEFAULTS["head_dim"]),
-    MLP,
-)
+    *WIDTHS, size("base_num_decoder_layers", "num_hidden_layers", times=2), head_dim(DEFAULTS["head_dim"]), MLP,
+    *activation("hidden_activation", "gelu_pytorch_tanh"), *fixed_eps(), CONTEXT, *plain_rope(),
+    *architecture("gemma2", "Gemma2ForCausalLM", "gemma2"),
+    Line("vocab_size", "vocab_size", to_key=lambda rows: (rows // 128 + 1) * 128, default=DEFAULTS["vocab_size"]),
+    truth("logits_via_embedding", "tie_word_embeddings", default=True),
+    fixed("use_post_attn_norm", True),
+    fixed("use_post_ffw_norm", True),
+    size("sliding_window_size", "sliding_window", default=4096),
+    real("final_logits_soft_cap", "final_logit_softcapping", default=30.0, none=0),
+    real("attn_logits_soft_cap", "attn_logit_softcapping", default=50.0, none=0),
+    copied("query_pre_attn_scalar", lambda keys: keys["base_emb_dim"] // keys["base_num_query_heads"] if keys.get("model_name") == "gemma2-27b" else keys["head_dim"]),
+)  # fmt: skip
 
 FAMILY = Family(
     name="gemma2",

@@ -7,7 +7,6 @@ cycle aren't stacked. Text-only releases have `config.json` and names without th
 """
 
 from weightbeam.model_mappings.blocks import (
-    MLP,
     attention,
     check_cycle,
     common_dims,
@@ -21,9 +20,18 @@ from weightbeam.model_mappings.blocks import (
     with_defaults,
 )
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import inside, size
+from weightbeam.model_mappings.configuration import copied, derived, fixed, inside, number, real, size, truth, written
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
+    LAYERS,
+    MLP,
+    activation,
+    architecture,
+    eps,
+)
 from weightbeam.model_mappings.ops import Scale, Shift
+from weightbeam.model_mappings.rope import linear_factor, rope_of, theta
 from weightbeam.model_mappings.rules import rule, stack
 from weightbeam.model_mappings.towers import layer_norm, linear_layer
 
@@ -129,13 +137,53 @@ def note(c, layout):
     return f"the embedding has {rows:,} rows, MaxText's Gemma 3 has {VOCAB:,}: give --vocab_size {VOCAB}, or run MaxText with vocab_size={rows}"
 
 
+LOCAL, FULL = "sliding_attention", "full_attention"
+
+
+def local_theta(c, model):
+    nested = c.get("rope_parameters")
+    local = nested.get(LOCAL) if isinstance(nested, dict) else None
+    return number((local or {}).get("rope_theta") or c.get("rope_local_base_freq") or 10_000)
+
+
+def query_scalar(keys):
+    return keys["base_emb_dim"] // keys["base_num_query_heads"] if keys.get("model_name") == "gemma3-27b" else keys["head_dim"]
+
+
+def is_model(c, model):
+    t = text(c)[0]
+    by_name = t.get("hidden_size", 0) // t["num_attention_heads"] if model == "gemma3-27b" else t["head_dim"]
+    return t["query_pre_attn_scalar"] == by_name
+
+
 TEXT = (
     size("base_emb_dim", "hidden_size"),
     *(size(key, field, default=DEFAULTS[field]) for key, field in dict(
-        base_num_query_heads="num_attention_heads", base_num_kv_heads="num_key_value_heads", head_dim="head_dim").items()),
-    size("base_num_decoder_layers", "num_hidden_layers"),
-    MLP,
-)
+        base_num_query_heads="num_attention_heads", base_num_kv_heads="num_key_value_heads", head_dim="head_dim", vocab_size="vocab_size").items()),
+    LAYERS, MLP, *activation("hidden_activation", "gelu_pytorch_tanh"), eps(), CONTEXT,
+    *(fixed(key, True) for key in ("use_post_attn_norm", "use_post_ffw_norm")),
+    size("sliding_window_size", "sliding_window", default=4096),
+    real("final_logits_soft_cap", "final_logit_softcapping", default=None, none=0),
+    real("attn_logits_soft_cap", "attn_logit_softcapping", default=None, none=0),
+    derived("local_rope_max_timescale", local_theta, f"rope_parameters.{LOCAL}.rope_theta"),
+    written(f"rope_parameters.{LOCAL}.rope_type", "default"),
+    theta("rope_max_timescale", FULL, 1_000_000),
+    derived("rope_linear_scaling_factor", lambda c, model: linear_factor(rope_of(c, FULL)), f"rope_parameters.{FULL}.factor"),
+    written(f"rope_parameters.{FULL}.rope_type", "linear"),
+    copied("query_pre_attn_scalar", query_scalar),
+)  # fmt: skip
+HEAD = truth("logits_via_embedding", "tie_word_embeddings", default=True)
+VISION = inside("vision_config", (
+    size("hidden_size_for_vit", "hidden_size"),
+    size("intermediate_size_for_vit", "intermediate_size"),
+    size("num_hidden_layers_for_vit", "num_hidden_layers"),
+    size("num_attention_heads_for_vit", "num_attention_heads"),
+    size("patch_size_for_vit", "patch_size"),
+    size("conv_stride_for_vit", "patch_size"),
+    size("image_size_for_vit", "image_size", default=896),
+    size("num_channels_for_vit", "num_channels", default=3),
+    fixed("vision_encoder_block", "gemma3"),
+), when=bool)  # fmt: skip
 
 FAMILY = Family(
     name="gemma3",
@@ -144,7 +192,11 @@ FAMILY = Family(
     stacks=stacks,
     drops=drops,
     copies=lambda c, layout: tied_head(text(c)[0], layout, text(c)[1]),
-    configuration={"gemma3_text": TEXT, "gemma3": inside("text_config", TEXT)},
+    configuration={
+        "gemma3_text": (*TEXT, HEAD, *architecture("gemma3", "Gemma3ForCausalLM", "gemma3_text")),
+        "gemma3": (*inside("text_config", TEXT), HEAD, *architecture("gemma3", "Gemma3ForConditionalGeneration", "gemma3"), *VISION),
+    },
+    is_model=is_model,
     releases="Gemma 3 4B, 12B, 27B",
     checked=("gemma3-4b", "gemma3-27b"),
     towers="vision",

@@ -17,8 +17,6 @@ e591f30; huggingface/transformers, models/gemma4/{configuration,modeling}_gemma4
 import numpy as np
 
 from weightbeam.model_mappings.blocks import (
-    MLP,
-    SIZES,
     check_cycle,
     common_dims,
     common_drops,
@@ -32,9 +30,19 @@ from weightbeam.model_mappings.blocks import (
     with_defaults,
 )
 from weightbeam.model_mappings.config import Config, ConfigError
-from weightbeam.model_mappings.configuration import inside, size
+from weightbeam.model_mappings.configuration import derived, fixed, inside, number, real, size, truth, written
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
+    LAYERS,
+    MLP,
+    VOCAB,
+    WIDTHS,
+    activation,
+    eps,
+)
 from weightbeam.model_mappings.ops import Scale
+from weightbeam.model_mappings.rope import rope_of
 from weightbeam.model_mappings.rules import rule, stack
 
 HF = "model.language_model."
@@ -184,18 +192,81 @@ def drops(c, layout):
     return found | ({} if layout.multimodal else {"model.vision_tower.*": vision, "model.embed_vision.*": vision})
 
 
-TEXT = (
-    *SIZES,
-    MLP,
+GLOBAL_LAYERS, LOCAL_LAYERS = "full_attention", "sliding_attention"
+
+
+def own_sizes(t, model):
+    """(head_dim, key heads) of the global layers, 0 where they have as many as the others."""
+    dim, kv = global_sizes(with_defaults(t, **DEFAULTS), ids(t))
+    return dim, 0 if kv == with_defaults(t, **DEFAULTS)["num_key_value_heads"] else kv
+
+
+def ids(t):
+    types, n = t.get("layer_types"), t.size("num_hidden_layers")
+    return [i for i in range(n) if (types[i] == GLOBAL if isinstance(types, list) and len(types) == n else i % 6 == 5)]
+
+
+def thetas(t, kind, default):
+    return number(rope_of(t, kind).get("rope_theta", default) if isinstance(t.get("rope_parameters"), dict) else default)
+
+
+SHARED = (
+    *WIDTHS[:2], size("base_num_kv_heads", "num_key_value_heads", default=DEFAULTS["num_key_value_heads"]),
+    LAYERS, VOCAB, MLP, *activation("hidden_activation", "gelu_pytorch_tanh"), eps(), CONTEXT,
     size("head_dim", "head_dim", default=DEFAULTS["head_dim"]),
-    size("global_head_dim", "global_head_dim", default=DEFAULTS["global_head_dim"]),
+    derived("global_head_dim", lambda t, model: own_sizes(t, model)[0], "global_head_dim"),
+    derived("global_num_kv_heads", lambda t, model: own_sizes(t, model)[1], "num_global_key_value_heads", to_field=lambda n: n or None),
+    *(fixed(key, True) for key in ("use_post_attn_norm", "use_post_ffw_norm")),
+    fixed("v_norm_with_scale", False),
+    size("sliding_window_size", "sliding_window", default=512),
+    real("final_logits_soft_cap", "final_logit_softcapping", default=None, none=0),
+    derived("local_rope_max_timescale", lambda t, model: thetas(t, LOCAL_LAYERS, 10_000), f"rope_parameters.{LOCAL_LAYERS}.rope_theta"),
+    written(f"rope_parameters.{LOCAL_LAYERS}.rope_type", "default"),
+    derived("global_rope_max_timescale", lambda t, model: thetas(t, GLOBAL_LAYERS, 1_000_000), f"rope_parameters.{GLOBAL_LAYERS}.rope_theta"),
+    derived("rope_max_timescale", lambda t, model: thetas(t, GLOBAL_LAYERS, 1_000_000)),
+    written(f"rope_parameters.{GLOBAL_LAYERS}.rope_type", "proportional"),
+    derived("global_rope_proportion", lambda t, model: number(rope_of(t, GLOBAL_LAYERS).get("partial_rotary_factor", 0.25)), f"rope_parameters.{GLOBAL_LAYERS}.partial_rotary_factor"),
+    derived("local_rope_proportion", lambda t, model: 1),
+)  # fmt: skip
+HEAD = truth("logits_via_embedding", "tie_word_embeddings", default=True)
+VISION = inside("vision_config", (
+    size("hidden_size_for_vit", "hidden_size"),
+    size("intermediate_size_for_vit", "intermediate_size"),
+    size("num_hidden_layers_for_vit", "num_hidden_layers"),
+    size("num_attention_heads_for_vit", "num_attention_heads"),
+    size("patch_size_for_vit", "patch_size", default=16),
+    size("conv_stride_for_vit", "patch_size", default=16),
+    size("num_position_embeddings_for_vit", "position_embedding_size", default=10_240),
+    size("vision_output_length", "default_output_length", default=280),
+    derived("rope_theta_for_vit", lambda v, model: number(rope_of(v).get("rope_theta", 100))),
+    fixed("vision_encoder_block", "gemma4"),
+), when=bool)  # fmt: skip
+
+
+def has_experts(t):
+    return bool(t.get("enable_moe_block"))
+
+
+LARGE = (
+    *SHARED,
+    size("num_experts", "num_experts", when=has_experts),
+    size("num_experts_per_tok", "top_k_experts", when=has_experts),
+    size("base_moe_mlp_dim", "moe_intermediate_size", when=has_experts),
+    derived("shared_experts", lambda t, model: int(has_experts(t)), "enable_moe_block", to_field=bool),
+    derived("norm_topk_prob", lambda t, model: True, when=has_experts),
+    truth("share_kv_projections", "attention_k_eq_v"),
+    written("hidden_size_per_layer_input", 0),
+    fixed("decoder_block", "gemma4"),
 )
-MOE = (
-    size("num_experts", "num_experts", when=lambda t: t.get("enable_moe_block")),
-    size("num_experts_per_tok", "top_k_experts", when=lambda t: t.get("enable_moe_block")),
-    size("base_moe_mlp_dim", "moe_intermediate_size", when=lambda t: t.get("enable_moe_block")),
-)
-LARGE = (*TEXT, *MOE)
+
+
+def composite(text_lines):
+    """The lines for each `model_type`: a text model alone, and one with towers."""
+    return {
+        "gemma4_text": (*text_lines, HEAD, written("architectures", ["Gemma4ForCausalLM"]), written("model_type", "gemma4_text")),
+        "gemma4": (*inside("text_config", text_lines), HEAD, *VISION, written("architectures", ["Gemma4ForConditionalGeneration"]), written("model_type", "gemma4")),
+    }
+
 
 FAMILY = Family(
     name="gemma4",
@@ -204,7 +275,7 @@ FAMILY = Family(
     stacks=stacks,
     drops=drops,
     copies=lambda c, layout: tied_head(text(c), layout, HF),
-    configuration={"gemma4_text": LARGE, "gemma4": inside("text_config", LARGE)},
+    configuration=composite(LARGE),
     releases="Gemma 4 26B-A4B, 31B",
     checked=("gemma4-26b", "gemma4-31b"),
     missing="the audio tower",

@@ -12,9 +12,9 @@ models/gemma4/modeling_gemma4.py, v5.23.0. The rest is as in `gemma4.py`.
 """
 
 from weightbeam.model_mappings.blocks import common_drops, gated_mlp, tied_head, top
-from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import inside
-from weightbeam.model_mappings.families.gemma4 import ALIASES, AROUND, GLOBAL, HF, LAYER, LOCAL, TEXT, attention, is_small, text, text_dims
+from weightbeam.model_mappings.config import ConfigError, Layout
+from weightbeam.model_mappings.configuration import count, fixed, size, truth
+from weightbeam.model_mappings.families.gemma4 import ALIASES, AROUND, GLOBAL, HF, LAYER, LOCAL, SHARED, attention, composite, is_small, text, text_dims
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import rule, stack
@@ -78,6 +78,15 @@ def drops(c, layout):
     return common_drops(t, layout, HF) | {f"model.{name}.*": reason for name, reason in towers.items()} | unused
 
 
+LINES = (
+    *SHARED,
+    size("hidden_size_per_layer_input", "hidden_size_per_layer_input", default=256),
+    size("vocab_size_per_layer_input", "vocab_size_per_layer_input", default=262_144),
+    count("num_kv_shared_layers", "num_kv_shared_layers"),
+    truth("use_double_wide_mlp", "use_double_wide_mlp"),
+    fixed("decoder_block", "gemma4_small"),
+)
+
 FAMILY = Family(
     name="gemma4_small",
     models={"gemma4-e[0-9]*": ("gemma4", "gemma4_text")},
@@ -85,7 +94,8 @@ FAMILY = Family(
     stacks=stacks,
     drops=drops,
     copies=lambda c, layout: tied_head(text(c), layout, HF),
-    configuration={"gemma4_text": TEXT, "gemma4": inside("text_config", TEXT)},
+    configuration=composite(LINES),
+    is_model=lambda c, model: (model == "gemma4-e2b") == (len(cycle(text(c), Layout())) == 5),
     releases="Gemma 4 E2B, E4B",
     checked=("gemma4-e2b",),
     missing="its towers",

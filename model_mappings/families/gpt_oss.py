@@ -7,23 +7,19 @@ src/maxtext/models/gpt_oss.py and layers/moe.py `apply_ffn_activation`, e591f30)
 models/gpt_oss/modeling_gpt_oss.py, v5.23.0).
 """
 
-from weightbeam.model_mappings.blocks import (
-    HEAD_DIM,
-    MLP,
-    NORMS,
-    SIZES,
-    attention,
-    attention_biases,
-    check_cycle,
-    check_whole,
-    common_dims,
-    common_drops,
-    cycles,
-    tied_head,
-    top,
-)
-from weightbeam.model_mappings.configuration import size
+from weightbeam.model_mappings.blocks import NORMS, attention, attention_biases, check_cycle, check_whole, common_dims, common_drops, cycles, tied_head, top
+from weightbeam.model_mappings.configuration import fixed, only, real, size, written
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
+    MLP,
+    SIZES,
+    TIED,
+    architecture,
+    eps,
+    head_dim,
+)
+from weightbeam.model_mappings.rope import plain_rope
 from weightbeam.model_mappings.rules import rule
 
 ATTENTION, MOE = "GptOssAttention", "GptOssMlp"
@@ -56,13 +52,19 @@ def stacks(c, layout):
 
 
 LINES = (
-    *SIZES,
-    HEAD_DIM,
-    MLP,
+    *SIZES, head_dim(64), MLP, eps(1e-5), CONTEXT, *plain_rope(150_000), *architecture("gpt_oss", "GptOssForCausalLM", "gpt_oss"), *TIED,
     size("base_moe_mlp_dim", "intermediate_size"),
     size("num_experts", "num_local_experts"),
-    size("num_experts_per_tok", "num_experts_per_tok"),
-)
+    size("num_experts_per_tok", "num_experts_per_tok", default=4),
+    size("sliding_window_size", "sliding_window", default=128),
+    fixed("mlp_activations", ["sigmoid", "linear"]),
+    real("mlp_activations_limit", "swiglu_limit", default=7.0),
+    *(fixed(key, True) for key in ("attention_bias", "attention_sink", "routed_bias", "mlp_bias", "rope_attention_scaling")),
+    fixed("rope_interleave", False),
+    fixed("inhomogeneous_layer_cycle_interval", 2),
+    written("attention_bias", True),
+    only("swiglu_alpha", 1.702, "MaxText's layer has 1.702 built in; logits differ", default=1.702),
+)  # fmt: skip
 
 FAMILY = Family(
     name="gpt_oss",

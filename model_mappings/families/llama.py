@@ -6,25 +6,23 @@ model's name or `rope_type` begins with llama3.1, else `RotaryEmbedding`). MaxTe
 with `rope_type: llama3.1`.
 """
 
-from weightbeam.model_mappings.blocks import HEAD_DIM, MLP, NORMS, SIZES, attention, common_dims, common_drops, gated_mlp, layers, tied_head, top
-from weightbeam.model_mappings.config import ConfigError
+from weightbeam.model_mappings.blocks import NORMS, attention, common_dims, common_drops, gated_mlp, layers, tied_head, top
+from weightbeam.model_mappings.configuration import derived, unless
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import CONTEXT, MLP, SIZES, TIED, activation, architecture, eps, head_dim, no_window
 from weightbeam.model_mappings.ops import Scale
+from weightbeam.model_mappings.rope import is_yarn, plain_rope, rope_of
 
 PAIRED = ("llama3.1-", "llama3.2-")
 SCALED = (*PAIRED, "llama3.3-")  # whose releases scale the rotary embedding as Llama 3.1's do
-LINES = (*SIZES, HEAD_DIM, MLP)
 
 
-def rope_type(c):
-    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"config.json: 'rope_scaling' should be an object, but is {rope!r}")
-    return rope.get("rope_type") or rope.get("type")
+def is_scaled(c):
+    return rope_of(c)["rope_type"] == "llama3"
 
 
 def is_model(c, model):
-    return model.startswith(SCALED) == (rope_type(c) == "llama3")
+    return model.startswith(SCALED) == is_scaled(c)
 
 
 def is_paired(model):
@@ -40,6 +38,36 @@ def stacks(c, layout):
     scale = Scale(dims(c, layout)["dim"] ** -0.5)
     table = [*NORMS, *attention(scale, paired_rope=is_paired(layout.model)), *gated_mlp()]
     return [top(c, layout), *layers(layout, "decoder/layers", range(c.size("num_hidden_layers")), table)]
+
+
+THEIRS = dict(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)  # LLaMARotaryEmbedding knows no other
+
+
+def limit(c, model):
+    rope = rope_of(c)
+    if is_scaled(c) and not is_paired(model):
+        way = "convert with --maxtext_model llama3.1-70b (or -8b, -405b) and run MaxText with rope_type=llama3.1"
+        return f"rope_type is 'llama3': under the name {model} MaxText doesn't scale its rotary embedding; logits differ (by 0.26 of 1 in a test). The way round: {way}"
+    if is_scaled(c) and (other := {key: rope.get(key) for key, value in THEIRS.items() if rope.get(key) != value}):
+        return f"rope_parameters say {other}, MaxText's layer has {THEIRS} built in; logits differ, most in long contexts. There is no way round"
+    if is_paired(model) and rope["rope_type"] not in ("default", "llama3"):
+        return f"rope_type is {rope['rope_type']!r}: under the name {model} MaxText's embedding isn't scaled that way; without --maxtext_model it would be"
+    return None
+
+
+def rope(c, model):
+    return "llama3.1" if is_paired(model) else "yarn" if is_yarn(c) else "default"
+
+
+BLOCK = (
+    *SIZES, head_dim(), MLP, *activation(), eps(), CONTEXT,
+    *(line for line in plain_rope() if line.key != "rope_type" and not (line.limit and not line.when)),
+    derived("rope_type", rope, "rope_parameters.rope_type", to_field=lambda kind: "llama3" if kind == "llama3.1" else kind),
+    derived("rope_use_scale", lambda c, model: is_scaled(c) if is_paired(model) else True),
+    unless(limit),
+)  # fmt: skip
+LLAMA = (*BLOCK, *architecture("llama2", "LlamaForCausalLM", "llama"), *TIED)
+MISTRAL = (*BLOCK, *architecture("mistral", "MistralForCausalLM", "mistral"), *TIED, no_window())
 
 
 FAMILY = Family(
@@ -59,7 +87,7 @@ FAMILY = Family(
     releases="Llama 2, 3, 3.1, 3.2, 3.3, Mistral",
     checked=("llama2-7b", "llama2-70b", "llama3-8b", "llama3.1-8b", "llama3.1-8b-Instruct", "llama3.1-70b", "llama3.3-70b", "mistral-7b"),
     missing="Llama 3.2's vision models",
-    configuration={"llama": LINES, "mistral": LINES},
+    configuration={"llama": LLAMA, "mistral": MISTRAL},
     is_model=is_model,
     variant=is_paired,
     note=lambda c, layout: "rotary halves " + ("paired (Llama 3.1's RoPE)" if is_paired(layout.model) else "kept apart (as in Llama 2, 3, 3.3 and Mistral)"),

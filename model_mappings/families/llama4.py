@@ -11,9 +11,7 @@ alone; the releases say `language_model.` in front of them.
 """
 
 from weightbeam.model_mappings.blocks import (
-    HEAD_DIM,
     NORMS,
-    SIZES,
     attention,
     check_whole,
     common_dims,
@@ -28,8 +26,17 @@ from weightbeam.model_mappings.blocks import (
     top,
 )
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import inside, size
+from weightbeam.model_mappings.configuration import derived, fixed, inside, only, size, truth, unless, written
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
+    SIZES,
+    TIED,
+    activation,
+    eps,
+    head_dim,
+)
+from weightbeam.model_mappings.rope import rope_of, theta
 from weightbeam.model_mappings.rules import rule
 
 CYCLE = 4
@@ -84,15 +91,41 @@ def has_dense_layers(t):
     return t.get("interleave_moe_layer_step", 1) != 1
 
 
+def scaled(t):
+    return rope_of(t)["rope_type"] == "llama3"
+
+
+def rope_limit(t, model):
+    rope = rope_of(t)
+    theirs = dict(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)  # LLaMARotaryEmbedding knows no other
+    if scaled(t) and (other := {key: rope.get(key) for key, value in theirs.items() if rope.get(key) != value}):
+        return f"rope_parameters say {other}, MaxText's layer has {theirs} built in; logits differ, most in long contexts. There is no way round"
+    return None
+
+
 TEXT = (
-    *SIZES,
-    HEAD_DIM,
+    *SIZES, head_dim(), *activation(), eps(1e-5), CONTEXT,
+    theta("rope_max_timescale", default=500_000),
+    fixed("rope_type", "llama3.1"),
+    derived("rope_use_scale", lambda t, model: scaled(t), "rope_parameters.rope_type", to_field=lambda yes: "llama3" if yes else "default"),
+    unless(rope_limit),
     size("base_mlp_dim", "intermediate_size_mlp", default=16384, when=has_dense_layers),
     size("base_mlp_dim", "intermediate_size", when=lambda t: not has_dense_layers(t)),  # no layer has it
     size("base_moe_mlp_dim", "intermediate_size"),
     size("num_experts", "num_local_experts", default=16),
     size("num_experts_per_tok", "num_experts_per_tok", default=1),
-)
+    fixed("shared_experts", 1),
+    truth("use_qk_norm", "use_qk_norm", default=True),
+    fixed("nope_layer_interval", CYCLE),
+    size("interleave_moe_layer_step", "interleave_moe_layer_step", default=1),
+    fixed("inhomogeneous_layer_cycle_interval", CYCLE),
+    derived("temperature_tuning", lambda t, model: bool(t.get("attn_temperature_tuning", True)), "attn_temperature_tuning"),
+    only("attn_scale", 0.1, "MaxText's layer has 0.1 built in; logits differ beyond 8192 tokens", default=0.1),
+    only("floor_scale", 8192, "MaxText's layer has 8192 built in; logits differ beyond as many tokens", default=8192),
+    size("chunk_attn_window_size", "attention_chunk_size", default=8192),
+    fixed("decoder_block", "llama4"),
+    fixed("routed_score_func", ""),
+)  # fmt: skip
 
 FAMILY = Family(
     name="llama4",
@@ -101,7 +134,10 @@ FAMILY = Family(
     stacks=stacks,
     drops=drops,
     copies=lambda c, layout: tied_head(text_part(c), layout),
-    configuration={"llama4_text": TEXT, "llama4": inside("text_config", TEXT)},
+    configuration={
+        "llama4_text": (*TEXT, *TIED, written("architectures", ["Llama4ForCausalLM"]), written("model_type", "llama4_text")),
+        "llama4": (*inside("text_config", TEXT), *TIED, written("architectures", ["Llama4ForConditionalGeneration"]), written("model_type", "llama4")),
+    },
     aliases={"language_model": ""},
     releases="Llama 4 Scout, Maverick (text)",
     checked=("llama4-17b-16e", "llama4-17b-128e"),

@@ -3,9 +3,10 @@
 transformers v5 says `mlp` in memory where the hub's files say `block_sparse_moe`.
 """
 
-from weightbeam.model_mappings.blocks import HEAD_DIM, MLP, NORMS, SIZES, attention, common_dims, common_drops, experts, is_fused, layers, tied_head, top
+from weightbeam.model_mappings.blocks import NORMS, attention, common_dims, common_drops, experts, is_fused, layers, tied_head, top
 from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import TIED, architecture, dense, no_window
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import rule
 
@@ -29,12 +30,13 @@ def stacks(c, layout):
 
 
 LINES = (
-    *SIZES,
-    HEAD_DIM,
-    MLP,
+    *dense(1_000_000),
+    *architecture("mixtral", "MixtralForCausalLM", "mixtral"),
+    *TIED,
     size("base_moe_mlp_dim", "intermediate_size"),
     size("num_experts", "num_local_experts"),
     size("num_experts_per_tok", "num_experts_per_tok"),
+    no_window(),
 )
 
 FAMILY = Family(

@@ -5,21 +5,19 @@ all heads together, in MaxText too (AI-Hypercomputer/maxtext, src/maxtext/models
 layers/normalizations.py, e591f30). Long-context and base models, `olmo3-7b` and `olmo3-7b-pt`, differ in RoPE only.
 """
 
-from weightbeam.model_mappings.blocks import (
-    HEAD_DIM,
+from weightbeam.model_mappings.blocks import attention, check_cycle, check_whole, common_dims, common_drops, cycles, gated_mlp, tied_head, top
+from weightbeam.model_mappings.configuration import fixed, size, truth, unless
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
     MLP,
     SIZES,
-    attention,
-    check_cycle,
-    check_whole,
-    common_dims,
-    common_drops,
-    cycles,
-    gated_mlp,
-    tied_head,
-    top,
+    activation,
+    architecture,
+    eps,
+    head_dim,
 )
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rope import is_yarn, plain_rope
 from weightbeam.model_mappings.rules import rule
 
 CYCLE = ("sliding_attention",) * 3 + ("full_attention",)
@@ -44,6 +42,27 @@ def stacks(c, layout):
     return [top(c, layout), *cycles(layout, c.size("num_hidden_layers"), [table] * len(CYCLE))]
 
 
+def yarn_limit(c, model):
+    if not is_yarn(c, FULL) or is_yarn(c, "sliding_attention"):
+        return None
+    return "rope_parameters: the model has YaRN in the layers with full attention, MaxText in all; logits differ much (39 % of the tokens agree in a test). There is no way round"
+
+
+FULL = "full_attention"
+LINES = (
+    *SIZES, head_dim(), MLP, *activation(), eps(1e-5), CONTEXT,
+    *architecture("olmo3", "Olmo3ForCausalLM", "olmo3"),
+    truth("logits_via_embedding", "tie_word_embeddings"),
+    fixed("normalize_embedding_logits", False),
+    fixed("use_qk_norm", True),
+    fixed("inhomogeneous_layer_cycle_interval", len(CYCLE)),
+    size("sliding_window_size", "sliding_window", default=4096),
+    *plain_rope(500_000, FULL),
+    fixed("rope_interleave", False),
+    fixed("rope_attention_scaling", True),
+    unless(yarn_limit),
+)  # fmt: skip
+
 FAMILY = Family(
     name="olmo3",
     models={"olmo3-[0-9]*": ("olmo3",)},
@@ -51,7 +70,8 @@ FAMILY = Family(
     stacks=stacks,
     drops=common_drops,
     copies=tied_head,
-    configuration={"olmo3": (*SIZES, HEAD_DIM, MLP)},
+    configuration={"olmo3": LINES},
+    is_model=lambda c, model: (model == "olmo3-7b-pt") == (not is_yarn(c, "full_attention")),
     releases="OLMo 3 7B, 32B",
     checked=("olmo3-7b", "olmo3-7b-pt"),
 )

@@ -1,11 +1,7 @@
 """Qwen 2.5 (biases), Qwen 3 (query and key norms), Qwen 3 MoE."""
 
 from weightbeam.model_mappings.blocks import (
-    EXPERTS,
-    HEAD_DIM,
-    MLP,
     NORMS,
-    SIZES,
     attention,
     attention_biases,
     check_all_moe,
@@ -18,8 +14,11 @@ from weightbeam.model_mappings.blocks import (
     tied_head,
     top,
 )
-from weightbeam.model_mappings.configuration import size
+from weightbeam.model_mappings.configuration import derived, fixed, only, size, truth
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import CONTEXT, NORM_TOPK, SIZES, TIED, activation, architecture, dense, eps, head_dim
+from weightbeam.model_mappings.lines import experts as experts_lines
+from weightbeam.model_mappings.rope import plain_rope
 from weightbeam.model_mappings.rules import rule
 
 
@@ -66,8 +65,18 @@ def stacks(c, layout):
     return decoder(c, layout, moe_mlp(c, routed_experts(c, layout)) if is_moe(c) else gated_mlp())
 
 
-DENSE = (*SIZES, HEAD_DIM, MLP)
-MOE = (*SIZES, HEAD_DIM, *EXPERTS, size("base_mlp_dim", "moe_intermediate_size"))
+HEAD = (truth("logits_via_embedding", "tie_word_embeddings"), fixed("normalize_embedding_logits", False))
+WINDOW = only("use_sliding_window", False, "MaxText's layers look at all tokens; logits differ beyond the window. There is no way round", default=False)
+DENSE = (*dense(), fixed("use_qk_norm", True))
+MOE = (
+    *SIZES, head_dim(), *activation(), eps(), CONTEXT, *plain_rope(), *experts_lines(), fixed("use_qk_norm", True),
+    size("base_mlp_dim", "moe_intermediate_size"),
+    derived("norm_topk_prob", lambda c, model: True, "norm_topk_prob"),
+    only("norm_topk_prob", True, NORM_TOPK, default=False),
+)  # fmt: skip
+QWEN2 = (*dense(), *architecture("qwen2", "Qwen2ForCausalLM", "qwen2"), *HEAD, fixed("use_qk_norm", False), fixed("attention_bias", True), WINDOW)
+QWEN3 = (*DENSE, *architecture("qwen3", "Qwen3ForCausalLM", "qwen3"), *HEAD, WINDOW)
+QWEN3_MOE = (*MOE, *architecture("qwen3_moe", "Qwen3MoeForCausalLM", "qwen3_moe"), *TIED, WINDOW)
 
 CHECKED = (
     "qwen2.5-1.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-1.7b-base", "qwen3-4b", "qwen3-4b-base", "qwen3-4b-thinking-2507",
@@ -85,7 +94,7 @@ FAMILY = Family(
     stacks=stacks,
     drops=common_drops,
     copies=tied_head,
-    configuration={"qwen2": DENSE, "qwen3": DENSE, "qwen3_moe": MOE},
+    configuration={"qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
     releases="Qwen 2.5, Qwen 3, Qwen 3 MoE, Qwen 3 Coder",
     checked=CHECKED,
     missing="Qwen 3 MoE with dense layers among the others",

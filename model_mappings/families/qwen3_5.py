@@ -8,12 +8,16 @@ Qwen 3.5 (src/maxtext/configs/models).
 """
 
 from weightbeam.model_mappings.blocks import common_drops, text_part, tied_head
-from weightbeam.model_mappings.configuration import inside
+from weightbeam.model_mappings.configuration import fixed, inside
 from weightbeam.model_mappings.families.qwen3_next import BA, LINES, MTP, QKVZ, decoder
 from weightbeam.model_mappings.families.qwen3_next import dims as text_dims
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import (
+    TIED,
+    architecture,
+)
 from weightbeam.model_mappings.rules import rule, segments
-from weightbeam.model_mappings.towers import qwen_vision, qwen_vision_dims
+from weightbeam.model_mappings.towers import QWEN_VISION, multimodal_rope, qwen_vision, qwen_vision_dims
 
 HF, HF_TOWER = "model.language_model.", "model.visual."
 
@@ -48,6 +52,8 @@ def drops(c, layout):
     return common_drops(text_part(c), layout, HF) | MTP | tower
 
 
+TEXT = (*LINES, *multimodal_rope((11, 11, 10)))
+
 FAMILY = Family(
     name="qwen3_5",
     models={"qwen3.5-[0-9]*": ("qwen3_5_moe", "qwen3_5_moe_text")},
@@ -55,7 +61,10 @@ FAMILY = Family(
     stacks=stacks,
     drops=drops,
     copies=lambda c, layout: tied_head(text_part(c), layout, HF),
-    configuration={"qwen3_5_moe_text": LINES, "qwen3_5_moe": inside("text_config", LINES)},
+    configuration={
+        "qwen3_5_moe_text": (*TEXT, *TIED, *architecture("qwen3_5", "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")),
+        "qwen3_5_moe": (*inside("text_config", TEXT), *TIED, *architecture("qwen3_5", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"), *QWEN_VISION, fixed("vision_encoder_block", "qwen3_5")),
+    },
     towers="vision",
     aliases={f"model.{part}": f"{HF}{part}" for part in ("embed_tokens", "layers", "norm")},
     releases="Qwen 3.5 with experts (MaxText has no dense ones)",

@@ -8,23 +8,21 @@ shapes of the files can't be used, `QWEN3_NEXT_HF_WEIGHTS_TO_SHAPE` returns noth
 head (checkpoint_conversion/utils/hf_shape.py); the sizes here are those of its parameters.
 """
 
-from weightbeam.model_mappings.blocks import (
-    EXPERTS,
-    SIZES,
-    check_all_moe,
-    check_cycle,
-    check_whole,
-    common_drops,
-    cycles,
-    experts,
-    gated_mlp,
-    is_fused,
-    tied_head,
-    top,
-)
+from weightbeam.model_mappings.blocks import check_all_moe, check_cycle, check_whole, common_drops, cycles, experts, gated_mlp, is_fused, tied_head, top
 from weightbeam.model_mappings.config import ConfigError
-from weightbeam.model_mappings.configuration import size
+from weightbeam.model_mappings.configuration import copied, derived, fixed, number, only, size, written
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
+    NORM_TOPK,
+    SIZES,
+    TIED,
+    activation,
+    architecture,
+    eps,
+)
+from weightbeam.model_mappings.lines import experts as expert_lines
+from weightbeam.model_mappings.rope import rope_of, theta
 from weightbeam.model_mappings.rules import rule
 
 CYCLE = ("linear_attention",) * 3 + ("full_attention",)
@@ -86,16 +84,26 @@ def decoder(c, layout, in_proj, hf="model."):
     return [top(c, layout, hf=hf, norm="-"), *cycles(layout, c.size("num_hidden_layers"), tables, f"{hf}layers.{{layer}}.", place="layer")]
 
 
+def partial(c, model):
+    return number(rope_of(c).get("partial_rotary_factor", c.get("partial_rotary_factor", 0.25)))
+
+
 LINES = (
-    *SIZES,
-    *EXPERTS,
+    *SIZES, *activation(), eps(), CONTEXT, theta("rope_max_timescale"), *expert_lines(),
+    written("rope_parameters.rope_type", "default"),
     size("base_mlp_dim", "moe_intermediate_size"),
+    copied("shared_expert_intermediate_size", lambda keys: keys["base_moe_mlp_dim"]),
+    fixed("shared_experts", 1),
     size("head_dim", "head_dim", default=256),
+    derived("partial_rotary_factor", partial, "rope_parameters.partial_rotary_factor"),
     *(size(f"gdn_{name}", f"linear_{name}") for name in ("key_head_dim", "value_head_dim")),
     size("gdn_num_key_heads", "linear_num_key_heads"),
     size("gdn_num_value_heads", "linear_num_value_heads"),
     size("gdn_conv_kernel_dim", "linear_conv_kernel_dim"),
-)
+    fixed("inhomogeneous_layer_cycle_interval", len(CYCLE)),
+    fixed("norm_topk_prob", True),
+)  # fmt: skip
+NEXT = (*LINES, *TIED, *architecture("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next"), only("norm_topk_prob", True, NORM_TOPK, default=True))
 
 FAMILY = Family(
     name="qwen3_next",
@@ -104,7 +112,7 @@ FAMILY = Family(
     stacks=lambda c, layout: decoder(c, layout, IN_PROJ),
     drops=lambda c, layout: common_drops(c, layout) | MTP,
     copies=tied_head,
-    configuration={"qwen3_next": LINES},
+    configuration={"qwen3_next": NEXT},
     releases="Qwen 3 Next 80B-A3B, Qwen 3 Coder Next",
     checked=("qwen3-next-80b-a3b",),
     missing="multi-token prediction",

@@ -7,11 +7,15 @@ towers in models/qwen3.py, e591f30).
 """
 
 from weightbeam.model_mappings.blocks import common_drops, text_part, tied_head
-from weightbeam.model_mappings.configuration import inside
+from weightbeam.model_mappings.configuration import fixed, inside, size
 from weightbeam.model_mappings.families.qwen import MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.lines import (
+    TIED,
+    architecture,
+)
 from weightbeam.model_mappings.rules import rule, stack
-from weightbeam.model_mappings.towers import deepstack_mergers, layer_norm, linear_layer, qwen_vision, qwen_vision_dims
+from weightbeam.model_mappings.towers import QWEN_VISION, deepstack_mergers, layer_norm, linear_layer, multimodal_rope, qwen_vision, qwen_vision_dims
 
 HF, HEAD, HF_VISION, HF_AUDIO = "thinker.model.", "thinker.lm_head", "thinker.visual.", "thinker.audio_tower."
 ENCODER, PROJECTOR = "audio_encoder/Qwen3OmniAudioEncoder_0", "audio_encoder/Qwen3OmniAudioProjector_0"
@@ -91,6 +95,26 @@ def drops(c, layout):
     return common_drops(text_part(thinker(c)), layout, HF, head=HEAD) | left
 
 
+THINKER = (
+    *inside("text_config", (*MOE, *multimodal_rope((24, 20, 20)), *TIED)),
+    *QWEN_VISION,
+    size("position_id_per_seconds", "position_id_per_seconds", default=25),
+    fixed("vision_encoder_block", "qwen3_omni"),
+    *inside("audio_config", (
+        size("d_model_for_audio", "d_model"),
+        size("encoder_layers_for_audio", "encoder_layers"),
+        size("encoder_attention_heads_for_audio", "encoder_attention_heads"),
+        size("encoder_ffn_dim_for_audio", "encoder_ffn_dim"),
+        size("downsample_hidden_size_for_audio", "downsample_hidden_size"),
+        size("output_dim_for_audio", "output_dim"),
+        size("num_mel_bins_for_audio", "num_mel_bins"),
+        size("n_window_for_audio", "n_window"),
+        size("n_window_infer_for_audio", "n_window_infer"),
+        size("max_source_positions_for_audio", "max_source_positions"),
+        size("conv_chunksize_for_audio", "conv_chunksize"),
+    ), when=bool),
+)  # fmt: skip
+
 FAMILY = Family(
     name="qwen3_omni",
     models={"qwen3-omni-*": ("qwen3_omni_moe", "qwen3_omni_moe_thinker")},
@@ -99,8 +123,8 @@ FAMILY = Family(
     drops=drops,
     copies=lambda c, layout: tied_head(text_part(thinker(c)), layout, HF, head=HEAD),
     configuration={
-        "qwen3_omni_moe_thinker": inside("text_config", MOE),
-        "qwen3_omni_moe": inside("thinker_config.text_config", MOE),
+        "qwen3_omni_moe_thinker": (*THINKER, *architecture("qwen3_moe", "Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker")),
+        "qwen3_omni_moe": (*inside("thinker_config", THINKER), *architecture("qwen3_moe", "Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe")),
     },
     towers="vision and audio",
     layouts=("unscanned",),

@@ -8,10 +8,14 @@ with deepstack, its text alone included (AI-Hypercomputer/maxtext, src/maxtext/c
 """
 
 from weightbeam.model_mappings.blocks import common_drops, experts_in_out, gated_mlp, text_part, tied_head
-from weightbeam.model_mappings.configuration import inside
-from weightbeam.model_mappings.families.qwen import DENSE, MOE, decoder, moe_mlp, routed_experts, text_dims
+from weightbeam.model_mappings.configuration import fixed, inside
+from weightbeam.model_mappings.families.qwen import DENSE, HEAD, MOE, decoder, moe_mlp, routed_experts, text_dims
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.towers import deepstack_mergers, qwen_vision, qwen_vision_dims
+from weightbeam.model_mappings.lines import (
+    TIED,
+    architecture,
+)
+from weightbeam.model_mappings.towers import QWEN_VISION, deepstack_mergers, multimodal_rope, qwen_vision, qwen_vision_dims
 
 HF, HF_TOWER = "model.language_model.", "model.visual."
 
@@ -49,6 +53,8 @@ def drops(c, layout):
     return common_drops(text_part(c), layout, HF) | tower
 
 
+ROPE, OWN = multimodal_rope((24, 20, 20)), (fixed("vision_encoder_block", "qwen3_vl"),)
+
 FAMILY = Family(
     name="qwen3_vl",
     models={"qwen3-vl-[0-9]*": ("qwen3_vl", "qwen3_vl_moe")},
@@ -56,7 +62,10 @@ FAMILY = Family(
     stacks=stacks,
     drops=drops,
     copies=lambda c, layout: tied_head(text_part(c), layout, HF),
-    configuration={"qwen3_vl": inside("text_config", DENSE), "qwen3_vl_moe": inside("text_config", MOE)},
+    configuration={
+        "qwen3_vl": (*inside("text_config", (*DENSE, *ROPE)), *HEAD, *architecture("qwen3", "Qwen3VLForConditionalGeneration", "qwen3_vl"), *QWEN_VISION, *OWN),
+        "qwen3_vl_moe": (*inside("text_config", (*MOE, *ROPE)), *TIED, *architecture("qwen3_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"), *QWEN_VISION, *OWN),
+    },
     towers="vision",
     layouts=("unscanned",),
     releases="Qwen 3 VL, dense and with experts",

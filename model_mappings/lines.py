@@ -1,0 +1,88 @@
+"""Configuration lines that families share; `blocks.py` has the fragments of their tables.
+
+Whose default a field has: transformers' configuration classes, v5.23.0. What MaxText's layers make of a key: AI-Hypercomputer/maxtext,
+src/maxtext/models and layers, e591f30.
+"""
+
+from __future__ import annotations
+
+from weightbeam.model_mappings.config import Config
+from weightbeam.model_mappings.configuration import Line, derived, fixed, mapped, only, real, size, truth, unless, written
+from weightbeam.model_mappings.rope import plain_rope
+
+ACTIVATIONS = [  # `gelu` is flax's, in the tanh form
+    ("silu", ["silu", "linear"]),
+    ("gelu_pytorch_tanh", ["gelu", "linear"]),
+    ("gelu", ["gelu", "linear"]),
+    ("gelu_new", ["gelu", "linear"]),
+    ("relu", ["relu", "linear"]),
+]
+EXACT_GELU = "MaxText has the tanh form; the activations differ by up to 0.0005, logits a little"
+
+
+def architecture(decoder_block: str, name: str, kind: str) -> tuple[Line, ...]:
+    """MaxText's decoder, transformers' class, and its `model_type`."""
+    return fixed("decoder_block", decoder_block), written("architectures", [name]), written("model_type", kind)
+
+
+def activation(field: str = "hidden_act", default: str = "silu") -> tuple[Line, ...]:
+    """The activation of the gate, and no activation of the other half."""
+    exact = unless(lambda c, model: f"{field} is 'gelu': {EXACT_GELU}" if (c.get(field) or default) == "gelu" else None)
+    return mapped("mlp_activations", field, ACTIVATIONS, default), exact
+
+
+def eps(default: float = 1e-6) -> Line:
+    """What is added to a variance."""
+    return real("normalization_layer_epsilon", "rms_norm_eps", default)
+
+
+def fixed_eps(default: float = 1e-6) -> tuple[Line, ...]:
+    """The same, where MaxText's layers have their own whatever the key says."""
+    return eps(default), only("rms_norm_eps", 1e-6, "MaxText's Gemma layers add 1e-6 whatever its configuration says; logits differ a little", default)
+
+
+def head_dim(default: int | None = None) -> Line:
+    """The size of a head."""
+    return size("head_dim", "head_dim", default or (lambda c: c["hidden_size"] // c["num_attention_heads"]))
+
+
+WIDTHS = (
+    size("base_emb_dim", "hidden_size"),
+    size("base_num_query_heads", "num_attention_heads"),
+    size("base_num_kv_heads", "num_key_value_heads", default=lambda c: c["num_attention_heads"]),
+)
+LAYERS = size("base_num_decoder_layers", "num_hidden_layers")
+VOCAB = size("vocab_size", "vocab_size")
+SIZES = (*WIDTHS, LAYERS, VOCAB)
+MLP = size("base_mlp_dim", "intermediate_size")
+CONTEXT = size("max_position_embeddings", "max_position_embeddings", default=2048)
+NO_SCALE = derived("normalize_embedding_logits", lambda c, model: False, when=lambda c: bool(c.get("tie_word_embeddings")))  # else logits are divided by √embed
+TIED = (truth("logits_via_embedding", "tie_word_embeddings"), NO_SCALE)
+NO_WINDOW = "MaxText's layer looks at all tokens; logits differ beyond the window. There is no way round"
+
+
+def no_window(field: str = "sliding_window", default: int | None = None) -> Line:
+    """A window that MaxText's layers haven't got."""
+
+    def limit(c: Config, model: str | None) -> str | None:
+        window = c.get(field, default)
+        return f"{field} is {window}: {NO_WINDOW}" if window and window < c.get("max_position_embeddings", 1 << 31) else None
+
+    return unless(limit)
+
+
+def experts(number: str = "num_experts", other: str = "num_local_experts", width: str = "moe_intermediate_size") -> tuple[Line, ...]:
+    """How many experts of which width, how many of them a token is sent to."""
+    return (
+        size("base_moe_mlp_dim", width),
+        size("num_experts", number, default=lambda c: c[other]),
+        size("num_experts_per_tok", "num_experts_per_tok"),
+    )
+
+
+NORM_TOPK = "MaxText divides the weights of the chosen experts by their sum all the same; logits differ much. There is no way round"
+
+
+def dense(rope_theta: float = 10_000) -> tuple[Line, ...]:
+    """A dense decoder whose rotary halves are kept apart."""
+    return (*SIZES, head_dim(), MLP, *activation(), eps(), CONTEXT, *plain_rope(rope_theta))

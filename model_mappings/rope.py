@@ -1,0 +1,107 @@
+"""Rotary embeddings as configuration lines. MaxText takes them from flat keys, `config.json` says them in several ways.
+
+transformers v4 wrote `rope_theta` and `rope_scaling` (and Gemma 3 `rope_local_base_freq`), v5 writes `rope_parameters`, for models
+with several kinds of layers one object for each kind. What MaxText's embeddings make of the keys: AI-Hypercomputer/maxtext,
+src/maxtext/layers/attentions.py (`init_rotary_embedding`) and embeddings.py, e591f30.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.configuration import Line, derived, number, unless
+
+THETA = 10_000  # transformers' default
+ROPE = "rope_parameters"
+
+
+def rope_of(c: Config, kind: str = "") -> Config:
+    """The rotary embedding's parameters, as v5 spells them: `rope_type`, `rope_theta`, `factor`, …; of one kind of layers, if `kind` says which.
+
+    Raises:
+      ConfigError: they aren't an object.
+    """
+    said = c.get("rope_scaling") or c.get(ROPE) or {}
+    if isinstance(said, dict) and isinstance(said.get(kind), dict):
+        said = said[kind]
+    if not isinstance(said, dict):
+        raise ConfigError(f"config.json: 'rope_scaling' should be an object, but is {said!r}")
+    flat = {key: value for key, value in said.items() if value is not None}
+    theta = flat.get("rope_theta", c.get("rope_theta"))
+    return Config({"rope_type": flat.get("type", "default")} | flat | ({} if theta is None else {"rope_theta": theta}))
+
+
+def is_yarn(c: Config, kind: str = "") -> bool:
+    """Whether the rotary embedding is YaRN's."""
+    return rope_of(c, kind)["rope_type"] == "yarn"
+
+
+def theta(key: str, kind: str = "", default: float = THETA) -> Line:
+    """The base of the frequencies."""
+    return derived(key, lambda c, _: number(rope_of(c, kind).get("rope_theta", default)), f"{ROPE}.{kind}.rope_theta".replace("..", "."))
+
+
+def yarn_lines(kind: str = "", interleave: bool = False, truncate: bool = True) -> tuple[Line, ...]:
+    """YaRN's keys, for models whose rotary embedding it is."""
+    prefix = f"{ROPE}.{kind}.".replace("..", ".")
+
+    def parameter(key: str, name: str, default: Any) -> Line:
+        def find(c: Config, model: str | None) -> Any:
+            value = rope_of(c, kind).get(name, default(c) if callable(default) else default)
+            return value if isinstance(value, bool) else number(value)
+
+        return derived(key, find, prefix + name, when=lambda c: is_yarn(c, kind))
+
+    def constant(key: str, value: bool) -> Line:
+        return derived(key, lambda c, model: value, when=lambda c: is_yarn(c, kind))
+
+    return (
+        parameter("rope_factor", "factor", 1),
+        parameter("beta_fast", "beta_fast", 32),
+        parameter("beta_slow", "beta_slow", 1),
+        parameter("original_max_position_embeddings", "original_max_position_embeddings", lambda c: c.get("max_position_embeddings", 4096)),
+        parameter("rope_truncate", "truncate", truncate),
+        constant("rope_interleave", interleave),
+        constant("rope_attention_scaling", True),
+        unless(lambda c, model: yarn_limit(rope_of(c, kind)) if is_yarn(c, kind) else None),
+    )
+
+
+def yarn_limit(rope: Config) -> str | None:
+    """What of a YaRN embedding MaxText can't express."""
+    factor = rope.get("factor", 1)
+    scale = rope.get("attention_factor")
+    usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    if scale is not None and abs(scale - usual) > 1e-6:
+        return f"rope attention_factor is {scale}: MaxText multiplies query and key by {usual:.4f} each; attention is sharper or flatter than the model's"
+    if not float(factor).is_integer():
+        return f"rope factor is {factor}: MaxText takes whole numbers alone, and refuses the configuration"
+    return None
+
+
+PLAIN = {"default": "default", "linear": "default", "yarn": "yarn"}
+
+
+def plain_rope(default: float = THETA, kinds: str = "", interleave: bool = False) -> tuple[Line, ...]:
+    """The default embedding, scaled linearly or by YaRN; other kinds MaxText hasn't got. `kinds`: the kind of layers that has it."""
+
+    def limit(c: Config, model: str | None) -> str | None:
+        kind = rope_of(c, kinds)["rope_type"]
+        if kind in PLAIN:
+            return None
+        return f"rope_type is {kind!r}: MaxText's layer has the default embedding without it; logits differ, most at positions beyond the original context"
+
+    return (
+        theta("rope_max_timescale", kinds, default),
+        derived("rope_type", lambda c, _: PLAIN.get(rope_of(c, kinds)["rope_type"], "default"), f"{ROPE}.{kinds}.rope_type".replace("..", ".")),
+        derived("rope_linear_scaling_factor", lambda c, _: linear_factor(rope_of(c, kinds)), when=lambda c: rope_of(c, kinds)["rope_type"] == "linear"),
+        *yarn_lines(kinds, interleave),
+        unless(limit),
+    )
+
+
+def linear_factor(rope: Config) -> Any:
+    """By how much positions are divided; 1 where they aren't."""
+    return number(rope.get("factor", 1)) if rope["rope_type"] == "linear" else 1
