@@ -15,6 +15,7 @@ SIZES = (  # the keys that say how large a model is; a fine-tune may have a larg
     "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim", "base_moe_mlp_dim", "base_num_decoder_layers",
     "num_experts", "q_lora_rank", "kv_lora_rank", "first_num_dense_layers", "global_head_dim", "global_num_kv_heads", "gdn_num_value_heads",
 )  # fmt: skip
+VARIANTS = ("-2dfsdp", "-batchsplit", "-test", "-tiny")  # files of MaxText's for one and the same release, or for none
 
 
 @functools.cache
@@ -58,8 +59,19 @@ def differences(keys: Mapping[str, Any], model: str, among: Iterable[str] | None
 
 
 def of_these_sizes(keys: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """The models among `names` whose sizes are those of the keys: those that differ least in other keys first, then the shortest name."""
+    """The models among `names` whose sizes are those of the keys: first those with its vocabulary, that differ least in other keys, with the shortest name."""
     if not {"base_emb_dim", "base_num_decoder_layers"}.issubset(keys):
         return []
     fitting = [name for name in names if not differences(keys, name, SIZES)]
-    return sorted(fitting, key=lambda name: (len(differences(keys, name)), len(name)))
+    return sorted(fitting, key=lambda name: (*_distance(keys, name), len(name)))
+
+
+def nearest(keys: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The model among `names` that differs from the keys in the fewest of them."""
+    return min(names, key=lambda name: (len(differences(keys, name)), len(name)), default=None)
+
+
+def _distance(keys: Mapping[str, Any], name: str) -> tuple[bool, bool, int]:
+    """Whether it is a variant for a schedule or a test, has another vocabulary, and in how many keys it differs."""
+    found = differences(keys, name)
+    return name.endswith(VARIANTS), "vocab_size" in found, len(found)

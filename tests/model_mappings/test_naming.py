@@ -18,9 +18,9 @@ LLAMA_31 = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_fac
 TREES = {tree.model: config_of(tree) for tree in load_trees().values()}
 SAME = {  # models of MaxText's whose configurations agree, by the name that is shown for both
     "llama3.1-8b-Instruct": "llama3.1-8b", "llama3.3-70b": "llama3-70b", "qwen3-coder-480b-a35b": "qwen3-480b-a35b",
-    **{f"qwen3-{size}-base": f"qwen3-{size}" for size in ("1.7b", "4b", "8b", "14b", "30b-a3b")},
+    **{f"qwen3-{size}-base": f"qwen3-{size}" for size in ("1.7b", "4b", "8b", "14b")},
 }  # fmt: skip
-SAME |= {"olmo3-7b-pt": "olmo3-7b", "qwen3-4b-thinking-2507": "qwen3-4b"}  # differ in RoPE
+SAME |= {"olmo3-7b": "olmo3-7b-pt", "qwen3-4b-thinking-2507": "qwen3-4b"}  # their trees' config.json has the RoPE of these
 
 
 def llama(embed, heads, layers, mlp, **others):
