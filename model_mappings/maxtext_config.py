@@ -1,0 +1,189 @@
+"""The MaxText configuration of a checkpoint, from its `config.json`: as a file, as overrides of one line, and what can't be said.
+
+MaxText merges its `base.yml`, the file of the model that `model_name` names, and the command line; with
+`override_model_config=true` the last may contradict the second (AI-Hypercomputer/maxtext, src/maxtext/configs/pyconfig.py,
+e591f30). It also takes some of a model from its very name, so the name belongs to the configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import shlex
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.configuration import Line, read
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.maxtext_models import base, differences, keys_of, models, nearest, run_as
+from weightbeam.model_mappings.naming import Naming
+
+FILE = "maxtext.yml"
+WIDTH = 120
+NAMES = {  # why a model runs under another one's name
+    "kimi-k2-1t": "under the name kimi-k2-1t MaxText's router normalises no scores and takes them after the bias (73 % of the tokens agree in a test)",
+    "llama3.2-1b": "MaxText has no file for Llama 3.2",
+    "llama3.2-3b": "MaxText has no file for Llama 3.2",
+}
+BY_NAME = "MaxText takes the rotary embedding, norms or routing of this model from its name"
+IGNORED = (  # fields that change no logits of a forward pass, or that the family's table checks
+    "*token_id", "*token_ids", "*token_index", "*dropout*", "*_name_or_path", "*aux_loss*", "*_alpha", "architectures", "model_type", "auto_map", "dtype", "torch_dtype",
+    "transformers_version", "initializer_range", "use_cache", "id2label", "label2id", "problem_type", "output_*", "return_dict", "is_encoder_decoder",
+    "chunk_size_feed_forward", "quantization_config", "compression_config", "router_jitter_noise", "seq_aux", "ep_size", "pretraining_tp", "max_window_layers",
+    "layer_types", "*sliding_window_pattern", "num_nextn_predict_layers", "cache_implementation", "mm_tokens_per_image", "vision_*", "audio_*", "talker_config",
+    "code2wav_config", "text_config", "thinker_config", "enable_*", "mtp_*", "unsloth*", "sliding_window", "use_sliding_window", "attention_bias", "mlp_bias",
+    "decoder_sparse_step", "mlp_only_layers", "rope_scaling", "rope_theta", "rope_local_base_freq", "rope_parameters", "rope_interleave", "head_dim", "qk_head_dim",
+    "query_pre_attn_scalar", "topk_method", "scoring_func", "moe_layer_freq", "n_group", "topk_group", "no_rope_layers", "no_rope_layer_interval", "moe_layers",
+    "per_layer_config", "initial_context_length", "experts_per_token", "hc_eps", "hc_sinkhorn_iters", "expert_dtype", "compress_*", "num_hash_layers",
+    "mlp_layer_types", "partial_rotary_factor", "full_attention_interval", "shared_expert_intermediate_size", "norm_topk_prob", "attn_output_gate",
+    "mamba_ssm_dtype", "use_qk_norm", "qkv_bias", "for_llm_class", "pooling_kernel_size", "bos_token", "eos_token", "intermediate_size", "num_local_experts",
+    "num_experts", "use_bidirectional_attention", "attention_k_eq_v", "attn_temperature_tuning", "max_position_embeddings", "tokenizer_class", "hidden_act",
+    "language_model_only", "is_causal", "task_specific_params", "bad_words_ids", "swiglu_alpha",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxTextConfig:
+    """What MaxText must be told to compute what the model computes.
+
+    Attributes:
+      model: the name that MaxText runs it under.
+      keys: MaxText's keys, all that the model's `config.json` settles.
+      limits: what MaxText can't express, what that does to the logits, and the way round it.
+      notes: what was chosen for MaxText's sake.
+      unknown: fields of `config.json` that nothing here is about.
+    """
+
+    model: str
+    keys: Mapping[str, Any]
+    limits: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the file says."""
+        return {"model_name": self.model, "override_model_config": True, **self.keys}
+
+    def overrides(self) -> dict[str, Any]:
+        """The keys that `base.yml` and the model's file say otherwise."""
+        said = keys_of(self.model) or base()
+        return {key: value for key, value in self.keys.items() if said.get(key, LAYOUT.get(key)) != value and not is_idle(key, self.keys)}
+
+    def command_line(self) -> str:
+        """The same as MaxText takes it, in one line."""
+        overrides = self.overrides()
+        given = {"model_name": self.model} | ({"override_model_config": True} if overrides else {}) | overrides
+        return " ".join(shlex.quote(f"{key}={scalar(value)}") for key, value in given.items())
+
+    def to_yaml(self) -> str:
+        """The file, with its limits and uses as comments."""
+        uses = [
+            "MaxText's configuration of this checkpoint, made by Weightbeam of the model's config.json.",
+            f"As the file of a model: copy it to models/{self.model}.yml beside your own configuration, or over that of MaxText's src/maxtext/configs/models.",
+            f"As overrides of MaxText's base.yml: {self.command_line()}",
+        ]
+        comments = [*uses, *self.notes, *(f"MaxText can't express this: {limit}" for limit in self.limits)]
+        lines = [line for text in comments for line in textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)]
+        return "\n".join([*lines, *(f"{key}: {scalar(value, blank=' ')}" for key, value in self.to_dict().items())]) + "\n"
+
+
+LAYOUT = {"param_scan_axis": 1, "mtp_num_layers": 0, "use_multimodal": False, "use_audio": False}  # base.yml's, of what no model's file sets
+
+
+def is_idle(key: str, keys: Mapping[str, Any]) -> bool:
+    """Whether MaxText doesn't look at a key: the longest context only matters to YaRN, a scale of tied logits only where they are tied."""
+    if key == "max_position_embeddings":
+        return keys.get("rope_type") != "yarn"
+    return key.endswith(("_for_vit", "_for_audio")) and not keys.get("use_multimodal")
+
+
+def scalar(value: Any, blank: str = "") -> str:
+    """A value as YAML 1.1 and OmegaConf read it: `1e-06` would be text to them."""
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, float):
+        text = repr(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    if isinstance(value, list | tuple):
+        return f"[{f',{blank}'.join(scalar(each) for each in value)}]"
+    return str(value) if value != "" else '""'
+
+
+def layout_keys(layout: Layout, family: Family) -> dict[str, Any]:
+    """The keys that say how the checkpoint is laid out."""
+    keys: dict[str, Any] = {"scan_layers": layout.scan if len(family.layouts) > 1 else family.layouts == ("scanned",)}
+    if layout.scan_axis != 1:
+        keys["param_scan_axis"] = layout.scan_axis
+    if layout.vocab:
+        keys["vocab_size"] = layout.vocab
+    if layout.mtp:
+        keys["mtp_num_layers"] = 1
+    if layout.multimodal:
+        keys["use_multimodal"] = True
+        if "audio" in family.towers:
+            keys["use_audio"] = True
+    return keys
+
+
+def maxtext_config(family: Family, config: Config, layout: Layout, naming: Naming) -> MaxTextConfig:
+    """The MaxText configuration of a checkpoint.
+
+    Args:
+      family: the checkpoint's.
+      config: its `config.json`.
+      layout: how its arrays are laid out.
+      naming: the MaxText model that it is.
+
+    Raises:
+      ConfigError: `config.json` lacks a field that MaxText must be told, or says what no key can say.
+    """
+    kind = config.get("model_type")
+    lines = family.configuration.get(str(kind))
+    if not lines:
+        raise ConfigError(f"{family.name}: nothing is known of what MaxText must be told")
+    named = naming.model or _template(family, config, lines)
+    if named is None:
+        raise ConfigError(f"{family.name}: MaxText has no model of this kind whose name could stand for it")
+    reading = read(lines, config, named)
+    notes = [f"It runs as {run_as(named)}: {NAMES[named]}."] if named in NAMES else []
+    if naming.model is None:
+        notes.append(f"None of MaxText's models has these sizes; it runs as {run_as(named)} with its own. {BY_NAME}.")
+    keys = reading.keys | layout_keys(layout, family)
+    return MaxTextConfig(run_as(named), keys, reading.limits, tuple(notes), tuple(unknown_fields(lines, config)))
+
+
+def _template(family: Family, config: Config, lines: Iterable[Line]) -> str | None:
+    """The model of MaxText's that is nearest to one that it hasn't got."""
+    kind = config.get("model_type")
+    names = [name for name in models() if kind in family.types_of(name) and family.is_model(config, name) and family.variant(name) == family.variant("")]
+    return nearest(read(lines, config).keys, names)
+
+
+def unknown_fields(lines: Iterable[Line], config: Mapping[str, Any]) -> list[str]:
+    """The fields of `config.json` that no line is about and that could matter."""
+    known = {line.path for line in lines if line.path} | {line.path.rpartition(".")[0] for line in lines if line.path}
+    parts = sorted({line.part for line in lines}, key=len)
+    found = []
+    for part in parts:
+        prefix = f"{part}." if part else ""
+        about: Any = config
+        for word in filter(None, part.split(".")):
+            about = about.get(word) or {}
+        for field, value in about.items():
+            path = prefix + field
+            if value is not None and path not in known and not any(fnmatch.fnmatchcase(field, pattern) for pattern in IGNORED):
+                found.append(path)
+    return found
+
+
+def compare(ours: MaxTextConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys in which a configuration differs from what the model needs: `{key: (needed, said)}`."""
+    return {key: (value, theirs[key]) for key, value in ours.keys.items() if key in theirs and theirs[key] != value and not is_idle(key, ours.keys)}
+
+
+def model_differences(ours: MaxTextConfig, model: str) -> dict[str, tuple[Any, Any]]:
+    """The same for one of MaxText's models."""
+    return {key: pair for key, pair in differences(ours.keys, model).items() if not is_idle(key, ours.keys)}
