@@ -1,7 +1,7 @@
 """An Orbax checkpoint: how it is assembled of units, and how one is read for inspection.
 
     <output>/<step>/
-        _CHECKPOINT_METADATA, conversion.json, release.zip, commit_success.txt
+        _CHECKPOINT_METADATA, conversion.json, maxtext.yml, release.zip, commit_success.txt
         items/_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
         items/source/                         the source's files, if the checkpoint is virtual
 
@@ -89,6 +89,7 @@ class Contents:
       references: the chunks that no unit makes: ranges of files in `items/source/`.
       bare: whether the arrays are the whole tree, without the step and the (empty) optimizer state of a TrainState.
       custom: more custom metadata.
+      files: what else lies beside the record, by name.
     """
 
     specs: Sequence[ArraySpec]
@@ -99,6 +100,7 @@ class Contents:
     references: Sequence[Reference] = ()
     bare: bool = False
     custom: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 def assemble(staging: Staging, contents: Contents, overwrite: bool = False) -> None:
@@ -164,6 +166,8 @@ def _complete(staging: Staging, contents: Contents) -> None:
     staging.put(f"{ITEMS}/{METADATA}", _json(_tree_metadata(specs, format, contents.bare)))
     record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
     staging.put(RECORD, record_json(record))
+    for name, content in contents.files.items():
+        staging.put(name, content)
     about = _json(_checkpoint_metadata({"scan_layers": contents.scan_layers, **contents.custom, "weightbeam": summary(record)}))
     staging.put(f"{ITEMS}/{CHECKPOINT_METADATA}", about)  # where MaxText looks for scan_layers: load_parameters_path is the item
     staging.put(CHECKPOINT_METADATA, about)

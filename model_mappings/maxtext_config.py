@@ -30,18 +30,25 @@ NAMES = {  # why a model runs under another one's name
 }
 BY_NAME = "MaxText takes the rotary embedding, norms or routing of this model from its name"
 IGNORED = (  # fields that change no logits of a forward pass, or that the family's table checks
-    "*token_id", "*token_ids", "*token_index", "*dropout*", "*_name_or_path", "*aux_loss*", "*_alpha", "architectures", "model_type", "auto_map", "dtype", "torch_dtype",
-    "transformers_version", "initializer_range", "use_cache", "id2label", "label2id", "problem_type", "output_*", "return_dict", "is_encoder_decoder",
-    "chunk_size_feed_forward", "quantization_config", "compression_config", "router_jitter_noise", "seq_aux", "ep_size", "pretraining_tp", "max_window_layers",
-    "layer_types", "*sliding_window_pattern", "num_nextn_predict_layers", "cache_implementation", "mm_tokens_per_image", "vision_*", "audio_*", "talker_config",
-    "code2wav_config", "text_config", "thinker_config", "enable_*", "mtp_*", "unsloth*", "sliding_window", "use_sliding_window", "attention_bias", "mlp_bias",
-    "decoder_sparse_step", "mlp_only_layers", "rope_scaling", "rope_theta", "rope_local_base_freq", "rope_parameters", "rope_interleave", "head_dim", "qk_head_dim",
-    "query_pre_attn_scalar", "topk_method", "scoring_func", "moe_layer_freq", "n_group", "topk_group", "no_rope_layers", "no_rope_layer_interval", "moe_layers",
-    "per_layer_config", "initial_context_length", "experts_per_token", "hc_eps", "hc_sinkhorn_iters", "expert_dtype", "compress_*", "num_hash_layers",
-    "mlp_layer_types", "partial_rotary_factor", "full_attention_interval", "shared_expert_intermediate_size", "norm_topk_prob", "attn_output_gate",
-    "mamba_ssm_dtype", "use_qk_norm", "qkv_bias", "for_llm_class", "pooling_kernel_size", "bos_token", "eos_token", "intermediate_size", "num_local_experts",
-    "num_experts", "use_bidirectional_attention", "attention_k_eq_v", "attn_temperature_tuning", "max_position_embeddings", "tokenizer_class", "hidden_act",
-    "language_model_only", "is_causal", "task_specific_params", "bad_words_ids", "swiglu_alpha",
+    "*token_id", "*token_ids", "*token_index", "*dropout*", "*_name_or_path", "*aux_loss*", "*_alpha",
+    "architectures", "model_type", "auto_map", "dtype", "torch_dtype", "transformers_version", "initializer_range",
+    "use_cache", "id2label", "label2id", "problem_type", "output_*", "return_dict", "is_encoder_decoder",
+    "chunk_size_feed_forward", "quantization_config", "compression_config", "router_jitter_noise", "seq_aux",
+    "ep_size", "pretraining_tp", "max_window_layers", "layer_types", "*sliding_window_pattern",
+    "num_nextn_predict_layers", "cache_implementation", "mm_tokens_per_image", "vision_*", "audio_*",
+    "talker_config", "code2wav_config", "text_config", "thinker_config", "enable_*", "mtp_*", "unsloth*",
+    "sliding_window", "use_sliding_window", "attention_bias", "mlp_bias", "decoder_sparse_step", "mlp_only_layers",
+    "rope_scaling", "rope_theta", "rope_local_base_freq", "rope_parameters", "rope_interleave", "head_dim",
+    "qk_head_dim", "query_pre_attn_scalar", "topk_method", "scoring_func", "moe_layer_freq", "n_group",
+    "topk_group", "no_rope_layers", "no_rope_layer_interval", "moe_layers", "per_layer_config",
+    "initial_context_length", "experts_per_token", "hc_eps", "hc_sinkhorn_iters", "expert_dtype", "compress_*",
+    "num_hash_layers", "mlp_layer_types", "partial_rotary_factor", "full_attention_interval",
+    "shared_expert_intermediate_size", "norm_topk_prob", "attn_output_gate", "mamba_ssm_dtype", "use_qk_norm",
+    "qkv_bias", "for_llm_class", "pooling_kernel_size", "bos_token", "eos_token", "intermediate_size",
+    "num_local_experts", "num_experts", "use_bidirectional_attention", "attention_k_eq_v",
+    "attn_temperature_tuning", "max_position_embeddings", "tokenizer_class", "hidden_act", "tie_word_embeddings",
+    "num_kv_shared_layers", "use_double_wide_mlp", "vocab_size_per_layer_input", "language_model_only", "is_causal",
+    "task_specific_params", "bad_words_ids", "swiglu_alpha",
 )  # fmt: skip
 
 
@@ -90,7 +97,7 @@ class MaxTextConfig:
         return "\n".join([*lines, *(f"{key}: {scalar(value, blank=' ')}" for key, value in self.to_dict().items())]) + "\n"
 
 
-LAYOUT = {"param_scan_axis": 1, "mtp_num_layers": 0, "use_multimodal": False, "use_audio": False}  # base.yml's, of what no model's file sets
+LAYOUT = {"param_scan_axis": 1, "mtp_num_layers": 0}  # base.yml's, of what no model's file sets
 
 
 def is_idle(key: str, keys: Mapping[str, Any]) -> bool:
@@ -121,10 +128,10 @@ def layout_keys(layout: Layout, family: Family) -> dict[str, Any]:
         keys["vocab_size"] = layout.vocab
     if layout.mtp:
         keys["mtp_num_layers"] = 1
-    if layout.multimodal:
-        keys["use_multimodal"] = True
-        if "audio" in family.towers:
-            keys["use_audio"] = True
+    if family.towers:  # some models' files ask for them
+        keys["use_multimodal"] = layout.multimodal
+    if "audio" in family.towers:
+        keys["use_audio"] = layout.multimodal
     return keys
 
 
@@ -165,7 +172,7 @@ def _template(family: Family, config: Config, lines: Iterable[Line]) -> str | No
 def unknown_fields(lines: Iterable[Line], config: Mapping[str, Any]) -> list[str]:
     """The fields of `config.json` that no line is about and that could matter."""
     known = {line.path for line in lines if line.path} | {line.path.rpartition(".")[0] for line in lines if line.path}
-    parts = sorted({line.part for line in lines}, key=len)
+    parts = sorted({line.part for line in lines if not line.part.endswith(("vision_config", "audio_config"))}, key=len)
     found = []
     for part in parts:
         prefix = f"{part}." if part else ""

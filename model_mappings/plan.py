@@ -14,6 +14,7 @@ from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.cells import Cell, Part
 from weightbeam.model_mappings.config import MAX_SIZE, Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 
 MAX_ELEMENTS = 1 << 41  # of a model: 2.2 trillion parameters
 MIN_CELLS, CELLS_PER_TENSOR = 200_000, 2  # a table that needs more than these makes doesn't describe the checkpoint, and would take hours to say so
@@ -101,6 +102,7 @@ class Plan:
       support: what of the family is supported.
       model: the MaxText model; None where none has these sizes and none was named.
       sizes: the sizes in which it differs from that model, as MaxText's keys; the model needs them as overrides.
+      maxtext: what MaxText must be told; None where `config.json` doesn't say it all, which is then a warning.
     """
 
     family: str
@@ -111,6 +113,7 @@ class Plan:
     support: str = ""
     model: str | None = None
     sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    maxtext: MaxTextConfig | None = None
 
 
 def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Part]]:

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
+from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines import report, tables, virtual
 from weightbeam.pipelines.arguments import GBPS, HOUR_PRICE
+from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, read_options, takes_options
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
-from weightbeam.pipelines.shell import write_json
+from weightbeam.pipelines.shell import STDOUT, write_json, write_text
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.makespan import Estimate, Worker, efforts_of, estimate
 
@@ -52,6 +54,16 @@ class Plan:
     def arrays(self) -> tuple[Array, ...]:
         """The arrays that it makes; each has `key`, `shape`, `dtype`, logical axes in `names`, and `lossy`, a reason or None."""
         return self.conversion.plan.arrays
+
+    def maxtext_config(self) -> MaxTextConfig:
+        """What MaxText must be told.
+
+        Raises:
+          Refused: `config.json` doesn't say it.
+        """
+        if (found := self.conversion.plan.maxtext) is None:
+            raise Refused(next((warning for warning in self.warnings if warning.startswith("no maxtext.yml")), "nothing is known of what MaxText must be told"))
+        return found
 
     def check(self) -> None:
         """Raises `Refused` with all problems, if there are any."""
@@ -137,6 +149,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     made = plan(**keywords_of(args, plan), beam=rest)
     if args.json:
         write_json(args.json, made.to_dict())
+    if args.maxtext_config:
+        made.check()
+        write_text("--maxtext_config", args.maxtext_config, made.maxtext_config().to_yaml())
+        if args.maxtext_config == STDOUT:
+            return 0
     if blocks := list(made.blocks()):
         tables.show(blocks)
     made.check()

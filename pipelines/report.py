@@ -99,6 +99,8 @@ def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
     totals.add_row("family", plan.family + (f": {plan.note}" if plan.note else ""))
     totals.add_row("supported", plan.support)
     totals.add_row("MaxText model", model_text(plan))
+    if plan.maxtext:
+        totals.add_row("MaxText flags", plan.maxtext.command_line())
     layout = "scanned" if options.scan_layers else "unscanned"
     totals.add_row("layout", f"{layout}, for " + (" and for ".join(options.mesh) or "any mesh"))
     if rules := rules_text(conversion):
@@ -160,6 +162,9 @@ def json_report(conversion: Conversion, threads: int) -> dict[str, Any]:
         "family": plan.family,
         "model": plan.model,
         "sizes": dict(plan.sizes),
+        "maxtext": plan.maxtext.to_dict() if plan.maxtext else None,
+        "maxtext_overrides": plan.maxtext.command_line() if plan.maxtext else None,
+        "limits": list(plan.maxtext.limits) if plan.maxtext else [],
         "source": conversion.checkpoint.root,
         "arrays": arrays,
         "dropped": dict(plan.dropped),

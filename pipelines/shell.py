@@ -50,11 +50,19 @@ def write_json(file: str, value: object) -> None:
     Raises:
       Refused: the file can't be written.
     """
-    text = json.dumps(value, indent=1)
+    write_text("--json", file, json.dumps(value, indent=1) + ("\n" if file == STDOUT else ""))
+
+
+def write_text(option: str, file: str, text: str) -> None:
+    """Writes what an option asks for as text; `-` is standard output.
+
+    Raises:
+      Refused: the file can't be written.
+    """
     if file == STDOUT:
-        print(text)
+        print(text, end="")
         return
     try:
         Path(file).write_text(text)
     except OSError as e:
-        raise Refused(f"--json={file}: {e.strerror}") from e
+        raise Refused(f"{option}={file}: {e.strerror}") from e

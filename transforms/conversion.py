@@ -34,7 +34,8 @@ from weightbeam.model_mappings.adapters import RANK
 from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
-from weightbeam.model_mappings.naming import name_model
+from weightbeam.model_mappings.maxtext_config import FILE, MaxTextConfig, maxtext_config
+from weightbeam.model_mappings.naming import Naming, name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, make_arrays
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
@@ -235,7 +236,8 @@ class Conversion:
         specs = [grid.spec for grid in self.grids]
         custom = {"lora": self.folding.metadata} if self.folding else {}
         bare, scan = self.folding is not None, self.options.scan_layers
-        assemble(staging, Contents(specs, self.format, len(self.units), scan, record, references, bare=bare, custom=custom), overwrite)
+        files = {FILE: self.plan.maxtext.to_yaml().encode()} if self.plan.maxtext and not bare else {}
+        assemble(staging, Contents(specs, self.format, len(self.units), scan, record, references, bare, custom, files), overwrite)
 
     def record(self) -> dict[str, Any]:
         """Where the checkpoint comes from, see `formats/provenance.py`."""
@@ -316,6 +318,7 @@ def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter
         specs = source.specs()
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
+        maxtext, unsaid = _maxtext(family, config, layout, naming)
     except (ConfigError, UnknownFamilyError) as e:
         problems = [*checkpoint.problems, *source.problems, *asked, *(problem for adapter in adapters for problem in adapter.problems)]
         if checkpoint.config:  # else that it is missing, or empty, is a problem already
@@ -352,8 +355,8 @@ def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter
         except UnitBytesError as e:
             problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
-    plan = Plan(family.name, arrays, dropped, tuple(problems), note, family.support, naming.model, naming.sizes)
-    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, tuple(warnings), placements, tuple(adapters), merging, folding)
+    plan = Plan(family.name, arrays, dropped, tuple(problems), note, family.support, naming.model, naming.sizes, maxtext)
+    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, (*warnings, *unsaid), placements, tuple(adapters), merging, folding)
 
 
 def _adapter_family(family: Family, folding: Folding) -> Family:
@@ -365,6 +368,15 @@ def _adapter_family(family: Family, folding: Folding) -> Family:
         drops=lambda config, layout: {},
         aliases={},
     )
+
+
+def _maxtext(family: Family, config: Config, layout: Layout, naming: Naming) -> tuple[MaxTextConfig | None, tuple[str, ...]]:
+    """What MaxText must be told, and what it can't be told."""
+    try:
+        maxtext = maxtext_config(family, config, layout, naming)
+    except ConfigError as e:
+        return None, (f"no {FILE}: {e}",)
+    return maxtext, tuple(f"MaxText can't express this: {limit}" for limit in maxtext.limits)
 
 
 def _layout(options: Options, specs: Mapping[str, TensorSpec], model: str | None) -> Layout:

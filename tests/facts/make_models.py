@@ -28,7 +28,8 @@ VISION = "vision_encoder_block"  # MaxText's default is in its types, not in bas
 SIZES = ("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_num_decoder_layers")
 LLAMA32 = dict(vocab_size=128256, rope_max_timescale=500000, rope_type="llama3.1", logits_via_embedding=True, normalize_embedding_logits=False)
 RUN_AS = {  # names that MaxText hasn't got, or under which its router is wrong (Kimi K2), and the one that serves
-    "kimi-k2-1t": "deepseek3-671b", "llama3-405b": "llama3-70b", "llama3.2-1b": "llama3.1-8b", "llama3.2-3b": "llama3.1-8b", "qwen3-coder-480b-a35b": "qwen3-480b-a35b",
+    "kimi-k2-1t": "deepseek3-671b", "llama3-405b": "llama3-70b", "llama3.2-1b": "llama3.1-8b", "llama3.2-3b": "llama3.1-8b",
+    "qwen3-coder-480b-a35b": "qwen3-480b-a35b",
 }  # fmt: skip
 
 
