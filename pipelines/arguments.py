@@ -313,9 +313,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan = command("plan", "say what a conversion would do, and every problem", PLAN)
     add_conversion(plan)
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
-    plan.add_argument(
-        "--maxtext_config", metavar="FILE", help="write maxtext.yml; - is standard output, and nothing else is printed"
-    )
+    plan.add_argument("--maxtext_config", metavar="FILE", help="write maxtext.yml; - is standard output, and nothing else is printed")
     add_simulation(plan)
     verify = command("verify", "compare a checkpoint with its source, element by element", VERIFY)
     add_verification(verify)

@@ -324,7 +324,7 @@ def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter
         if checkpoint.config:  # else that it is missing, or empty, is a problem already
             kind = "config" if isinstance(e, ConfigError) else UNKNOWN_FAMILY
             problems.append(Problem(kind, "config.json", str(e).removeprefix("config.json: ").removeprefix("config.json ")))
-        return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), (), tuple(adapters))
+        return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), (), (), tuple(adapters))
     unneeded = {
         problem: reason for problem in source.problems if problem.kind in PAIRING and (reason := drop_reason(rename(problem.subject, family.aliases), drops))
     }
