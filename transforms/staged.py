@@ -17,7 +17,7 @@ import numpy as np
 from weightbeam.formats import orbax, release_target
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
-from weightbeam.transforms import conversion, exporting
+from weightbeam.transforms import conversion, exporting, merging
 from weightbeam.transforms.units import Block, Fetch
 
 
@@ -97,6 +97,7 @@ def made_by(place: Store) -> str | None:
 _LOADERS: Mapping[str, Callable[[Mapping[str, Any]], Movement]] = {
     "convert": conversion.load,
     "export": exporting.load,
+    "merge": merging.load,
 }
 
 

@@ -1,0 +1,119 @@
+"""`weightbeam merge`: a release with adapters in it, as a release."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantised import nf4
+from support import BF16, INDEX, read_config, read_file, read_tensors, save, split
+
+from weightbeam.formats.adapters import open_adapter
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.transforms.execution import arrange, decode, make, read
+from weightbeam.transforms.merging import Merge, MergeOptions, plan_merge
+from weightbeam.transforms.staged import load
+
+
+def plan(base: Path, *adapters: Path, **options: object) -> Merge:
+    """A merge of adapters, planned."""
+    lora = tuple((str(adapter), 1.0) for adapter in adapters)
+    return plan_merge(MergeOptions(lora, **options), open_checkpoint(base), [open_adapter(adapter) for adapter in adapters])
+
+
+def made(merge: Merge) -> dict[str, np.ndarray]:
+    """Every tensor that a merge writes, put together of what its units make; each element exactly once."""
+    assert not merge.plan.problems
+    assert merge.files is not None
+    values = {name: np.zeros(tensor.shape, tensor.dtype) for name, tensor in merge.files.tensors.items()}
+    counts = {name: np.zeros(tensor.shape, int) for name, tensor in merge.files.tensors.items()}
+    for number in range(len(merge.units)):
+        unit = merge.expand(number)
+        fetched = decode(unit.fetches, read(unit.fetches)[0])
+        for job in unit.jobs:
+            part = tuple(slice(*span) for span in job.box)
+            values[job.tensor.name][part] = make(job, arrange(unit.fetches, fetched, job.pieces)).reshape(values[job.tensor.name][part].shape)
+            counts[job.tensor.name][part] += 1
+    assert all((count == 1).all() for count in counts.values())
+    return values
+
+
+@pytest.mark.parametrize("case", ["plain", "dora", "modules_to_save", "embedding-dora", "experts", "v4-mixtral", "fan_in_fan_out"])
+@pytest.mark.parametrize("unit_bytes", [128 << 20, 3000])
+def test_the_touched_tensors_are_peft_s_and_the_rest_are_the_release_s(written: Path, case: str, unit_bytes: int) -> None:
+    """Under the release's own names, however small the units are; of models without a table, too."""
+    folder = written / case
+    merge = plan(folder / "base", folder / "adapter", unit_bytes=unit_bytes)
+    tensors, base, merged = made(merge), read_tensors(folder / "base"), read_file(folder / "merged.safetensors")
+    assert set(tensors) == set(base)
+    assert merge.merging.touched
+    for name, values in tensors.items():
+        if name not in merge.merging.touched:
+            np.testing.assert_array_equal(values, base[name])
+        elif name in merged:
+            np.testing.assert_allclose(values, merged[name], rtol=2e-6, atol=2e-6)
+    assert load(merge.stage()).hash == merge.hash
+
+
+def test_files_stay_as_they_are(written: Path, tmp_path: Path) -> None:
+    """Each tensor in the file that it was in, in its dtype."""
+    base = {name: values.astype(BF16) for name, values in read_tensors(written / "plain" / "base").items()}
+    folder = save(tmp_path / "base", read_config(written / "plain" / "base"), *split(base, 3))
+    merge = plan(folder, written / "plain" / "adapter")
+    assert merge.files is not None
+    where = json.loads((folder / INDEX).read_text())["weight_map"]
+    assert {name: tensor.path for name, tensor in merge.files.tensors.items()} == where
+    assert {tensor.dtype for tensor in merge.files.tensors.values()} == {BF16}
+
+
+def quantised(written: Path, folder: Path, names: tuple[str, ...]) -> Path:
+    """The base of the case `plain` with some weights in nf4."""
+    tensors = {}
+    for name, values in read_tensors(written / "plain" / "base").items():
+        stored = nf4(name, values.shape, 1)[0] if name.endswith(names) else {name: values.astype(BF16)}
+        tensors |= stored
+    config = read_config(written / "plain" / "base") | {"quantization_config": dict(quant_method="bitsandbytes", load_in_4bit=True)}
+    return save(folder, config | {"dtype": "float16"}, tensors)
+
+
+def test_a_quantised_weight_is_written_in_the_model_s_dtype(written: Path, tmp_path: Path) -> None:
+    """Its codes and scales are gone, those of the others are the same bytes, and the config names what isn't quantised any more."""
+    folder = quantised(written, tmp_path / "base", ("q_proj.weight", "mlp.up_proj.weight"))
+    adapter = written / "second" / "adapter"  # of q_proj and down_proj
+    merge = plan(folder, adapter)
+    tensors, stored = made(merge), read_tensors(folder)
+    gone = {name for name in stored if ".q_proj.weight." in name}
+    assert gone
+    assert set(tensors) == set(stored) - gone
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == np.float16
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].shape == (32, 32)
+    for name in set(tensors) - set(merge.merging.touched):
+        assert tensors[name].tobytes() == stored[name].tobytes()
+    assert merge.quantization is not None
+    modules = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+    assert merge.quantization["llm_int8_skip_modules"] == ["lm_head", *modules]
+    assert set(merge.plan.dropped) >= gone
+
+
+def test_nothing_quantised_left(written: Path, tmp_path: Path) -> None:
+    """Then the config says nothing of it."""
+    assert plan(quantised(written, tmp_path / "base", ("q_proj.weight",)), written / "second" / "adapter").quantization == {}
+    folder = quantised(written, tmp_path / "other", ("up_proj.weight",))
+    assert plan(folder, written / "second" / "adapter").quantization is None  # what is merged isn't quantised: carried through
+
+
+def test_problems_come_all_at_once(written: Path) -> None:
+    """Those of the adapter, and that there is none."""
+    assert "names no adapter" in str(plan(written / "plain" / "base").plan.problems[0])
+    assert plan(written / "experts" / "base", written / "lora_bias" / "adapter").plan.problems
+
+
+def test_the_hash_tells_adapters_apart(written: Path) -> None:
+    """Their files, their weights and the order of the tensors."""
+    one = plan(written / "plain" / "base", written / "plain" / "adapter")
+    assert one.hash != plan(written / "plain" / "base", written / "second" / "adapter").hash
+    half = dataclasses.replace(one, adapters=tuple(dataclasses.replace(adapter, weight=0.5) for adapter in one.adapters))
+    assert half.hash != one.hash

@@ -1,0 +1,299 @@
+"""A merge, planned: a release and adapters into the same release with the adapters in it.
+
+The table is the identity: every tensor becomes itself. What no adapter reaches is carried over byte for byte, codes and scales of a
+quantised weight included; a weight that an adapter reaches is written in the dtype that it has, a quantised one in the model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from weightbeam.formats import release_target
+from weightbeam.formats.adapters import Adapter, Merging, merge
+from weightbeam.formats.encodings import Encoding, Plain, stored_bytes
+from weightbeam.formats.provenance import versions
+from weightbeam.formats.safetensors import INDEX, BoxRead, Checkpoint, Tensor
+from weightbeam.formats.sources import Source, open_source
+from weightbeam.formats.staging import Staging
+from weightbeam.model_mappings.boxes import Box, extent, volume, whole
+from weightbeam.model_mappings.cells import Piece
+from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.family import rename
+from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.relation import View
+from weightbeam.transforms.exporting import ExportUnit, RowsJob
+from weightbeam.transforms.files import FileLayout, plan_files
+from weightbeam.transforms.units import Block, Fetch, largest_first, pack, working_bytes
+
+# By `quant_method`: the field of `quantization_config` that names modules which aren't quantised.
+KEPT_MODULES = {
+    "fp8": "modules_to_not_convert", "mxfp4": "modules_to_not_convert", "awq": "modules_to_not_convert", "bitsandbytes": "llm_int8_skip_modules",
+    "compressed-tensors": "ignore",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeOptions:
+    """What the user asked for, as far as it changes a byte."""
+
+    lora: tuple[tuple[str, float], ...]
+    max_shard_size: int | None = None
+    unit_bytes: int = 128 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """The plan of a merge.
+
+    Attributes:
+      options, checkpoint, adapters: the inputs.
+      plan: what is left out, and the problems.
+      encodings: how each tensor that is written is stored, by its name.
+      files: where each goes; None if there are problems.
+      units: the blocks of each unit; a block's array is the number of a tensor, and its shards are a box of it.
+      merging: what the adapters' tensors are used for.
+      quantization: `quantization_config` as it will be; None where it isn't to change, empty where nothing quantised is left.
+      small: the release's small files as they will be; not staged.
+    """
+
+    options: MergeOptions
+    checkpoint: Checkpoint
+    adapters: tuple[Adapter, ...]
+    plan: Plan
+    encodings: Mapping[str, Encoding]
+    files: FileLayout | None
+    units: tuple[tuple[Block, ...], ...]
+    merging: Merging
+    quantization: Mapping[str, Any] | None = None
+    small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    kind = "merge"
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of what is read: the release's tensors and the adapters'."""
+        return sum(map(stored_bytes, self.encodings.values()))
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.files.tensors.values()) if self.files else 0
+
+    @property
+    def made_bytes(self) -> int:
+        return self.target_bytes
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.options.unit_bytes
+
+    @property
+    def unit_working_bytes(self) -> int:
+        """Memory of the largest unit."""
+        return max(map(working_bytes, self.units), default=0)
+
+    def expand(self, unit: int) -> ExportUnit:
+        """A unit, spelled out."""
+        assert self.files is not None
+        names = list(self.encodings)
+        fetches, jobs = [], []
+        for number, block in enumerate(self.units[unit]):
+            name, box = names[block.array], block.shards
+            tensor = self.files.tensors[name]
+            fetches.append(Fetch(self.encodings[name], box, tensor.dtype))
+            jobs.append(RowsJob(tensor, box, ((number, _itself(name, box)),)))
+        return ExportUnit(unit, tuple(fetches), tuple(jobs))
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Identifies the result: files and headers of the release and of the adapters, the options, what is written, the units."""
+        identity = hashlib.sha256()
+
+        def add(*facts: object) -> None:
+            identity.update(json.dumps(facts, sort_keys=True).encode())
+
+        add(self.kind, dataclasses.asdict(self.options), self.checkpoint.config)
+        for shard in self.checkpoint.shards:
+            add(shard.name, shard.size, shard.version, [(t.name, t.dtype.name, t.shape, t.offset) for t in shard.tensors])
+        for adapter in self.adapters:
+            add(adapter.identity)
+        for file in self.files.files if self.files else ():
+            add(file.name, file.header.hex())
+        for unit in self.units:
+            add([(block.array, block.shards) for block in unit])
+        return identity.hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """Where the release comes from."""
+        return {
+            "kind": self.kind,
+            "source": self.checkpoint.root,
+            "adapters": [adapter.record() for adapter in self.adapters],
+            "plan": self.hash,
+            "options": dataclasses.asdict(self.options),
+            "versions": versions(),
+            "merged": dict(self.merging.touched),
+            "dropped": dict(self.plan.dropped),
+        }
+
+    def stage(self) -> bytes:
+        """The inputs, compressed; `load` makes the same plan of them."""
+        inputs = {
+            "kind": self.kind,
+            "options": dataclasses.asdict(self.options),
+            "source": self.checkpoint.to_json(),
+            "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
+            "hash": self.hash,
+        }
+        return gzip.compress(json.dumps(inputs).encode(), compresslevel=5, mtime=0)
+
+    def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
+        """Makes the release's files, at their full size."""
+        assert self.files is not None
+        index = {} if self.files.index is None else {INDEX: self.files.index}
+        release_target.prepare(staging, ((file.name, file.header, file.size) for file in self.files.files), {**self.small, **index})
+
+    def write(self, staging: Staging, unit: ExportUnit, made: Sequence[np.ndarray]) -> None:
+        """Writes the rows of a unit to their places, and enters the unit in the ledger."""
+        release_target.write_unit(staging, unit.id, [(job.tensor, job.box, rows) for job, rows in zip(unit.jobs, made, strict=True)])
+
+    def assemble(self, staging: Staging, overwrite: bool) -> None:
+        """Publishes the release.
+
+        Raises:
+          StorageError: the release or an adapter changed meanwhile.
+          release_target.IncompleteError: units are missing.
+        """
+        assert self.files is not None
+        for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)):
+            files.check()
+        release_target.assemble(staging, len(self.units), ((file.name, file.size) for file in self.files.files), self.record(), overwrite)
+
+    def unreadable(self) -> list[Problem]:
+        """The files whose end can't be read."""
+        return [problem for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
+
+
+def load(inputs: Mapping[str, Any]) -> Merge:
+    """The merge that `Merge.stage` staged."""
+    lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
+    adapters = [Adapter(Checkpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    return plan_merge(MergeOptions(**inputs["options"] | {"lora": lora}), Checkpoint.from_json(inputs["source"]), adapters)
+
+
+def plan_merge(options: MergeOptions, checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> Merge:
+    """Plans a merge. What stands against it is in `plan.problems`."""
+    source = open_source(checkpoint)
+    aliases = _aliases(checkpoint)
+    spelled = {rename(name, aliases): name for name in source.encodings}
+    model_type = str(checkpoint.config.get("model_type", ""))
+    merging = merge(source.renamed(aliases).encodings, adapters, aliases, model_type, source.lost)
+    problems = [*checkpoint.problems, *source.problems, *merging.problems]
+    if not adapters:
+        problems.append(Problem("option", "--lora", "names no adapter to merge"))
+    touched = {spelled[name]: merging.encodings[name] for name in merging.touched}
+    quantised = {name for name in touched if source.encodings[name].label}
+    replaced = {tensor: f"codes or scales of {name}, which is merged" for name in quantised for tensor in _companions(checkpoint, source, name)}
+    quantization, why = _quantization(checkpoint, source, quantised)
+    problems += why
+    encodings: dict[str, Encoding] = {}
+    for stored, tensor in checkpoint.tensors.items():
+        if stored not in replaced and stored not in quantised:
+            encodings[stored] = touched.get(stored, Plain(tensor))
+    encodings |= {name: touched[name] for name in quantised}
+    merged = dataclasses.replace(merging, touched={spelled[name]: by for name, by in merging.touched.items()})
+    if problems:
+        return Merge(options, checkpoint, tuple(adapters), Plan("identity", (), replaced, tuple(problems)), {}, None, (), merged)
+    where = {name: tensor.path.rpartition("/")[2] for name, tensor in checkpoint.tensors.items()}
+    order = {name: where.get(name) or where[encoding.weight.name] for name, encoding in encodings.items()}
+    wanted = [(name, _dtype(name, encoding, quantised, checkpoint), encoding.shape) for name, encoding in encodings.items()]
+    files = plan_files(wanted, order, options.max_shard_size)
+    units = largest_first(pack([(block,) for block in _blocks(encodings, files, options.unit_bytes)], options.unit_bytes))
+    plan = Plan("identity", (), replaced, ())
+    return Merge(options, checkpoint, tuple(adapters), plan, encodings, files, tuple(units), merged, quantization, warnings=files.warnings)
+
+
+def _aliases(checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Other spellings of the tensors' names, where the model is one that there is a table for."""
+    try:
+        return family_of(Config(checkpoint.config), None).aliases
+    except (ConfigError, UnknownFamilyError):
+        return {}
+
+
+def _companions(checkpoint: Checkpoint, source: Source, name: str) -> set[str]:
+    """The stored tensors of a quantised weight: those that it is decoded from, and others that lie below its name."""
+    encoding = source.encodings[name]
+    read = {part.tensor.name for part in encoding.reads(whole(encoding.shape)) if isinstance(part, BoxRead)}
+    stem = name.removesuffix(".weight")
+    below = {stored for stored in checkpoint.tensors if stored.startswith((f"{stem}.", f"{name}.")) and stored not in source.encodings}
+    return read | below | {encoding.weight.name}
+
+
+def _dtype(name: str, encoding: Encoding, quantised: Collection[str], checkpoint: Checkpoint) -> np.dtype:
+    """What a tensor is written in: its own dtype, a quantised one in the model's."""
+    if name not in quantised:
+        return checkpoint.tensors[name].dtype
+    said = checkpoint.config.get("torch_dtype") or checkpoint.config.get("dtype")
+    return np.dtype(getattr(ml_dtypes, str(said), None) or str(said)) if said in ("bfloat16", "float16", "float32") else np.dtype(ml_dtypes.bfloat16)
+
+
+def _quantization(checkpoint: Checkpoint, source: Source, merged: Collection[str]) -> tuple[dict[str, Any] | None, list[Problem]]:
+    """`quantization_config` once these quantised weights aren't any more, and what stands against it."""
+    if not merged:
+        return None, []
+    if not any(encoding.label for name, encoding in source.encodings.items() if name not in merged):
+        return {}, []
+    found = checkpoint.config.get("quantization_config")
+    said = found if isinstance(found, dict) else {}
+    method = str(said.get("quant_method", "")).lower()
+    if (field := KEPT_MODULES.get(method)) is None:
+        message = f"is quantised ({method or 'without a quantization_config'}), and its format can't say that some of its weights aren't; dequantise it first"
+        return None, [Problem("quantised", sorted(merged)[0], message)]
+    kept = said.get(field)
+    default = [] if isinstance(kept, list) else ["lm_head"]  # what transformers takes where the field is missing
+    modules = [name.removesuffix(".weight") for name in sorted(merged)]
+    return {**said, field: [*(kept if isinstance(kept, list) else default), *(name for name in modules if name not in (kept or ()))]}, []
+
+
+def _itself(name: str, box: Box) -> Piece:
+    """A box of a tensor as the same box of the same tensor."""
+    sizes = extent(box)
+    view = View(box, (1,) * len(box), tuple((n,) for n in sizes), tuple(((0, n),) for n in sizes))
+    return Piece(name, view, view, tuple(range(len(box))), ())
+
+
+def _blocks(encodings: Mapping[str, Encoding], files: FileLayout, unit_bytes: int) -> Iterator[Block]:
+    """Boxes of the tensors, each as many rows as fit into a unit."""
+    for number, (name, encoding) in enumerate(encodings.items()):
+        tensor, shape = files.tensors[name], encoding.shape
+        axis = next((axis for axis in range(len(shape)) if axis not in encoding.indivisible), None)
+        size = 1 if axis is None else shape[axis]
+        one = _working_bytes(encoding, tensor, _cut(shape, axis, 0, 1))
+        many = max(1, _working_bytes(encoding, tensor, whole(shape)) - one) / max(1, size - 1)  # for each further row
+        rows = max(1, int((unit_bytes - one) / many))
+        parts = -(-size // rows) if size else 1
+        for part in range(parts):
+            box = _cut(shape, axis, size * part // parts, size * (part + 1) // parts)
+            yield Block(number, box, _working_bytes(encoding, tensor, box), (encoding.weight.path, encoding.weight.offset))
+
+
+def _cut(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> Box:
+    return tuple((min(start, size), min(stop, size)) if at == axis else (0, size) for at, size in enumerate(shape))
+
+
+def _working_bytes(encoding: Encoding, tensor: Tensor, box: Box) -> int:
+    """Memory for a box: as it is stored, as it is decoded, and as it is written."""
+    made = volume(box) * tensor.dtype.itemsize
+    return stored_bytes(encoding, box) + made * (2 if encoding.label else 1)
