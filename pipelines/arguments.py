@@ -217,6 +217,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where config.json can't settle it")
     add("--vocab_size", type=positive, metavar="N", help="rows of MaxText's embedding: more pads with zeros, fewer cuts")
     add("--mtp", type=boolean, default=DEFAULTS.mtp, metavar="true|false", help="convert the multi-token-prediction layers too")
+    add("--allow_links", type=boolean, default=DEFAULTS.allow_links, metavar="true|false", help="take files of the source that are links to another folder")
     add("--multimodal", type=boolean, default=DEFAULTS.multimodal, metavar="true|false", help="convert the vision and audio towers too")
     add("--use_ocdbt", type=boolean, default=DEFAULTS.use_ocdbt, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
     add("--use_zarr3", type=boolean, default=DEFAULTS.use_zarr3, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")

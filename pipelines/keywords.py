@@ -35,6 +35,7 @@ class OptionKeywords(TypedDict, total=False):
     vocab_size: int | None
     mtp: bool
     multimodal: bool
+    allow_links: bool
     use_ocdbt: bool
     use_zarr3: bool
     compression: str

@@ -38,7 +38,7 @@ def prepare_conversion(source: str, options: Options, hf_token_secret: str | Non
     if not source:
         raise Refused("--source is missing: the folder with config.json and the safetensors files")
     name_secret(hf_token_secret)
-    return plan_with(options, open_source(source))
+    return plan_with(options, open_source(source, options.allow_links))
 
 
 def plan_with(options: Options, checkpoint: Checkpoint) -> Conversion:
@@ -70,14 +70,14 @@ def open_adapters(options: Options) -> list[Adapter]:
     return adapters
 
 
-def open_source(source: str) -> Checkpoint:
+def open_source(source: str, allow_links: bool = False) -> Checkpoint:
     """The weights that `--source` names.
 
     Raises:
       Refused: there are none, or they can't be looked at.
     """
     try:
-        return open_checkpoint(source)
+        return open_checkpoint(source, allow_links)
     except StorageError as e:
         raise Refused(str(e)) from e
     except OSError as e:  # of a folder that can't be looked at

@@ -17,7 +17,7 @@ from typing import Any
 import apache_beam as beam
 import tensorstore as ts
 
-from weightbeam.formats.orbax import STEP, find_items, open_arrays
+from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of
 from weightbeam.formats.printable import printable
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.storage.token import name_secret
@@ -154,7 +154,7 @@ def verify(
         elif not source:
             raise Refused("--source is missing: only a virtual checkpoint has its source with it")
         stores = open_arrays(items)
-        opened = open_source(source) if source else open_own_source(items)
+        opened = open_source(source, bool(record_of(items).get("options", {}).get("allow_links"))) if source else open_own_source(items)
     except StorageError as e:
         raise Refused(str(e)) from e
     except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from weightbeam.formats.safetensors.header import BAD_NAME, DTYPE_NAMES, DTYPES, MAX_HEADER, UNPRINTABLE, HeaderError, Tensor, check_pointer, header_of, require
+from weightbeam.formats.safetensors.kinds import describe_other, hint, snapshot_in
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
 
 INDEX = "model.safetensors.index.json"
+SINGLE, CONSOLIDATED = "model.safetensors", "consolidated"  # a release in one file, and how Mistral's own format of the same weights is named
 HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
 GPTQ_CONFIG, AWQ_CONFIG = "quantize_config.json", "quant_config.json"  # where AutoGPTQ and AutoAWQ do
 QUANT_CONFIGS = (HF_QUANT_CONFIG, GPTQ_CONFIG, AWQ_CONFIG)
@@ -110,36 +112,48 @@ class Checkpoint:
                 raise StorageError(f"{shard.path} changed while it was converted ({', '.join(changed)}); start anew with --overwrite")
 
 
-def open_checkpoint(where: str | Path | Store) -> Checkpoint:
+def open_checkpoint(where: str | Path | Store, allow_links: bool = False) -> Checkpoint:
     """Reads `config.json`, the index and every header; what is wrong with the files is in `Checkpoint.problems`.
 
+    Args:
+      where: the folder; that of a repository in a hub's cache stands for its snapshot.
+      allow_links: whether files may be links that lead out of the folder.
+
     Raises:
-      StorageError: there is no such folder, or the store doesn't answer.
+      StorageError: there is no such folder, or the store doesn't answer; with what was meant, where that can be told.
     """
-    store = open_store(where)
-    store.check_readable()
+    try:
+        store = open_store(where)
+        store.check_readable()
+    except StorageError as e:
+        raise StorageError(f"{e}{hint(str(where))}") from e
+    store = snapshot_in(store)
     problems: list[Problem] = []
     budget = Budget()
     entries = store.entries()
-    config = read_json(store, "config.json", problems, budget)
+    is_whole = "config.json" in entries and any(_FILE_NAME.fullmatch(name) for name in entries)
+    if not is_whole and INDEX not in entries and (other := describe_other(store, entries)):
+        problem = Problem("missing", "*.safetensors", f"no model in safetensors files in {store}; {other}")
+        return Checkpoint(store.url, {}, (), problems=(problem,))
+    config = read_json(store, "config.json", problems, budget, allow_links)
     if config:
-        config |= {name: read_json(store, name, problems, budget) for name in QUANT_CONFIGS if name in entries}
+        config |= {name: read_json(store, name, problems, budget, allow_links) for name in QUANT_CONFIGS if name in entries}
     on_disk = [name for name in entries if _FILE_NAME.fullmatch(name)]
     weight_map: dict[str, str] | None = None
     if INDEX in entries:
-        weight_map = _read_index(store, budget, problems)
+        weight_map = _read_index(store, problems, budget, allow_links)
         names = sorted(set(weight_map.values()))
+    elif SINGLE in on_disk and all(name == SINGLE or name.startswith(CONSOLIDATED) for name in on_disk):
+        names = [SINGLE]
     elif len(on_disk) > 1:
         problems.append(Problem("index", INDEX, f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model"))
         names = []
     else:
         names = on_disk
         if not names:
-            pickles = sorted(name for name in entries if name.endswith((".bin", ".pt", ".pth")))
-            hint = f"; {pickles[0]} is a pickle file, which can run code when it is loaded: convert it to safetensors first" if pickles else ""
-            problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {store}{hint}"))
+            problems.append(Problem("missing", "*.safetensors", f"no safetensors file in {store}"))
     with concurrent.futures.ThreadPoolExecutor(store.at_a_time) as pool:
-        opened = list(pool.map(lambda name: open_shard(store, name, budget), names))
+        opened = list(pool.map(lambda name: open_shard(store, name, budget, allow_links), names))
     problems += [problem for problem in opened if isinstance(problem, Problem)]
     shards = tuple(shard for shard in opened if isinstance(shard, Shard))
     if weight_map is not None:
@@ -151,10 +165,11 @@ def open_checkpoint(where: str | Path | Store) -> Checkpoint:
     return Checkpoint(store.url, config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
 
 
-def read_json(store: Store, name: str, problems: list[Problem], budget: Budget | None = None) -> dict[str, Any]:
+def read_json(store: Store, name: str, problems: list[Problem], budget: Budget | None = None, allow_links: bool = False) -> dict[str, Any]:
     """A JSON object, or an empty one and a problem."""
     try:
-        store.check_file(name)
+        if not allow_links:
+            store.check_file(name)
         raw = store.read(name, 0, MAX_HEADER + 1)
         if len(raw) > MAX_HEADER:
             raise HeaderError(f"more than {MAX_HEADER:,} bytes")
@@ -173,9 +188,9 @@ def read_json(store: Store, name: str, problems: list[Problem], budget: Budget |
     return {}
 
 
-def _read_index(store: Store, budget: Budget, problems: list[Problem]) -> dict[str, str]:
+def _read_index(store: Store, problems: list[Problem], budget: Budget, allow_links: bool) -> dict[str, str]:
     """The index's `weight_map`, without the entries that can't be right."""
-    index = read_json(store, INDEX, problems, budget)
+    index = read_json(store, INDEX, problems, budget, allow_links)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         if index:
@@ -192,9 +207,10 @@ def _read_index(store: Store, budget: Budget, problems: list[Problem]) -> dict[s
     return good
 
 
-def open_shard(store: Store, name: str, budget: Budget | None = None) -> Shard | Problem:
+def open_shard(store: Store, name: str, budget: Budget | None = None, allow_links: bool = False) -> Shard | Problem:
     try:
-        store.check_file(name)
+        if not allow_links:
+            store.check_file(name)
         file = require(store, name)
         return Shard(name, store.path(name), file.size, file.version, header_of(store, file, budget), file.inode, file.sha256, file.crc32c)
     except FileNotFoundError:

@@ -169,6 +169,8 @@ class Repository(Store):
                 if answer.status_code in (401, 403) and not renewed:
                     _locations.forget(self.repo, self.commit, name, location)
                     continue
+                if (coded := answer.headers.get("Content-Encoding", "identity")) != "identity":
+                    raise StorageError(f"{self.path(name)}: was sent as {coded}, though its bytes as they are were asked for")
                 if answer.status_code == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
                     yield answer
                     return

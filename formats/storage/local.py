@@ -169,7 +169,7 @@ class LocalFolder(Store):
         except RuntimeError as e:
             raise StorageError("a symbolic link that leads back to itself") from e
         if not target.is_relative_to(root) and not (root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"):
-            raise StorageError("a symbolic link that leads out of the folder")
+            raise StorageError("a symbolic link that leads out of the folder; --allow_links true takes it")
 
     def make(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,103 @@
+"""Sources as they come: what isn't a model in safetensors files is named, with what to do; and what is nearly one is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+from support import LLAMA, call, random_tensors, save
+
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.storage import StorageError
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "GGUF": (lambda f: touch(f, "qwen3-q4.gguf"), "GGUF"),
+    "a LoRA adapter": (lambda f: touch(f, "adapter_config.json", "adapter_model.safetensors"), "--lora"),
+    "diffusers": (lambda f: touch(f, "model_index.json", "text_encoder/config.json"), "text_encoder/"),
+    "sentence-transformers": (lambda f: touch(f, "modules.json", "0_Transformer/config.json"), "0_Transformer/"),
+    "pickles": (lambda f: touch(f, "config.json", "pytorch_model.bin"), "pickle"),
+    "an Orbax root": (lambda f: touch(f, "0/items/_METADATA"), "already"),
+    "an Orbax step": (lambda f: touch(f, "_CHECKPOINT_METADATA", "items/_METADATA"), "already"),
+    "an Orbax item": (lambda f: touch(f, "_METADATA", "manifest.ocdbt"), "already"),
+    "a hub's cache": (lambda f: touch(f, "models--Qwen--Qwen3-8B/refs/main"), "hf://Qwen/Qwen3-8B"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_isnt_a_model_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, words = KINDS[kind]
+    (tmp_path / "x").mkdir()
+    make(tmp_path / "x")
+    assert call("plan", "--source", tmp_path / "x") == 2
+    said = capsys.readouterr()
+    assert words in said.out + said.err
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("source", "meant"),
+    [
+        ("Qwen/Qwen3-8B", "hf://Qwen/Qwen3-8B"),
+        ("hf:Qwen/Qwen3-8B", "hf://Qwen/Qwen3-8B"),
+        ("https://huggingface.co/Qwen/Qwen3-8B", "hf://Qwen/Qwen3-8B"),
+        ("https://huggingface.co/Qwen/Qwen3-8B/tree/v1", "hf://Qwen/Qwen3-8B@v1"),
+    ],
+)
+def test_what_was_meant(source: str, meant: str) -> None:
+    with pytest.raises(StorageError, match=f"did you mean {meant}\\?"):
+        open_checkpoint(source)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    for name in ("config.json", "model.safetensors"):
+        with pytest.raises(StorageError, match=f"is a file: name its folder, {folder}"):
+            open_checkpoint(folder / name)
+
+
+def test_mistrals_own_format_beside_the_model(tmp_path: Path) -> None:
+    """`consolidated.safetensors` holds the same weights under other names; transformers reads `model.safetensors`."""
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    save_file(random_tensors(LLAMA), folder / "consolidated.safetensors")
+    opened = open_checkpoint(folder)
+    assert opened.problems == ()
+    assert [shard.name for shard in opened.shards] == ["model.safetensors"]
+    assert opened.ignored == ("consolidated.safetensors",)
+    save_file(random_tensors(LLAMA), folder / "other.safetensors")
+    assert [problem.kind for problem in open_checkpoint(folder).problems] == ["index"]
+
+
+def test_a_cache_s_repository_is_its_snapshot(tmp_path: Path) -> None:
+    root = tmp_path / "models--acme--tiny"
+    snapshot = save(root / "snapshots" / ("0" * 40), LLAMA, random_tensors(LLAMA))
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text("0" * 40)
+    assert open_checkpoint(root).root == str(snapshot)
+    (root / "snapshots" / ("1" * 40)).mkdir()
+    assert open_checkpoint(root).root == str(snapshot)
+    (root / "refs" / "main").unlink()
+    assert "several snapshots" in str(open_checkpoint(root).problems[0])
+
+
+def test_links_to_another_folder_are_allowed_by_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As ComfyUI's users and many clusters have them; conversion and comparison take them alike."""
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere" / "w")
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere" / "w")
+    options = ["--source", folder, "--maxtext_model", "llama2-7b"]
+    assert call("plan", *options) == 2
+    assert "--allow_links true" in capsys.readouterr().err
+    assert call("convert", *options, "--output", tmp_path / "out", "--allow_links", "true") == 0
+    assert json.loads((tmp_path / "out/0/conversion.json").read_text())["options"]["allow_links"] is True
+    assert call("verify", *options, "--checkpoint", tmp_path / "out") == 0
