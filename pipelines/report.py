@@ -89,6 +89,12 @@ def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
         for reason, times in Counter(plan.dropped.values()).items():
             drops.add_row(str(times), reason, examples[reason])
         yield from ("", drops)
+    if conversion.adapters:
+        adapters = Table(">adapter", "weight", "what is done with its tensors")
+        for adapter, uses in zip(conversion.adapters, conversion.uses, strict=False):
+            done = Counter(use.partition(" into ")[0] for use in uses.values())
+            adapters.add_row(adapter.root, f"{adapter.weight:g}", "; ".join(f"{times:,} {what}" for what, times in done.items()))
+        yield from ("", adapters)
     if conversion.checkpoint.ignored:
         yield from ("", f"not in the index, ignored: {', '.join(conversion.checkpoint.ignored)}")
     for warning in collapse(conversion.warnings):
@@ -168,6 +174,10 @@ def json_report(conversion: Conversion, threads: int) -> dict[str, Any]:
         "source": conversion.checkpoint.root,
         "arrays": arrays,
         "dropped": dict(plan.dropped),
+        "adapters": [
+            {"source": adapter.root, "weight": adapter.weight, "r": adapter.config.r, "lora_alpha": adapter.config.alpha, "tensors": dict(uses)}
+            for adapter, uses in zip(conversion.adapters, conversion.uses, strict=False)
+        ],
         "problems": [{"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message} for p in plan.problems],
         "warnings": conversion.warnings,
         "note": plan.note,

@@ -159,6 +159,12 @@ class Conversion:
             if placement.spec:
                 yield from references(array, placement.spec, self.encodings, names)
 
+    @property
+    def uses(self) -> Sequence[Mapping[str, str]]:
+        """For each adapter what each of its tensors is used for; empty where there is no table for the model."""
+        made = self.folding or self.merging
+        return made.uses if made else ()
+
     def check(self) -> None:
         """Checks that the files of the source and of the adapters are those that were planned with.
 

@@ -140,7 +140,7 @@ def _apply(adapter: Adapter, files: Files, changes: dict[str, Change], used: dic
             yield tensor.name, f"is whole, not a LoRA, and can't be merged with the weight {adapter.weight:g}"
         else:
             changes[base].whole.append(tensor)
-            used[tensor.name] = f"replaces {base}"
+            used[tensor.name] = f"put into {base}"
 
 
 def _apply_target(adapter: Adapter, target: Target, files: Files, changes: dict[str, Change], used: dict[str, str]) -> None:
