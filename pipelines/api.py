@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightbeam.pipelines.convert import convert as convert
+    from weightbeam.pipelines.diff import diff as diff
     from weightbeam.pipelines.errors import Busy as Busy
     from weightbeam.pipelines.errors import Failed as Failed
     from weightbeam.pipelines.errors import Refused as Refused
@@ -26,6 +27,7 @@ HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it li
     "convert": "convert",
     "verify": "verify",
     "inspect": "inspect",
+    "diff": "diff",
     "materialize": "materialize",
     "Plan": "plan",
     "Progress": "progress",

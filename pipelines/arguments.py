@@ -92,6 +92,20 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
 
 
+DIFF = """\
+Compares two checkpoints of any kinds, every element of every tensor, in one spelling: releases (quantised ones by their values)
+and Orbax checkpoints, ours or MaxText's, in a folder, gs:// or (releases) hf://. Says of each tensor whether it is equal, rounded
+(no element is off by more than one step of the coarser dtype), changed (largest and mean difference, the share of elements that
+differ, the cosine of the angle between both) or missing. A release beside an Orbax checkpoint is compared as it would be
+converted into it.
+
+  weightbeam diff ~/models/Qwen3-8B qwen3-8b-tuned
+  weightbeam diff hf://Qwen/Qwen3-8B ckpt/0/items --tolerance 1e-2 --json found.json
+
+Exit status: 0 the same within the tolerance, 1 not, 2 they can't be compared.
+"""
+
+
 WATCH = """\
 Converts the releases of the hub that a configuration asks for: looks for models that match, waits until a release is
 complete, refuses it with the reason or converts, verifies and publishes it, and records each step in the output. Any number
@@ -154,6 +168,11 @@ def amount(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0")
     return number
+
+
+def distance(text: str) -> float:
+    """A number from 0 on."""
+    return 0.0 if re.fullmatch(r"0*\.?0*", text) and text not in ("", ".") else amount(text)
 
 
 def secret(text: str) -> str:
@@ -252,6 +271,17 @@ def add_verification(parser: argparse.ArgumentParser) -> None:
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token, for all workers")
 
 
+def add_comparison(parser: argparse.ArgumentParser) -> None:
+    """The options of a comparison of any two checkpoints."""
+    add = parser.add_argument
+    add("a", metavar="A", help="a release or an Orbax checkpoint: a folder, gs:// or (releases) hf://")
+    add("b", metavar="B", help="another")
+    add("--tolerance", type=distance, default=0.0, metavar="X", help="the largest absolute difference of an element that counts as none")
+    add("--json", metavar="FILE", help="write what was found of each tensor as JSON too")
+    add("--maxtext_model", metavar="NAME", help="the MaxText model, where one is an Orbax checkpoint and neither can settle it")
+    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+
+
 def add_inspection(parser: argparse.ArgumentParser) -> None:
     """The options of an inspection; None stands for what the checkpoint says."""
     add = parser.add_argument
@@ -319,6 +349,7 @@ def make_parser() -> argparse.ArgumentParser:
     verify = command("verify", "compare a checkpoint with its source, element by element", VERIFY)
     add_verification(verify)
     add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", MATERIALIZE))
+    add_comparison(command("diff", "compare any two checkpoints, tensor by tensor", DIFF))
     inspect = command("inspect", "show what a checkpoint holds", INSPECT)
     add_inspection(inspect)
     add_watching(command("watch", "convert the hub's releases as they come", WATCH))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.api import Progress as Progress
     from weightbeam.pipelines.api import Refused as Refused
     from weightbeam.pipelines.api import convert as convert
+    from weightbeam.pipelines.api import diff as diff
     from weightbeam.pipelines.api import inspect as inspect
     from weightbeam.pipelines.api import materialize as materialize
     from weightbeam.pipelines.api import plan as plan

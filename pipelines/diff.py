@@ -1,0 +1,389 @@
+"""`weightbeam diff`: two checkpoints of any kinds, tensor by tensor in one spelling.
+
+Two releases are compared under the names of their family's table, quantised tensors by their values. Where one side is an Orbax
+checkpoint, both are compared as MaxText's arrays: a release as it would be converted into that checkpoint. Two Orbax checkpoints are
+compared by MaxText's keys, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from weightbeam.formats.encodings import ContentError, Encoding
+from weightbeam.formats.orbax import find_items, open_arrays
+from weightbeam.formats.orbax_source import OrbaxArray, open_orbax
+from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
+from weightbeam.formats.sources import open_source
+from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.config import Config, ConfigError
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.plan import Array, is_float
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.pipelines.errors import Failed, Refused
+from weightbeam.pipelines.keywords import keywords_of
+from weightbeam.pipelines.prepare import describe, options_of, refuse
+from weightbeam.pipelines.progress import Report, reporter, watch_progress
+from weightbeam.pipelines.report import local_threads
+from weightbeam.pipelines.shell import write_json
+from weightbeam.pipelines.tables import Block, Table, count, page, shape_text, text
+from weightbeam.transforms.conversion import SAVE_DTYPES, prepare
+from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare, cut
+from weightbeam.transforms.execution import decode, make_boxes, read
+from weightbeam.transforms.units import Fetch
+
+MISSING, SHAPE = "missing", "shape"
+SHOWN = 30  # tensors that a report lists
+AT_ONCE = 4  # boxes at most: each takes some 100 MB
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of one side, of which any box can be read.
+
+    Attributes:
+      shape, dtype: of its values.
+      order, grain: how it is cut best, see `differences.cut`.
+      read: the values of a box.
+      lossy: why its values aren't the source's to the bit; None where they are.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    order: tuple[int, ...]
+    grain: tuple[int, ...]
+    read: Callable[[Box], np.ndarray]
+    lossy: str | None = None
+
+
+Side = Mapping[str, Stored]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was found of one tensor.
+
+    Attributes:
+      status: `equal`, `rounded`, `changed`, `missing`, or `shape` where the shapes differ.
+      difference: of the values; None where they weren't compared.
+      message: what is missing where, or which shapes.
+    """
+
+    status: str
+    difference: Difference | None = None
+    message: str | None = None
+
+    def within(self, tolerance: float) -> bool:
+        """Whether no element is further off than `tolerance`."""
+        return self.difference is not None and self.difference.largest <= tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"status": self.status}
+        if self.message:
+            found["message"] = self.message
+        if difference := self.difference:
+            found |= {"elements": difference.elements, "different": difference.different, "share": difference.share}
+            measures = {"max": difference.largest, "mean": difference.mean, "cosine": difference.cosine}
+            found |= {name: value if math.isfinite(value) else str(value) for name, value in measures.items()}  # JSON has no NaN
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What a comparison of two checkpoints found.
+
+    Attributes:
+      a, b: what was compared.
+      tensors: what was found of each, by its name.
+      tolerance: the largest absolute difference of an element that counts as none.
+      left_out: tensors of a release that its table leaves out on purpose, with the reason; they weren't compared.
+    """
+
+    a: str
+    b: str
+    tensors: Mapping[str, Verdict]
+    tolerance: float = 0.0
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every tensor is on both sides, and no element is further off than the tolerance."""
+        return not self.beyond
+
+    @property
+    def beyond(self) -> dict[str, Verdict]:
+        """The tensors that differ beyond the tolerance."""
+        return {name: found for name, found in self.tensors.items() if not found.within(self.tolerance)}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many tensors there are of each status."""
+        counts = Counter(found.status for found in self.tensors.values())
+        return {status: counts[status] for status in (EQUAL, ROUNDED, CHANGED, SHAPE, MISSING) if counts[status] or status != SHAPE}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `weightbeam diff --json` writes."""
+        about = {"a": self.a, "b": self.b, "tolerance": self.tolerance, "ok": self.ok, "counts": self.counts, "left_out": dict(self.left_out)}
+        return about | {"tensors": {name: found.to_dict() for name, found in self.tensors.items()}}
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def blocks(self) -> Iterator[Block]:
+        """What a person sees: the tensors that differ, the furthest first, and how many there are of each kind."""
+        texts = {EQUAL: "equal", ROUNDED: "rounded: no element differs by more than one step of the coarser dtype", CHANGED: "changed"}
+        texts |= {SHAPE: "of another shape", MISSING: "on one side only"}
+        shown = sorted(((name, found) for name, found in self.tensors.items() if found.status != EQUAL), key=lambda item: _rank(item[1]))
+        if shown:
+            table = Table("tensor", "status", ">max", ">mean", ">differ", ">cosine", "")
+            for name, found in shown[:SHOWN]:
+                if found.difference:
+                    measures = [f"{found.difference.largest:.3g}", f"{found.difference.mean:.3g}"]
+                    measures += [f"{100 * found.difference.share:.3g} %", f"{found.difference.cosine:.6f}"]
+                else:
+                    measures = [""] * 4
+                table.add_row(name, found.status, *measures, found.message or "")
+            yield table
+            if len(shown) > SHOWN:
+                yield f"… and {len(shown) - SHOWN:,} more; --json FILE has all"
+            yield ""
+        yield f"{count(len(self.tensors), 'tensor')} of {self.a} and {self.b}"
+        yield from (f"  {number:>6,} {texts[status]}" for status, number in self.counts.items() if number)
+        if self.left_out:
+            yield f"  {len(self.left_out):>6,} of the release not compared: its table leaves them out on purpose"
+        if beyond := len(self.beyond):
+            yield f"{count(beyond, 'tensor')} differ beyond the tolerance of {self.tolerance:g}"
+
+    def __str__(self) -> str:
+        return text(self.blocks(), None)
+
+    def _repr_html_(self) -> str:
+        return page(self.blocks())
+
+
+def _rank(found: Verdict) -> tuple[int, float]:
+    """What differs most comes first."""
+    return [MISSING, SHAPE, CHANGED, ROUNDED, EQUAL].index(found.status), -found.difference.largest if found.difference else 0.0
+
+
+def diff(
+    a: str,
+    b: str,
+    *,
+    tolerance: float = 0.0,
+    maxtext_model: str | None = None,
+    hf_token_secret: str | None = None,
+    progress: bool | Report = True,
+) -> Comparison:
+    """Compares two checkpoints of any kinds, every element, in bounded memory. What differs doesn't raise: see `Comparison.ok`.
+
+    Args:
+      a, b: releases (quantised or not) or Orbax checkpoints (a root, a step or an item): folders, `gs://…`, releases also `hf://…`.
+      tolerance: the largest absolute difference of an element that counts as none.
+      maxtext_model: the MaxText model, where a release is compared with an Orbax checkpoint and neither says it.
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
+      progress: shown on standard error, told to a callback, or False for neither.
+
+    Raises:
+      Refused: one of them can't be looked at, or problems stand against it.
+      Failed: it failed on the way.
+    """
+    name_secret(hf_token_secret)
+    if not tolerance >= 0:
+        raise Refused(f"--tolerance={tolerance}: should be a number from 0 on")
+    where = [_look(place) for place in (a, b)]
+    sides, left_out = _in_one_spelling(where, maxtext_model)
+    tensors = compare_sides(*sides, names=(a, b), report=reporter(progress))
+    return Comparison(a, b, tensors, tolerance, left_out)
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Compares, reports, and says whether they are the same within the tolerance."""
+    if rest:
+        raise Refused(f"unknown arguments: {' '.join(rest)}")
+    found = diff(**keywords_of(args, diff))
+    if args.json:
+        write_json(args.json, found.to_dict())
+    print(found)
+    return 0 if found.ok else 1
+
+
+def _look(where: str) -> Checkpoint | Store:
+    """A release by its headers, or the item of an Orbax checkpoint.
+
+    Raises:
+      Refused: neither can be found there.
+    """
+    try:
+        store = open_store(where)
+        store.check_readable()
+        if any(name.endswith(".safetensors") or name == "config.json" for name in store.entries()):
+            return open_checkpoint(store)
+        return find_items(store)
+    except StorageError as e:
+        raise Refused(str(e)) from e
+    except OSError as e:
+        raise Refused(f"{where}: {reason(e)}") from e
+
+
+def _in_one_spelling(where: Sequence[Checkpoint | Store], model: str | None) -> tuple[tuple[Side, Side], dict[str, str]]:
+    """Both sides under the same names, and what of a release has no place there."""
+    releases = [place for place in where if isinstance(place, Checkpoint)]
+    if len(releases) == 2:
+        families = [_family(release, model) for release in releases]
+        known = families[0] if all(family is families[0] for family in families) else None
+        return (_tensors(releases[0], known), _tensors(releases[1], known)), {}
+    if not releases:
+        first, second = (_arrays(items) for items in where if isinstance(items, Store))
+        return (first, second), {}
+    (items,) = (place for place in where if isinstance(place, Store))
+    there = _arrays(items)
+    here, left_out = _converted(releases[0], items, there, model)
+    return (here, there) if isinstance(where[0], Checkpoint) else (there, here), left_out
+
+
+def _family(release: Checkpoint, model: str | None) -> Family | None:
+    """The family of a release, whose table names its tensors; None where there is no table."""
+    try:
+        return family_of(Config(release.config), model)
+    except (ConfigError, UnknownFamilyError):
+        return None
+
+
+def _tensors(release: Checkpoint, family: Family | None) -> Side:
+    """A release's own tensors; quantised ones by their values in float32."""
+    source = open_source(release)
+    source = source.renamed(family.aliases) if family else source
+    problems = [problem for problem in (*release.problems, *source.problems) if (problem.kind, problem.subject) != ("missing", "config.json")]
+    if problems:
+        raise Refused(f"{release.root}: {count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    return {name: _stored(encoding) for name, encoding in source.encodings.items()}
+
+
+def _arrays(items: Store) -> Side:
+    """An Orbax checkpoint's weights by MaxText's keys."""
+    try:
+        return {key: _stored(array) for key, array in open_orbax(items).weights.items()}
+    except StorageError as e:
+        raise Refused(str(e)) from e
+
+
+def _stored(encoding: Encoding | OrbaxArray) -> Stored:
+    """A tensor in a release's file, or an array of an Orbax checkpoint."""
+    dtype = np.dtype(np.float32)
+    if encoding.label is None:
+        dtype = encoding.dtype if isinstance(encoding, OrbaxArray) else encoding.weight.dtype
+
+    def fetch(box: Box) -> np.ndarray:
+        fetches = [Fetch(cast(Encoding, encoding), box, dtype)]
+        return decode(fetches, read(fetches)[0])[0]
+
+    order = tuple(axis for axis in encoding.order if axis not in encoding.indivisible)
+    grain = encoding.chunk if isinstance(encoding, OrbaxArray) else (1,) * len(encoding.shape)
+    return Stored(encoding.shape, dtype, order, grain, fetch)
+
+
+def _converted(release: Checkpoint, items: Store, there: Side, model: str | None) -> tuple[Side, dict[str, str]]:
+    """A release as the arrays that it would become in an Orbax checkpoint, and what is left out of them.
+
+    Raises:
+      Refused: it can't be converted so.
+    """
+    try:
+        options = options_of(items, open_arrays(items), {"maxtext_model": model})
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise Refused(f"{items}: can't be read: {e}") from e
+    if not any(".layers." in key or key.endswith(".layers") for key in there):
+        scanned = not any(".layers_" in key for key in there)
+        options = dataclasses.replace(options, scan_layers=scanned)
+    dtypes = Counter(stored.dtype.name for stored in there.values() if stored.dtype.name in SAVE_DTYPES)
+    if dtypes:
+        options = dataclasses.replace(options, save_dtype=dtypes.most_common(1)[0][0])
+    conversion = prepare(options, release)
+    refuse(conversion, conversion.plan.problems)
+    grids = {grid.spec.key: grid for grid in conversion.grids}
+
+    def stored(array: Array) -> Stored:
+        other = there.get(array.key)
+        dtype = other.dtype if other and is_float(array.dtype) and other.dtype.name in SAVE_DTYPES else array.dtype
+        made = dataclasses.replace(array, dtype=dtype)
+        order = tuple(reversed(grids[array.key].growth))
+        return Stored(array.shape, dtype, order, (1,) * len(array.shape), lambda box: make_boxes([(made, box)], conversion.encodings)[0][0], array.lossy)
+
+    return {array.key: stored(array) for array in conversion.plan.arrays}, dict(conversion.plan.dropped)
+
+
+def compare_sides(a: Side, b: Side, *, names: tuple[str, str] = ("the first", "the second"), report: Report | None = None) -> dict[str, Verdict]:
+    """Compares what two sides hold under the same names, boxes of a tensor at a time, some at once.
+
+    Raises:
+      Failed: a file can't be read, or holds what can't be right.
+    """
+    found: dict[str, Verdict] = {}
+    for name in [*a, *(name for name in b if name not in a)]:
+        if name not in a or name not in b:
+            found[name] = Verdict(MISSING, message=f"not in {names[0] if name in b else names[1]}")
+        elif a[name].shape != b[name].shape:
+            found[name] = Verdict(SHAPE, message=f"{shape_text(a[name].shape)} and {shape_text(b[name].shape)}")
+        else:
+            found[name] = Verdict(EQUAL)  # keeps the order
+    differences = {name: Difference() for name, verdict in found.items() if verdict.status == EQUAL}
+    boxes = ((name, box) for name in differences for box in _cut(a[name], b[name]))
+    total = sum(math.prod(a[name].shape) * a[name].dtype.itemsize for name in differences)
+    done, lock, ended = 0, threading.Lock(), threading.Event()
+
+    def work() -> None:
+        """Compares boxes as long as there are any."""
+        nonlocal done
+        while not ended.is_set():
+            with lock:
+                name, box = next(boxes, ("", ()))
+            if not name:
+                return
+            values = a[name].read(box)
+            difference = compare(values, b[name].read(box))
+            with lock:
+                differences[name] += difference
+                done += values.nbytes
+
+    threads = min(AT_ONCE, local_threads())
+    with watch_progress(total, lambda: done, "comparing", report), concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        try:
+            for future in concurrent.futures.as_completed([pool.submit(work) for _ in range(threads)]):
+                future.result()
+        except (StorageError, ContentError) as e:
+            raise Failed(f"  {e}") from e
+        finally:
+            ended.set()
+    for name, verdict in found.items():
+        if verdict.status == EQUAL:
+            difference = differences.get(name, Difference())
+            lossy = a[name].lossy or b[name].lossy
+            found[name] = Verdict(ROUNDED if lossy and difference.status == EQUAL else difference.status, difference, lossy)
+    return found
+
+
+def _cut(a: Stored, b: Stored) -> Iterator[Box]:
+    """The boxes in which a tensor is read from both sides: cut as the side whose chunks are decoded whole wants it."""
+    grain = tuple(map(max, a.grain, b.grain)) if a.shape else ()
+    first = a if max(a.grain, default=1) == 1 else b
+    return cut(a.shape, max(a.dtype.itemsize, b.dtype.itemsize), first.order, grain)
+
+
+if __name__ == "__main__":
+    from weightbeam.pipelines.cli import main
+
+    sys.exit(main(["diff", *sys.argv[1:]]))

@@ -1,0 +1,156 @@
+"""`weightbeam diff`: releases, quantised releases and Orbax checkpoints of other writers against each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, call, convert, random_tensors, save, split
+
+import weightbeam
+from weightbeam.formats.encodings.quantizing import quantization_config, quantize, why_kept
+
+
+def statuses(*arguments: object, status: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """What `diff --json` says of each tensor."""
+    assert call("diff", *arguments, "--json", folder / "found.json") == status
+    return json.loads((folder / "found.json").read_bytes())["tensors"]
+
+
+def kinds(found: dict[str, dict[str, Any]]) -> dict[str, int]:
+    told = [each["status"] for each in found.values()]
+    return {status: told.count(status) for status in set(told)}
+
+
+def test_the_same_in_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other files, another order, float32 in place of bfloat16: nothing differs."""
+    tensors = random_tensors(LLAMA)
+    a = save(tmp_path / "a", LLAMA, tensors)
+    b = save(tmp_path / "b", LLAMA, *split({name: values.astype(F32) for name, values in reversed(tensors.items())}, 3))
+    assert kinds(statuses(a, b, status=0, folder=tmp_path)) == {"equal": len(tensors)}
+    told = capsys.readouterr().out
+    assert f"{len(tensors)} tensors of {a} and {b}" in told
+    assert f"{len(tensors)} equal" in told
+
+
+def test_what_differs_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One value changed, one tensor rounded, one missing on each side, one of another shape: each by its name, with the measures."""
+    tensors = {name: values.astype(F32) + np.float32(1e-6) for name, values in random_tensors(LLAMA).items()}
+    other: dict[str, np.ndarray] = dict(tensors)
+    norm, gate, up, head = "model.norm.weight", "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
+    other[norm] = tensors[norm].copy()
+    other[norm][3] += 0.5
+    other[gate] = tensors[gate].astype(BF16)
+    other["extra.weight"] = other.pop(head)
+    other[up] = tensors[up][:-1]
+    a, b = save(tmp_path / "a", LLAMA, tensors), save(tmp_path / "b", LLAMA, other)
+    found = statuses(a, b, status=1, folder=tmp_path)
+    assert kinds(found) == {"equal": len(tensors) - 4, "changed": 1, "rounded": 1, "missing": 2, "shape": 1}
+    assert found[head] == {"status": "missing", "message": f"not in {b}"}
+    assert found["extra.weight"] == {"status": "missing", "message": f"not in {a}"}
+    assert (found[norm]["different"], found[norm]["share"]) == (1, 1 / tensors[norm].size)
+    x, y = (side[norm].astype(np.float64) for side in (tensors, other))
+    np.testing.assert_allclose([found[norm][key] for key in ("max", "mean")], [np.abs(x - y).max(), np.abs(x - y).mean()])
+    np.testing.assert_allclose(found[norm]["cosine"], (x @ y) / np.sqrt((x @ x) * (y @ y)))
+    told = capsys.readouterr().out
+    assert "5 tensors differ beyond the tolerance of 0" in told
+    assert call("diff", a, a) == 0
+
+
+def test_tolerance(tmp_path: Path) -> None:
+    """Of the largest difference of an element; what is missing is never within it."""
+    tensors = random_tensors(LLAMA)
+    other = {name: values.astype(F32) + np.float32(0.01) for name, values in tensors.items()}
+    a, b = save(tmp_path / "a", LLAMA, tensors), save(tmp_path / "b", LLAMA, other)
+    assert call("diff", a, b) == 1
+    assert call("diff", a, b, "--tolerance", "0.02") == 0
+    assert call("diff", a, b, "--tolerance", "0.005") == 1
+    del other["lm_head.weight"]
+    assert call("diff", a, save(tmp_path / "c", LLAMA, other), "--tolerance", "10") == 1
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "x", "inf"])
+def test_tolerances_that_nobody_means(tmp_path: Path, text: str) -> None:
+    assert call("diff", tmp_path, tmp_path, "--tolerance", text) == 2
+
+
+def test_a_quantised_release_against_its_values(tmp_path: Path) -> None:
+    """FP8 beside bfloat16 that was dequantised from it: rounded; beside the original: changed, and close to it."""
+    tensors = random_tensors(DEEPSEEK)
+    stored, dequantised = {}, {}
+    for name, values in tensors.items():
+        if why_kept(name, values.shape):
+            stored[name] = dequantised[name] = values
+        else:
+            stored[name], stored[f"{name}_scale_inv"] = quantize(values, name)
+            rows, columns = (np.arange(n) // 128 for n in values.shape)
+            dequantised[name] = (stored[name].astype(F32) * stored[f"{name}_scale_inv"][rows][:, columns]).astype(BF16)
+    config = DEEPSEEK | {"quantization_config": quantization_config([])}
+    original, fp8, back = save(tmp_path / "a", DEEPSEEK, tensors), save(tmp_path / "q", config, stored), save(tmp_path / "d", DEEPSEEK, dequantised)
+    found = statuses(fp8, back, status=1, folder=tmp_path)
+    assert set(found) == set(tensors)
+    assert kinds(found).keys() == {"equal", "rounded"}
+    found = statuses(original, fp8, status=1, folder=tmp_path)
+    changed = [each for each in found.values() if each["status"] == "changed"]
+    assert changed
+    assert all(each["cosine"] > 0.999 for each in changed)
+
+
+@pytest.mark.parametrize("options", [(), ("--scan_layers", "false"), ("--save_dtype", "float32")])
+def test_a_release_and_its_checkpoint(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Either way round; exact arrays are equal, scaled ones are rounded as documented; a change is found in the array that holds it."""
+    source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    step = convert(source, tmp_path / "out", *options)
+    found = statuses(source, tmp_path / "out", status=0, folder=tmp_path)
+    assert statuses(step / "items", source, status=0, folder=tmp_path) == found
+    assert kinds(found).keys() <= {"equal", "rounded"}
+    other = random_tensors(LLAMA)
+    other["model.norm.weight"].view(np.uint16)[3] ^= 1 << 7
+    found = statuses(save(tmp_path / "other", LLAMA, other), step, status=1, folder=tmp_path)
+    assert [name for name, each in found.items() if each["status"] == "changed"] == ["params.params.decoder.decoder_norm.scale"]
+
+
+def test_orbax_checkpoints_of_two_writers(tmp_path: Path) -> None:
+    """Ours, and a training state of nnx that stock Orbax saved, with `value` leaves and an optimizer: the weights are compared, nothing else."""
+    source = save(tmp_path / "source", QWEN3_MOE, random_tensors(QWEN3_MOE))
+    step = convert(source, tmp_path / "out")
+    weights = ocp.PyTreeCheckpointer().restore(step / "items")["params"]["params"]
+    state = {"params": {"params": _boxed(weights)}, "opt_state": {"count": np.int32(3)}, "step": np.int64(7)}
+    with ocp.CheckpointManager(tmp_path / "trained") as manager:
+        manager.save(7, args=ocp.args.Composite(items=ocp.args.PyTreeSave(state)))
+    assert kinds(statuses(tmp_path / "out", tmp_path / "trained", status=0, folder=tmp_path)).keys() == {"equal"}
+
+
+def _boxed(tree: Any) -> Any:
+    return {key: _boxed(value) for key, value in tree.items()} if isinstance(tree, dict) else {"value": tree}
+
+
+def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No traceback: what, where, why."""
+    source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    (tmp_path / "empty").mkdir()
+    assert call("diff", source, tmp_path / "empty") == 2
+    assert "no Orbax checkpoint" in capsys.readouterr().err
+    assert call("diff", tmp_path / "none", source) == 2
+    assert "no such folder" in capsys.readouterr().err
+    broken = save(tmp_path / "broken", LLAMA, random_tensors(LLAMA))
+    data = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(data[:-10])
+    assert call("diff", source, broken) == 2
+    assert "truncated" in capsys.readouterr().err
+
+
+def test_from_python(tmp_path: Path) -> None:
+    """A value with everything in it; nothing is printed."""
+    a = save(tmp_path / "a", LLAMA, random_tensors(LLAMA))
+    found = weightbeam.diff(str(a), str(a), progress=False)
+    assert found.ok
+    assert found.counts["equal"] == len(found.tensors)
+    assert json.loads(found.to_json())["ok"] is True
+    assert "equal" in found._repr_html_()
+    with pytest.raises(weightbeam.Refused, match="tolerance"):
+        weightbeam.diff(str(a), str(a), tolerance=-1.0)

@@ -1,0 +1,105 @@
+"""Differences of arrays against numpy on the whole, rounding against real casts, and boxes that tile an array."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import BF16, FP8
+
+from weightbeam.model_mappings.boxes import volume
+from weightbeam.transforms import differences
+from weightbeam.transforms.differences import Difference, compare, cut, spacing
+
+RNG = np.random.default_rng(3)
+F16, F64 = np.dtype(np.float16), np.dtype(np.float64)
+
+
+def test_measures_are_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over many slabs, and in any order of boxes."""
+    monkeypatch.setattr(differences, "SLAB", 7)
+    a = RNG.standard_normal((13, 11)).astype(np.float32)
+    b = np.where(RNG.random((13, 11)) < 0.3, a + RNG.standard_normal((13, 11)).astype(np.float32), a).astype(np.float32)
+    for found in (compare(a, b), compare(a[5:], b[5:]) + compare(a[:5], b[:5])):
+        assert (found.status, found.elements, found.different) == ("changed", 143, int((a != b).sum()))
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        np.testing.assert_allclose([found.largest, found.mean, found.share], [np.abs(x - y).max(), np.abs(x - y).mean(), (a != b).mean()])
+        np.testing.assert_allclose(found.cosine, (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, FP8, np.dtype(ml_dtypes.float8_e5m2)])
+def test_one_cast_is_rounded(dtype: np.dtype) -> None:
+    """Of numbers of all magnitudes that the dtype has, subnormal ones too."""
+    info = ml_dtypes.finfo(dtype)
+    exponents = RNG.uniform(info.minexp - info.nmant, info.maxexp - 1, 10_000)
+    values = (RNG.choice([-1, 1], 10_000) * 2.0**exponents).astype(np.float32)
+    values[77] = 1.0
+    cast = values.astype(dtype)
+    assert compare(values, cast).status == compare(cast, values).status == "rounded"
+    assert compare(cast, cast).status == "equal"
+    off = cast.astype(np.float32)
+    off[77] += 2 * spacing(np.ones(1), dtype)[0]
+    found = compare(off, cast)
+    assert (found.status, found.beyond) == ("changed", 1)
+
+
+def test_a_step_of_the_same_dtype_is_rounded() -> None:
+    """As where a factor was folded in and out again: neighbours in bfloat16; two steps aren't."""
+    a = np.array([1.0, -3.0, 1e-3, 0.0], BF16)
+    for steps, status in ((1, "rounded"), (2, "changed")):
+        b = (a.view(np.uint16) + np.array([steps, 0, 0, 0], np.uint16)).view(BF16)
+        assert compare(a, b).status == status
+
+
+def test_special_values() -> None:
+    a = np.array([np.nan, np.inf, -np.inf, 0.0], np.float32)
+    assert compare(a, np.array([-np.nan, np.inf, -np.inf, -0.0], np.float32)).status == "equal"
+    found = compare(a, np.array([1.0, np.inf, -np.inf, 0.0], np.float32))
+    assert (found.status, found.different, math.isnan(found.largest)) == ("changed", 1, True)
+    found = compare(a[1:], np.array([np.inf, np.inf, 0.0], np.float32))
+    assert (found.status, found.largest) == ("changed", math.inf)
+    assert math.isnan((Difference() + compare(a, np.ones(4, np.float32)) + compare(a[3:], a[3:])).largest)
+
+
+def test_integers_are_equal_or_changed() -> None:
+    a = np.array([1, 2, 2**40], np.int64)
+    assert compare(a, a).status == "equal"
+    assert compare(a, a + np.array([0, 1, 0])).status == "changed"
+    assert compare(np.array([True]), np.array([False])).status == "changed"
+
+
+def test_empty_and_zeros() -> None:
+    empty = compare(np.zeros((0, 3), BF16), np.zeros((0, 3), BF16))
+    assert (empty.status, empty.mean, empty.share, empty.cosine) == ("equal", 0.0, 0.0, 1.0)
+    assert compare(np.zeros(3, BF16), np.ones(3, BF16)).cosine == 0.0
+
+
+SHAPES = st.lists(st.integers(0, 40), max_size=4).map(tuple)
+
+
+@given(SHAPES, st.data())
+@settings(deadline=None)
+def test_boxes_tile_the_array(shape: tuple[int, ...], data: st.DataObject) -> None:
+    grain = tuple(data.draw(st.integers(1, max(1, size))) for size in shape)
+    order = data.draw(st.permutations(range(len(shape)))) if shape else []
+    order = order[: data.draw(st.integers(0, len(order)))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(differences, "BOX_BYTES", data.draw(st.integers(2, 300)))
+        patch.setattr(differences, "MOST_BYTES", most := data.draw(st.integers(300, 3000)))
+        boxes = list(cut(shape, 2, order, grain))
+    seen = np.zeros(shape, np.int64)
+    for box in boxes:
+        seen[tuple(slice(*span) for span in box)] += 1
+        assert volume(box) * 2 <= most
+    assert (seen == 1).all()
+
+
+def test_chunks_are_whole_where_they_fit() -> None:
+    """Chunks of 8 MiB in bfloat16: four in a box, along the axis that is cut first."""
+    boxes = list(cut((4096, 8, 4096), 2, (1, 0), (2048, 1, 2048)))
+    assert len(boxes) == 8
+    assert boxes[0] == ((0, 4096), (0, 1), (0, 4096))
