@@ -13,7 +13,7 @@ For a llama-like, a MoE-like (bf16) and an FP8 checkpoint of about 2 GB each (`b
 - Peak memory comes from one more conversion and one more stock save, which are watched (`measure.tree_bytes`).
 - *read amplification*: what the conversion got from read(2), less what `weightbeam plan` on the same model got (the interpreter,
   the libraries and the headers), by the bytes of the tensors.
-- *shuffled*: the descriptors of all units, by the bytes of the tensors.
+- *shuffled*: the numbers of all units, by the bytes of the tensors.
 - *flushes*: calls of fsync, fdatasync and their kin in one more conversion, under strace if the machine has it.
 
 Then the peak memory of a Llama-like model of 1 GB and of one of 8 GB (`--memory`: their layers).
@@ -32,6 +32,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import apache_beam as beam
 
 from benchmarks import models
 from benchmarks.figures import Figure, report
@@ -179,8 +181,9 @@ def measure_memory(folder: Path, layers: Sequence[int]) -> list[Figure]:
 
 
 def shuffled_bytes(conversion: Conversion) -> int:
-    """Bytes of the descriptors that cross the shuffle before the work; after it only the units' numbers do."""
-    return sum(len(conversion.expand(unit).pack()) for unit in range(len(conversion.units)))
+    """Bytes that cross the shuffle before the work, as Beam encodes them."""
+    coder = beam.coders.registry.get_coder(beam.typehints.Tuple[int, bool])
+    return sum(len(coder.encode((number, False))) for number in range(len(conversion.units)))
 
 
 def tell(kind: str, text: str) -> None:

@@ -20,6 +20,7 @@ from weightbeam.formats.staging import Staging
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.progress import Report, quiet, seldom, watch_progress
 from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, memory_bound, thread_bytes
+from weightbeam.pipelines.runners.failure import RunnerError
 from weightbeam.pipelines.tables import human
 from weightbeam.transforms.conversion import Conversion
 
@@ -36,7 +37,7 @@ LOG = logging.getLogger("weightbeam")
 POLL = 30.0  # seconds between looks at a job's counters
 
 
-class JobError(Exception):
+class JobError(RunnerError):
     """A job ended otherwise than done."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
+from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
 from apache_beam.runners.runner import PipelineResult
 
 from weightbeam.formats.encodings import ContentError
@@ -20,10 +20,12 @@ from weightbeam.formats.storage.token import secret
 from weightbeam.pipelines import dataflow
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.notebook import as_in_a_script
-from weightbeam.pipelines.options import LOCAL_RUNNER, make_pipeline, pipeline_options
+from weightbeam.pipelines.options import make_pipeline, pipeline_options
 from weightbeam.pipelines.output import share_left
 from weightbeam.pipelines.progress import LINE_EVERY, Report, quiet, seldom, watch_progress
 from weightbeam.pipelines.report import threads_of
+from weightbeam.pipelines.runners import local
+from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.staged import remember
@@ -36,7 +38,7 @@ def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, ove
         pipeline
         | "Units" >> beam.Create([len(conversion.units)])
         | ExpandUnits(staging, conversion.hash)
-        | ReadBoxes(budget, secret())
+        | ReadBoxes(staging, conversion.hash, budget, secret())
         | Dequantize()
         | Reshape()
         | Stack()
@@ -103,8 +105,9 @@ def execute(
     if on_dataflow:
         dataflow.settle(options, conversion, str(staging.final))
         dataflow.check_alone(options)
+    threads = threads_of(options.get_all_options(drop_default=True))
     try:
-        pipeline = make_pipeline(options)
+        pipeline = make_pipeline(options, threads * conversion.unit_working_bytes)
     except ValueError as e:
         raise RefusedError(str(e)) from e
     noise = io.StringIO()
@@ -115,7 +118,7 @@ def execute(
         remember(conversion)
         left = int(conversion.made_bytes * share_left(staging, conversion))
         with as_in_a_script():
-            build(pipeline, conversion, staging, overwrite, threads_of(options.get_all_options(drop_default=True)) * conversion.options.unit_bytes)
+            build(pipeline, conversion, staging, overwrite, threads * conversion.options.unit_bytes)
         if on_dataflow:
             dataflow.note_job(staging, options)
             return dataflow.run(pipeline, left, noise, report)
@@ -131,8 +134,7 @@ def execute(
 
 def _written(conversion: Conversion, staging: Staging, left: int, options: PipelineOptions) -> Callable[[], int]:
     """How to know the bytes written of those that were left: by a counter where the workers are threads, else by the ledger."""
-    threads = options.view_as(DirectOptions).direct_running_mode != "multi_processing"
-    if options.view_as(StandardOptions).runner == LOCAL_RUNNER and threads:
+    if options.view_as(StandardOptions).runner == local.RUNNER:
         before = WRITTEN.total
         return lambda: WRITTEN.total - before
     return seldom(lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left, LINE_EVERY)
@@ -140,7 +142,7 @@ def _written(conversion: Conversion, staging: Staging, left: int, options: Pipel
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:
     """What to tell of a failure; the rest goes into a file beside the units."""
-    last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    last = last_words(error)
     content = isinstance(error, ContentError) or any(f"{kind.__name__}: " in last for kind in ContentError.__subclasses__())
     lines = [f"  {last}"]
     with contextlib.suppress(OSError):

@@ -22,17 +22,14 @@ from apache_beam.options.pipeline_options import (
     WorkerOptions,
 )
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
-from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.runner import create_runner
-from apache_beam.transforms.environments import EmbeddedPythonGrpcEnvironment
 
 from weightbeam.pipelines import dataflow
 from weightbeam.pipelines.arguments import add_conversion, add_output
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.report import local_threads
+from weightbeam.pipelines.runners import local
 
-LOCAL_RUNNER = "FnApiRunner"
-NEVER = -1  # milliseconds between flushes; 0 would stand for Beam's default
 PORTABLE = ("PortableRunner", "FlinkRunner", "SparkRunner")
 IMAGE = "WEIGHTBEAM_IMAGE"  # in the environment: the image that this runs in, which workers can run too (deploy/Dockerfile)
 SETUP_FILE = Path(__file__).resolve().parents[1] / "setup.py"  # there in a checkout, not where the package was installed from a wheel
@@ -73,7 +70,7 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
     runner = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     runner.add_argument("--runner")
     with contextlib.suppress(ValueError, ImportError):  # an unknown runner, or one that isn't installed, is refused below
-        create_runner(runner.parse_known_args(list(arguments))[0].runner or LOCAL_RUNNER)  # a runner's options are known once it is loaded
+        create_runner(runner.parse_known_args(list(arguments))[0].runner or local.RUNNER)  # a runner's options are known once it is loaded
     parser = _Parser(add_help=False, allow_abbrev=False)
     for options in {cls.__name__: cls for cls in PipelineOptions.__subclasses__()}.values():
         options._add_argparse_args(parser)
@@ -97,6 +94,8 @@ def _find_problems(options: PipelineOptions, command: str, places: Mapping[str, 
     validator = PipelineOptionsValidator(options, runner)
     for kind in (PortableOptions, SetupOptions, WorkerOptions):  # those that look at the options alone
         yield from options.view_as(kind).validate(validator)
+    if name == local.RUNNER:
+        yield from local.find_problems(options)
     if name == dataflow.RUNNER:
         yield from dataflow.find_problems(options, runner)
     if name == "PortableRunner" and not options.view_as(PortableOptions).job_endpoint:
@@ -129,10 +128,10 @@ def pipeline_options(arguments: Sequence[str], ours: Mapping[str, Any] | None = 
     options = PipelineOptions(list(arguments), **(ours or {}))
     standard, direct = options.view_as(StandardOptions), options.view_as(DirectOptions)
     short = {known.removesuffix("Runner").lower(): known for known in StandardOptions.KNOWN_RUNNER_NAMES}
-    name = (standard.runner or LOCAL_RUNNER).rpartition(".")[2].lower().removesuffix("runner")
+    name = (standard.runner or local.RUNNER).rpartition(".")[2].lower().removesuffix("runner")
     standard.runner = short.get(name, standard.runner)  # Beam knows them by several names
-    if standard.runner in ("DirectRunner", LOCAL_RUNNER):
-        standard.runner = LOCAL_RUNNER
+    if standard.runner in ("DirectRunner", local.RUNNER):
+        standard.runner = local.RUNNER
         if not any(argument.split("=")[0] == "--direct_num_workers" for argument in arguments):
             direct.direct_num_workers = local_threads()
     if in_containers(options) and not _has_package(options):
@@ -143,21 +142,18 @@ def pipeline_options(arguments: Sequence[str], ours: Mapping[str, Any] | None = 
     return options
 
 
-def make_pipeline(options: PipelineOptions) -> beam.Pipeline:
-    """A pipeline on the runner that the options name; on the local one with threads, unless processes are asked for.
+def make_pipeline(options: PipelineOptions, stage_bytes: int = 0) -> beam.Pipeline:
+    """A pipeline on the runner that the options name; the local one is ours.
 
-    Beam's own `multi_threading` loses elements: once a second a thread of its own flushes what a worker puts out, and drops what
-    the worker writes meanwhile (apache/beam, sdks/python/apache_beam/runners/worker/data_plane.py,
-    `TimeBasedBufferingClosableOutputStream.flush`, 2.77.0). So the threads are the same, without that flush.
+    Args:
+      options: Beam's.
+      stage_bytes: memory that the stages need in one process.
 
     Raises:
       ValueError: there is no such runner.
     """
-    direct = options.view_as(DirectOptions)
-    if options.view_as(StandardOptions).runner != LOCAL_RUNNER or direct.direct_running_mode == "multi_processing":
-        return beam.Pipeline(options=options)
-    direct.direct_running_mode = "in_memory"  # else the runner would put an environment of its own in the place of this one
-    return beam.Pipeline(FnApiRunner(EmbeddedPythonGrpcEnvironment(data_buffer_time_limit_ms=NEVER)), options)
+    runner = local.LocalRunner(stage_bytes) if options.view_as(StandardOptions).runner == local.RUNNER else None
+    return beam.Pipeline(runner, options)
 
 
 def in_containers(options: PipelineOptions) -> bool:

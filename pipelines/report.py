@@ -18,7 +18,7 @@ from weightbeam.transforms.mesh import base_rules, model_rules
 
 BASE_BYTES = 384 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
 TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
-UNIT_BYTES = 10 << 10  # of the assembly, for each unit: its descriptor, its ledger entry, the keys of its database
+UNIT_BYTES = 10 << 10  # of the assembly, for each unit: its ledger entry, the keys of its database
 THREADS_PER_CORE, MAX_THREADS = 2, 32  # one thread reads or writes while another computes
 
 

@@ -28,6 +28,7 @@ from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import check_options, make_pipeline, pipeline_options
 from weightbeam.pipelines.prepare import SHOWN, open_adapters, open_source, options_of, refuse
 from weightbeam.pipelines.progress import Report, quiet, reporter, watch_progress
+from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.pipelines.shell import write_json
 from weightbeam.pipelines.tables import CELL, count, page
 from weightbeam.pipelines.virtual import check_files, open_own_source
@@ -210,7 +211,7 @@ def execute(conversion: Conversion, items: Store, skipped: set[str], sample: flo
                 pipeline.run().wait_until_finish()
             return read_findings(file, len(todo))
         except Exception as e:
-            raise Failed(f"  {(str(e).strip().splitlines() or [type(e).__name__])[-1]}") from e
+            raise Failed(f"  {last_words(e)}") from e
 
 
 if __name__ == "__main__":

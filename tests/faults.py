@@ -25,7 +25,7 @@ from hostile import snapshot
 from support import HERE, call
 
 STAGES = {  # stage -> the module and the name of the function that does it
-    "reading": ("weightbeam.transforms.stages", "read_boxes"),
+    "reading": ("weightbeam.transforms.execution", "read"),
     "writing": ("weightbeam.transforms.stages", "write_unit"),
     "merging": ("weightbeam.formats.ocdbt", "merge"),
     "publishing": ("weightbeam.formats.orbax", "publish"),

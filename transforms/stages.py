@@ -2,8 +2,9 @@
 
     ExpandUnits ▸ (Reshuffle) ▸ ReadBoxes ▸ Dequantize ▸ Reshape ▸ Stack ▸ WriteChunks ▸ AssembleCheckpoint
 
-Only unit descriptors cross a shuffle before the work and only unit ids after it. From ReadBoxes to WriteChunks one `Work`
-goes by reference. Every stage counts its bytes and its milliseconds, under its own name.
+Only the numbers of units cross a shuffle, before the work and after it; a worker looks up in its own copy of the plan what a
+number means. From ReadBoxes to WriteChunks one `Work` goes by reference. Every stage counts its bytes and its milliseconds,
+under its own name.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class StageFn(beam.DoFn):
 
 
 class _ReadBoxesFn(StageFn):
-    def __init__(self, budget: int | None, secret: str | None):
+    def __init__(self, staging: Staging, plan_hash: str, budget: int | None, secret: str | None):
         super().__init__()
-        self.budget, self.secret = budget, secret
+        self.staging, self.plan_hash, self.budget, self.secret = staging, plan_hash, budget, secret
 
     def setup(self) -> None:
         name_secret(self.secret)
@@ -65,8 +66,9 @@ class _ReadBoxesFn(StageFn):
         work.stored, nbytes = execution.read(work.unit.fetches, work.arena.empty)
         return nbytes
 
-    def process(self, descriptor: bytes) -> Iterator[Work]:
-        unit = Unit.unpack(descriptor)
+    def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
+        number, is_done = todo
+        unit = Unit.done(number) if is_done else load_staged(self.staging, self.plan_hash).expand(number)
         yield self.timed(Work(unit, take(unit.working_bytes, self.budget)))  # WriteChunks gives the arena back
 
 
@@ -111,17 +113,14 @@ class _WriteChunksFn(StageFn):
 
 
 class ExpandUnits(beam.PTransform):
-    """The number of units -> their descriptors, from the staged plan, spread over the workers in their order.
-
-    One worker does all of it: that takes 0.1 to 2 ms a unit, and each that took part would have to make the plan first.
-    """
+    """How many units there are -> the number of each and whether it is done, spread over the workers in their order."""
 
     def __init__(self, staging: Staging, plan_hash: str):
         super().__init__()
         self.staging, self.plan_hash = staging, plan_hash
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan_hash)).with_output_types(bytes) | beam.Reshuffle()
+        return pcoll | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan_hash)).with_output_types(tuple[int, bool]) | beam.Reshuffle()
 
 
 class _ExpandFn(beam.DoFn):
@@ -131,26 +130,24 @@ class _ExpandFn(beam.DoFn):
     def setup(self) -> None:
         self.done = self.staging.done()  # once: asking for each unit would take a bucket longer than all of the rest
 
-    def process(self, units: int) -> Iterator[bytes]:
+    def process(self, units: int) -> Iterator[tuple[int, bool]]:
         if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
-            conversion = load_staged(self.staging, self.plan_hash)
-            for unit in range(units):
-                # A unit that is done goes through empty, so that the assembly happens even if nothing else is left to do.
-                yield (Unit.done(unit) if unit in self.done else conversion.expand(unit)).pack()
+            for number in range(units):
+                yield number, number in self.done  # those too: so the assembly happens even if nothing else is left to do
 
 
 class ReadBoxes(beam.PTransform):
-    """Descriptor of a unit -> Work with the stored boxes; waits while the units of this process would take more than `budget` bytes.
+    """Number of a unit, and whether it is done -> Work with the stored boxes, as the staged plan says.
 
-    `secret` names where the workers find the hub's token.
+    Waits while the units of this process would take more than `budget` bytes. `secret` names where the workers find the hub's token.
     """
 
-    def __init__(self, budget: int | None = None, secret: str | None = None):
+    def __init__(self, staging: Staging, plan_hash: str, budget: int | None = None, secret: str | None = None):
         super().__init__()
-        self.budget, self.secret = budget, secret
+        self.fn = _ReadBoxesFn(staging, plan_hash, budget, secret)
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(_ReadBoxesFn(self.budget, self.secret)).with_output_types(Work)
+        return pcoll | beam.ParDo(self.fn).with_output_types(Work)
 
 
 class Dequantize(beam.PTransform):

@@ -1,4 +1,4 @@
-"""Units: what Beam moves. Whole shards of one or several arrays, and the boxes to read for them.
+"""Units: what a worker does in one go. Whole shards of one or several arrays, and the boxes to read for them.
 
 A unit's working set (boxes read, their decoded values, and the shards made of them) is bounded. Units never cut across a row
 of a tensor, so that every source byte is read once. The largest come first.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import pickle
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -115,7 +113,7 @@ def largest_first(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]
     """The same units in the order of their sizes; those of one size stay in the order of the source's bytes.
 
     However many the workers are, none has more than one unit more to do than another. So it is where each takes the next unit
-    when it is ready for one, and where they are dealt out in turn, once, as Beam's local runner does it: what a worker gets in
+    when it is ready for one, as in a local run, and where they are dealt out in turn, once: what a worker gets in
     one round is at most what any other got in the round before.
     """
     return sorted(units, key=working_bytes, reverse=True)
@@ -168,7 +166,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit of work, complete in itself: a worker needs nothing else to do it."""
+    """A unit of work, spelled out: which boxes to read, and what to make of them."""
 
     id: int
     fetches: tuple[Fetch, ...]
@@ -192,15 +190,6 @@ class Unit:
             if fetch.encoding.label is not None:
                 total += aligned(volume(fetch.box) * fetch.dtype.itemsize)
         return total
-
-    def pack(self) -> bytes:
-        """The descriptor that crosses the shuffle, a few KB; a local runner holds those of all units."""
-        return zlib.compress(pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL), level=1)
-
-    @staticmethod
-    def unpack(descriptor: bytes) -> Unit:
-        """The unit that `pack` packed."""
-        return pickle.loads(zlib.decompress(descriptor))
 
 
 def fetches_of(blocks: Sequence[Block], arrays: Sequence[Array], grids: Sequence[Grid]) -> dict[str, list[tuple[Box, bool]]]:

@@ -15,7 +15,7 @@ import pytest
 from faults import STAGES, arguments, is_published, run
 from hostile import snapshot
 from soak import bundles_twice, kill_and_resume
-from support import BF16, HERE, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
+from support import BF16, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
 
 SHARD = "model-00002-of-00002.safetensors"
 
@@ -149,31 +149,3 @@ def test_a_disk_that_fills_up(source: Path, small_disk: Path) -> None:
         (resumed,) = run([go(source, output, "--resume")])
         assert resumed["status"] == 0, resumed
         assert_whole(output)
-
-
-DYING = """
-import os, sys
-if any("sdk_worker" in argument for argument in sys.orig_argv):
-    sys.path[:0] = {path!r}
-    import weightbeam.transforms.stages as stages
-    original = stages.write_unit
-    def write_unit(staging, unit, *rest):
-        if unit % 3 == 2:
-            os._exit(3)
-        return original(staging, unit, *rest)
-    stages.write_unit = write_unit
-"""
-
-
-def test_a_worker_process_that_dies(source: Path, tmp_path: Path) -> None:
-    """`os._exit` in a stage of a worker: the run ends with a message instead of waiting forever, and `--resume` finishes."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(DYING.format(path=[str(HERE.parent)]))
-    output = tmp_path / "out"
-    command = [os.sys.executable, "-m", "weightbeam.pipelines.convert", *arguments(source, output)[1:], "--direct_running_mode=multi_processing"]
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path / 'site'}:{HERE.parent}"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert_failed(dict(status=ran.returncode, message=ran.stderr), output, "--resume")
-    (resumed,) = run([go(source, output, "--resume")])
-    assert resumed["status"] == 0, resumed
-    assert_whole(output)

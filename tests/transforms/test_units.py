@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import heapq
-import threading
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import apache_beam as beam
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, QWEN3_MOE, headers_only
 
-from weightbeam.formats.staging import staging_at
-from weightbeam.pipelines.options import make_pipeline, pipeline_options
 from weightbeam.transforms.conversion import Options, prepare
-from weightbeam.transforms.staged import remember
-from weightbeam.transforms.stages import ExpandUnits
-from weightbeam.transforms.units import Block, Unit, largest_first, working_bytes
+from weightbeam.transforms.units import Block, largest_first, working_bytes
 
 LLAMA_405B = LLAMA_8B | dict(hidden_size=16384, num_attention_heads=128, intermediate_size=53248, num_hidden_layers=126)
 MODELS = {"llama 8b": LLAMA_8B, "llama 405b": LLAMA_405B, "deepseek v3": DEEPSEEK_V3 | dict(num_hidden_layers=20)}
@@ -67,41 +60,6 @@ def test_nor_with_any_sizes(sizes: list[int], workers: int) -> None:
     made = list(map(working_bytes, ordered))
     for shares in (dealt(made, workers), taken(made, workers)):
         assert np.ptp(shares) <= max(sizes, default=0)
-
-
-class Collect(beam.DoFn):
-    """Keeps what each bundle is given."""
-
-    bundles: ClassVar[list[list[int]]] = []
-    lock = threading.Lock()
-
-    def start_bundle(self) -> None:
-        self.held: list[int] = []
-
-    def process(self, descriptor: bytes) -> None:
-        self.held.append(Unit.unpack(descriptor).id)
-
-    def finish_bundle(self) -> None:
-        with self.lock:
-            self.bundles.append(self.held)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("unit_bytes", [16 << 20, 128 << 20])
-def test_beams_local_runner_deals_so(workers: int, unit_bytes: int, tmp_path: Path) -> None:
-    """The real runner, and the pipeline as far as the shuffle."""
-    conversion = prepare(Options(mesh=("fsdp=16",), unit_bytes=unit_bytes), headers_only(LLAMA_8B))
-    sizes = list(map(working_bytes, conversion.units))
-    Collect.bundles = []
-    options = pipeline_options([f"--direct_num_workers={workers}"])
-    staging = staging_at(tmp_path, 0, conversion.hash)
-    staging.create(conversion.stage())
-    remember(conversion)
-    with make_pipeline(options) as pipeline:
-        _ = pipeline | beam.Create([len(sizes)]) | ExpandUnits(staging, conversion.hash) | beam.ParDo(Collect())
-    assert sorted(unit for bundle in Collect.bundles for unit in bundle) == list(range(len(sizes)))
-    assert len(Collect.bundles) == workers
-    assert np.ptp([sum(sizes[unit] for unit in bundle) for bundle in Collect.bundles]) <= max(sizes)
 
 
 @pytest.mark.parametrize("config", [DEEPSEEK, QWEN3_MOE], ids=["deepseek", "qwen3 moe"])

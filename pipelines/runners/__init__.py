@@ -1,0 +1,1 @@
+"""Where a pipeline runs: in this process, on a cluster's engine, on Dataflow."""

@@ -1,0 +1,193 @@
+"""Local runs: nobody can reach them, no element is lost, threads share the work, and what goes wrong is said at once."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import apache_beam as beam
+import pytest
+import yaml
+from servers.hub import FakeHub
+from support import LLAMA, LLAMA_8B, call, random_tensors, save, split
+
+from weightbeam.pipelines.options import make_pipeline, pipeline_options
+from weightbeam.pipelines.runners.local import ThreadError, run_threads
+
+ROOT = Path(__file__).parents[2]
+
+WATCHING = """
+import os, psutil
+from weightbeam.transforms import work
+add = work.Tally.add
+def watched(self, n):  # called by a thread that has just done a part of the work
+    kinds = {found.laddr for found in psutil.Process().net_connections("all") if found.status == psutil.CONN_LISTEN}
+    with open(os.environ["SEEN"], "a") as seen:
+        print(len(kinds), flush=True, file=seen)
+    add(self, n)
+work.Tally.add = watched
+"""
+
+
+class Watched:
+    """Runs commands in processes of their own that note what they listen on each time that a thread has done a part of the work."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.source = save(folder / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
+        (folder / "site").mkdir()
+        (folder / "site" / "sitecustomize.py").write_text(WATCHING)
+
+    def listening(self, *command: object, **environment: str) -> list[int]:
+        """How many sockets the command listened on, at each look."""
+        seen = self.folder / "seen"
+        seen.write_text("")
+        path = os.pathsep.join([str(self.folder / "site"), str(ROOT)])
+        words = [sys.executable, "-m", f"weightbeam.pipelines.{command[0]}", *map(str, command[1:])]
+        ran = subprocess.run(words, env=os.environ | environment | {"PYTHONPATH": path, "SEEN": str(seen)}, capture_output=True, text=True, timeout=120)
+        assert ran.returncode == 0, ran.stderr
+        return [int(line) for line in seen.read_text().split()]
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    return Watched(tmp_path)
+
+
+def test_the_looks_see_a_port(tmp_path: Path) -> None:
+    """Else the tests below would prove nothing."""
+    listen = "import socket; s = socket.socket(); s.bind(('localhost', 0)); s.listen()\n"
+    script = f"{listen}{WATCHING}\nwork.Tally().add(1)"
+    subprocess.run([sys.executable, "-c", script], env=os.environ | {"SEEN": str(tmp_path / "seen"), "PYTHONPATH": str(ROOT)}, check=True)
+    assert (tmp_path / "seen").read_text() == "1\n"
+
+
+def test_convert_and_verify_listen_nowhere(watched: Watched) -> None:
+    output = watched.folder / "out"
+    found = watched.listening("convert", "--source", watched.source, "--output", output, "--unit_bytes", "8000", "--direct_num_workers=4")
+    assert len(found) > 10
+    assert set(found) == {0}
+    found = watched.listening("verify", "--source", watched.source, "--checkpoint", output)
+    assert len(found) > 10
+    assert set(found) == {0}
+
+
+def test_materialize_listens_nowhere(watched: Watched) -> None:
+    virtual = watched.folder / "virtual"
+    assert call("convert", "--source", watched.source, "--output", virtual, "--virtual", "--scan_layers", "false") == 0
+    found = watched.listening("materialize", virtual, "--output", watched.folder / "out", "--unit_bytes", "8000")
+    assert len(found) > 5
+    assert set(found) == {0}
+
+
+def test_a_watchers_conversion_listens_nowhere(watched: Watched) -> None:
+    """The watcher has no receiver here, and what it starts has none either."""
+    with FakeHub() as hub:
+        hub.add("acme/tiny", watched.source)
+        settings = dict(output=str(watched.folder / "out"), models=["acme/*"], quiet_minutes=0, verify=1, targets=[dict(name="any")])
+        (watched.folder / "watch.yaml").write_text(yaml.safe_dump(settings))
+        found = watched.listening("watch", "--config", watched.folder / "watch.yaml", "--once", **hub.env(), HF_HOME="/nonexistent")
+    assert len(found) > 5
+    assert set(found) == {0}
+
+
+def test_processes_are_refused(watched: Watched, capfd: pytest.CaptureFixture[str]) -> None:
+    """Beam's own would talk through ports."""
+    output = watched.folder / "out"
+    assert call("convert", "--source", watched.source, "--output", output, "--direct_running_mode=multi_processing") == 2
+    assert "ports" in capfd.readouterr().err
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("limit", [1_000_000, 1_500_000, 2_000_000])
+def test_too_little_memory_for_threads(tmp_path: Path, limit: int) -> None:
+    """`ulimit -v`, in KiB: the run works or ends with a message, and never waits for a thread that isn't there."""
+    source = save(tmp_path / "hf", LLAMA_8B | LLAMA, *split(random_tensors(LLAMA), 2))
+    command = [sys.executable, "-m", "weightbeam.pipelines.convert", "--source", source, "--output", tmp_path / "out", "--direct_num_workers=8"]
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit << 10, limit << 10))
+
+    ran = subprocess.run(list(map(str, command)), env=os.environ | {"PYTHONPATH": str(ROOT)}, preexec_fn=limited, capture_output=True, text=True, timeout=120)
+    assert ran.returncode in (0, 1), ran.stderr
+    assert (ran.returncode == 0) == (tmp_path / "out" / "0" / "commit_success.txt").exists()
+    if ran.returncode:
+        assert "ulimit -v" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+
+class Share(beam.DoFn):
+    """The first element takes long; whoever has it does no other meanwhile."""
+
+    others = threading.Event()
+    lock = threading.Lock()
+    done: ClassVar[list[int]] = []
+
+    def process(self, number: int) -> None:
+        if number == 0:
+            assert self.others.wait(60), "the others' elements wait behind this one"
+        with self.lock:
+            self.done.append(number)
+            if len(self.done) == 40:
+                self.others.set()
+
+
+def test_a_thread_that_is_ready_takes_the_next_element() -> None:
+    """No element waits for a thread that is busy while another one has nothing to do."""
+    Share.done.clear()
+    Share.others.clear()
+    with make_pipeline(pipeline_options(["--direct_num_workers=2"])) as pipeline:
+        _ = pipeline | beam.Create(range(41)) | beam.Reshuffle() | beam.ParDo(Share())
+    assert sorted(Share.done) == list(range(41))
+
+
+class Fail(beam.DoFn):
+    """One element fails when another thread is in the middle of one."""
+
+    barrier = threading.Barrier(2)
+    done: ClassVar[list[int]] = []
+
+    def process(self, number: int) -> None:
+        if number < 2:
+            self.barrier.wait(60)
+        if number == 0:
+            raise KeyError("the first")
+        time.sleep(0.2)
+        self.done.append(number)
+
+
+def test_the_others_stop_when_one_fails() -> None:
+    """What is in the middle of an element ends it; no other is begun; the error is the stage's own."""
+    Fail.done.clear()
+    pipeline = make_pipeline(pipeline_options(["--direct_num_workers=2"]))
+    _ = pipeline | beam.Create(range(30)) | beam.Reshuffle() | beam.ParDo(Fail())
+    with pytest.raises(KeyError, match=r"the first \[while running 'ParDo\(Fail\)'\]"):
+        pipeline.run()
+    assert Fail.done == [1]
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were started end, and the message says what to do."""
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("worker-"):
+            if len(started) == 2:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+        start(thread)
+
+    stopped = threading.Event()
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start"):
+        run_threads([lambda: stopped.wait(60)] * 4, stopped.set)
+    assert not any(thread.is_alive() for thread in started)
+    started.clear()
+    with pytest.raises(ThreadError, match="--direct_num_workers"), make_pipeline(pipeline_options(["--direct_num_workers=4"])) as pipeline:
+        _ = pipeline | beam.Create(range(10))
