@@ -15,7 +15,7 @@ import numpy as np
 
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import Empty
-from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.stack import Make, stack
@@ -100,13 +100,16 @@ def plan_boxes(wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Enco
     return fetches, jobs
 
 
-def make_boxes(wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Encoding], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+def make_boxes(
+    wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Encoding], empty: Empty = np.empty, results: Sequence[Empty] | None = None
+) -> tuple[list[np.ndarray], int]:
     """Boxes of arrays, read and made here and now; what they share of a tensor is read once.
 
     Args:
       wanted: arrays, each with a box of it.
       encodings: how the tensors are stored, by name.
-      empty: makes the arrays of every step.
+      empty: makes what is read and decoded.
+      results: make what is returned, one for each box; `empty` where nothing is given.
 
     Returns:
       An array for each in C order, and the bytes read from the files.
@@ -118,6 +121,7 @@ def make_boxes(wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Enco
     fetches, jobs = plan_boxes(wanted, encodings)
     stored, nbytes = read(fetches, empty)
     values = decode(fetches, stored, empty)
-    made = [make(job, arrange(fetches, values, job.pieces), empty) for job in jobs]
-    shapes = [tuple(stop - start for start, stop in job.box) for job in jobs]
-    return [array.reshape(shape) for array, shape in zip(made, shapes, strict=True)], nbytes
+    made = []
+    for job, result in zip(jobs, results or [empty] * len(jobs), strict=True):
+        made.append(make(job, arrange(fetches, values, job.pieces), result).reshape(extent(job.box)))
+    return made, nbytes

@@ -81,8 +81,8 @@ class Source(Protocol):
     url: str
     arrays: Mapping[str, Described]
 
-    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
-        """Boxes of arrays, read and made in arrays that `empty` makes, and the bytes that were read.
+    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
+        """Boxes of arrays, and the bytes that were read. `empty` makes what is read on the way, `results` what is returned, one for each.
 
         Raises:
           StorageError: a file can't be read, or ends too early.
@@ -99,16 +99,14 @@ class Source(Protocol):
         ...
 
 
-def narrow(values: np.ndarray, dtype: np.dtype, key: str, empty: Empty = np.empty) -> np.ndarray:
+def cast(values: np.ndarray, dtype: np.dtype, key: str, empty: Empty = np.empty) -> np.ndarray:
     """The values in another dtype: floats by one cast from float32, integers if each of them fits.
 
     Raises:
       ContentError: an integer doesn't fit.
     """
-    if values.dtype == dtype:
-        return values
     made = empty(values.shape, dtype)
-    if is_float(values.dtype) and is_float(dtype):
+    if values.dtype == dtype or (is_float(values.dtype) and is_float(dtype)):
         copy(values, made)
         return made
     np.copyto(made, values, casting="unsafe")
@@ -142,13 +140,20 @@ class Release:
         stored = (self.conversion.encodings[name].weight for name in names if name in self.conversion.encodings)
         return next(((tensor.path, tensor.offset) for tensor in stored), ("", 0))
 
-    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
-        arrays = []
-        for key, _, dtype in wanted:
-            array = self._arrays[key]
-            arrays.append(dataclasses.replace(array, dtype=dtype) if is_float(array.dtype) and is_float(dtype) else array)
-        made, nbytes = make_boxes([(array, want.box) for array, want in zip(arrays, wanted, strict=True)], self.conversion.encodings, empty)
-        return [narrow(values, want.dtype, want.key, empty) for values, want in zip(made, wanted, strict=True)], nbytes
+    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
+        boxes, makers, later = [], [], {}
+        for number, (want, result) in enumerate(zip(wanted, results or [empty] * len(wanted), strict=True)):
+            array = self._arrays[want.key]
+            if array.dtype != want.dtype and is_float(array.dtype) and is_float(want.dtype):
+                array = dataclasses.replace(array, dtype=want.dtype)
+            if array.dtype != want.dtype:  # integers of another size
+                later[number], result = result, empty
+            boxes.append((array, want.box))
+            makers.append(result)
+        made, nbytes = make_boxes(boxes, self.conversion.encodings, empty, makers)
+        for number, result in later.items():
+            made[number] = cast(made[number], wanted[number].dtype, wanted[number].key, result)
+        return made, nbytes
 
     def cost(self, key: str, boxes: Sequence[Box]) -> Cost:
         found = fetches_for((self._arrays[key], box) for box in boxes)
@@ -176,15 +181,15 @@ class Tensors:
         axes, grain = (None,) * len(encoding.shape), (1,) * len(encoding.shape)
         return Described(encoding.shape, dtype, axes, None, order, grain, stored + 2 * dtype.itemsize, position)
 
-    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
         reads = [self._encodings[key].reads(box) for key, box, _ in wanted]
         stored, nbytes = read_boxes([read for group in reads for read in group], empty)
         rest = iter(stored)
         made = []
-        for (key, box, dtype), group in zip(wanted, reads, strict=True):
+        for (key, box, dtype), group, result in zip(wanted, reads, results or [empty] * len(wanted), strict=True):
             encoding = self._encodings[key]
             values = encoding.decode([next(rest) for _ in group], box, self.arrays[key].dtype, empty)
-            made.append(narrow(np.ascontiguousarray(values), dtype, key, empty))
+            made.append(cast(values, dtype, key, result))
         return made, nbytes
 
     def cost(self, key: str, boxes: Sequence[Box]) -> Cost:
@@ -211,8 +216,10 @@ class Orbax:
         order = tuple(axis for axis, (size, step) in enumerate(zip(shape, chunk, strict=True)) if step < size)
         return Described(shape, dtype, names, None, order, chunk, 3 * dtype.itemsize)  # a chunk as it is stored, decoded, and what is made
 
-    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
-        made = [empty(extent(box), self.arrays[key].dtype) for key, box, _ in wanted]
+    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
+        makers = list(results or [empty] * len(wanted))
+        plain = [self.arrays[want.key].dtype == want.dtype for want in wanted]
+        made = [(maker if same else empty)(extent(want.box), self.arrays[want.key].dtype) for want, maker, same in zip(wanted, makers, plain, strict=True)]
         reads = [self._read(key, box, into) for (key, box, _), into in zip(wanted, made, strict=True)]
         try:
             for read in reads:
@@ -220,7 +227,10 @@ class Orbax:
         except ValueError as e:  # TensorStore's, of whatever went wrong
             raise StorageError(f"{self.url}: {e}") from e
         nbytes = sum(self.cost(key, [box]).nbytes for key, box, _ in wanted)
-        return [narrow(values, want.dtype, want.key, empty) for values, want in zip(made, wanted, strict=True)], nbytes
+        for number, (want, maker) in enumerate(zip(wanted, makers, strict=True)):
+            if not plain[number]:
+                made[number] = cast(made[number], want.dtype, want.key, maker)
+        return made, nbytes
 
     def _read(self, key: str, box: Box, into: np.ndarray) -> ts.WriteFutures:
         """Begins to read a box into an array."""

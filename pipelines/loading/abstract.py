@@ -1,0 +1,129 @@
+"""Which arrays a program asks for, under which names, and the tree that they become."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Problem, is_float
+from weightbeam.pipelines.loading.sources import Described
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Sharding
+
+PREFIXES = ("", f"{PREFIX}.", PARAMETERS)  # what a tree's keys may lack: nothing, TrainState's field, and the collection too
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An array that is asked for."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Sharding | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Abstract:
+    """What a program asks for.
+
+    Attributes:
+      targets: in the order of the tree's leaves.
+      build: makes the tree of the arrays, in that order.
+    """
+
+    targets: tuple[Target, ...]
+    build: Callable[[Sequence[jax.Array]], Any]
+
+    @property
+    def keys(self) -> set[str]:
+        return {target.key for target in self.targets}
+
+    def prefixed(self, prefix: str) -> Abstract:
+        """The same with keys that begin with `prefix`."""
+        return dataclasses.replace(self, targets=tuple(dataclasses.replace(target, key=prefix + target.key) for target in self.targets))
+
+    def spelled_as(self, keys: Iterable[str]) -> Abstract:
+        """The same with keys as the arrays of a source have them, which may begin with `params.params.` where the tree's don't."""
+        known = set(keys)
+        return max((self.prefixed(prefix) for prefix in PREFIXES), key=lambda spelled: len(spelled.keys & known))
+
+
+def read_tree(tree: Any) -> Abstract:
+    """What a tree of arrays, or of things with `shape` and `dtype` and perhaps a `sharding`, asks for.
+
+    The keys are the leaves' paths, dotted: of nested dicts, of Flax's modules' states and boxed variables, of a flat dict of
+    Orbax's own keys.
+    """
+    import jax
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    targets = []
+    for path, leaf in leaves:
+        names = [_name(entry) for entry in path]
+        if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":  # the box that Flax puts around a variable
+            names.pop()
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            leaf = np.asarray(leaf)
+        targets.append(Target(".".join(names), tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None)))
+    return Abstract(tuple(targets), lambda arrays: jax.tree_util.tree_unflatten(structure, arrays))
+
+
+def _name(entry: Any) -> str:
+    """One step of a leaf's path, of whatever kind JAX or Flax makes it."""
+    return str(next(value for attribute in ("key", "name", "idx") if (value := getattr(entry, attribute, None)) is not None))
+
+
+def every_parameter(arrays: Mapping[str, Described]) -> Abstract:
+    """All parameters of a source, as nested dicts as Orbax restores them."""
+    import jax
+
+    keys = [key for key in arrays if key.startswith(f"{PREFIX}.")] or list(arrays)
+    targets = [Target(key, arrays[key].shape, np.dtype(jax.dtypes.canonicalize_dtype(arrays[key].dtype)), None) for key in keys]
+
+    def build(made: Sequence[jax.Array]) -> Any:
+        tree: dict[str, Any] = {}
+        for key, array in zip(keys, made, strict=True):
+            *folders, last = key.split(".")
+            place = tree
+            for folder in folders:
+                place = place.setdefault(folder, {})
+            place[last] = array
+        return tree
+
+    return Abstract(tuple(targets), build)
+
+
+def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Problem]:
+    """Everything that the tree asks for and the source doesn't have, and the parameters that the tree has no place for."""
+    problems = []
+    for target in abstract.targets:
+        array = arrays.get(target.key)
+        if array is None:
+            problems.append(_problem("missing", target.key, "the tree asks for it, the source doesn't have it"))
+            continue
+        if array.shape != target.shape:
+            problems.append(_problem("shape", target.key, f"the tree asks for {target.shape}, the source makes {array.shape}"))
+        if is_float(array.dtype) != is_float(target.dtype):
+            problems.append(_problem("dtype", target.key, f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}"))
+        if target.sharding is None:
+            problems.append(_problem("sharding", target.key, "no sharding: give the tree's leaves one, or name a mesh"))
+        else:
+            try:
+                target.sharding.shard_shape(target.shape)
+            except ValueError as e:
+                problems.append(_problem("sharding", target.key, str(e)))
+    asked = abstract.keys
+    for key in arrays:
+        if key not in asked and key.startswith(f"{PREFIX}."):
+            problems.append(_problem("unused", key, "the source has it, the tree has no place for it"))
+    return problems
+
+
+def _problem(kind: str, key: str, message: str) -> Problem:
+    return Problem(kind, key, message, is_array=True)

@@ -1,0 +1,258 @@
+"""`weightbeam.load`: a release or a checkpoint onto the devices of a JAX mesh, without a conversion between.
+
+The plan is the converter's, and so are the bits. Reading runs ahead of the devices in a few threads, each with a buffer of its own
+that the next step uses again.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weightbeam.formats.storage import StorageError
+from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.loading.abstract import Abstract, Target, every_parameter, mismatches, read_tree
+from weightbeam.pipelines.loading.agreement import Agreement
+from weightbeam.pipelines.loading.mesh import bits, empty_arrays, layout_of, named_sharding, open_mesh, place, settle
+from weightbeam.pipelines.loading.schedule import MIN_REMOTE_RUN, MIN_RUN, Layout, Step, boxes_of, make_steps
+from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
+from weightbeam.pipelines.loading.sources import Source, Wanted, choose, find_source
+from weightbeam.pipelines.prepare import describe
+from weightbeam.pipelines.report import count
+from weightbeam.transforms.conversion import rules_of
+from weightbeam.transforms.options import Options
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+UNIT_BYTES = 128 << 20  # of memory that a process needs for a step
+AHEAD = 3  # steps that are read, or on their way to the devices, at a time
+
+
+def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_bytes: int = UNIT_BYTES, **options: Any) -> Any:
+    """Loads a release or an Orbax checkpoint as a tree of `jax.Array`s.
+
+    >>> params = weightbeam.load("hf://Qwen/Qwen3-8B", like=abstract_params)
+    >>> params = weightbeam.load("hf://Qwen/Qwen3-8B", mesh="fsdp=8")
+
+    The bits are those that a conversion to the same dtypes would store. Each process calls it with the same arguments; each byte
+    of the source is read once, by one of them, wherever the arrays are large.
+
+    Args:
+      source: a folder, `gs://…`, or `hf://org/name[@revision]`; of an Orbax checkpoint its root, a step, or the item.
+      like: what to load: MaxText's parameters as Linen's collection, an `nnx.State`, nested dicts, or a flat dict of Orbax's keys,
+        with leaves that have `shape`, `dtype` and `sharding`. Without it all parameters, as nested dicts.
+      mesh: shards the leaves that have no sharding, by MaxText's logical axis rules: a `jax.sharding.Mesh`, or `"fsdp=4,tensor=2"`
+        for all devices.
+      unit_bytes: memory for a step; three of them are there at a time.
+      options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`, `maxtext_model` … Where
+        `like` says them by its keys and shapes, they needn't be given.
+
+    Raises:
+      RefusedError: before anything is read: there is no such source, or problems stand against it or against `like`: all of them.
+      FailedError: on the way: a file can't be read, or another process failed.
+    """
+    if like is None and mesh is None:
+        raise RefusedError("like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie")
+    asked = read_tree(like) if like is not None else None
+    opened, chosen = _open(source, asked, options)
+    abstract = every_parameter(opened.arrays) if asked is None else asked.spelled_as(opened.arrays)
+    if mesh is not None:
+        rules = rules_of(chosen)
+        abstract = _shard(abstract, opened, open_mesh(mesh, rules), rules)
+    if problems := mismatches(abstract, opened.arrays):
+        raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}")
+    return abstract.build(Loading(opened, abstract.targets, unit_bytes).run())
+
+
+def _open(source: str, asked: Abstract | None, given: Mapping[str, Any]) -> tuple[Source, Options]:
+    """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its vocabulary, its parts."""
+    if asked is None:
+        chosen = choose(given)
+        return find_source(source, chosen), chosen
+    told = dict(given)
+    shapes = {target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape for target in asked.targets}
+    if "token_embedder.embedding" in shapes:
+        told.setdefault("vocab_size", shapes["token_embedder.embedding"][0])
+    told.setdefault("mtp", any(key.startswith("mtp_block.") for key in shapes))
+    told.setdefault("multimodal", any(key.startswith(("vision_encoder.", "audio_encoder.")) for key in shapes))
+    best: tuple[int, Source, Options] | None = None
+    refused: RefusedError | None = None
+    for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
+        chosen = choose(told | {"scan_layers": scan})
+        try:
+            opened = find_source(source, chosen)
+        except RefusedError as e:
+            refused = refused or e
+            continue
+        lacking = len(asked.spelled_as(opened.arrays).keys - opened.arrays.keys())
+        if best is None or lacking < best[0]:
+            best = lacking, opened, chosen
+        if not lacking:
+            break
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best[1], best[2]
+
+
+def _shard(abstract: Abstract, source: Source, mesh: Mesh, rules: Any) -> Abstract:
+    """Shardings by logical axis rules for the targets that have none."""
+    targets = []
+    for target in abstract.targets:
+        if target.sharding is None and (array := source.arrays.get(target.key)) is not None and array.shape == target.shape:
+            target = dataclasses.replace(target, sharding=named_sharding(target.shape, array.axes, mesh, rules))
+        targets.append(target)
+    return dataclasses.replace(abstract, targets=tuple(targets))
+
+
+@dataclasses.dataclass
+class _Read:
+    """A step as it was read: for each block what its devices get."""
+
+    shares: list[dict[jax.Device, np.ndarray]]
+    scratch: Scratch
+
+
+class Loading:
+    """One load: the schedule, and the arrays as they grow.
+
+    Attributes:
+      steps: the schedule.
+      bytes_read: from the source, by this process, so far.
+    """
+
+    def __init__(self, source: Source, targets: Sequence[Target], unit_bytes: int = UNIT_BYTES):
+        import jax
+
+        self.source, self.targets = source, {target.key: target for target in targets}
+        self.process = jax.process_index()
+        self.layouts: dict[str, Layout] = {}
+        self.devices: dict[str, tuple[jax.Device, ...]] = {}
+        for target in targets:
+            assert target.sharding is not None
+            self.layouts[target.key], self.devices[target.key] = layout_of(target.shape, target.sharding)
+        remote = "://" in source.url
+        self.steps = make_steps(source, self.layouts, unit_bytes, MIN_REMOTE_RUN if remote else MIN_RUN)
+        self.bytes_read = 0
+
+    def run(self) -> list[jax.Array]:
+        """Loads everything; the arrays in the order of the targets.
+
+        Raises:
+          FailedError: a file can't be read, or another process failed.
+        """
+        import jax
+
+        try:
+            arrays = self._run()
+        except (StorageError, OSError, ValueError) as e:
+            if isinstance(e, jax.errors.JaxRuntimeError):
+                raise self._lost(e) from e
+            raise FailedError(f"{self.source.url}: {e}") from e
+        except jax.errors.JaxRuntimeError as e:
+            raise self._lost(e) from e
+        dtypes = {key: target.dtype for key, target in self.targets.items()}
+        settled = settle(arrays, dtypes, {key: target.sharding for key, target in self.targets.items() if target.sharding is not None})
+        return [settled[key] for key in self.targets]
+
+    def _lost(self, error: Exception) -> Exception:
+        import jax
+
+        if jax.process_count() == 1:
+            return error
+        return FailedError(f"the exchange with the other {jax.process_count() - 1} processes failed; one of them may have stopped: {error}")
+
+    def _run(self) -> dict[str, jax.Array]:
+        import jax
+
+        agreement = Agreement()
+        partial = list(dict.fromkeys(block.key for step in self.steps for block in step.blocks if not block.is_whole))
+        empty = empty_arrays([(self.targets[key].shape, bits(self.targets[key].dtype), self.devices[key], self.layouts[key].counts) for key in partial])
+        arrays = dict(zip(partial, empty, strict=True))
+        free = [Scratch() for _ in range(AHEAD)]
+        busy: collections.deque[tuple[Scratch, Step]] = collections.deque()
+        waiting: collections.deque[tuple[Step, Scratch, concurrent.futures.Future[_Read]]] = collections.deque()
+        todo = collections.deque(self.steps)
+        pool = concurrent.futures.ThreadPoolExecutor(AHEAD, "load")
+        try:
+            while todo or waiting:
+                while todo and free:
+                    step, scratch = todo.popleft(), free.pop()
+                    waiting.append((step, scratch, pool.submit(self._read, step, scratch)))
+                step, scratch, future = waiting.popleft()
+                try:
+                    shares = future.result().shares
+                except Exception as e:  # whatever it is, the others must learn of it
+                    agreement.fail(e)
+                    shares = self._nothing(step)
+                for block, mine in zip(step.blocks, shares, strict=True):
+                    dtype = self.targets[block.key].dtype
+                    arrays[block.key] = place(arrays.get(block.key), block, self.devices[block.key], mine, dtype)
+                agreement.vote()
+                busy.append((scratch, step))
+                if len(busy) == AHEAD - 1:
+                    scratch, step = busy.popleft()
+                    jax.block_until_ready([arrays[block.key] for block in step.blocks])  # the devices have what lies in its buffer
+                    scratch.reset()
+                    free.append(scratch)
+            agreement.settle()
+            jax.block_until_ready(list(arrays.values()))
+        finally:
+            for *_, future in waiting:
+                future.cancel()
+            pool.shutdown()
+        return arrays
+
+    def _read(self, step: Step, scratch: Scratch) -> _Read:
+        """Reads what this process needs for a step, everything in one go."""
+        wanted, makers = [], []
+        for block in step.blocks:
+            dtype = self.targets[block.key].dtype
+            boxes = boxes_of(block, self.process)
+            wanted += [Wanted(block.key, box, dtype) for box in boxes]
+            kept = block.is_whole and block.ways is None  # a CPU device keeps such an array where it is
+            makers += [aligned_empty if kept else scratch.empty] * len(boxes)
+        made, nbytes = self.source.make(wanted, scratch.empty, makers)
+        self.bytes_read += nbytes
+        rest = iter(made)
+        shares = []
+        for block in step.blocks:
+            mine: dict[jax.Device, np.ndarray] = {}
+            for share in block.shares(self.process):
+                parts = [(box, next(rest)) for box, _ in share.parts]
+                values = self._joined(share.shape, parts, self.targets[block.key].dtype, scratch)
+                mine |= {self.devices[block.key][device]: values for device in share.devices}
+            shares.append(mine)
+        return _Read(shares, scratch)
+
+    @staticmethod
+    def _joined(shape: tuple[int, ...], parts: Sequence[tuple[Any, np.ndarray]], dtype: np.dtype, scratch: Scratch) -> np.ndarray:
+        """A share of its parts; one that is the whole of it as it is."""
+        if len(parts) == 1 and parts[0][1].shape == shape:
+            return parts[0][1]
+        joined = scratch.empty(shape, dtype)
+        if sum(values.size for _, values in parts) < math.prod(shape):
+            joined.view(np.uint8)[...] = 0  # padding, which is cut off again
+        for box, values in parts:
+            joined[tuple(slice(*span) for span in box)] = values
+        return joined
+
+    def _nothing(self, step: Step) -> list[dict[jax.Device, np.ndarray]]:
+        """Empty shares, so that the other processes don't wait for this one."""
+        return [
+            {
+                self.devices[block.key][device]: np.zeros(share.shape, self.targets[block.key].dtype)
+                for share in block.shares(self.process)
+                for device in share.devices
+            }
+            for block in step.blocks
+        ]
