@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.errors import Failed as Failed
     from weightbeam.pipelines.errors import Refused as Refused
     from weightbeam.pipelines.inspect import inspect as inspect
+    from weightbeam.pipelines.loading.load import load as load
+    from weightbeam.pipelines.loading.tree import open as open
     from weightbeam.pipelines.materialize import materialize as materialize
     from weightbeam.pipelines.plan import Plan as Plan
     from weightbeam.pipelines.plan import plan as plan
@@ -26,6 +28,8 @@ HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it li
     "plan": "plan",
     "convert": "convert",
     "verify": "verify",
+    "load": "loading.load",
+    "open": "loading.tree",
     "inspect": "inspect",
     "diff": "diff",
     "materialize": "materialize",
