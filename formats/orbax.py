@@ -28,6 +28,7 @@ from weightbeam.formats.provenance import RECORD, digest, record_json, summary, 
 from weightbeam.formats.references import Reference, find_faults, read_references, remove_database, write_database
 from weightbeam.formats.staging import GROWING, ITEMS, LOCK, MARKER, Staging
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store, open_store
+from weightbeam.formats.strict_json import parse_json
 from weightbeam.formats.zarr import ArraySpec, Format
 from weightbeam.model_mappings.boxes import Box
 
@@ -242,7 +243,7 @@ def find_damage(step: Store, specs: Sequence[ArraySpec], format: Format) -> str:
 def custom_metadata(step: Store) -> dict[str, Any]:
     """A step's custom metadata; empty where there is none, or none that can be read."""
     try:
-        custom = json.loads(step.read(CHECKPOINT_METADATA))["custom_metadata"]
+        custom = parse_json(step.read(CHECKPOINT_METADATA))["custom_metadata"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return custom if isinstance(custom, dict) else {}
@@ -256,7 +257,7 @@ def item_metadata(items: Store) -> dict[str, Any]:
 def record_of(items: Store) -> dict[str, Any]:
     """Where a checkpoint comes from, in full; empty where nothing says it, as where the item was copied without its step."""
     try:
-        record = json.loads(items.parent.read(RECORD))
+        record = parse_json(items.parent.read(RECORD))
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
@@ -335,7 +336,7 @@ def _is_unpublished(name: str) -> bool:
 
 def open_arrays(items: Store) -> dict[str, ts.TensorStore]:
     """The arrays of a checkpoint, ours or anyone's, by their keys; opened, not read."""
-    metadata = json.loads(items.read(METADATA))
+    metadata = parse_json(items.read(METADATA))
     format = Format(use_ocdbt=metadata.get("use_ocdbt", True), use_zarr3=metadata.get("use_zarr3", False))
     shared = ocdbt.context()
     keys = [

@@ -15,18 +15,18 @@ from typing import Any
 from weightbeam.formats.orbax import STEP, StoredArray, find_items, item_metadata, open_arrays, read_arrays, record_of
 from weightbeam.formats.printable import printable
 from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
-from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, sharding_rules
-from weightbeam.pipelines.prepare import describe, open_source, options_of, refuse
+from weightbeam.pipelines.prepare import describe, open_source, options_of, reading, refuse
 from weightbeam.pipelines.shell import write_json
 from weightbeam.pipelines.tables import CELL, Block, Table, count, human, page, shape_text, show, terminal_width, text
 from weightbeam.transforms.conversion import prepare
 from weightbeam.transforms.load import Load, load_of, total
-from weightbeam.transforms.mesh import Mesh, MeshError, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
+from weightbeam.transforms.mesh import Mesh, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
 
 MAX_DEVICES = 1 << 18
 CUSTOM = 2000  # characters of metadata that aren't ours
@@ -215,7 +215,7 @@ def inspect(
       Refused: it can't be read.
     """
     meshes = [mesh] if isinstance(mesh, str) else list(mesh)
-    try:
+    with reading(checkpoint):
         store = open_store(checkpoint)
         store.check_readable()
         if any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
@@ -226,10 +226,6 @@ def inspect(
         if meshes:
             return _load(items, meshes, sharding_rules, source, maxtext_model)
         return OrbaxInspection(str(items), read_arrays(items), item_metadata(items))
-    except (StorageError, MeshError) as e:
-        raise Refused(str(e)) from e
-    except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged
-        raise Refused(f"{checkpoint}: can't be read: {e}") from e
 
 
 def _load(items: Store, texts: Sequence[str], rules_given: Any, source: str | None, model: str | None) -> LoadInspection:
@@ -323,7 +319,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     found = inspect(**keywords_of(args, inspect))
     if getattr(args, "json", None):
         write_json(args.json, found.to_dict())
-    show(found.blocks())
+    with reading(args.checkpoint):
+        blocks = list(found.blocks())
+    show(blocks)
     found.check()
     return 0
 

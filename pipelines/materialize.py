@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.orbax import find_items, record_of
-from weightbeam.formats.storage import StorageError
 from weightbeam.pipelines.convert import Converted, carry_out
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import check_options_of, keywords_of
-from weightbeam.pipelines.prepare import plan_with
+from weightbeam.pipelines.prepare import plan_with, reading
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.virtual import check_files, open_own_source
 from weightbeam.transforms.conversion import Conversion, options_from
@@ -73,17 +72,17 @@ def materialize(
 def plan_materialization(checkpoint: str, given: Mapping[str, Any]) -> Conversion:
     """The conversion that a virtual checkpoint was made by, but for the options that are given."""
     try:
-        items = find_items(checkpoint)
-        if not (found := check_files(items)):
-            raise Refused(f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise")
-        source = open_own_source(items)
-    except StorageError as e:
-        raise Refused(str(e)) from e
+        with reading(checkpoint):
+            items = find_items(checkpoint)
+            if not (found := check_files(items)):
+                raise Refused(f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise")
+            source = open_own_source(items)
+            made = options_from(record_of(items)["options"])
     except Failed as e:
         raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e
     LOG.info(found)
-    made = options_from(record_of(items)["options"])
-    return plan_with(dataclasses.replace(made, virtual=False, **check_options_of(given, made.maxtext_model)), source)
+    with reading(checkpoint):
+        return plan_with(dataclasses.replace(made, virtual=False, **check_options_of(given, made.maxtext_model)), source)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

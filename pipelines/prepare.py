@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -68,6 +69,22 @@ def open_adapters(options: Options) -> list[Adapter]:
         except OSError as e:
             raise Refused(f"--lora={url}: {reason(e)}") from e
     return adapters
+
+
+@contextlib.contextmanager
+def reading(checkpoint: str) -> Iterator[None]:
+    """Context manager: metadata of a checkpoint are read, which anyone may have written or damaged.
+
+    Raises:
+      Refused: they can't be read; whatever a reader stumbles over.
+    """
+    try:
+        yield
+    except (StorageError, MeshError) as e:
+        raise Refused(str(e)) from e
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+        what = str(e) if isinstance(e, OSError | ValueError) and str(e) else f"{type(e).__name__}: {e}"
+        raise Refused(f"{checkpoint}: can't be read, its metadata are damaged or of a kind that isn't known: {what[:LINE]}") from e
 
 
 def open_source(source: str, allow_links: bool = False) -> Checkpoint:

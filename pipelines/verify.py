@@ -19,20 +19,21 @@ import tensorstore as ts
 
 from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of
 from weightbeam.formats.printable import printable
-from weightbeam.formats.storage import StorageError, Store
+from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import check_options, make_pipeline, pipeline_options
-from weightbeam.pipelines.prepare import SHOWN, open_adapters, open_source, options_of, refuse
+from weightbeam.pipelines.prepare import SHOWN, open_adapters, open_source, options_of, reading, refuse
 from weightbeam.pipelines.progress import Report, quiet, reporter, watch_progress
 from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.pipelines.shell import write_json
 from weightbeam.pipelines.tables import CELL, count, page
 from weightbeam.pipelines.virtual import check_files, open_own_source
 from weightbeam.transforms.conversion import Conversion, prepare
+from weightbeam.transforms.metadata import find_metadata_faults
 from weightbeam.transforms.staged import remember
 from weightbeam.transforms.verification import COMPARED, CompareArrays, Finding, compared_elements, read_findings, tasks
 
@@ -148,7 +149,7 @@ def verify(
         raise Refused("--checkpoint is missing: what was made of the source")
     if not 0 < sample <= 1:
         raise Refused(f"sample={sample} should be a number above 0 and up to 1")
-    try:
+    with reading(checkpoint):
         items = find_items(checkpoint)
         if found := check_files(items):
             LOG.info(found)
@@ -156,15 +157,13 @@ def verify(
             raise Refused("--source is missing: only a virtual checkpoint has its source with it")
         stores = open_arrays(items)
         opened = open_source(source, bool(record_of(items).get("options", {}).get("allow_links"))) if source else open_own_source(items)
-    except StorageError as e:
-        raise Refused(str(e)) from e
-    except (OSError, ValueError, KeyError, TypeError) as e:  # a checkpoint whose metadata is damaged
-        raise Refused(f"{checkpoint}: can't be read: {e}") from e
     given = {"scan_layers": scan_layers, "param_scan_axis": param_scan_axis, "maxtext_model": maxtext_model, "lora": read_loras(lora)}
-    options = options_of(items, stores, given)
-    conversion = prepare(options, opened, open_adapters(options))
+    with reading(checkpoint):
+        options = options_of(items, stores, given)
+        conversion = prepare(options, opened, open_adapters(options))
     refuse(conversion, conversion.plan.problems)
-    wrong = tuple(compare_trees(conversion, stores))
+    with reading(checkpoint):
+        wrong = (*compare_trees(conversion, stores), *find_metadata_faults(items, stores, conversion.plan.arrays, record_of(items)))
     findings = execute(conversion, items, {key for key, _ in wrong}, sample, beam, reporter(progress))
     return Verification(str(items), opened.root, findings, wrong, sample)
 

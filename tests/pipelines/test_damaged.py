@@ -1,0 +1,119 @@
+"""Checkpoints with damaged metadata: refused in words by every command that reads them; faults of metadata are found by verify."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hostile import mutated, paths
+from support import LLAMA, call, random_tensors, save
+
+ROUNDS = 40
+VALUES: list[Any] = [None, True, -1, 10**30, "", "\x1b[31m[/x]", [], [[]], {}, {"a": {}}, 1.5, "../../x"]
+FILES = ("0/conversion.json", "0/_CHECKPOINT_METADATA", "0/items/_METADATA", "0/items/_CHECKPOINT_METADATA")
+MODEL = ("--maxtext_model", "llama2-7b")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("damaged") / "hf", LLAMA, random_tensors(LLAMA))
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path) -> Path:
+    assert call("convert", "--source", source, "--output", source.parent / "out", *MODEL) == 0
+    return source.parent / "out"
+
+
+@pytest.fixture
+def checkpoint(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "ckpt"))
+
+
+def commands(source: Path, checkpoint: Path) -> list[list[object]]:
+    output = checkpoint.parent / "made"
+    return [["inspect", checkpoint], ["inspect", checkpoint, "--mesh", "fsdp=2"], ["materialize", checkpoint, "--output", output]]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_mutated_metadata_end_in_words(name: str, source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any field with any value: refused, or read; nothing of it on the terminal but text."""
+    good = json.loads((checkpoint / name).read_bytes())
+    places, dice = list(paths(good)), random.Random(name)
+    for _ in range(ROUNDS):
+        (checkpoint / name).write_text(json.dumps(mutated(good, dice.choice(places), dice.choice(VALUES))))
+        for command in commands(source, checkpoint):
+            assert call(*command) in (0, 2), command
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert "\x1b" not in said.out + said.err
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b"\xff", b"[" * 100_000, b'{"tree_metadata": []}', b'{"a": 1, "a": 2}'])
+def test_what_is_no_metadata(name: str, content: bytes, source: Path, checkpoint: Path) -> None:
+    (checkpoint / name).write_bytes(content)
+    for command in [*commands(source, checkpoint), ["verify", "--source", source, "--checkpoint", checkpoint, *MODEL]]:
+        assert call(*command) in ((0, 1, 2) if command[0] == "verify" else (0, 2)), command
+
+
+def change(file: str, *place: str | int, value: Any) -> Callable[[Path], object]:
+    def apply(checkpoint: Path) -> None:
+        good = json.loads((checkpoint / file).read_bytes())
+        (checkpoint / file).write_text(json.dumps(mutated(good, place, value)))
+
+    return apply
+
+
+def database(checkpoint: Path) -> ts.KvStore:
+    return ts.KvStore.open({"driver": "ocdbt", "base": f"file://{checkpoint}/0/items/"}).result()
+
+
+def set_value_type(checkpoint: Path) -> None:
+    file = checkpoint / "0/items/_METADATA"
+    good = json.loads(file.read_bytes())
+    next(entry for entry in good["tree_metadata"].values() if len(entry["key_metadata"]) > 1)["value_metadata"]["value_type"] = "scalar"
+    file.write_text(json.dumps(good))
+
+
+def set_step(checkpoint: Path) -> None:
+    kvs = database(checkpoint)
+    key = next(key for key in kvs.list().result() if key.startswith(b"step/") and not key.endswith(b".json"))
+    kvs.write(key, np.int64(999).tobytes()).result()
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "scan_layers of the item": (change("0/items/_CHECKPOINT_METADATA", "custom_metadata", "scan_layers", value=False), "says scan_layers False"),
+    "no marker of the step": (lambda c: (c / "0/commit_success.txt").unlink(), "commit_success.txt"),
+    "no marker of the item": (lambda c: (c / "0/items/commit_success.txt").unlink(), "items/commit_success.txt"),
+    "a key more": (lambda c: database(c).write("params.params.stray/0.0", b"x").result(), "in the database"),
+    "the kind of a value": (set_value_type, "value_type scalar"),
+    "the step": (set_step, "is 999, expected 0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_verify_finds_faults_of_metadata(fault: str, source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plant, words = FAULTS[fault]
+    plant(checkpoint)
+    assert call("verify", "--source", source, "--checkpoint", checkpoint, *MODEL) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_verify_finds_another_dtype_than_was_asked_for(source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Asked for float32, stored as bfloat16: rounded, but not as the plan says."""
+    for file, place in (("0/conversion.json", ("options",)), ("0/_CHECKPOINT_METADATA", ("custom_metadata", "weightbeam", "options"))):
+        change(file, *place, "save_dtype", value="float32")(checkpoint)
+    assert call("verify", "--source", source, "--checkpoint", checkpoint, *MODEL) == 1
+    assert "is stored as bfloat16, expected float32" in capsys.readouterr().err
+
+
+def test_verify_of_a_whole_one(source: Path, checkpoint: Path) -> None:
+    assert call("verify", "--source", source, "--checkpoint", checkpoint, *MODEL) == 0
