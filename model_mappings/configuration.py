@@ -176,7 +176,7 @@ def count(key: str, field: str, default: Default = 0, none: int = 0) -> Line:
 
 def real(key: str, field: str, default: Default = NEEDED, none: float | None = None) -> Line:
     """A number; with `none`, what MaxText says where `config.json` says null."""
-    return Line(key, field, lambda x: none if x is None else number(x), lambda x: None if x == none and none is not None else x, default)
+    return Line(key, field, lambda x: none if x is None else number(x), lambda x: None if x == none and none is not None else float(x), default)
 
 
 def same(key: str, field: str, default: Default = NEEDED) -> Line:

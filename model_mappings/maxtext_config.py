@@ -12,13 +12,13 @@ import fnmatch
 import json
 import shlex
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.configuration import Line, read
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.maxtext_models import base, differences, keys_of, models, nearest, run_as
+from weightbeam.model_mappings.maxtext_models import base, keys_of, models, nearest, run_as
 from weightbeam.model_mappings.naming import Naming
 
 FILE = "maxtext.yml"
@@ -53,31 +53,43 @@ IGNORED = (  # fields that change no logits of a forward pass, or that the famil
 
 
 @dataclasses.dataclass(frozen=True)
-class MaxTextConfig:
-    """What MaxText must be told to compute what the model computes.
+class MaxTextConfig(Mapping[str, Any]):
+    """What MaxText must be told to compute what the model computes; as a mapping, what `maxtext.yml` says.
 
     Attributes:
       model: the name that MaxText runs it under.
-      keys: MaxText's keys, all that the model's `config.json` settles.
+      settings: MaxText's keys and their values, all that the model's `config.json` settles.
       limits: what MaxText can't express, what that does to the logits, and the way round it.
       notes: what was chosen for MaxText's sake.
       unknown: fields of `config.json` that nothing here is about.
     """
 
     model: str
-    keys: Mapping[str, Any]
+    settings: Mapping[str, Any]
     limits: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
 
+    def __getitem__(self, key: str) -> Any:
+        return self.to_dict()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.to_dict())
+
+    def __len__(self) -> int:
+        return len(self.to_dict())
+
+    def __str__(self) -> str:
+        return self.to_yaml()
+
     def to_dict(self) -> dict[str, Any]:
         """What the file says."""
-        return {"model_name": self.model, "override_model_config": True, **self.keys}
+        return {"model_name": self.model, "override_model_config": True, **self.settings}
 
     def overrides(self) -> dict[str, Any]:
         """The keys that `base.yml` and the model's file say otherwise."""
         said = keys_of(self.model) or base()
-        return {key: value for key, value in self.keys.items() if said.get(key, LAYOUT.get(key)) != value and not is_idle(key, self.keys)}
+        return {key: value for key, value in self.settings.items() if said.get(key, LAYOUT.get(key)) != value and not is_idle(key, self.settings)}
 
     def command_line(self) -> str:
         """The same as MaxText takes it, in one line."""
@@ -186,11 +198,33 @@ def unknown_fields(lines: Iterable[Line], config: Mapping[str, Any]) -> list[str
     return found
 
 
+SHAPES = "arrays of other shapes, or others: the checkpoint doesn't load"
+ROTARY = "no error: positions turn otherwise; logits are wrong, most in long contexts"
+ROUTING = "no error: tokens go to other experts, or with other weights; logits are wrong"
+WINDOW = "no error: layers look at other tokens; logits are wrong beyond a window"
+EFFECTS = {  # what a wrong key does, by patterns; the first that fits
+    "decoder_block": "another architecture: the checkpoint doesn't load",
+    "vocab_size": "the embedding has another number of rows: the checkpoint doesn't load",
+    "base_*|head_dim|num_experts|*_head_dim|*_lora_rank|*_heads|o_groups|mhc_*|first_num_*|shared_experts|gdn_*": SHAPES,
+    "*_for_vit|*_for_audio|vision_*|use_multimodal|use_audio": "the towers are others",
+    "*rope*|*mscale|beta_*|*position_embeddings|partial_rotary_factor|mrope_*|use_mrope|nope_*": ROTARY,
+    "routed_*|n_routing_*|topk_*|norm_topk_prob|num_experts_per_tok|interleave_*": ROUTING,
+    "sliding_window_size|chunk_*|attention_type|compress_*|indexer_*|use_indexer|inhomogeneous_*": WINDOW,
+    "normalization_layer_epsilon": "no error: norms differ a little, logits by rounding to a few per cent",
+    "*_soft_cap": "no error: logits, or attention, are capped otherwise",
+    "logits_via_embedding": "the head is another array, or none: the checkpoint doesn't load",
+    "normalize_embedding_logits": "no error: logits are divided by √embed",
+    "*bias|attention_sink|use_qk_norm|use_post_*|share_kv_*|v_norm_*": "arrays that are missing or left over: the checkpoint doesn't load",
+    "scan_layers|param_scan_axis": "layers are stacked otherwise: the checkpoint doesn't load",
+}
+WRONG = "no error: the model computes something else; logits are wrong"
+
+
+def effect_of(key: str) -> str:
+    """What a wrong value of one of MaxText's keys does."""
+    return next((effect for patterns, effect in EFFECTS.items() if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns.split("|"))), WRONG)
+
+
 def compare(ours: MaxTextConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The keys in which a configuration differs from what the model needs: `{key: (needed, said)}`."""
-    return {key: (value, theirs[key]) for key, value in ours.keys.items() if key in theirs and theirs[key] != value and not is_idle(key, ours.keys)}
-
-
-def model_differences(ours: MaxTextConfig, model: str) -> dict[str, tuple[Any, Any]]:
-    """The same for one of MaxText's models."""
-    return {key: pair for key, pair in differences(ours.keys, model).items() if not is_idle(key, ours.keys)}
+    return {key: (value, theirs[key]) for key, value in ours.settings.items() if key in theirs and theirs[key] != value and not is_idle(key, ours.settings)}

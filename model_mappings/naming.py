@@ -49,7 +49,7 @@ def name_model(family: Family, config: Config, named: str | None = None) -> Nami
         return _check(named, keys, of_these_sizes(keys, family_models))
     fitting = of_these_sizes(keys, candidates)
     if len({family.variant(model) for model in fitting or candidates}) > 1:
-        raise ModelNameError(f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(fitting or candidates)}")
+        raise ModelNameError(f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(sorted(fitting) or candidates)}")
     return Naming(fitting[0] if fitting else None)
 
 

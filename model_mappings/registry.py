@@ -60,6 +60,19 @@ def supported() -> str:
     return "\n".join(f"  {family.name}: {', '.join(family.model_types)} ({family.releases})" for family in FAMILIES)
 
 
+def family_by_config(config: Config) -> Family:
+    """The family of a checkpoint by `model_type` alone, whatever its MaxText model.
+
+    Raises:
+      UnknownFamilyError: none is like that.
+    """
+    kind = config.get("model_type")
+    family = next((family for family in FAMILIES if kind in family.model_types and family.fits(config)), None)
+    if family is None:
+        raise UnknownFamilyError(f"no table for model_type {kind!r} of config.json. Supported:\n{supported()}")
+    return family
+
+
 def family_of(config: Config, model: str | None = None) -> Family:
     """The family of a checkpoint, by `model_type`; `model` (MaxText's name) must agree and settles what that leaves open.
 
@@ -67,9 +80,7 @@ def family_of(config: Config, model: str | None = None) -> Family:
       UnknownFamilyError: says what was found and what is supported.
     """
     kind = config.get("model_type")
-    family = next((family for family in FAMILIES if kind in family.model_types and family.fits(config)), None)
-    if family is None:
-        raise UnknownFamilyError(f"no table for model_type {kind!r} of config.json. Supported:\n{supported()}")
+    family = family_by_config(config)
     if model is not None and kind not in family.types_of(model):
         choices = [shown(pattern) for pattern, kinds in family.models.items() if kind in kinds]
         raise UnknownFamilyError(

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.errors import Busy as Busy
     from weightbeam.pipelines.errors import Failed as Failed
     from weightbeam.pipelines.errors import Refused as Refused
+    from weightbeam.pipelines.fit import fit as fit
     from weightbeam.pipelines.inspect import inspect as inspect
     from weightbeam.pipelines.loading.load import load as load
     from weightbeam.pipelines.loading.tree import open as open
     from weightbeam.pipelines.materialize import materialize as materialize
     from weightbeam.pipelines.plan import Plan as Plan
+    from weightbeam.pipelines.plan import maxtext_config as maxtext_config
     from weightbeam.pipelines.plan import plan as plan
     from weightbeam.pipelines.progress import Progress as Progress
     from weightbeam.pipelines.verify import verify as verify
@@ -33,6 +35,8 @@ HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it li
     "inspect": "inspect",
     "diff": "diff",
     "materialize": "materialize",
+    "maxtext_config": "plan",
+    "fit": "fit",
     "Plan": "plan",
     "Progress": "progress",
     "Refused": "errors",

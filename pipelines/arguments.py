@@ -64,6 +64,17 @@ the arrays: Weightbeam's checkpoints tell them; for others, --source names a fol
 """
 
 
+FIT = """\
+Compares what MaxText must be told of a release, from its config.json, with what one of MaxText's models or a file says: each
+key that differs, what is needed, what is said, and what the difference would do. Says too what MaxText can't express. Reads
+no weights.
+
+  weightbeam fit --source ~/models/Qwen3-8B --maxtext_model qwen3-8b
+  weightbeam fit --source hf://Qwen/Qwen3-8B --maxtext_model my_model.yml
+
+Exit status: 0 it fits, 1 something differs, 2 it can't be compared.
+"""
+
 VERIFY = """\
 Compares every element of a checkpoint with the tensors it was made of, in a way of its own: it reads the arrays back, turns
 them into the tensors' layout, and says which are exact, which are rounded as documented, and which are different, with the
@@ -249,6 +260,14 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token, for all workers")
 
 
+def add_fit(parser: argparse.ArgumentParser) -> None:
+    """The options of a comparison with a MaxText configuration."""
+    add = parser.add_argument
+    add("--source", metavar="URL", help="where config.json is: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
+    add("--maxtext_model", metavar="NAME|FILE", help="the name of a MaxText model, or a .yml that says its keys")
+    add("--json", metavar="FILE", help="write the differences as JSON too; - is standard output")
+
+
 def add_simulation(parser: argparse.ArgumentParser) -> None:
     """The options of a plan that say on what the conversion would run."""
     add = parser.add_argument
@@ -346,6 +365,8 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
     plan.add_argument("--maxtext_config", metavar="FILE", help="write maxtext.yml; - is standard output, and nothing else is printed")
     add_simulation(plan)
+    fit = command("fit", "compare a release with a MaxText configuration, field by field", FIT)
+    add_fit(fit)
     verify = command("verify", "compare a checkpoint with its source, element by element", VERIFY)
     add_verification(verify)
     add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", MATERIALIZE))

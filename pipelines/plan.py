@@ -20,6 +20,8 @@ from weightbeam.pipelines.shell import STDOUT, write_json, write_text
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.makespan import Estimate, Worker, efforts_of, estimate
 
+UNKNOWN = "unknown"  # the family of a plan that found none
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -104,6 +106,24 @@ class Plan:
 
 
 @takes_options
+def maxtext_config(source: str, *, hf_token_secret: str | None = None, **options: Unpack[OptionKeywords]) -> MaxTextConfig:
+    """What MaxText must be told of a checkpoint, from its `config.json`: a mapping; its text is `maxtext.yml`.
+
+    Args:
+      source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
+      hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
+      options: those of `weightbeam convert`: `scan_layers`, `maxtext_model`, `vocab_size`, …
+
+    Raises:
+      Refused: no such source, no table for it, or `config.json` doesn't say it all.
+    """
+    made = plan(source, hf_token_secret=hf_token_secret, **options)
+    if made.conversion.plan.family == UNKNOWN:
+        made.check()
+    return made.maxtext_config()
+
+
+@takes_options
 def plan(
     source: str,
     *,
@@ -150,9 +170,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.json:
         write_json(args.json, made.to_dict())
     if args.maxtext_config:
-        made.check()
+        if made.conversion.plan.family == UNKNOWN:
+            made.check()
         write_text("--maxtext_config", args.maxtext_config, made.maxtext_config().to_yaml())
         if args.maxtext_config == STDOUT:
+            made.check()
             return 0
     if blocks := list(made.blocks()):
         tables.show(blocks)

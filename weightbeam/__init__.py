@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.api import Refused as Refused
     from weightbeam.pipelines.api import convert as convert
     from weightbeam.pipelines.api import diff as diff
+    from weightbeam.pipelines.api import fit as fit
     from weightbeam.pipelines.api import inspect as inspect
     from weightbeam.pipelines.api import load as load
     from weightbeam.pipelines.api import materialize as materialize
+    from weightbeam.pipelines.api import maxtext_config as maxtext_config
     from weightbeam.pipelines.api import open as open
     from weightbeam.pipelines.api import plan as plan
     from weightbeam.pipelines.api import verify as verify

@@ -174,7 +174,7 @@ INDEXER = (
     size("indexer_topk", "index_topk", default=2048),
 )
 V32 = (*SIGMOID, *architecture("deepseek", "DeepseekV32ForCausalLM", "deepseek_v32"), *INDEXER)
-K2 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"))
+K2 = (*SIGMOID, *architecture("deepseek", "DeepseekV3ForCausalLM", "kimi_k2"), derived("use_indexer", lambda c, model: False))
 
 def copies(c, layout):
     c = text_part(c)

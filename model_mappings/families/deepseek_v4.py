@@ -205,6 +205,7 @@ LINES = (
     only("norm_topk_prob", True, NORM_TOPK, default=True),
     real("routed_scaling_factor", "routed_scaling_factor", default=1.5),
     fixed("attention_type", "compressed"),
+    derived("attention", lambda c, model: "dot_product"),  # MaxText refuses its default
     theta("rope_max_timescale", "main"),
     derived("compressed_rope_max_timescale", lambda c, model: number(c.get("compress_rope_theta", 160_000)), "compress_rope_theta"),
     derived("rope_type", lambda c, model: "default"),

@@ -62,7 +62,7 @@ LINES = (
     *WIDTHS, size("base_num_decoder_layers", "num_hidden_layers", times=2), head_dim(DEFAULTS["head_dim"]), MLP,
     *activation("hidden_activation", "gelu_pytorch_tanh"), *fixed_eps(), CONTEXT, *plain_rope(),
     *architecture("gemma2", "Gemma2ForCausalLM", "gemma2"),
-    Line("vocab_size", "vocab_size", to_key=lambda rows: (rows // 128 + 1) * 128, default=DEFAULTS["vocab_size"]),
+    Line("vocab_size", "vocab_size", to_key=lambda rows: (rows // 128 + 1) * 128, to_field=lambda rows: rows - 128, default=DEFAULTS["vocab_size"]),
     truth("logits_via_embedding", "tie_word_embeddings", default=True),
     fixed("use_post_attn_norm", True),
     fixed("use_post_ffw_norm", True),

@@ -73,6 +73,9 @@ def compact(found: dict[str, Any]) -> dict[str, Any]:
     }
     for name, (like, changes) in OTHERS.items():
         full[name] = full[like] | changes
+    for name in full:  # to MaxText the name says it
+        if name.startswith("llama3.1-"):
+            full[name]["rope_type"] = "llama3.1"
     models = {name: {key: value for key, value in sorted(said.items()) if value != base[key]} for name, said in sorted(full.items())}
     return {"base": dict(sorted(base.items())), "run_as": RUN_AS, "models": models}
 

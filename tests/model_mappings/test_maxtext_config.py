@@ -1,0 +1,181 @@
+"""What MaxText must be told: against MaxText's own files, back again, and against transformers' configuration classes."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from facts import config_of, load_headers, load_trees
+
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.config_json import config_json
+from weightbeam.model_mappings.configuration import MaxTextConfigError
+from weightbeam.model_mappings.maxtext_config import is_idle, maxtext_config, scalar
+from weightbeam.model_mappings.maxtext_models import differences, keys_of
+from weightbeam.model_mappings.naming import Naming, name_model
+from weightbeam.model_mappings.registry import FAMILIES, UnknownFamilyError
+
+TREES = {tree.model: config_of(tree) for tree in load_trees().values()}
+BARE = {"llama2-7b", "llama2-70b", "llama3-8b", "llama3.3-70b", "mistral-7b", "kimi-k2-1t", "llama4-17b-16e", "llama4-17b-128e"}  # a config.json of sizes alone
+ON_PURPOSE = {  # what is made and what MaxText's file says, with the reason
+    "deepseek3-671b": {"n_routing_groups": (8, -1), "topk_routing_group": (4, -1)},  # the release routes in groups, MaxText's file leaves them off
+    "deepseek3.2-671b": {"n_routing_groups": (8, -1), "topk_routing_group": (4, -1)},
+    "gemma3-4b": {"rope_max_timescale": (10_000, 1_000_000)},  # of the config.json that MaxText has for them; the releases say 1,000,000
+    "gemma3-27b": {"rope_max_timescale": (10_000, 1_000_000)},
+    "olmo3-7b": {"rope_type": ("default", "yarn")},  # likewise: the release has YaRN
+    "qwen3-4b-thinking-2507": {"rope_max_timescale": (1_000_000, 5_000_000)},  # likewise
+    "qwen3-omni-30b-a3b": {"position_id_per_seconds": (25, 13)},  # likewise: transformers' defaults
+    "deepseek4-tiny": {"qk_rope_head_dim": (64, 32), "indexer_topk": (512, 16), "sliding_window_size": (128, 32), "routed_scaling_factor": (1.5, 1),
+                       "norm_topk_prob": (True, False), "original_max_position_embeddings": (65536, 4096)},  # a test model with the large one's config.json
+}  # fmt: skip
+
+
+def family_for(config):
+    return next(family for family in FAMILIES if config["model_type"] in family.model_types and family.fits(config))
+
+
+def made_for(config, model=None, **layout):
+    config = Config(config)
+    family = family_for(config)
+    return maxtext_config(family, config, Layout(**layout), Naming(model) if model else name_model(family, config))
+
+
+@pytest.mark.parametrize("model", sorted(TREES.keys() - BARE))
+def test_as_maxtext_says(model):
+    """Key by key what MaxText's file of the model says, but for what is listed above."""
+    made = made_for(TREES[model], model)
+    found = {key: pair for key, pair in differences(made.settings, model).items() if not is_idle(key, made.settings)}
+    assert found == ON_PURPOSE.get(model, {})
+    assert set(made.settings) - set(keys_of(model) or {}) <= {"scan_layers", "use_multimodal", "use_audio", "attention"}
+
+
+TINY = {name: header.config for name, header in load_headers().items()}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_there_and_back(name):
+    """config.json → maxtext.yml → config.json → maxtext.yml: what matters to the forward pass of the text stays."""
+    made = made_for(TINY[name])
+    read = yaml.safe_load(made.to_yaml())
+    assert read == made.to_dict() == dict(made)
+    back = config_json(read)
+    again = made_for(back.config, made.model)
+    for key, value in again.settings.items():
+        assert key == "scan_layers" or value == made.settings[key], key
+    assert all(key.endswith(("_for_vit", "_for_audio")) or key in ("vision_encoder_block", "vision_output_length", "use_mrope") for key in back.unknown)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_transformers_reads_what_is_made(name):
+    """transformers' class for the `model_type` takes the fields, and holds them as they were written."""
+    from transformers import AutoConfig
+
+    config = config_json(made_for(TINY[name])).config
+    if config["model_type"] in ("deepseek_v4",):
+        return  # its class takes other spellings
+    built = AutoConfig.for_model(**config).to_dict()
+    for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps", "tie_word_embeddings", "num_experts_per_tok"):
+        assert built.get(field) == config.get(field, built.get(field)), field
+
+
+def test_overrides_are_what_differs():
+    """A model of MaxText's needs its name and the layout; another one its sizes too, in one line for a shell."""
+    same = made_for(TREES["qwen3-8b"])
+    assert same.command_line() == "model_name=qwen3-8b override_model_config=true scan_layers=true"
+    other = made_for(TREES["qwen3-8b"] | {"hidden_size": 96, "rms_norm_eps": 3e-5, "hidden_act": "gelu_pytorch_tanh"}, scan=False, scan_axis=0)
+    line = other.command_line()
+    for part in ("base_emb_dim=96", "normalization_layer_epsilon=3.0e-05", "'mlp_activations=[gelu,linear]'", "scan_layers=false", "param_scan_axis=0"):
+        assert f" {part}" in line
+    assert "head_dim" not in line
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "words"),
+    [
+        (TREES["qwen3-30b-a3b"] | {"norm_topk_prob": False}, None, ["norm_topk_prob", "no way round"]),
+        (TREES["llama3.1-70b"], "llama3.3-70b", ["rope_type is 'llama3'", "--maxtext_model llama3.1-70b", "rope_type=llama3.1"]),
+        (TREES["llama3.1-8b"] | {"rope_parameters": TREES["llama3.1-8b"]["rope_parameters"] | {"factor": 32.0}}, "llama3.1-8b", ["factor", "built in"]),
+        (TREES["mixtral-8x7b"] | {"sliding_window": 4096}, None, ["sliding_window is 4096"]),
+        (TREES["olmo3-7b"] | {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 5e5}, "full_attention": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}}}, "olmo3-7b", ["YaRN"]),
+        (TREES["qwen3-8b"] | {"use_sliding_window": True}, None, ["use_sliding_window"]),
+        (TREES["qwen2.5-7b"] | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}}, None, ["rope_type is 'dynamic'"]),
+        (TREES["gemma2-2b"] | {"rms_norm_eps": 1e-5}, None, ["rms_norm_eps"]),
+        (TREES["deepseek2-16b"] | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, None, ["group_limited_greedy"]),
+    ],
+)  # fmt: skip
+def test_what_maxtext_cannot_express(config, model, words):
+    """Said, with what it does to the logits; the configuration as it should be says nothing."""
+    (limit,) = made_for(config, model).limits
+    assert all(word in limit for word in words)
+
+
+def test_kimi_runs_as_deepseek():
+    """MaxText's router takes Kimi K2's scores as they should be only under another name."""
+    config = TREES["kimi-k2-1t"] | dict(
+        model_type="kimi_k2", num_experts_per_tok=8, routed_scaling_factor=2.827, rope_theta=50_000.0, max_position_embeddings=131_072
+    )
+    config |= {
+        "rope_scaling": dict(type="yarn", factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096)
+    }
+    made = made_for(config)
+    assert made.model == "deepseek3-671b"
+    assert "kimi-k2-1t" in made.notes[0]
+    line = made.command_line()
+    for part in (
+        "rope_max_timescale=50000",
+        "rope_factor=32",
+        "beta_fast=1",
+        "max_position_embeddings=131072",
+        "routed_scaling_factor=2.827",
+        "num_experts=384",
+    ):
+        assert f" {part}" in line
+
+
+def test_yarn_of_a_plain_model():
+    """A factor of YaRN's in a Qwen's config.json becomes MaxText's keys."""
+    config = TREES["qwen3-8b"] | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+    keys = made_for(config).settings
+    wanted = dict(
+        rope_type="yarn", rope_factor=4, original_max_position_embeddings=32768, rope_interleave=False, rope_attention_scaling=True, rope_truncate=True
+    )
+    assert {key: keys[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("change", [{"hidden_act": "swish7"}, {"rms_norm_eps": "small"}, {"num_hidden_layers": None}])
+def test_a_field_that_no_key_can_say(change):
+    """Refused by the field's name."""
+    with pytest.raises((ConfigError, UnknownFamilyError), match=next(iter(change))):
+        made_for(TREES["qwen3-8b"] | change)
+
+
+def test_unknown_fields_are_named():
+    """A field that nothing is about may matter: it is told."""
+    assert made_for(TREES["qwen3-8b"] | {"logit_scale": 0.5, "bos_token_id": 1}).unknown == ("logit_scale",)
+    assert config_json(dict(made_for(TREES["qwen3-8b"])) | {"attention_sink": True}).unknown == ("attention_sink",)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model_name": "llama9-1b"}, "llama9-1b"),
+        ({"model_name": "qwen3-8b", "use_qk_norm": False}, "use_qk_norm is False, not True"),
+        ({"decoder_block": "gpt3"}, "decoder_block"),
+    ],
+)
+def test_a_maxtext_model_without_a_family(given, words):
+    with pytest.raises(MaxTextConfigError, match=words):
+        config_json(given)
+
+
+@pytest.mark.parametrize("model", ["llama3.1-8b", "qwen3-8b", "qwen2.5-7b", "mixtral-8x7b", "gemma2-2b", "gpt-oss-20b", "deepseek3-671b", "qwen3-30b-a3b"])
+def test_a_file_of_maxtexts_is_enough(model):
+    """A model that MaxText trained from scratch under one of its own names has a config.json of the release's sizes."""
+    config, theirs = config_json({"model_name": model}).config, TREES[model]
+    for field in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "tie_word_embeddings"):
+        assert config[field] == theirs[field], field
+
+
+def test_numbers_as_yaml_reads_them():
+    for value in (1e-06, 3e-5, 0.707, 1.5, 10_000, True, [1, 2], ["silu", "linear"], ""):
+        assert yaml.safe_load(scalar(value)) == value
