@@ -10,7 +10,7 @@ demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 test: .venv/test ## everything that CI runs but the linters
 	$(RUN)/python -m pytest -n $(WORKERS)
 
-soak: .venv/test ## kill and resume hundreds of conversions, change every field of every config: half an hour
+soak: .venv/test ## kill and resume hundreds of conversions, 3,000 schedules of sleeps and takeovers, every field of every config: an hour
 	PYTHONPATH=.:tests $(RUN)/python tests/soak.py
 
 lint: .venv/test ## style, types and the direction of imports

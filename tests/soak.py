@@ -1,6 +1,7 @@
-"""The long form of `tests/pipelines/test_faults.py` and `test_hostile.py`: kills without end in sight, and every field of every config.
+"""The long form of `tests/pipelines/test_faults.py`, `test_hostile.py` and `tests/formats/test_ownership.py`: kills without end in
+sight, conversions that sleep while others take their place, and every field of every config.
 
-    PYTHONPATH=.:tests python tests/soak.py [--kills 400] [--seed 0]
+    PYTHONPATH=.:tests python tests/soak.py [--kills 400] [--schedules 1000] [--seed 0]
 
 `make soak` runs it. It prints its counts, and fails at the first loss.
 """
@@ -21,6 +22,7 @@ from typing import Any
 from facts import layouts_of
 from faults import STAGES, arguments, is_published, kill, run
 from hostile import VALUES, checkpoint_of, mutated, paths, snapshot, tiny_checkpoints
+from schedules import schedules
 from support import BF16, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
 
 from weightbeam.transforms.conversion import Options, prepare
@@ -93,6 +95,50 @@ def bundles_twice(root: Path, times: int) -> Counter[str]:
     return Counter({"conversions with every bundle twice": times})
 
 
+def sleepers(root: Path, number: int, seed: int) -> Counter[str]:
+    """Real conversions that are stopped (SIGSTOP) anywhere in a stage, taken over by one of another model, and woken when that is done, or before.
+
+    What is published is whole and of one model; who was overtaken ends with a message, or had published before.
+    """
+    rng = random.Random(seed)
+    root.mkdir()
+    sources = [save(root / name, LLAMA, *split(random_tensors(LLAMA, seed=at), 2)) for at, name in enumerate(("a", "b"))]
+    wanted = [reference(LLAMA, random_tensors(LLAMA, seed=at), BF16) for at in range(2)]
+    layouts = ([], ["--use_ocdbt", "false"])
+    jobs, outputs = [], []
+    for at in range(number):
+        output, layout, stage = root / f"out{at}", rng.choice(layouts), rng.choice(list(STAGES))
+        if layout and stage == "merging":
+            stage = "writing"
+        outputs.append(output)
+        fault = dict(kind="sleep", stage=stage, call=rng.randint(1, CALLS[stage]))
+        asleep = dict(printed=str(root / f"printed{at}"), watched=str(output / "0"))
+        jobs.append(dict(arguments=arguments(sources[0], output, rng.choice(["--resume", "--overwrite"]), *layout), fault=fault) | asleep)
+        over = dict(arguments=arguments(sources[1], output, "--overwrite", *layout), printed=str(root / "printed"))
+        jobs.append(over | {"set": {"weightbeam.formats.lease.STALE": 0}})
+    told = run(jobs, timeout=3600)
+    woken = told[len(jobs) :]
+    counts: Counter[str] = Counter()
+    for row in told[1 : len(jobs) : 2]:
+        assert row["status"] == 0, row
+    assert all(row["changed"] == [] for row in woken[::2]), woken
+    for row in woken[1::2]:
+        assert row["status"] == 1, row
+        assert "Traceback" not in row["message"], row
+        counts["overtaken while asleep"] += 1
+    for output in outputs:
+        assert_same_bits(restore(output / "0"), wanted[1])
+    return counts
+
+
+def simulated(number: int, seed: int) -> Counter[str]:
+    """Conversions that sleep and wake at every operation on their output, in folders and buckets (`schedules.py`)."""
+    counts: Counter[str] = Counter()
+    for kind in ("folder", "folder in two", "bucket"):
+        counts[f"schedules in a {kind}"] = sum(1 for _ in schedules(kind, range(seed, seed + number)))
+    return counts
+
+
 def configs() -> Counter[str]:
     """Any value in any field, read or not, in every layout: problems or a plan."""
     counts: Counter[str] = Counter()
@@ -111,6 +157,7 @@ def configs() -> Counter[str]:
 def main(options: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kills conversions and resumes them; changes every field of every config.")
     parser.add_argument("--kills", type=int, default=400, help="conversions that are killed, each about twice")
+    parser.add_argument("--schedules", type=int, default=1000, help="of conversions that sleep and wake at any operation, for each kind of output")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000, help="of the moments, printed at the start")
     args = parser.parse_args(options)
     print(f"seed {args.seed}", flush=True)
@@ -122,6 +169,9 @@ def main(options: Sequence[str] | None = None) -> int:
         shutil.rmtree(root / str(number))
         print(dict(counts), flush=True)
     counts += bundles_twice(root / "twice", max(1, args.kills // 20))
+    counts += simulated(args.schedules, args.seed)
+    counts += sleepers(root / "asleep", max(4, args.kills // 10), args.seed)
+    print(dict(counts), flush=True)
     counts += configs()
     shutil.rmtree(root)
     print("\n".join(f"{count:>8,} {what}" for what, count in sorted(counts.items())))

@@ -1,0 +1,220 @@
+"""Who may publish: conversions that sleep, wake, are taken over and killed at any operation, in a folder and in a bucket."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from schedules import World, schedules
+
+from weightbeam.formats import lease
+from weightbeam.formats.orbax import find_items
+from weightbeam.formats.staging import GROWING, MARKER, PLAN, FolderStaging, TakenOverError, staging_at
+from weightbeam.formats.storage import StorageError, open_store, renaming
+from weightbeam.formats.storage.renaming import UnsupportedError, exchange, link_new, rename_new
+
+KINDS = ["folder", "folder in two", "bucket"]
+FLAGS = st.sampled_from([(False, False), (True, False), (False, True), (True, True)])  # --resume, --overwrite
+
+
+class Conversions(RuleBasedStateMachine):
+    """What is published is whole, of one plan, and only replaced by one that was asked to; `World.check` sees to it after every operation."""
+
+    kind = "folder"
+
+    @initialize(database=st.booleans())
+    def begin(self, database: bool) -> None:
+        self.world = World(self.kind, database)
+
+    @property
+    def alive(self) -> list[Any]:
+        return [process for process in self.world.processes if not process.over]
+
+    @precondition(lambda self: len(self.alive) < 3)
+    @rule(plan=st.sampled_from("AB"), flags=FLAGS, stale=st.booleans(), steps=st.integers(1, 100))
+    def start(self, plan: str, flags: tuple[bool, bool], stale: bool, steps: int) -> None:
+        if stale:
+            self.world.age()
+        self.world.run(self.world.start(plan, *flags), steps)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), steps=st.sampled_from([1, 2, 5, 20, 60, 1000]))
+    def wake(self, data: st.DataObject, steps: int) -> None:
+        self.world.run(data.draw(st.sampled_from(self.alive)), steps)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject) -> None:
+        self.world.kill(data.draw(st.sampled_from(self.alive)))
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            try:
+                self.world.end()
+            finally:
+                self.world.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversions_that_sleep_and_wake(kind: str) -> None:
+    machine = type("Machine", (Conversions,), {"kind": kind})
+    few = settings(max_examples=30, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    run_state_machine_as_test(machine, settings=few)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_invariant_would_notice(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a claim, a late process publishes what isn't its own, or destroys what another one has published: some schedule shows it."""
+    monkeypatch.setattr("weightbeam.formats.staging.FolderStaging._new_name", lambda self: f"{self.name}.0{GROWING}")
+    monkeypatch.setattr("weightbeam.formats.staging.BucketStaging.check_claim", lambda self: None)
+    monkeypatch.setattr("weightbeam.formats.staging.uuid.uuid4", lambda: type("Same", (), {"hex": "0" * 32}))
+    with pytest.raises(AssertionError):
+        list(schedules(kind, range(200)))
+
+
+# --- the lease ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_judged_by_the_file_systems_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is two minutes ahead throws nobody out."""
+    os.symlink(json.dumps(dict(owner=1, host="elsewhere", processes="b", pid=1, process="1")), tmp_path / "lease")
+    now = time.time()
+    monkeypatch.setattr(lease.time, "time", lambda: now + 2 * lease.STALE)
+    with pytest.raises(lease.HeldError, match="elsewhere"), lease.hold(open_store(tmp_path), "lease"):
+        pass
+
+
+def test_a_lease_without_symbolic_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on exFAT: a file."""
+    monkeypatch.setattr(os, "symlink", _refuse)
+    with lease.hold(open_store(tmp_path), "lease"):
+        assert (tmp_path / "lease").is_file()
+        with pytest.raises(lease.HeldError, match=f"process {os.getpid()} on "), lease.hold(open_store(tmp_path), "lease"):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+# --- renames ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    if not native:
+        monkeypatch.setattr(renaming, "UNSUPPORTED", set(range(200)))
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        path.mkdir()
+        (path / path.name).touch()
+    if native:
+        exchange(one, other)
+        assert (one / "other").exists()
+        with pytest.raises(FileNotFoundError):
+            exchange(one, tmp_path / "none")
+    else:
+        with pytest.raises(UnsupportedError):
+            exchange(one, tmp_path / "none")
+    if native:
+        with pytest.raises(FileExistsError):
+            rename_new(one, other)
+    rename_new(one, tmp_path / "new")
+    assert (tmp_path / "new").is_dir()
+
+
+def test_a_file_that_is_created_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", _refuse)
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    link_new(tmp_path / "a", tmp_path / "there")
+    with pytest.raises(FileExistsError):
+        link_new(tmp_path / "b", tmp_path / "there")
+    assert (tmp_path / "there").read_text() == "a"
+    assert open_store(tmp_path).create("x", b"first")
+    assert not open_store(tmp_path).create("x", b"second")
+    assert (tmp_path / "x").read_bytes() == b"first"
+
+
+# --- places -------------------------------------------------------------------------------------------------------------------------
+
+
+def complete(staging: FolderStaging) -> Path:
+    """Stages a plan and makes it look complete."""
+    staging.create(b"plan")
+    (Path(staging.items) / "_METADATA").write_text("{}")
+    staging.mark()
+    return Path(staging.checkpoint)
+
+
+def test_a_place_that_was_taken_over_cant_be_published(tmp_path: Path) -> None:
+    """Not though all is there, and not though a late writer makes the folder anew; the good old one stays."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "old").touch()
+    old, new = (staging_at(tmp_path, 0, "plan") for _ in range(2))
+    assert isinstance(old, FolderStaging)
+    place = complete(old)
+    with new.hold():
+        assert new.exists()
+        assert not place.exists()
+        for again in (False, True):
+            if again:
+                (place / "items" / "ocdbt.process_x").mkdir(parents=True)
+            with pytest.raises(TakenOverError):
+                old.publish(overwrite=True)
+            with pytest.raises(TakenOverError):
+                old.enter(0, {})
+        assert [path.name for path in (tmp_path / "0").iterdir()] == ["old"]
+        new.publish(overwrite=True)
+    assert (tmp_path / "0" / MARKER).exists()
+    assert not (tmp_path / "0" / PLAN).exists()
+
+
+def test_left_overs_are_cleaned(tmp_path: Path) -> None:
+    """What was replaced goes when its successor is there, and comes back when it isn't; files of similar names stay."""
+    for name in ("0.replaced-0123abcd", "0.replaced-mine", "10.replaced-0123abcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").touch()
+    with staging_at(tmp_path, 0).hold():
+        assert (tmp_path / "0" / "old").exists()
+    (tmp_path / "0.replaced-4567cdef").mkdir()
+    with staging_at(tmp_path, 0).hold():
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "0.replaced-mine", "10.replaced-0123abcd"]
+
+
+@pytest.mark.parametrize("name", [f"0.0123456789abcdef{GROWING}", "0.replaced-0123abcd", f"0{GROWING}"])
+def test_nothing_unpublished_is_taken_for_a_checkpoint(tmp_path: Path, name: str) -> None:
+    """By its own name, by its item's, or beside a step."""
+    (tmp_path / name / "items").mkdir(parents=True)
+    (tmp_path / name / "items" / "_METADATA").write_text("{}")
+    for place in (tmp_path, tmp_path / name, tmp_path / name / "items"):
+        with pytest.raises(StorageError, match="wasn't published"):
+            find_items(place)
+    (tmp_path / "0" / "items").mkdir(parents=True)
+    (tmp_path / "0" / "items" / "_METADATA").write_text("{}")
+    assert find_items(tmp_path).parent.name == "0"
+
+
+@pytest.mark.parametrize("name", ["a\\b", "x.__lock", "x.__lock/y", "\udcff"])
+def test_places_that_tensorstore_cant_write(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StorageError, match="no checkpoint can lie there"):
+        open_store(tmp_path / name).kvstore()
+
+
+def test_paths_are_resolved_as_the_system_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/b")
+    monkeypatch.chdir(tmp_path / "a")
+    assert open_store("../c").url == f"{tmp_path}/c"
+    assert open_store(f"{tmp_path}/link/../c").url == f"{tmp_path}/a/c"
+    assert open_store(f"{tmp_path}/link").url == f"{tmp_path}/link"

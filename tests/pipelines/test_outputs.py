@@ -1,0 +1,116 @@
+"""What an output must be: refused before any work where something would be lost, or where no checkpoint can lie."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hostile import snapshot
+from support import BF16, LLAMA, assert_same_bits, call, convert, random_tensors, reference, restore, save
+
+from weightbeam.formats.staging import staging_at
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+
+
+def refused(capfd: pytest.CaptureFixture[str], root: Path, *command: object) -> str:
+    """The message of a command that is refused, and touches nothing."""
+    before = snapshot(root)
+    capfd.readouterr()
+    assert call("convert", *command) == 2
+    message = capfd.readouterr().err
+    assert "Traceback" not in message
+    assert snapshot(root) == before
+    return message
+
+
+@pytest.mark.parametrize("place", ["0", "0/hf", "link", "0.replaced-0123abcd"])
+def test_the_source_is_never_deleted(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str) -> None:
+    """Where it is what `--overwrite` would replace, or lies in it, or a link leads there, or where it would be tidied away."""
+    root, named = tmp_path / "m", tmp_path / "m" / place
+    if place == "link":
+        (tmp_path / "link").symlink_to(root / "0" / "hf")
+        named = tmp_path / "link"
+    shutil.copytree(source, root / "0" / "hf" if place == "link" else named)
+    assert "holds the source" in refused(capfd, root, "--source", named, "--output", root, "--overwrite")
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a link to a checkpoint", "a dangling link", "a file"])
+def test_overwrite_replaces_checkpoints_only(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str) -> None:
+    output = tmp_path / "out"
+    (output / "elsewhere").mkdir(parents=True)
+    step = output / "0"
+    if kind == "a folder":
+        (step / "thesis").mkdir(parents=True)
+    elif kind == "a file":
+        step.write_text("")
+    else:
+        if kind == "a link to a checkpoint":
+            (output / "elsewhere" / "commit_success.txt").touch()
+        step.symlink_to("elsewhere" if kind == "a link to a checkpoint" else "nowhere")
+    message = refused(capfd, output, "--source", source, "--output", output, "--overwrite")
+    assert ("no Orbax checkpoint" if kind == "a folder" else kind.split()[-1] if kind == "a file" else "symbolic link") in message
+
+
+def test_paths_with_dots_and_backslashes(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert call("convert", "--source", source, "--output", "../ckpt") == 0
+    assert_same_bits(restore(tmp_path / "ckpt" / "0"), reference(LLAMA, random_tensors(LLAMA), BF16))
+    assert call("verify", "--source", source, "--checkpoint", "../ckpt") == 0
+    for name, word in (("a\\b/out", "backslash"), ("x.__lock", ".__lock")):
+        assert word in refused(capfd, tmp_path, "--source", source, "--output", name)
+
+
+def test_who_is_at_work_is_said_first(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not that a conversion was stopped, which it wasn't."""
+    staging = staging_at(tmp_path / "out", 0)
+    staging.output.make()
+    with staging.hold():
+        staging.create(b"plan")
+        for mode in ((), ("--resume",), ("--overwrite",)):
+            message = refused(capfd, tmp_path / "out", "--source", source, "--output", tmp_path / "out", *mode)
+            assert f"another conversion (process {os.getpid()} on " in message
+            assert "stopped" not in message
+
+
+def test_a_damaged_checkpoint_isnt_called_finished(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its databases are gone, or a marker is; `--overwrite` makes it anew."""
+    command = ("--source", source, "--output", tmp_path / "out")
+    step = convert(source, tmp_path / "out")
+    assert call("convert", *command, "--resume") == 0
+    (database, *_) = (step / "items").glob("ocdbt.process_*")
+    shutil.rmtree(database)
+    assert "damaged" in refused(capfd, tmp_path / "out", *command, "--resume")
+    assert call("convert", *command, "--overwrite") == 0
+    (step / "items" / "commit_success.txt").unlink()
+    assert "damaged" in refused(capfd, tmp_path / "out", *command, "--resume")
+
+
+def test_a_stale_lock_file_does_no_harm(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorStore writes over one that a killed merge left, and leaves what reaches beyond."""
+    command = ("convert", "--source", source, "--output", tmp_path / "out")
+    with monkeypatch.context() as patched:
+        patched.setattr("weightbeam.formats.ocdbt.merge", lambda *_: 1 / 0)
+        assert call(*command) == 1
+    (items,) = (tmp_path / "out").glob("0.*.orbax-checkpoint-tmp/items")
+    (items / "manifest.ocdbt.__lock").write_bytes(os.urandom(100_000))
+    assert call(*command, "--resume") == 0
+    assert_same_bits(restore(tmp_path / "out" / "0"), reference(LLAMA, random_tensors(LLAMA), BF16))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["0"]
+
+
+def test_an_output_without_links_of_any_kind(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on exFAT, and on many shares."""
+    for name in ("link", "symlink"):
+        monkeypatch.setattr(os, name, _refuse)
+    assert_same_bits(restore(convert(source, tmp_path / "out")), reference(LLAMA, random_tensors(LLAMA), BF16))
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise PermissionError(1, "Operation not permitted")
