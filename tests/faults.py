@@ -26,7 +26,7 @@ from support import HERE, call
 
 STAGES = {  # stage -> the module and the name of the function that does it
     "reading": ("weightbeam.transforms.execution", "read"),
-    "writing": ("weightbeam.transforms.stages", "write_unit"),
+    "writing": ("weightbeam.transforms.conversion", "write_unit"),
     "merging": ("weightbeam.formats.ocdbt", "merge"),
     "publishing": ("weightbeam.formats.orbax", "publish"),
 }
