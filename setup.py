@@ -11,6 +11,7 @@ CORE = [
     "pyyaml>=6",
     "rich>=14",
     "xxhash>=3.5",
+    "zstandard>=0.23",
     "google-cloud-storage>=3",
     "google-crc32c>=1.9",
     "httpx2>=2.16",

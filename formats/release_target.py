@@ -31,6 +31,7 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_st
 from weightbeam.model_mappings.boxes import Box
 
 RECORD = "weightbeam.json"
+UNPACKED = "unpacked"  # where large chunks of the source lie meanwhile
 
 Rows = tuple[Tensor, Box, np.ndarray]  # a tensor whose `path` is its file's name in the release, a box of it, and its values
 
@@ -144,6 +145,7 @@ def assemble(staging: Staging, units: int, files: Iterable[tuple[str, int]], rec
             if held is None or held.size != size:
                 raise IncompleteError(f"{staging.checkpoint.path(name)} has {held.size if held else 0:,} bytes, expected {size:,}")
         staging.check()
+        staging.work.delete_folder(UNPACKED)
         sync_folder(Path(staging.checkpoint.url))
         about = {**record, "digests": total(entry["digests"] for entry in ledger.values())}
         staging.put(RECORD, json.dumps(about, indent=1).encode())

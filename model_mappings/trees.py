@@ -107,7 +107,7 @@ def _refuse(paths: list[Path]) -> None:
 
     if "outer_opt_state" in tops or "inner_state" in tops:
         raise TreeError("a DiLoCo state: every array has an axis of replicas in front; save the parameters of one replica first")
-    if "aqt" in components or has("AqtDotGeneral_0", "qrhs") or any(component.startswith("AqtDotGeneral") for component in components):
+    if "aqt" in tops or has("qrhs") or any(component.startswith("AqtDotGeneral") for component in components):
         raise TreeError("an AQT checkpoint for serving: its quantised kernels aren't weights any more; take the checkpoint it was made of")
     if has("qvalue"):
         raise TreeError("a Qwix QLoRA base, whose kernels are quantised (array.qvalue); take the checkpoint it was made of")

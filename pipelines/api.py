@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.errors import Busy as Busy
     from weightbeam.pipelines.errors import Failed as Failed
     from weightbeam.pipelines.errors import Refused as Refused
+<<<<<<< HEAD
     from weightbeam.pipelines.fit import fit as fit
+=======
+    from weightbeam.pipelines.export import export as export
+>>>>>>> 0568be9 (weightbeam export: a checkpoint back into a Hugging Face release)
     from weightbeam.pipelines.inspect import inspect as inspect
     from weightbeam.pipelines.loading.load import load as load
     from weightbeam.pipelines.loading.tree import open as open
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it lies in
     "plan": "plan",
     "convert": "convert",
+    "export": "export",
     "verify": "verify",
     "load": "loading.load",
     "open": "loading.tree",

@@ -20,6 +20,7 @@ Weightbeam turns Hugging Face checkpoints into MaxText's Orbax checkpoints.
   weightbeam plan    --source ~/models/Qwen3-8B                          what would happen, and every problem
   weightbeam convert --source ~/models/Qwen3-8B --output ckpt --mesh fsdp=16
   weightbeam verify  --source ~/models/Qwen3-8B --checkpoint ckpt        is every element right?
+  weightbeam export  --source ckpt --output tuned                        a Hugging Face release of a checkpoint
   weightbeam inspect ckpt                                                what a checkpoint holds
   weightbeam watch   --config watch.yaml                                 the hub's new releases, by themselves
 """
@@ -114,6 +115,18 @@ converted into it.
   weightbeam diff hf://Qwen/Qwen3-8B ckpt/0/items --tolerance 1e-2 --json found.json
 
 Exit status: 0 the same within the tolerance, 1 not, 2 they can't be compared.
+"""
+
+
+EXPORT = """\
+Writes an Orbax checkpoint as a Hugging Face release: safetensors files and index, config.json, tokenizer and the other small
+files. The checkpoint may be one of Weightbeam's, of MaxText's converter, or one that MaxText's training wrote. What it remembers
+of its release, or --like, says how the release should look. Values are computed in float32 and cast once. As a Beam pipeline.
+
+  weightbeam export --source ckpt --output qwen3-8b-tuned
+  weightbeam export --source run/checkpoints/1000 --output tuned --like hf://Qwen/Qwen3-8B
+
+Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
 
 
@@ -337,6 +350,23 @@ def add_materialization(parser: argparse.ArgumentParser) -> None:
     add("--step", type=natural, metavar="N", help="the step under which it is written (default: that of the virtual checkpoint)")
 
 
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """The options of an export; None stands for what the checkpoint, or the release that it should be like, says."""
+    add = parser.add_argument
+    add("--source", metavar="URL", help="the Orbax checkpoint: its root, a step or an item, in a folder or in gs://")
+    add("--output", metavar="FOLDER", help="the folder of the release; it must not be there yet")
+    add("--like", metavar="URL", help="the release whose config.json, tokenizer, names and dtypes are taken: a folder, gs:// or hf://")
+    add("--save_dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="dtype of every float tensor; auto: as --like has it")
+    add("--maxtext_model", metavar="NAME", help="the MaxText model, where neither the checkpoint nor config.json settles it")
+    add("--param_scan_axis", type=natural, metavar="N", help="where the layers are stacked, where the shapes fit several axes")
+    add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --like, else 5GB)")
+    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--step", type=natural, metavar="N", help="which step, where the root has several")
+    add("--resume", action="store_true", default=False, help="go on with a stopped export")
+    add("--overwrite", action="store_true", default=False, help="replace a release, or throw a stopped export away")
+    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+
+
 def add_watching(parser: argparse.ArgumentParser) -> None:
     """The options that aren't of the configuration."""
     add = parser.add_argument
@@ -369,6 +399,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_fit(fit)
     verify = command("verify", "compare a checkpoint with its source, element by element", VERIFY)
     add_verification(verify)
+    add_export(command("export", "write a checkpoint as a Hugging Face release", EXPORT))
     add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", MATERIALIZE))
     add_comparison(command("diff", "compare any two checkpoints, tensor by tensor", DIFF))
     inspect = command("inspect", "show what a checkpoint holds", INSPECT)

@@ -14,7 +14,6 @@ from apache_beam.runners.runner import PipelineResult
 
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.links import HARD, LinkError
-from weightbeam.formats.orbax import publish
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage.token import secret
 from weightbeam.pipelines import dataflow
@@ -27,16 +26,19 @@ from weightbeam.pipelines.report import threads_of
 from weightbeam.pipelines.runners import local
 from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.transforms.assembly import stage
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.staged import remember
-from weightbeam.transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, WriteChunks
+from weightbeam.transforms.staged import Movement, remember
+from weightbeam.transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, UnpackChunks, WriteChunks
 
 
-def build(pipeline: beam.Pipeline, conversion: Conversion, staging: Staging, overwrite: bool = False, budget: int | None = None) -> beam.PCollection:
+def build(pipeline: beam.Pipeline, conversion: Movement, staging: Staging, overwrite: bool = False, budget: int | None = None) -> beam.PCollection:
     """The graph; `budget` bounds the bytes of the units that one process works on at a time."""
+    units, chunks = len(conversion.units), len(conversion.chunks)
+    if chunks:
+        numbered = pipeline | "Chunks" >> beam.Create([chunks]) | UnpackChunks(staging, conversion.hash, units)
+    else:
+        numbered = pipeline | "Units" >> beam.Create([units])
     return (
-        pipeline
-        | "Units" >> beam.Create([len(conversion.units)])
+        numbered
         | ExpandUnits(staging, conversion.hash)
         | ReadBoxes(staging, conversion.hash, budget, secret())
         | Dequantize()
@@ -53,15 +55,15 @@ def check_job(staging: Staging, rest: Sequence[str]) -> None:
 
 
 def run_units(
-    conversion: Conversion,
+    conversion: Movement,
     staging: Staging,
     rest: Sequence[str],
     ours: Mapping[str, Any],
     resume: bool,
     overwrite: bool,
-    link: str,
-    sha256: bool,
-    report: Report | None,
+    link: str = HARD,
+    sha256: bool = False,
+    report: Report | None = None,
 ) -> int | None:
     """Runs the pipeline with Beam's options `rest`; returns the bytes that this process wrote, None where a job goes on without it.
 
@@ -73,7 +75,7 @@ def run_units(
 
 
 def execute(
-    conversion: Conversion,
+    conversion: Movement,
     staging: Staging,
     options: PipelineOptions,
     resume: bool = False,
@@ -113,12 +115,12 @@ def execute(
     noise = io.StringIO()
     try:
         if not stage(conversion, staging, resume, link, hashed):
-            publish(staging, overwrite)
+            staging.publish(overwrite)
             return None
         remember(conversion)
         left = int(conversion.made_bytes * share_left(staging, conversion))
         with as_in_a_script():
-            build(pipeline, conversion, staging, overwrite, threads * conversion.options.unit_bytes)
+            build(pipeline, conversion, staging, overwrite, threads * conversion.unit_bytes)
         if on_dataflow:
             dataflow.note_job(staging, options)
             return dataflow.run(pipeline, left, noise, report)
@@ -132,7 +134,7 @@ def execute(
         raise FailedError(_failure(e, staging, noise.getvalue())) from e
 
 
-def _written(conversion: Conversion, staging: Staging, left: int, options: PipelineOptions) -> Callable[[], int]:
+def _written(conversion: Movement, staging: Staging, left: int, options: PipelineOptions) -> Callable[[], int]:
     """How to know the bytes written of those that were left: by a counter where the workers are threads, else by the ledger."""
     if options.view_as(StandardOptions).runner == local.RUNNER:
         before = WRITTEN.total

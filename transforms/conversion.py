@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +28,7 @@ from weightbeam.formats.release import keep_files
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, Checkpoint
 from weightbeam.formats.sources import Source, open_source
 from weightbeam.formats.staging import Staging
-from weightbeam.formats.storage import open_store
+from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.zarr import Format
 from weightbeam.model_mappings.adapters import RANK
 from weightbeam.model_mappings.audit import audit, drop_reason
@@ -113,7 +113,13 @@ class Conversion:
     def format(self) -> Format:
         return format_of(self.options)
 
-    def expand(self, unit: int) -> Unit:
+    chunks: ClassVar[Sequence[object]] = ()  # a release has nothing to unpack
+
+    def unpack(self, number: int, place: Store) -> int:
+        """Never called."""
+        raise IndexError(number)
+
+    def expand(self, unit: int, place: Store | None = None) -> Unit:
         """A unit, spelled out."""
         return expand_unit(unit, self.units[unit], self.plan.arrays, self.grids, self.encodings, self.save_dtype)
 

@@ -29,6 +29,8 @@ from weightbeam.formats.provenance import versions
 from weightbeam.formats.safetensors import INDEX, Checkpoint, Tensor
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import Store
+from weightbeam.formats.unpacking import UnpackedArray, can_unpack, chunks, unpack
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.audit import audit
 from weightbeam.model_mappings.boxes import Box, extent, volume, whole
@@ -129,6 +131,7 @@ class ExportUnit:
     def working_bytes(self) -> int:
         """Memory for all of its arrays."""
         read = sum(aligned(part.nbytes) for fetch in self.fetches for part in fetch.encoding.reads(fetch.box))
+        read += sum(aligned(volume(fetch.box) * fetch.dtype.itemsize) for fetch in self.fetches if fetch.encoding.label)
         return read + sum(aligned(volume(job.box) * job.dtype.itemsize) for job in self.jobs)
 
 
@@ -158,6 +161,7 @@ class Export:
     lossy: Mapping[str, str]
     config_edits: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+    unpacked: frozenset[str] = frozenset()  # keys of the arrays whose chunks are unpacked first
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # the release's small files as they will be; not staged
 
     kind = "export"
@@ -199,8 +203,18 @@ class Export:
         """Memory of the largest unit."""
         return max(map(working_bytes, self.units), default=0)
 
-    def expand(self, unit: int) -> ExportUnit:
-        """A unit, spelled out."""
+    @functools.cached_property
+    def chunks(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The chunks to unpack before the first unit: each array's key and the chunk's index."""
+        return [(key, index) for key in sorted(self.unpacked) for index in chunks(self.encodings[key])]
+
+    def unpack(self, number: int, place: Store) -> int:
+        """Unpacks a chunk; returns the bytes that were decoded."""
+        key, index = self.chunks[number]
+        return unpack(self.encodings[key], index, place)
+
+    def expand(self, unit: int, place: Store) -> ExportUnit:
+        """A unit, spelled out; `place` is where the plan is at work."""
         assert self.files is not None
         fetches: list[Fetch] = []
         pieces: dict[str, list[tuple[int, Piece]]] = {}
@@ -210,7 +224,9 @@ class Export:
             for cell in array.cells(box):
                 for piece in back(cell, box, array.key):
                     pieces.setdefault(str(cell.tensor), []).append((len(fetches), piece))
-            fetches.append(Fetch(self.encodings[array.key], box, self.encodings[array.key].dtype))
+            stored = self.encodings[array.key]
+            encoding = UnpackedArray(stored, place.url) if array.key in self.unpacked else stored
+            fetches.append(Fetch(encoding, box, stored.dtype))
         jobs = []
         for name, placed in pieces.items():
             for box, inside in _boxes(placed):
@@ -363,18 +379,21 @@ def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like) -> 
     dtypes = {name: _target_dtype(options, specs[name].dtype) for name in shapes}
     lossy = {given_name: reason for name, reason in _lossy(arrays, dtypes).items() for given_name in names[name]}
     edits = _config_edits(config, family, arrays, shapes, given, dropped)
-    files, grids, units, warnings = None, (), (), []
+    files, grids, units, warnings, unpacked = None, (), (), [], frozenset[str]()
     if not problems:
         order = {held[3]: held[2] for held in given.values()}
         wanted = [(one, dtypes[name], shapes[name]) for name, ones in names.items() for one in ones]
         files = plan_files(wanted, order or None, options.max_shard_size)
         warnings += files.warnings
-        grids = tuple(_grid(array, weights[array.key], dtypes) for array in arrays)
-        problems += _too_large(arrays, grids, weights, options.unit_bytes)
+        grids = tuple(_grid(array, weights[array.key], weights[array.key].chunk, dtypes) for array in arrays)
+        large = {grid.spec.key for grid in grids if _smallest_bytes(grid) > options.unit_bytes or weights[grid.spec.key].chunk_bytes > options.unit_bytes}
+        unpacked = frozenset(key for key in large if can_unpack(weights[key]))
+        grids = tuple(_grid(a, weights[a.key], (1,) * len(a.shape), dtypes) if a.key in unpacked else g for a, g in zip(arrays, grids, strict=True))
+        problems += _too_large(grids, options.unit_bytes)
         units = tuple(_units(options, arrays, grids)) if not problems else ()
     dropped = {given[name][3] if name in given else name: reason for name, reason in dropped.items()}
     plan = Plan(family.name, arrays, dropped, tuple(problems), family.note(config, layout), family.support, naming.model, naming.sizes)
-    return Export(options, source, like, plan, names, files, grids, units, lossy, edits, tuple(warnings))
+    return Export(options, source, like, plan, names, files, grids, units, lossy, edits, tuple(warnings), unpacked)
 
 
 def _said_model(source: OrbaxCheckpoint) -> str | None:
@@ -493,15 +512,15 @@ def _config_edits(
     return edits
 
 
-def _grid(array: Array, stored: OrbaxArray, dtypes: Mapping[str, np.dtype]) -> Grid:
-    """How an array is cut into blocks: chunks as they are stored, whole along the columns of its tensors."""
+def _grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], dtypes: Mapping[str, np.dtype]) -> Grid:
+    """How an array is cut into blocks: of whole grains, such as chunks as they are stored, and whole along the columns of its tensors."""
     part = next(part for part in array.parts if part.rule.source)
     whole_axes, rows = cut_rows(part, array.dtype.itemsize, Stored())
     names = sorted(axis for axis in part.stack_axes if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole_axes)]))
     target = max(dtypes[name].itemsize for part in array.parts for name in part.tensors)
     element_bytes = array.dtype.itemsize * (2 if stored.compressed else 1) + target
-    spec = ArraySpec(array.key, array.shape, array.dtype, stored.chunk, stored.chunk)
+    spec = ArraySpec(array.key, array.shape, array.dtype, grain, grain)
     return Grid(spec, {}, whole_axes, growth, element_bytes, ())
 
 
@@ -510,12 +529,17 @@ def _smallest(grid: Grid) -> list[int]:
     return [n if axis in grid.whole else min(chunk, n) for axis, (n, chunk) in enumerate(zip(grid.spec.shape, grid.spec.shard, strict=True))]
 
 
-def _too_large(arrays: Sequence[Array], grids: Sequence[Grid], weights: Mapping[str, OrbaxArray], unit_bytes: int) -> Iterator[Problem]:
+def _smallest_bytes(grid: Grid) -> int:
+    """Memory for the smallest block."""
+    return grid.working_bytes(_smallest(grid))
+
+
+def _too_large(grids: Sequence[Grid], unit_bytes: int) -> Iterator[Problem]:
     """Arrays whose smallest block doesn't fit into a unit."""
-    for array, grid in zip(arrays, grids, strict=True):
-        needed = grid.working_bytes(_smallest(grid))
-        if needed > unit_bytes:
-            yield Problem("memory", array.key, f"rows of its tensors need chunks of {needed:,} bytes together, a unit has {unit_bytes:,}", is_array=True)
+    for grid in grids:
+        if (needed := _smallest_bytes(grid)) > unit_bytes:
+            message = f"rows of its tensors need {needed:,} bytes together, a unit has {unit_bytes:,}; raise --unit_bytes"
+            yield Problem("memory", grid.spec.key, message, is_array=True)
 
 
 def _units(options: ExportOptions, arrays: Sequence[Array], grids: Sequence[Grid]) -> list[tuple[Block, ...]]:

@@ -72,8 +72,17 @@ class Movement(Protocol):
         """The inputs, compressed."""
         ...
 
-    def expand(self, unit: int) -> Work:
-        """A unit, spelled out."""
+    @property
+    def chunks(self) -> Sequence[object]:
+        """What has to be unpacked before the first unit; mostly nothing."""
+        ...
+
+    def unpack(self, number: int, place: Store) -> int:
+        """Unpacks one of the chunks; returns the bytes that were decoded."""
+        ...
+
+    def expand(self, unit: int, place: Store) -> Work:
+        """A unit, spelled out; `place` is where the plan is at work."""
         ...
 
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:

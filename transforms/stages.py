@@ -68,7 +68,7 @@ class _ReadBoxesFn(StageFn):
 
     def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
         number, is_done = todo
-        unit = Unit.done(number) if is_done else load_staged(self.staging, self.plan_hash).expand(number)
+        unit = Unit.done(number) if is_done else load_staged(self.staging, self.plan_hash).expand(number, self.staging.work)
         yield self.timed(Work(unit, take(unit.working_bytes, self.budget)))  # WriteChunks gives the arena back
 
 
@@ -134,6 +134,35 @@ class _ExpandFn(beam.DoFn):
         if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
             for number in range(units):
                 yield number, number in self.done  # those too: so the assembly happens even if nothing else is left to do
+
+
+class UnpackChunks(beam.PTransform):
+    """How many large chunks there are -> how many units, once all chunks lie unpacked beside the plan; see `formats/unpacking.py`."""
+
+    def __init__(self, staging: Staging, plan_hash: str, units: int):
+        super().__init__()
+        self.staging, self.plan_hash, self.units = staging, plan_hash, units
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return (
+            pcoll
+            | "Chunks" >> beam.FlatMap(lambda count: range(count)).with_output_types(int)
+            | beam.Reshuffle()
+            | "Unpack" >> beam.ParDo(_UnpackFn(self.staging, self.plan_hash)).with_output_types(int)
+            | "AllChunks" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
+            | "Units" >> beam.Map(lambda _, units: units, self.units).with_output_types(int)
+        )
+
+
+class _UnpackFn(beam.DoFn):
+    def __init__(self, staging: Staging, plan_hash: str):
+        self.staging, self.plan_hash = staging, plan_hash
+        self.bytes = Metrics.counter("UnpackChunks", "bytes")
+
+    def process(self, number: int) -> Iterator[int]:
+        if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
+            self.bytes.inc(load_staged(self.staging, self.plan_hash).unpack(number, self.staging.work))
+        yield number
 
 
 class ReadBoxes(beam.PTransform):

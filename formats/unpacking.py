@@ -1,0 +1,212 @@
+"""Large compressed chunks, unpacked once: a chunk that holds all layers is decoded as a stream into files that any part can be read of.
+
+MaxText's training writes chunks of 1 to 2 GiB, a device's whole shard, and a part of a compressed chunk can't be read alone. So each
+is read once, in pieces of its bytes, decoded as it comes, and written to a few files in C order; no more than a piece of it is ever
+in memory. A unit then reads the rows of one layer from there.
+
+    chunk (128, 80, 28672) of a kernel (8192, 80, 28672) ─▸ files of 7 rows each: (7, 80, 28672), 64 MiB
+
+(zarr3 `sharding_indexed` with the inner chunk equal to the outer one, and zarr2 with zstd, as Orbax 0.12.8 writes them.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+
+import google_crc32c
+import numpy as np
+import tensorstore as ts
+import zstandard
+
+from weightbeam.formats import ocdbt, zarr
+from weightbeam.formats.encodings.encoding import InOrder
+from weightbeam.formats.orbax_source import OrbaxArray
+from weightbeam.formats.release_target import UNPACKED
+from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.model_mappings.boxes import Box, extent, volume
+
+PIECE = 64 << 20  # bytes of a file, and of a chunk that are in memory
+READ = 8 << 20  # encoded bytes that are read at a time
+INDEX_BYTES = zarr.INDEX_ENTRY_BYTES + zarr.INDEX_CHECKSUM_BYTES  # of a shard with one chunk
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnpackedArray(InOrder):
+    """An array whose chunks lie unpacked in files.
+
+    Attributes:
+      array: as it is stored.
+      place: URL of the folder with the files.
+    """
+
+    array: OrbaxArray
+    place: str
+    label = "unpacked"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    def reads(self, box: Box) -> tuple[BoxRead, ...]:
+        """A read for each file that holds a part of the box."""
+        return tuple(read for read, _ in self._parts(box))
+
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+        """The box, put together of its parts; in the stored dtype."""
+        values = empty(extent(box), self.dtype)
+        for part, (_, target) in zip(stored, self._parts(box), strict=True):
+            values[tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(target, box, strict=True))] = part
+        return values
+
+    def _parts(self, box: Box) -> Iterator[tuple[BoxRead, Box]]:
+        """What lies in each file, and which box of the array that is."""
+        numbers = [range(start // step, -(-stop // step)) for (start, stop), step in zip(box, self.array.chunk, strict=True)]
+        for index in itertools.product(*numbers):
+            for number, piece in enumerate(pieces(self.array, index)):
+                met = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True))
+                if all(low < high for low, high in met):
+                    tensor = Tensor(self.array.key, self.dtype, extent(piece), f"{self.place}/{file_name(self.array, index, number)}", 0)
+                    local = tuple((low - start, high - start) for (low, high), (start, _) in zip(met, piece, strict=True))
+                    yield BoxRead(tensor, local), met
+
+
+def chunks(array: OrbaxArray) -> list[tuple[int, ...]]:
+    """The indices of an array's chunks."""
+    return list(itertools.product(*(range(-(-size // step)) for size, step in zip(array.shape, array.chunk, strict=True))))
+
+
+def pieces(array: OrbaxArray, index: Sequence[int]) -> list[Box]:
+    """The boxes of a chunk that a file each holds, in C order of the chunk; a chunk at the array's end has what lies beyond it, too.
+
+    The first axes have one index each, the next a range, the others all there is.
+    """
+    start = [i * step for i, step in zip(index, array.chunk, strict=True)]
+    inner = [math.prod(array.chunk[axis + 1 :]) * array.dtype.itemsize for axis in range(len(array.chunk))]
+    cut = next((axis for axis, nbytes in enumerate(inner) if nbytes <= PIECE), len(inner) - 1)
+    rows = max(1, PIECE // inner[cut]) if inner else 1
+    leading = [[(at + i, at + i + 1) for i in range(step)] for at, step in zip(start[:cut], array.chunk[:cut], strict=True)]
+    ranges = [(start[cut] + low, start[cut] + min(low + rows, array.chunk[cut])) for low in range(0, array.chunk[cut], rows)]
+    rest = [(at, at + step) for at, step in zip(start[cut + 1 :], array.chunk[cut + 1 :], strict=True)]
+    return [(*first, span, *rest) for first in itertools.product(*leading) for span in ranges]
+
+
+def file_name(array: OrbaxArray, index: Sequence[int], number: int) -> str:
+    """The file of a piece of a chunk."""
+    return f"{UNPACKED}/{array.key}/{'.'.join(map(str, index)) or '0'}.{number}"
+
+
+def unpack(array: OrbaxArray, index: Sequence[int], place: Store) -> int:
+    """Unpacks a chunk into files below `place`; those that are there already are kept.
+
+    Returns:
+      Bytes that were decoded.
+
+    Raises:
+      StorageError: the chunk is missing or damaged.
+    """
+    boxes = pieces(array, index)
+    wanted = [volume(box) * array.dtype.itemsize for box in boxes]
+    names = [file_name(array, index, number) for number in range(len(boxes))]
+    if all((file := place.stat(name)) is not None and file.size == nbytes for name, nbytes in zip(names, wanted, strict=True)):
+        return 0
+    held, number = bytearray(), 0
+    for data in decoded(array, index):
+        held += data
+        while number < len(boxes) and len(held) >= wanted[number]:
+            place.write(names[number], bytes(held[: wanted[number]]))
+            del held[: wanted[number]]
+            number += 1
+    if number < len(boxes) or held:
+        raise StorageError(f"{array.items}: {array.key}: chunk {tuple(index)} has another size than its metadata say")
+    return sum(wanted)
+
+
+def decoded(array: OrbaxArray, index: Sequence[int]) -> Iterator[bytes]:
+    """The bytes of a chunk in C order, as they come."""
+    items = open_store(array.items)
+    base = ts.KvStore.open(ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()).result()
+    about = json.loads(_read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None))
+    if array.driver == "zarr3":
+        key = "/".join((array.key, "c", *map(str, index)))
+        codecs, sharded = _codecs(array, about)
+        if sharded:
+            entry = _read(base, array, key, -INDEX_BYTES, None)
+            start, stop = int.from_bytes(entry[:8], "little"), int.from_bytes(entry[:8], "little") + int.from_bytes(entry[8:16], "little")
+            if google_crc32c.value(entry[:-4]) != int.from_bytes(entry[-4:], "little"):
+                raise StorageError(f"{array.items}: {key}: the index of the shard is damaged")
+        else:
+            start, stop = 0, _size(base, array, key)
+    else:
+        key = f"{array.key}/{'.'.join(map(str, index)) or '0'}"
+        compressor = about.get("compressor")
+        codecs, start, stop = [compressor["id"]] if compressor else [], 0, _size(base, array, key)
+    if codecs not in ([], ["zstd"]):
+        raise StorageError(f"{array.items}: {array.key}: chunks of {array.chunk_bytes:,} bytes, compressed with {codecs[0]}, can't be decoded in parts")
+    decoder = zstandard.ZstdDecompressor().decompressobj(write_size=PIECE, read_across_frames=True) if codecs else None
+    for at in range(start, stop, READ):
+        data = _read(base, array, key, at, min(at + READ, stop))
+        try:
+            yield decoder.decompress(data) if decoder else data
+        except zstandard.ZstdError as e:
+            raise StorageError(f"{array.items}: {key}: damaged: {e}") from e
+
+
+def can_unpack(array: OrbaxArray) -> bool:
+    """Whether the chunks of an array can be decoded as streams, by what its metadata say."""
+    try:
+        items = open_store(array.items)
+        base = ts.KvStore.open(ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()).result()
+        about = json.loads(_read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None))
+        codecs = _codecs(array, about)[0] if array.driver == "zarr3" else [about["compressor"]["id"]] if about.get("compressor") else []
+    except (StorageError, KeyError, TypeError, ValueError):
+        return False
+    return codecs in ([], ["zstd"])
+
+
+def _codecs(array: OrbaxArray, about: dict) -> tuple[list[str], bool]:
+    """The names of the codecs behind the bytes, and whether they are of a shard's only chunk."""
+    codecs, sharded = about["codecs"], False
+    if codecs[0]["name"] == "sharding_indexed":
+        inner = codecs[0]["configuration"]
+        whole = tuple(inner["chunk_shape"]) == tuple(about["chunk_grid"]["configuration"]["chunk_shape"])
+        if not whole or inner.get("index_location", "end") != "end":
+            return ["sharding_indexed"], True
+        codecs, sharded = inner["codecs"], True
+    if codecs[0] != {"name": "bytes", "configuration": {"endian": "little"}} and array.dtype.itemsize > 1:
+        return [codecs[0]["name"]], sharded
+    return [codec["name"] for codec in codecs[1:]], sharded
+
+
+def _size(base: ts.KvStore, array: OrbaxArray, key: str) -> int:
+    """Bytes of a value: a key-value store doesn't say, so they are found by doubling and halving; thirty reads of a byte."""
+    low, high = 0, READ
+    while len(_read(base, array, key, high - 1, high, may_end=True)):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if len(_read(base, array, key, middle - 1, middle, may_end=True)):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _read(base: ts.KvStore, array: OrbaxArray, key: str, start: int, stop: int | None, may_end: bool = False) -> bytes:
+    try:
+        got = base.read(key, byte_range=slice(start, stop)).result() if start or stop is not None else base.read(key).result()
+    except ValueError as e:
+        if may_end and "OUT_OF_RANGE" in str(e):
+            return b""
+        raise StorageError(f"{array.items}: {key}: {str(e).partition(' [source locations=')[0]}") from e
+    if got.state != "value":
+        raise StorageError(f"{array.items}: {key} is missing")
+    return got.value

@@ -1,0 +1,303 @@
+"""`weightbeam export`: an Orbax checkpoint back into a Hugging Face release."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
+from weightbeam.formats.release import edit_config, model_card, packed_files, role_of, small_files
+from weightbeam.formats.release_target import ReleaseFolder, plan_of, release_staging
+from weightbeam.formats.safetensors import DTYPES, Checkpoint, Shard, Tensor, open_checkpoint
+from weightbeam.formats.storage import LocalFolder, StorageError, open_store, reason
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.formats.strict_json import JsonError
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines.arguments import size
+from weightbeam.pipelines.errors import Busy, Failed, Refused
+from weightbeam.pipelines.keywords import keywords_of
+from weightbeam.pipelines.output import alone
+from weightbeam.pipelines.prepare import describe
+from weightbeam.pipelines.progress import Report, reporter
+from weightbeam.pipelines.tables import count, human
+from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like, plan_export
+from weightbeam.transforms.exporting import DTYPES as SAVED
+
+LOG = logging.getLogger("weightbeam")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What came of an export.
+
+    Attributes:
+      export: what was planned.
+      folder: where the release is.
+      seconds: that it took.
+      state: `done`, or `nothing to do` where it was finished already.
+    """
+
+    export: Export
+    folder: str
+    seconds: float = 0.0
+    state: str = "done"
+
+    def __str__(self) -> str:
+        if self.state != "done":
+            return f"{self.folder} is finished already; nothing to do"
+        plan, files = self.export.plan, self.export.files
+        assert files is not None
+        rate = f" ({human(files.size / self.seconds)}/s)" if self.seconds else ""
+        what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}"
+        lines = [f"{self.folder}: {what} in {self.seconds:.1f} s{rate}"]
+        if self.export.lossy:
+            lines.append(f"{count(len(self.export.lossy), 'tensor')} rounded once: {'; '.join(sorted(set(self.export.lossy.values()))[:3])}")
+        if plan.dropped:
+            lines.append(f"{count(len(plan.dropped), 'tensor')} of the release left out: {'; '.join(sorted(set(plan.dropped.values()))[:3])}")
+        lines.append(f"load it:  transformers.AutoModelForCausalLM.from_pretrained({self.folder!r})")
+        lines.append(f"check it: weightbeam verify --source {self.folder} --checkpoint {self.export.source.root}")
+        return "\n".join(lines)
+
+
+def export(
+    source: str,
+    output: str,
+    *,
+    like: str | None = None,
+    save_dtype: str = AUTO,
+    maxtext_model: str | None = None,
+    param_scan_axis: int | None = None,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = "128MiB",
+    step: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    hf_token_secret: str | None = None,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Exported:
+    """Writes an Orbax checkpoint as a Hugging Face release: safetensors files, index, `config.json`, tokenizer and the rest.
+
+    Args:
+      source: the checkpoint: its root, a step or the item, in a folder or in `gs://`; one that MaxText's training wrote, too.
+      output: the folder of the release; it must not be there yet.
+      like: the release whose config, tokenizer, spelling, dtypes and files are taken, a folder, `gs://` or `hf://`; by default what the
+        checkpoint remembers of the release that it was made of.
+      save_dtype: `bfloat16`, `float16` or `float32`; `auto`: each tensor's as `like` has it.
+      maxtext_model: MaxText's name of the model, where neither the checkpoint nor `config.json` settles it.
+      param_scan_axis: where the layers are stacked, where the checkpoint's shapes fit several axes.
+      max_shard_size: bytes of tensors in a file, such as `5GB`; by default as `like`, else 5 GB.
+      unit_bytes: bound on the memory of a unit of work.
+      step: which step, where the root has several.
+      resume: go on with a stopped export.
+      overwrite: replace a release, or throw a stopped export away.
+      hf_token_secret: the name of a secret with the hub's token.
+      beam: Beam's options.
+      progress: whether to show it, or what is told of it.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    if beam:
+        from weightbeam.pipelines.options import check_options  # imports Beam
+
+        check_options(beam, "export", {"source": source, "output": output})
+    if not output:
+        raise Refused("--output is missing: the folder that the release should lie in")
+    name_secret(hf_token_secret)
+    planned = plan(
+        source, like=like, save_dtype=save_dtype, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis,
+        max_shard_size=max_shard_size, unit_bytes=unit_bytes, step=step,
+    )  # fmt: skip
+    return carry_out(planned, output, resume, overwrite, beam, progress)
+
+
+def plan(
+    source: str,
+    *,
+    like: str | None = None,
+    save_dtype: str = AUTO,
+    maxtext_model: str | None = None,
+    param_scan_axis: int | None = None,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = "128MiB",
+    step: int | None = None,
+) -> Export:
+    """Plans an export; problems stay in the plan. See `export`.
+
+    Raises:
+      Refused: there is nothing to plan.
+    """
+    if not source:
+        raise Refused("--source is missing: the Orbax checkpoint")
+    if save_dtype not in (AUTO, *SAVED):
+        raise Refused(f"--save_dtype={save_dtype} should be {', '.join((AUTO, *SAVED))}")
+    try:
+        bounds = [None if value is None else size(str(value)) for value in (max_shard_size, unit_bytes)]
+    except argparse.ArgumentTypeError as e:
+        raise Refused(str(e)) from e
+    options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, bounds[0], bounds[1] or ExportOptions.unit_bytes)
+    try:
+        checkpoint = open_orbax(source if step is None else open_store(source) / str(step))
+        form, small = find_like(checkpoint, like)
+    except StorageError as e:
+        raise Refused(str(e)) from e
+    planned = plan_export(options, checkpoint, form)
+    return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
+
+
+def find_like(checkpoint: OrbaxCheckpoint, like: str | None) -> tuple[Like, Mapping[str, bytes]]:
+    """The release whose form is taken, and its small files: the one that is named, else what the checkpoint remembers, else where it came from.
+
+    Raises:
+      Refused: none is named, and the checkpoint remembers none.
+      StorageError: it can't be read.
+    """
+    if like:
+        return _open_like(like)
+    record = checkpoint.record
+    if isinstance(record.get("config"), dict) and isinstance(record.get("tensors"), dict):
+        small = packed_files(open_store(checkpoint.root).parent) or {}
+        return Like.of(_remembered(record)), small
+    if isinstance(url := record.get("source"), str):
+        try:
+            return _open_like(url)
+        except OSError as e:
+            raise Refused(f"the checkpoint was made of {url}, which can't be read ({reason(e)}); name a release that it should be like with --like") from e
+    raise Refused("--like is missing: the release whose config.json, tokenizer and names are taken, since this checkpoint remembers none")
+
+
+def _open_like(url: str) -> tuple[Like, Mapping[str, bytes]]:
+    checkpoint = open_checkpoint(url)
+    if wrong := [problem for problem in checkpoint.problems if problem.kind != "missing" or problem.subject == "config.json"]:
+        raise Refused(f"--like={url}: {count(len(wrong), 'problem')}:\n{describe(wrong)}", wrong)
+    return Like.of(checkpoint), small_files(open_store(checkpoint.root))
+
+
+def _remembered(record: Mapping[str, Any]) -> Checkpoint:
+    """The release that a checkpoint was made of, as its record describes it: names, dtypes and shapes, in their files."""
+    root = str(record.get("source", ""))
+    files: dict[str, list[Tensor]] = {}
+    try:
+        for name, held in record["tensors"].items():
+            tensor = Tensor(name, DTYPES[held["dtype"]], tuple(map(int, held["shape"])), f"{root}/{held['file']}", 0)
+            files.setdefault(str(held["file"]), []).append(tensor)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise StorageError(f"conversion.json: what it says of the release's tensors can't be read: {e}") from e
+    shards = tuple(Shard(name, f"{root}/{name}", 0, "", tuple(tensors)) for name, tensors in files.items())
+    return Checkpoint(root, dict(record["config"]), shards)
+
+
+def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The small files of the release that is written: the release's own, `config.json` edited, and a new card."""
+    text = small["config.json"].decode() if "config.json" in small else json.dumps(dict(planned.like.config), indent=2)
+    dtype = planned.options.save_dtype if planned.options.save_dtype != AUTO else None
+    quantised = any(key in planned.like.config for key in ("quantization_config", "compression_config"))
+    try:
+        edited, edits = edit_config(
+            text,
+            dtype=dtype or ("bfloat16" if quantised else None),
+            vocab_size=planned.config_edits.get("vocab_size"),
+            drop_quantization=True,
+            nextn=planned.config_edits.get("num_nextn_predict_layers"),
+        )
+    except (JsonError, UnicodeDecodeError) as e:
+        raise Refused(f"config.json: {e}") from e
+    made = {"config.json": edited.encode()}
+    for name in small:
+        if role_of(name) not in ("config", "quantisation", "card"):
+            made[name] = small[name]
+    facts = {"weights": planned.source.root, "tree": planned.source.tree.kind, "MaxText model": planned.plan.model or "", "config from": planned.like.root}
+    if planned.lossy:
+        facts["rounded"] = f"{count(len(planned.lossy), 'tensor')}: {'; '.join(sorted(set(planned.lossy.values())))}"
+    base = planned.like.root.removeprefix("hf://").partition("@")[0] if planned.like.root.startswith("hf://") else None
+    card = small["README.md"].decode(errors="replace") if "README.md" in small else None
+    title = (base or planned.like.root).rpartition("/")[2] or planned.plan.family
+    made["README.md"] = model_card(title, {key: value for key, value in facts.items() if value}, edits, base_model=base, card=card).encode()
+    return made
+
+
+def refuse(planned: Export, problems: Sequence[Problem]) -> None:
+    """Raises `Refused` with all problems, if there are any."""
+    if problems:
+        raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+
+
+def carry_out(planned: Export, output: str, resume: bool, overwrite: bool, beam: Sequence[str], progress: bool | Report) -> Exported:
+    """Carries a planned export out, or refuses to; see `export`."""
+    try:
+        staging = release_staging(output, planned.hash)
+    except StorageError as e:
+        raise Refused(f"--output={e}") from e
+    refuse(planned, [*planned.plan.problems, *_check_output(staging, planned, resume, overwrite)])
+    if resume and not staging.exists() and plan_of(staging.final) == planned.hash:
+        return Exported(planned, str(staging.final), state="nothing to do")
+    for warning in planned.warnings:
+        LOG.warning(warning)
+    start = time.monotonic()
+    with alone(staging):
+        refuse(planned, _check_output(staging, planned, resume, overwrite))  # again: now nobody else changes it
+        from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
+
+        ours = {"source": planned.source.root, "output": output}
+        run_units(planned, staging, beam, ours, resume, overwrite, report=reporter(progress))
+    if plan_of(staging.final) != planned.hash:
+        raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
+    return Exported(planned, str(staging.final), time.monotonic() - start)
+
+
+def _check_output(staging: ReleaseFolder, planned: Export, resume: bool, overwrite: bool) -> list[Problem]:
+    """What stands against writing a release there."""
+
+    def problem(message: str) -> list[Problem]:
+        return [Problem("output", str(staging.final), message)]
+
+    final = Path(staging.final)
+    source = Path(planned.source.root) if isinstance(open_store(planned.source.root), LocalFolder) else None
+    if final.is_symlink() or (final.exists() and not final.is_dir()):
+        return problem("is a link or a file; name a folder")
+    if source is not None and (source.resolve().is_relative_to(final.resolve()) or final.resolve().is_relative_to(source.resolve())):
+        return problem(f"and the checkpoint {source} lie in each other; choose another --output")
+    like = planned.like.root
+    if like.startswith("/") and Path(like).exists() and Path(like).resolve() == final.resolve():
+        return problem("is the release that it should be like; choose another --output")
+    try:
+        staging.check_free()
+        stopped = staging.exists()
+    except OSError as e:
+        raise Busy(f"  output: {reason(e)}") from e
+    if stopped and not resume and not overwrite:
+        return problem("a stopped export lies beside it; go on with --resume, or start anew with --overwrite")
+    if final.exists() and plan_of(staging.final) != planned.hash:
+        ours = plan_of(staging.final) is not None
+        if not overwrite:
+            return problem("exists" + ("; --overwrite replaces it" if ours else ", and isn't a release that Weightbeam wrote; choose another --output"))
+        if not ours and any(final.iterdir()):
+            return problem("isn't a release that Weightbeam wrote, and isn't deleted; choose another --output")
+    elif final.exists() and not overwrite and not resume:
+        return problem("exists; --overwrite replaces it")
+    free = shutil.disk_usage(next(folder for folder in (final, *final.parents) if folder.exists())).free
+    if planned.files is not None and free < planned.files.size and not stopped:
+        return problem(f"needs {human(planned.files.size)}, the disk has {human(free)} left")
+    return []
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Exports, and says what came of it."""
+    print(export(**keywords_of(args, export), beam=rest))
+    return 0
+
+
+if __name__ == "__main__":
+    from weightbeam.pipelines.cli import main
+
+    sys.exit(main(["export", *sys.argv[1:]]))

@@ -1,0 +1,219 @@
+"""The way back: what was converted comes back bit for bit, what MaxText's training wrote becomes a release that transformers loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+from support import BF16, F32, LLAMA, QWEN3_MOE, call, convert, given, random_tensors, read_config, read_tensors, save
+
+import weightbeam as wb
+
+SHARED = Path(__file__).parents[3] / "shared" / "maxtext"
+CASES = [case for case in given() if case not in ("deepseek4", "deepseek3-mtp-standalone")]
+
+
+def export(source: Path, output: Path, *options: object) -> dict[str, np.ndarray]:
+    """Runs `weightbeam export`; returns the tensors that it wrote."""
+    assert call("export", "--source", source, "--output", output, *options) == 0
+    return read_tensors(output)
+
+
+def compare(made: dict[str, np.ndarray], wanted: dict[str, np.ndarray], lossy: dict[str, str]) -> None:
+    """Every tensor that was written has the wanted bits, but for those that are rounded by what the record says."""
+    for name, values in made.items():
+        assert (values.dtype, values.shape) == (wanted[name].dtype, wanted[name].shape), name
+        if name in lossy:
+            np.testing.assert_allclose(values.astype(F32), wanted[name].astype(F32), rtol=2**-7, atol=2**-7, err_msg=name)
+        else:
+            assert values.tobytes() == wanted[name].tobytes(), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back(generated: Path, tmp_path: Path, case: str) -> None:
+    """Converted to float32 and exported without being told anything: the original bits, tensor by tensor, and the release's files."""
+    source, facts = generated / "cases" / case, given()[case]
+    scan = "false" if "scanned" not in facts else "true"
+    convert(source, tmp_path / "ckpt", "--maxtext_model", facts["maxtext_model"], "--save_dtype", "float32", "--scan_layers", scan, "--mesh", "fsdp=4")
+    made, wanted = export(tmp_path / "ckpt", tmp_path / "back"), read_tensors(source)
+    record = json.loads((tmp_path / "back" / "weightbeam.json").read_text())
+    shifted = {name for name, why in record["lossy"].items() if "shifted" in why}  # 1 + w loses a bit of 1 in 10^5
+    compare(made, wanted, {name: why for name, why in record["lossy"].items() if name in shifted})
+    left_out = set(wanted) - set(made)
+    assert left_out <= set(record["left_out"])
+    assert all("tower" in record["left_out"][name] or "prediction" in record["left_out"][name] for name in left_out)
+    config, released = read_config(tmp_path / "back"), read_config(source)
+    assert {key: value for key, value in config.items() if released.get(key) != value and key not in ("dtype", "torch_dtype")} == record["config_edits"]
+    assert (tmp_path / "back" / "generation_config.json").exists() == (source / "generation_config.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "back"}
+
+
+@pytest.mark.parametrize("case", ["llama3.1", "deepseek3", "gemma2", "gpt-oss", "qwen3-next"])
+def test_from_unscanned_bfloat16(generated: Path, tmp_path: Path, case: str) -> None:
+    """In units of a few chunks, from a layer's array each: exact where the record doesn't say otherwise."""
+    source = generated / "cases" / case
+    convert(source, tmp_path / "ckpt", "--maxtext_model", given()[case]["maxtext_model"], "--scan_layers", "false")
+    made = export(tmp_path / "ckpt", tmp_path / "back", "--unit_bytes", "200000", "--max_shard_size", "100000")
+    record = json.loads((tmp_path / "back" / "weightbeam.json").read_text())
+    compare(made, read_tensors(source), record["lossy"])
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own conversions aren't beside the project")
+@pytest.mark.parametrize("case", [case for case in CASES if case != "gemma3"])
+def test_maxtexts_own_conversions(tmp_path: Path, case: str) -> None:
+    """What MaxText's converter made comes back as the release that it was made of; its chunks hold all layers."""
+    source = SHARED / "cases" / case
+    if not (source / "scanned").exists():
+        pytest.skip("MaxText has it unscanned only")
+    made = export(source / "scanned", tmp_path / "back", "--like", source / "hf", "--maxtext_model", given()[case]["maxtext_model"])
+    record = json.loads((tmp_path / "back" / "weightbeam.json").read_text())
+    wanted = {name: values for file in (source / "hf").glob("*.safetensors") for name, values in load_file(file).items()}
+    compare(made, wanted, record["lossy"])
+
+
+TRAINED = {"llama-fsdp8": "llama3.1-8b", "llama-fsdp8-paramonly-unscanned": "llama3.1-8b", "llama-linen-paramonly-unscanned": "llama3.1-8b"}
+TRAINED |= {"qwen3moe-fsdp4-tensor2": "qwen3-30b-a3b"}
+
+
+def trained_like(folder: Path, run: str) -> Path:
+    """The `config.json` of the models that were trained."""
+    llama = dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=96, vocab_size=256, num_hidden_layers=4, tie_word_embeddings=False, rms_norm_eps=1e-5, dtype="float32",
+    )  # fmt: skip
+    moe = dict(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=96, moe_intermediate_size=32, vocab_size=256, num_hidden_layers=3, num_experts=8, num_experts_per_tok=2,
+        decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False, dtype="float32",
+    )  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(moe if "moe" in run else llama))
+    return folder
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
+@pytest.mark.parametrize("run", TRAINED)
+def test_what_maxtexts_training_wrote(tmp_path: Path, run: str) -> None:
+    """Training states, parameters alone, with and without `.value`: the tensors that MaxText's own exporter makes of them in float32."""
+    source = SHARED / "trained" / run
+    like = trained_like(tmp_path / "like", run)
+    facts = json.loads((source / "to_huggingface.json").read_text())
+    dtype = "float32" if "weight_dtype_float32" in facts else "bfloat16"
+    made = export(source, tmp_path / "out", "--like", like, "--maxtext_model", TRAINED[run], "--save_dtype", dtype)
+    wanted = facts[f"weight_dtype_{dtype}"]["tensors"]
+    assert made.keys() == wanted.keys()
+    for name, (shape, kind, digest) in wanted.items():
+        assert (list(made[name].shape), made[name].dtype.name) == (shape, kind)
+        if "llama" not in run or "q_proj" not in name:  # the query's factor: MaxText multiplies, and rounds to bfloat16 first
+            assert hashlib.sha256(made[name].tobytes()).hexdigest() == digest, name
+
+
+@pytest.mark.parametrize(("config", "kind"), [(LLAMA, "LlamaForCausalLM"), (QWEN3_MOE, "Qwen3MoeForCausalLM")], ids=["llama", "qwen3_moe"])
+def test_transformers_computes_the_same(tmp_path: Path, config: dict, kind: str) -> None:
+    """`from_pretrained` of the release and of what came back: the same logits."""
+    source = save(tmp_path / "hf", config | {"architectures": [kind]}, random_tensors(config))
+    convert(source, tmp_path / "ckpt", "--save_dtype", "float32")
+    export(tmp_path / "ckpt", tmp_path / "back")
+    tokens = torch.arange(24).reshape(2, 12) % config["vocab_size"]
+    with torch.no_grad():
+        logits = [getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)(tokens).logits for folder in (source, tmp_path / "back")]
+    assert torch.equal(*logits)
+
+
+def test_large_chunks_are_unpacked_once(tmp_path: Path) -> None:
+    """A stock Orbax checkpoint whose compressed chunks hold whole arrays, against units far smaller than one: the same bits."""
+    tensors = random_tensors(LLAMA, F32)
+    source = save(tmp_path / "hf", LLAMA, tensors)
+    step = convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
+    tree = ocp.PyTreeCheckpointer().restore(step / "items")
+    ocp.PyTreeCheckpointer().save(tmp_path / "stock" / "0" / "items", tree)
+    made = export(tmp_path / "stock" / "0" / "items", tmp_path / "back", "--like", source, "--maxtext_model", "llama2-7b", "--unit_bytes", "30000")
+    record = json.loads((tmp_path / "back" / "weightbeam.json").read_text())
+    compare(made, tensors, record["lossy"])
+    assert not (tmp_path / "back" / "unpacked").exists()
+
+
+def test_dtypes_and_a_padded_vocabulary(tmp_path: Path) -> None:
+    """Rows that were added for MaxText are cropped; `--save_dtype` rounds once, and `config.json` says both names of the dtype."""
+    tensors = random_tensors(LLAMA, F32)
+    source = save(tmp_path / "hf", LLAMA, tensors)
+    convert(source, tmp_path / "ckpt", "--save_dtype", "float32", "--vocab_size", "512", "--maxtext_model", "llama2-7b")
+    made = export(tmp_path / "ckpt", tmp_path / "back", "--save_dtype", "bfloat16")
+    for name, values in tensors.items():
+        assert made[name].tobytes() == values.astype(BF16).tobytes(), name
+    config = read_config(tmp_path / "back")
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert config["vocab_size"] == LLAMA["vocab_size"]
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before any work, with nothing written: no like, another model's like, an output that is there, a place that the source lies in."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    other = save(tmp_path / "other", LLAMA | {"num_hidden_layers": 5}, random_tensors(LLAMA | {"num_hidden_layers": 5}))
+    step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    foreign = shutil.copytree(step / "items", tmp_path / "foreign")
+    for arguments, message in (
+        (["--source", foreign, "--output", tmp_path / "x"], "--like is missing"),
+        (["--source", step, "--output", tmp_path / "x", "--like", other], "shape"),
+        (["--source", step, "--output", tmp_path / "full", "--overwrite"], "isn't a release that Weightbeam wrote"),
+        (["--source", step, "--output", step / "items"], "lie in each other"),
+        (["--source", step, "--output", tmp_path], "lie in each other"),
+        (["--source", tmp_path / "nothing", "--output", tmp_path / "x"], "nothing"),
+        (["--source", step, "--output", tmp_path / "x", "--unit_bytes", "100"], "raise --unit_bytes"),
+    ):
+        assert call("export", *arguments) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "x").exists()
+    assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
+
+
+def test_stopped_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Units that were done are kept; nothing is there until all is; the same command goes on, and does nothing once it is done."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
+    command = ["export", "--source", step, "--output", tmp_path / "back", "--unit_bytes", "12000", "--direct_num_workers=1"]
+    from weightbeam.formats import release_target
+
+    original, done = release_target.write_unit, []
+
+    def fails(staging, unit, rows):
+        if len(done) == 3:
+            raise OSError(28, "No space left on device")
+        done.append(unit)
+        original(staging, unit, rows)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(release_target, "write_unit", fails)
+        assert call(*command) == 1
+    assert not (tmp_path / "back").exists()
+    assert call(*command) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert call(*command, "--resume") == 0
+    assert call(*command, "--resume") == 0
+    assert "nothing to do" in capsys.readouterr().out
+    compare(read_tensors(tmp_path / "back"), read_tensors(source), json.loads((tmp_path / "back" / "weightbeam.json").read_text())["lossy"])
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "ckpt", "back"}
+
+
+def test_as_a_library(tmp_path: Path) -> None:
+    """`weightbeam.export`: a value that says what came of it, typed errors, nothing printed."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
+    made = wb.export(str(step), str(tmp_path / "back"), progress=False)
+    assert made.folder == str(tmp_path / "back")
+    assert ml_dtypes.bfloat16 == read_tensors(tmp_path / "back")["model.norm.weight"].dtype
+    with pytest.raises(wb.Refused) as refused:
+        wb.export(str(step), str(tmp_path / "back"), progress=False)
+    assert refused.value.problems[0].kind == "output"
