@@ -116,9 +116,6 @@ def _refuse(paths: list[Path]) -> None:
     scaled = sorted(key for key in keys if re.search(r"\.(kernel|wi_0|wi_1|wo)_scale(\.value)?$", key))
     if scaled:
         raise TreeError(f"FP8 weights with scales beside them, such as {scaled[0]}; take the release it was made of, or a bfloat16 checkpoint")
-    adapters = [key for key in keys if "lora" in key]
-    if adapters and len(adapters) >= len([key for key in keys if key.split(".")[0] not in STATE]):
-        raise TreeError(f"a LoRA adapter without its base, such as {sorted(adapters)[0]}")
     if tops == {"checkpoint"}:
         raise TreeError("an old MaxText checkpoint (msgpack); save it anew with a MaxText that reads it")
 

@@ -1,0 +1,97 @@
+"""An adapter of MaxText's as one of PEFT's: the exact inverse of the way there, and an adapter that PEFT loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import call, decoded, read_config, read_file
+
+from weightbeam.formats.adapters import merge, open_adapter
+from weightbeam.formats.orbax_source import open_orbax
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.sources import open_source
+from weightbeam.pipelines.adapters import export_adapter
+from weightbeam.pipelines.errors import Refused
+from weightbeam.transforms.adapters import is_adapter, plan_adapter
+
+
+def there(folder: Path, output: Path, *options: str) -> Path:
+    """A PEFT adapter as MaxText's checkpoint."""
+    only = ("--adapter_only", "true", "--save_dtype", "float32", "--lora", folder / "adapter")
+    assert call("convert", "--source", folder / "base", "--output", output, *only, *options) == 0
+    return output
+
+
+def back(checkpoint: Path, base: Path, output: Path, **options: object) -> Path:
+    """MaxText's checkpoint as a PEFT adapter."""
+    opened = open_orbax(checkpoint)
+    assert is_adapter(opened)
+    export_adapter(plan_adapter(opened, read_config(base), str(base), **options), str(output))
+    return output
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("plain", ("--maxtext_model", "llama3.1-8b")),
+        ("one-layer", ("--maxtext_model", "llama2-7b", "--scan_layers", "false")),
+        ("one-layer", ("--maxtext_model", "llama3.1-8b", "--param_scan_axis", "0")),
+        ("rslora", ("--maxtext_model", "llama3.1-8b")),
+        ("patterns", ("--maxtext_model", "llama3.1-8b")),
+    ],
+)
+def test_there_and_back(written: Path, tmp_path: Path, case: str, options: tuple[str, ...]) -> None:
+    """What it adds to each weight is what it was; of a plain adapter the factors too: all but the query's, whose factor isn't a power of two, to the bit."""
+    folder = written / case
+    made = back(there(folder, tmp_path / "ckpt", *options), folder / "base", tmp_path / "adapter")
+    given, found = (read_file(adapter / "adapter_model.safetensors") for adapter in (folder / "adapter", made))
+    assert set(given) == set(found)
+    if case in ("plain", "one-layer"):
+        exact = [name for name in given if np.array_equal(given[name], found[name])]
+        assert all("q_proj.lora_B" in name for name in set(given) - set(exact))
+        for name in given:
+            np.testing.assert_allclose(found[name], given[name], rtol=2e-7)
+    encodings = open_source(open_checkpoint(folder / "base")).encodings
+    merged = [merge(encodings, [open_adapter(adapter)], {}, "llama") for adapter in (folder / "adapter", made)]
+    assert not merged[1].problems
+    for name in merged[0].touched:
+        np.testing.assert_allclose(decoded(merged[1].encodings[name]), decoded(merged[0].encodings[name]), rtol=1e-5, atol=1e-6)
+
+
+def test_peft_loads_it(written: Path, tmp_path: Path) -> None:
+    """And merges it to what it merged before."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder = written / "one-layer"
+    made = back(there(folder, tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b"), folder / "base", tmp_path / "adapter")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    merged = peft.PeftModel.from_pretrained(model, made).merge_and_unload().state_dict()
+    for name, values in read_file(folder / "merged.safetensors").items():
+        np.testing.assert_allclose(merged[name].numpy(), values, rtol=2e-6, atol=2e-6)
+
+
+def test_without_metadata_alpha_must_be_named(written: Path, tmp_path: Path) -> None:
+    """As in adapters of MaxText's own converter, which forgets it."""
+    folder = written / "plain"
+    checkpoint = there(folder, tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b")
+    for path in (checkpoint / "0" / "_CHECKPOINT_METADATA", checkpoint / "0" / "items" / "_CHECKPOINT_METADATA"):
+        metadata = json.loads(path.read_text())
+        del metadata["custom_metadata"]["lora"]
+        path.write_text(json.dumps(metadata))
+    with pytest.raises(Refused, match="--lora_alpha"):
+        back(checkpoint, folder / "base", tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    back(checkpoint, folder / "base", tmp_path / "adapter", alpha=6)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 6)
+    with pytest.raises(Refused, match="exists"):
+        back(checkpoint, folder / "base", tmp_path / "adapter", alpha=6)
+
+
+def test_another_model_is_refused(written: Path, tmp_path: Path) -> None:
+    """Shapes by config.json, and kernels that its table doesn't have."""
+    checkpoint = there(written / "plain", tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b")
+    planned = plan_adapter(open_orbax(checkpoint), read_config(written / "plain" / "base") | {"hidden_size": 64, "head_dim": 16}, "base")
+    assert {problem.kind for problem in planned.problems} == {"shape"}
