@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.errors import Busy as Busy
     from weightbeam.pipelines.errors import Failed as Failed
     from weightbeam.pipelines.errors import Refused as Refused
-<<<<<<< HEAD
-    from weightbeam.pipelines.fit import fit as fit
-=======
     from weightbeam.pipelines.export import export as export
->>>>>>> 0568be9 (weightbeam export: a checkpoint back into a Hugging Face release)
+    from weightbeam.pipelines.fit import fit as fit
     from weightbeam.pipelines.inspect import inspect as inspect
     from weightbeam.pipelines.loading.load import load as load
     from weightbeam.pipelines.loading.tree import open as open
