@@ -18,6 +18,7 @@ from weightbeam.formats.orbax import find_items, record_of
 from weightbeam.pipelines.convert import Converted, carry_out
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import check_options_of, keywords_of
+from weightbeam.pipelines.output import bring_back
 from weightbeam.pipelines.prepare import plan_with, reading
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.virtual import check_files, open_own_source
@@ -63,6 +64,8 @@ def materialize(
         check_options(beam, "materialize", {"checkpoint": checkpoint, "output": output})
     if not output:
         raise Refused("--output is missing: the folder that the checkpoint should lie in")
+    if overwrite:
+        bring_back(output)
     storage = {"use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3, "compression": compression, "unit_bytes": unit_bytes}
     targets = {"mesh": mesh or None, "sharding_rules": sharding_rules, "step": step}
     conversion = plan_materialization(checkpoint, storage | {name: value for name, value in targets.items() if value is not None})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -12,8 +13,8 @@ from pathlib import Path
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.links import COPY
 from weightbeam.formats.orbax import find_damage, is_checkpoint, plan_of
-from weightbeam.formats.staging import BucketStaging, FolderStaging, Staging
-from weightbeam.formats.storage import Store, reason
+from weightbeam.formats.staging import BucketStaging, FolderStaging, Staging, staging_at
+from weightbeam.formats.storage import LocalFolder, Store, open_store, reason
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.tables import human
@@ -46,6 +47,21 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
         except OSError as e:
             raise RefusedError(f"  output: {staging.output}: {reason(e)}") from e
         yield
+
+
+def bring_back(output: str) -> None:
+    """Puts a checkpoint back that was on its way out when its successor died: where the file system can't swap, there is none meanwhile.
+
+    Raises:
+      BusyError: its successor lives.
+      RefusedError: nothing can be written there.
+    """
+    store = open_store(output)
+    if isinstance(store, LocalFolder) and store.folder.is_dir():
+        for step in {found[1] for name in store.entries() if (found := re.fullmatch(r"(\d+)\.replaced-[0-9a-f]+", name))}:
+            if not os.path.lexists(store / step):
+                with alone(staging_at(store, int(step))):
+                    pass
 
 
 def share_left(staging: Staging, conversion: Conversion) -> float:

@@ -105,6 +105,23 @@ def test_a_stale_lock_file_does_no_harm(source: Path, tmp_path: Path, monkeypatc
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["0"]
 
 
+@pytest.mark.parametrize("died", ["before it was published", "between two renames"])
+def test_materializing_in_place_goes_on(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died: str) -> None:
+    """The same command with `--resume`, whatever lies beside the checkpoint or is missing in its place."""
+    output = tmp_path / "out"
+    convert(source, output, "--virtual")
+    command = ("materialize", output, "--output", output, "--overwrite")
+    with monkeypatch.context() as patched:
+        patched.setattr("weightbeam.formats.orbax.publish", lambda *_: 1 / 0)
+        assert call(*command) == 1
+    if died == "between two renames":
+        (output / "0").rename(output / "0.replaced-0123abcd")
+    assert call(*command, "--resume") == 0
+    assert [path.name for path in output.iterdir()] == ["0"]
+    assert not (output / "0" / "items" / "source").exists()
+    assert_same_bits(restore(output / "0"), reference(LLAMA, random_tensors(LLAMA), BF16))
+
+
 def test_an_output_without_links_of_any_kind(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on exFAT, and on many shares."""
     for name in ("link", "symlink"):
