@@ -7,6 +7,7 @@ serves each `organisation/name` below the folder as a repository, from a process
 
 from __future__ import annotations
 
+import base64
 import datetime
 import hashlib
 import hmac
@@ -22,7 +23,7 @@ from typing import Any, Literal
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from servers.repository import Blob, Commit, Repository, entry, isotime, tree
+from servers.repository import LFS_SIZE, LFS_SUFFIXES, Blob, Commit, Repository, entry, isotime, tree
 from servers.server import Call, Fault, Log, Reply, Server, json_reply, media, parser, route, serve
 
 MODEL = "/api/models/([^/]+/[^/]+)"
@@ -46,6 +47,7 @@ class Cdn(Server):
 
     Attributes:
       blobs: by sha256.
+      uploads: what was uploaded, by sha256; no revision has to refer to it.
       leaks: requests that carried a token. There should be none.
     """
 
@@ -53,6 +55,7 @@ class Cdn(Server):
         super().__init__(host="localhost")
         self.clock = clock
         self.blobs: dict[str, Blob] = {}
+        self.uploads: dict[str, Blob] = {}
         self.leaks: list[str] = []
         self._key = b"a key of this test server"
 
@@ -65,7 +68,25 @@ class Cdn(Server):
         path = f"/repos/{urllib.parse.quote(name)}/{blob.sha256}"
         return f"{self.url}{path}?{urllib.parse.urlencode({'Expires': int(expires), 'Signature': self.sign(path, int(expires))})}"
 
+    def place(self, sha256: str, size: int) -> str:
+        """A URL that takes the bytes with this hash."""
+        path = f"/uploads/{sha256}"
+        return f"{self.url}{path}?{urllib.parse.urlencode({'Expires': size, 'Signature': self.sign(path, size)})}"
+
+    def _take(self, call: Call) -> Reply:
+        """Keeps an uploaded file, if it is the one that was announced."""
+        sha256 = call.path.removeprefix("/uploads/")
+        size, signature = int(call.get("Expires") or 0), call.get("Signature") or ""
+        if not hmac.compare_digest(signature, self.sign(call.path, size)):
+            return _xml(403, "SignatureDoesNotMatch", "The request signature we calculated does not match the signature you provided.", sha256)
+        if len(call.body) != size or hashlib.sha256(call.body).hexdigest() != sha256:
+            return _xml(400, "BadDigest", "The Content-SHA256 you specified did not match what we received.", sha256)
+        self.uploads[sha256] = Blob(call.body, lfs=True)
+        return Reply(200, b"", {}, "upload", sha256)
+
     def answer(self, call: Call) -> Reply:
+        if call.method == "PUT":
+            return self._take(call)
         where, _, sha256 = call.path.removeprefix("/repos/").rpartition("/")
         name = urllib.parse.unquote(where)
         if call.headers["Authorization"] or call.headers["Cookie"]:
@@ -95,6 +116,7 @@ class FakeHub(Server):
       expiry: seconds that its URLs work.
       page: entries of a page of a list, a tree or a history.
       resolve_cache: whether small files are redirected too, on this host, as the hub does now.
+      writers: the tokens that may make repositories.
       clock: what time it is; for the dates of commits and the URLs that expire.
     """
 
@@ -106,6 +128,7 @@ class FakeHub(Server):
         self.cdn = Cdn(lambda: self.clock())
         self.repositories: dict[str, Repository] = {}
         self.users: set[str] = set()
+        self.writers: set[str] = set()
         self.expiry = 3600.0
         self.page = 1000
         self.resolve_cache = False
@@ -119,6 +142,12 @@ class FakeHub(Server):
             ("GET", MODEL + "/tree/([^/]+)" + FOLDERS, self._tree),
             ("POST", MODEL + "/paths-info/([^/]+)", self._paths),
             ("GET", MODEL + "/auth-check", self._check),
+            ("POST", "/api/repos/create", self._create),
+            ("POST", "/api/validate-yaml", self._validate),
+            ("POST", MODEL + "/branch/([^/]+)", self._branch),
+            ("POST", MODEL + "/preupload/([^/]+)", self._preupload),
+            ("POST", "/([^/]+/[^/]+).git/info/lfs/objects/batch", self._batch),
+            ("POST", MODEL + "/commit/([^/]+)", self._receive),
             ("GET HEAD", "/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
             ("GET HEAD", "/api/resolve-cache/models/([^/]+/[^/]+)/([^/]+)/(.+)", self._cached),
         ]
@@ -349,6 +378,88 @@ class FakeHub(Server):
             linked = {"X-Linked-Size": str(len(blob.data)), "X-Linked-ETag": blob.etag}
             return Reply(307, b"Temporary Redirect", headers | linked | {"Location": location}, "resolve", where)
         return media(blob.data, call, headers, where)
+
+    # --- uploads
+
+    def _may_write(self, token: str | None, name: str) -> Repository:
+        """Raises DeniedError for who may not commit."""
+        repository = self._repository(token, name)
+        if token is None or token not in repository.writers:
+            raise DeniedError(401 if token is None else 403, "", "You don't have the rights to commit to this repository")
+        return repository
+
+    def _create(self, call: Call, token: str | None) -> Reply:
+        asked = json.loads(call.body)
+        name = f"{asked['organization'] or 'tester'}/{asked['name']}"
+        if token not in self.writers:
+            raise DeniedError(401 if token is None else 403, "", "You don't have the rights to create a model under this namespace")
+        if name in self.repositories:
+            return json_reply(409, {"error": "You already created this model repo", "url": f"{self.url}/{name}"})
+        assert token is not None
+        made = self.add(name, private=asked.get("visibility") == "private")
+        made.readers.add(token)
+        made.writers.add(token)
+        return json_reply(200, {"url": f"{self.url}/{name}", "name": name, "id": name})
+
+    def _validate(self, call: Call, token: str | None) -> Reply:
+        bad = "license: [" in json.loads(call.body)["content"]
+        return json_reply(400 if bad else 200, {"errors": [{"message": "license must be a string"}] if bad else [], "warnings": []})
+
+    def _branch(self, call: Call, token: str | None, name: str, branch: str) -> Reply:
+        repository = self._may_write(token, name)
+        if branch in repository.branches:
+            raise DeniedError(409, "", "Reference already exists")
+        repository.branches[branch] = repository.head
+        return json_reply(200, {})
+
+    def _preupload(self, call: Call, token: str | None, name: str, revision: str) -> Reply:
+        """Which files go to LFS: by name or size, as `.gitattributes` says; and what git has of those that are there."""
+        repository = self._may_write(token, name)
+        there = self._commit(repository, revision).files
+        files = []
+        for file in json.loads(call.body)["files"]:
+            lfs = Path(file["path"]).suffix in LFS_SUFFIXES or file["size"] > LFS_SIZE
+            blob = there.get(file["path"])
+            oid = None if blob is None else blob.sha256 if blob.lfs else blob.oid
+            files.append(dict(path=file["path"], uploadMode="lfs" if lfs else "regular", shouldIgnore=False, oid=oid))
+        return json_reply(200, {"files": files})
+
+    def _batch(self, call: Call, token: str | None, name: str) -> Reply:
+        """Where to upload each object; nothing for those that are there."""
+        self._may_write(token, name)
+        objects = []
+        for each in json.loads(call.body)["objects"]:
+            actions = {} if each["oid"] in self.cdn.uploads else {"actions": {"upload": {"href": self.cdn.place(each["oid"], each["size"]), "header": {}}}}
+            objects.append(each | actions)
+        return json_reply(200, {"transfer": "basic", "objects": objects})
+
+    def _receive(self, call: Call, token: str | None, name: str, revision: str) -> Reply:
+        """A commit, as lines of JSON: all of it, or nothing."""
+        repository = self._may_write(token, name)
+        lines = [json.loads(line) for line in call.body.splitlines()]
+        (header,) = (line["value"] for line in lines if line["key"] == "header")
+        head = self._commit(repository, revision)
+        if header.get("parentCommit") not in (None, head.sha):
+            raise DeniedError(412, "", "A commit has happened since. Please refresh and try again.")
+        files: dict[str, Blob | None] = {}
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = Blob(base64.b64decode(value["content"]), lfs=False)
+            elif line["key"] == "lfsFile":
+                if value["oid"] not in self.cdn.uploads:
+                    raise DeniedError(400, "", f"LFS object {value['oid']} isn't there")
+                files[value["path"]] = self.cdn.uploads[value["oid"]]
+            elif line["key"] == "deletedFile":
+                files[value["path"]] = None
+        reply = {"success": True}
+        if call.get("create_pr"):
+            made = repository.prepare(files, revision, header["summary"], self._now())
+            repository.pulls.append(made)
+            reply |= {"pullRequestUrl": f"{self.url}/{name}/discussions/{len(repository.pulls)}"}
+        else:
+            made = repository.commit(files, revision, header["summary"], self._now())
+        return json_reply(200, reply | {"commitUrl": f"{self.url}/{name}/commit/{made.sha}", "commitOid": made.sha})
 
     def _cached(self, call: Call, token: str | None, name: str, revision: str, path: str) -> Reply:
         """A small file, once more."""

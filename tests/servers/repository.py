@@ -73,6 +73,8 @@ class Repository:
       name: `organisation/name`.
       gated: whether, and how, access is given.
       readers: the tokens that may read it if it is gated or private.
+      writers: the tokens that may commit.
+      pulls: pull requests, the commit of each.
       branches, tags: the commit of each.
     """
 
@@ -83,6 +85,8 @@ class Repository:
     card: dict[str, Any] = dataclasses.field(default_factory=dict)
     labels: tuple[str, ...] = ()
     readers: set[str] = dataclasses.field(default_factory=set)
+    writers: set[str] = dataclasses.field(default_factory=set)
+    pulls: list[Commit] = dataclasses.field(default_factory=list)
     branches: dict[str, Commit] = dataclasses.field(default_factory=dict)
     tags: dict[str, Commit] = dataclasses.field(default_factory=dict)
     commits: dict[str, Commit] = dataclasses.field(default_factory=dict)
@@ -97,12 +101,18 @@ class Repository:
 
     def commit(self, files: Mapping[str, Blob | None], branch: str, title: str, date: datetime.datetime) -> Commit:
         """Adds files to a branch, or takes away those that are None; a new branch begins at `main`."""
+        made = self.prepare(files, branch, title, date)
+        self.branches[branch] = made
+        return made
+
+    def prepare(self, files: Mapping[str, Blob | None], branch: str, title: str, date: datetime.datetime) -> Commit:
+        """The commit that would be on a branch; the branch stays."""
         parent = self.branches.get(branch) or self.branches.get("main")
         tree = {**(parent.files if parent else {}), **files}
         kept = {path: blob for path, blob in sorted(tree.items()) if blob is not None}
         content = json.dumps([self.name, len(self.commits), title, {path: blob.oid for path, blob in kept.items()}])
         made = Commit(hashlib.sha1(content.encode(), usedforsecurity=False).hexdigest(), title, date, kept, parent)
-        self.commits[made.sha] = self.branches[branch] = made
+        self.commits[made.sha] = made
         return made
 
     def find(self, revision: str) -> Commit | None:

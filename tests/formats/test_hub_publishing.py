@@ -1,0 +1,193 @@
+"""A folder on the hub as one commit: what arrives, what a reader sees meanwhile, refusals, races and faults. Stock huggingface_hub reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.utils import close_session
+from servers.hub import FakeHub
+from support import LLAMA, random_tensors, save, split
+
+from weightbeam.formats.hub_publishing import Target, check_target, publish_folder
+from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage import hub as store
+
+TOKEN = "hf_a-token-that-nobody-may-see"
+REPO, URL = "org/tuned", "hf://org/tuned"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub that knows the token; the large files go by LFS, as where Xet isn't installed."""
+    with FakeHub() as server:
+        for name, value in server.env(TOKEN).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(store, "BACKOFF", 0.01)
+        server.users.add(TOKEN)
+        server.writers.add(TOKEN)
+        yield server
+        close_session()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A release of two files, an index, and small files, one in a folder below."""
+    made = save(tmp_path / "release", LLAMA, *split(random_tensors(LLAMA), 2))
+    (made / "README.md").write_text("---\nlicense: mit\n---\n# tuned\n")
+    (made / "additional_chat_templates").mkdir()
+    (made / "additional_chat_templates" / "rag.jinja").write_bytes(b"{{ x }}\r\n")
+    return made
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def held(server: FakeHub, repo: str = REPO, branch: str = "main") -> dict[str, bytes]:
+    """The files of a branch."""
+    files = server.repositories[repo].branches[branch].files
+    return {name: bytes(blob.data) for name, blob in files.items() if name != ".gitattributes"}
+
+
+def commits(server: FakeHub, repo: str = REPO) -> list[str]:
+    return [commit.title for commit in server.repositories[repo].head.history()]
+
+
+def test_one_commit(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    """Every byte arrives; the repository is private; the address and the commit that it is read by again."""
+    published = publish_folder(folder, URL, "export 1234")
+    assert held(hub) == bytes_in(folder)
+    assert commits(hub) == ["export 1234", "initial commit"]
+    assert hub.repositories[REPO].private
+    assert published.url == f"{URL}@{hub.repositories[REPO].head.sha}"
+    assert not hub.cdn.leaks
+    got = snapshot_download(REPO, endpoint=hub.url, token=TOKEN, cache_dir=tmp_path / "cache")
+    assert {name: data for name, data in bytes_in(Path(got)).items() if name != ".gitattributes"} == bytes_in(folder)
+
+
+def test_the_same_again(hub: FakeHub, folder: Path) -> None:
+    """Nothing is uploaded twice, and no empty commit is made."""
+    first = publish_folder(folder, URL, "export 1234")
+    uploads = hub.cdn.log.counts()["upload"]
+    assert publish_folder(folder, URL, "export 1234").url == first.url
+    assert hub.cdn.log.counts()["upload"] == uploads == 2
+    assert len(commits(hub)) == 2
+
+
+def test_weights_that_were_there_are_replaced(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    """Loaders would read them too. A card and other files of the repository stay."""
+    old = {"model.safetensors": b"old", "pytorch_model.bin": b"old", "README.md": b"mine", "notes.txt": b"mine", "config.json": b"{}"}
+    (tmp_path / "old").mkdir()
+    for name, data in old.items():
+        (tmp_path / "old" / name).write_bytes(data)
+    hub.add(REPO, tmp_path / "old").writers.add(TOKEN)
+    published = publish_folder(folder, URL, "export 1234")
+    assert (published.removed, published.kept) == (("model.safetensors", "pytorch_model.bin"), ("README.md",))
+    assert held(hub) == bytes_in(folder) | {"README.md": b"mine", "notes.txt": b"mine"}
+    assert len(commits(hub)) == 3
+
+
+def test_a_pull_request(hub: FakeHub, folder: Path) -> None:
+    """The branch stays as it is; the pull request has all."""
+    hub.add(REPO).writers.add(TOKEN)
+    published = publish_folder(folder, URL, "export 1234", create_pr=True)
+    assert published.page.endswith(f"/{REPO}/discussions/1")
+    (made,) = hub.repositories[REPO].pulls
+    assert {name: bytes(blob.data) for name, blob in made.files.items() if name != ".gitattributes"} == bytes_in(folder)
+    assert held(hub) == {}
+
+
+def test_another_branch(hub: FakeHub, folder: Path) -> None:
+    hub.add(REPO).writers.add(TOKEN)
+    publish_folder(folder, f"{URL}@step-1000", "export 1234")
+    assert held(hub, branch="step-1000") == bytes_in(folder)
+    assert held(hub) == {}
+
+
+def test_nothing_is_seen_before_the_commit(hub: FakeHub, folder: Path) -> None:
+    """Where the commit is refused, files are uploaded, but no revision has any of them."""
+    hub.add(REPO).writers.add(TOKEN)
+    hub.fail("status", status=400, matching="POST .*/commit/")
+    with pytest.raises(StorageError, match=rf"^{URL}: the hub answered 400"):
+        publish_folder(folder, URL, "export 1234")
+    assert hub.cdn.log.counts()["upload"] == 2
+    assert held(hub) == {}
+
+
+@pytest.mark.parametrize("kind", ["lost", "reset"])
+def test_a_lost_answer_makes_no_second_commit(hub: FakeHub, folder: Path, kind: str) -> None:
+    """The commit happened, or it didn't: what is done about it is right in either case."""
+    hub.add(REPO).writers.add(TOKEN)
+    hub.fail(kind, times=1, matching="POST .*/commit/")
+    published = publish_folder(folder, URL, "export 1234")
+    assert commits(hub) == ["export 1234", "initial commit"]
+    assert published.url == f"{URL}@{hub.repositories[REPO].head.sha}"
+    assert held(hub) == bytes_in(folder)
+
+
+def test_faults_that_pass(hub: FakeHub, folder: Path) -> None:
+    hub.add(REPO).writers.add(TOKEN)
+    hub.fail("status", every=3, status=503)
+    hub.cdn.fail("status", every=2, status=500)
+    publish_folder(folder, URL, "export 1234")
+    assert held(hub) == bytes_in(folder)
+    assert len(commits(hub)) == 2
+
+
+def test_someone_else_was_faster(hub: FakeHub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their commit stays the newest, and it is said."""
+    hub.add(REPO).writers.add(TOKEN)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "notes.txt").write_text("theirs")
+    receive = hub._receive
+    done = []
+
+    def late(*arguments):
+        if not done:
+            done.append(hub.commit(REPO, tmp_path / "theirs", title="theirs"))
+        return receive(*arguments)
+
+    hub._routes = [(methods, pattern, late if function == receive else function) for methods, pattern, function in hub._routes]
+    with pytest.raises(StorageError, match="someone else committed there"):
+        publish_folder(folder, URL, "export 1234")
+    assert held(hub) == {"notes.txt": b"theirs"}
+
+
+def test_refusals(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to do, without a traceback's words and without the token."""
+    hub.add("other/model", private=False)
+    cases = {"hf://other/model": "may not write there; it needs the role `write`, and its owner access to other", "hf://a": "should be hf://owner/name"}
+    for url, said in cases.items():
+        with pytest.raises(StorageError, match=said) as told:
+            publish_folder(folder, url, "x")
+        assert TOKEN not in str(told.value)
+    hub.users.clear()
+    with pytest.raises(StorageError, match="doesn't accept the token that is set"):
+        check_target(URL)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(StorageError, match="HF_TOKEN isn't set"):
+        check_target(URL)
+
+
+def test_a_card_that_the_hub_refuses(hub: FakeHub, folder: Path) -> None:
+    """Before the commit."""
+    (folder / "README.md").write_text("---\nlicense: [\n---\n")
+    with pytest.raises(StorageError, match=r"Invalid metadata in README.md"):
+        publish_folder(folder, URL, "x")
+    assert held(hub) == {}
+
+
+@pytest.mark.parametrize(("url", "target"), [(URL, Target(REPO)), (f"{URL}@a/b", Target(REPO, "a/b")), ("hf://o-1/n.2", Target("o-1/n.2"))])
+def test_addresses(url: str, target: Target) -> None:
+    assert Target.parse(url) == target
+    assert str(target) == url
+
+
+@pytest.mark.parametrize("url", ["hf://name", "hf://a/b/c", "hf://", "gs://a/b", "hf://a/b@", "hf://../b c"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(StorageError, match="should be hf://owner/name"):
+        Target.parse(url)
