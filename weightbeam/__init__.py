@@ -39,6 +39,10 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):  # what Python's own machinery asks for
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "maxtext":
+        from importlib import import_module
+
+        return import_module("weightbeam.maxtext")
     from weightbeam.pipelines import api
 
     if name not in api.HOMES:

@@ -69,7 +69,7 @@ def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_
         rules = rules_of(chosen)
         abstract = _shard(abstract, opened, open_mesh(mesh, rules), rules)
     if problems := mismatches(abstract, opened.arrays):
-        raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}")
+        raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
     return abstract.build(Loading(opened, abstract.targets, unit_bytes).run())
 
 

@@ -297,7 +297,7 @@ def find_source(where: str, options: Options, as_is: bool = False) -> Source:
     if as_is:
         source = open_source(checkpoint)
         if problems := [*checkpoint.problems, *source.problems]:
-            raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}")
+            raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
         return Tensors(checkpoint, source.encodings)
     conversion = prepare(options, checkpoint)
     refuse(conversion, conversion.plan.problems)

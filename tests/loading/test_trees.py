@@ -1,0 +1,146 @@
+"""The trees that programs ask for: every kind of Flax's, dtypes of their own, what doesn't fit, and MaxText's place for a loader."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+from jax.sharding import SingleDeviceSharding
+from support import BF16, F32, HERE, LLAMA, assert_same_bits, flatten, random_tensors, reference, save, split
+
+import weightbeam as wb
+
+CONFIG = LLAMA | dict(vocab_size=60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("release") / "hf", CONFIG, *split(random_tensors(CONFIG), 2))
+
+
+def wanted(dtype: np.dtype = BF16) -> dict[str, np.ndarray]:
+    return reference(CONFIG, random_tensors(CONFIG), dtype)
+
+
+def abstract(arrays: dict[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+    here = SingleDeviceSharding(jax.devices()[0])
+    return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    return unflatten_dict({tuple(key.split(".")): value for key, value in flat.items()})
+
+
+def numpy(tree: Any) -> dict[str, np.ndarray]:
+    return {key: np.asarray(value) for key, value in flatten(tree).items()}
+
+
+def test_linen(folder: Path) -> None:
+    """The collection, boxed as Flax boxes partitioned variables; the boxes stay."""
+    boxed = jax.tree.map(lambda leaf: nn.LogicallyPartitioned(leaf, ("a",) * len(leaf.shape)), nested(abstract(wanted())))
+    loaded = wb.load(str(folder), {"params": boxed})
+    assert isinstance(loaded["params"]["decoder"]["decoder_norm"]["scale"], nn.LogicallyPartitioned)
+    assert_same_bits(numpy(nn.unbox(loaded)["params"]), wanted())
+
+
+def test_nnx(folder: Path) -> None:
+    """A module's state, unscanned as its keys say; it goes back into the module."""
+    unscanned = {}
+    for key, values in wanted().items():
+        before, _, after = key.partition(".layers.")
+        unscanned |= {f"{before}.layers_{i}.{after}": values[:, i] for i in range(2)} if after else {key: values}
+    state = nnx.State(jax.tree.map(nnx.Param, nested(abstract(unscanned))))
+    loaded = wb.load(str(folder), state)
+    assert isinstance(loaded, nnx.State)
+    assert isinstance(loaded["decoder"]["decoder_norm"]["scale"], nnx.Param)
+    assert_same_bits(numpy(loaded.to_pure_dict()), unscanned)
+
+
+@pytest.mark.parametrize("prefix", ["", "params.", "params.params."])
+def test_dicts(folder: Path, prefix: str) -> None:
+    """A flat dict of Orbax's keys, or of what is left of them."""
+    loaded = wb.load(str(folder), {prefix + key: value for key, value in abstract(wanted()).items()})
+    assert_same_bits({key.removeprefix(prefix): np.asarray(value) for key, value in loaded.items()}, wanted())
+
+
+def test_the_trees_dtypes_and_vocabulary_count(folder: Path) -> None:
+    """float32 without a detour through bfloat16, float16 too, and a padded vocabulary, as the leaves have them; the layout is the sharding's."""
+    arrays = wanted(F32)
+    arrays["token_embedder.embedding"] = np.pad(arrays["token_embedder.embedding"], ((0, 4), (0, 0)))
+    arrays["decoder.logits_dense.kernel"] = np.pad(arrays["decoder.logits_dense.kernel"], ((0, 0), (0, 4)))
+    arrays["decoder.layers.mlp.wo.kernel"] = arrays["decoder.layers.mlp.wo.kernel"].astype(np.float16)
+    assert_same_bits(numpy(wb.load(str(folder), nested(abstract(arrays)))), arrays)
+
+
+def test_all_mismatches_at_once(folder: Path) -> None:
+    """Nothing is read: what is missing, unused, of another shape or kind, or has no sharding, in one refusal."""
+    leaves = abstract(wanted())
+    del leaves["decoder.layers.mlp.wi_0.kernel"]
+    leaves["decoder.layers.mlp.wi_7.kernel"] = leaves["decoder.decoder_norm.scale"]
+    leaves["decoder.logits_dense.kernel"] = jax.ShapeDtypeStruct((3, 5), jnp.bfloat16, sharding=leaves["decoder.decoder_norm.scale"].sharding)
+    leaves["decoder.layers.mlp.wo.kernel"] = jax.ShapeDtypeStruct((48, 2, 32), jnp.int32, sharding=leaves["decoder.decoder_norm.scale"].sharding)
+    leaves["decoder.decoder_norm.scale"] = jax.ShapeDtypeStruct((32,), jnp.bfloat16)
+    with pytest.raises(wb.Refused) as refused:
+        wb.load(str(folder), leaves)
+    kinds = {(problem.kind, problem.subject.removeprefix("params.params.decoder.")) for problem in refused.value.problems}
+    assert kinds == {
+        ("missing", "layers.mlp.wi_7.kernel"),
+        ("unused", "layers.mlp.wi_0.kernel"),
+        ("shape", "logits_dense.kernel"),
+        ("dtype", "layers.mlp.wo.kernel"),
+        ("sharding", "decoder_norm.scale"),
+    }
+
+
+def test_a_file_that_is_cut_short_fails_in_words(tmp_path: Path) -> None:
+    """Between the plan and the reading, which is when it can happen."""
+    source = save(tmp_path / "hf", CONFIG, random_tensors(CONFIG))
+    file = source / "model.safetensors"
+    like = abstract(wanted())
+    from weightbeam.pipelines.loading import load as loading
+
+    opened = loading._open(str(source), None, {})[0]
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(wb.Failed, match=r"model\.safetensors"):
+        loading.Loading(opened, loading.read_tree(like).spelled_as(opened.arrays).targets).run()
+    file.unlink()
+    with pytest.raises(wb.Refused, match="no safetensors file"):
+        wb.load(str(source), like)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_maxtexts_loader(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """MaxText's caller gets None and Linen's collection, whatever it asks with; a stand-in of its module shows that the function is put there."""
+    modules = {name: types.ModuleType(name) for name in ("maxtext", "maxtext.common", "maxtext.common.checkpointing")}
+    checkpointing = modules["maxtext.common.checkpointing"]
+    with pytest.raises(wb.Refused, match="can't be imported"):
+        wb.maxtext.install()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(wb.Refused, match="has no load_safetensors_dynamic_state"):
+        wb.maxtext.install()
+    checkpointing.load_safetensors_dynamic_state = lambda *_: 1 / 0  # type: ignore[attr-defined]
+    wb.maxtext.install()
+    leaves = nested(abstract(wanted()))
+    asked = nnx.State(jax.tree.map(nnx.Param, leaves)) if kind == "nnx" else {"params": leaves}
+    config = types.SimpleNamespace(scan_layers=True, param_scan_axis=1, hf_access_token="", base_output_directory="gs://nowhere")
+    state, loaded = checkpointing.load_safetensors_dynamic_state(str(folder), asked, config)
+    assert state is None
+    assert set(loaded) == {"params"}
+    assert_same_bits(numpy(loaded["params"]), wanted())
+
+
+def test_jax_waits_until_it_is_needed() -> None:
+    """The public face, `open` and MaxText's hook import neither JAX nor MaxText."""
+    script = "import sys, weightbeam as wb, weightbeam.maxtext; wb.open, wb.load, wb.maxtext.install; assert not {'jax', 'maxtext', 'flax'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=HERE.parent, check=True)
