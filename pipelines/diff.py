@@ -2,7 +2,7 @@
 
 Two releases are compared under the names of their family's table, quantised tensors by their values. Where one side is an Orbax
 checkpoint, both are compared as MaxText's arrays: a release as it would be converted into that checkpoint. Two Orbax checkpoints are
-compared by MaxText's keys, whoever wrote them.
+compared by MaxText's keys, whoever wrote them, and layer by layer where one has its layers stacked and the other hasn't.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import math
+import re
 import sys
 import threading
 from collections import Counter
@@ -45,6 +47,8 @@ from weightbeam.transforms.execution import decode, make_boxes, read
 from weightbeam.transforms.units import Fetch
 
 MISSING, SHAPE = "missing", "shape"
+STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
+SCAN_AXIS = 1  # where MaxText stacks layers unless it is told (`param_scan_axis`)
 SHOWN = 30  # tensors that a report lists
 AT_ONCE = 4  # boxes at most: each takes some 100 MB
 
@@ -248,7 +252,7 @@ def _in_one_spelling(where: Sequence[Checkpoint | Store], model: str | None) -> 
         return (_tensors(releases[0], known), _tensors(releases[1], known)), {}
     if not releases:
         first, second = (_arrays(items) for items in where if isinstance(items, Store))
-        return (first, second), {}
+        return (_layer_by_layer(first, second), _layer_by_layer(second, first)), {}
     (items,) = (place for place in where if isinstance(place, Store))
     there = _arrays(items)
     here, left_out = _converted(releases[0], items, there, model)
@@ -279,6 +283,39 @@ def _arrays(items: Store) -> Side:
         return {key: _stored(array) for key, array in open_orbax(items).weights.items()}
     except StorageError as e:
         raise Refused(str(e)) from e
+
+
+def _layer_by_layer(side: Side, other: Side) -> Side:
+    """A side whose stacked arrays are seen as an array for each layer, where the other side has them so.
+
+    `decoder.layers.mlp.wi_0.kernel` (embed, layers, mlp) is `decoder.layers_0.mlp.wi_0.kernel` (embed, mlp) and so on. Only what the
+    other side has as many of as there are layers, each of the shape that is left, is taken apart.
+    """
+    found: dict[str, Stored] = {}
+    for key, stored in side.items():
+        match = STACKED.fullmatch(key)
+        layers = list(itertools.takewhile(other.__contains__, (f"{match[1]}_{i}.{match[2]}" for i in itertools.count()))) if match else []
+        axes = [axis for axis, size in enumerate(stored.shape) if size == len(layers)]
+        axes = [axis for axis in axes if all(other[name].shape == stored.shape[:axis] + stored.shape[axis + 1 :] for name in layers)]
+        if key in other or not axes:
+            found[key] = stored
+            continue
+        axis = SCAN_AXIS if SCAN_AXIS in axes else axes[-1]  # several fit only where sizes are equal: MaxText's default, or the last place
+        found |= {name: _layer(stored, axis, number) for number, name in enumerate(layers)}
+    return found
+
+
+def _layer(stored: Stored, axis: int, number: int) -> Stored:
+    """One layer of a stacked array."""
+
+    def without(values: Sequence[int]) -> tuple[int, ...]:
+        return (*values[:axis], *values[axis + 1 :])
+
+    def fetch(box: Box) -> np.ndarray:
+        return stored.read((*box[:axis], (number, number + 1), *box[axis:])).squeeze(axis)
+
+    order = tuple(other - (other > axis) for other in stored.order if other != axis)
+    return Stored(without(stored.shape), stored.dtype, order, without(stored.grain), fetch, stored.lossy)
 
 
 def _stored(encoding: Encoding | OrbaxArray) -> Stored:

@@ -125,6 +125,21 @@ def test_orbax_checkpoints_of_two_writers(tmp_path: Path) -> None:
     assert kinds(statuses(tmp_path / "out", tmp_path / "trained", status=0, folder=tmp_path)).keys() == {"equal"}
 
 
+@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK])
+def test_layers_stacked_or_not(tmp_path: Path, config: dict[str, Any]) -> None:
+    """The same model scanned and unscanned: equal, layer by layer, either way round; a change is found in its layer."""
+    source = save(tmp_path / "source", config, tensors := random_tensors(config))
+    scanned, unscanned = (convert(source, tmp_path / flag, "--scan_layers", flag) for flag in ("true", "false"))
+    found = statuses(scanned, unscanned, status=0, folder=tmp_path)
+    assert kinds(found).keys() == {"equal"}
+    assert statuses(unscanned, scanned, status=0, folder=tmp_path).keys() == found.keys()
+    tensors["model.layers.1.post_attention_layernorm.weight"].view(np.uint16)[3] ^= 1 << 7
+    other = convert(save(tmp_path / "other", config, tensors), tmp_path / "changed", "--scan_layers", "true")
+    found = statuses(other, unscanned, status=1, folder=tmp_path)
+    (changed,) = (name for name, each in found.items() if each["status"] == "changed")
+    assert "layers_" in changed
+
+
 def _boxed(tree: Any) -> Any:
     return {key: _boxed(value) for key, value in tree.items()} if isinstance(tree, dict) else {"value": tree}
 
