@@ -118,7 +118,13 @@ def assemble(staging: Staging, contents: Contents, overwrite: bool = False) -> N
     if not staging.exists() and staging.is_taken():
         return
     if not staging.is_complete():
-        _complete(staging, contents)
+        try:
+            _complete(staging, contents)
+        except Exception as e:
+            if staging.is_staged():
+                raise
+            staging.sweep()
+            raise staging.taken_over() from e
     publish(staging, overwrite)
 
 

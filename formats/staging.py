@@ -260,12 +260,14 @@ class Staging(abc.ABC):
         units = sorted(self.done())
         return dict(zip(units, map(json.loads, self.work.read_many([f"{self.units}/{unit}.json" for unit in units])), strict=True))
 
-    def sweep(self, folder: str) -> None:
-        """Removes a folder of `items` that was written in vain, since the place was taken over meanwhile."""
-        self.items.delete_folder(folder)
+    def sweep(self, database: str = "") -> None:
+        """Removes what was written in vain, since the place was taken over meanwhile: a unit's database below `items`, if one is named."""
+        if database:
+            self.items.delete_folder(database)
 
     def note_failure(self, text: str) -> str:
-        """Keeps the story of a failure; returns where."""
+        """Keeps the story of a failure, if the place is still this one's; returns where."""
+        self.check()
         self.work.write(FAILURE, text.encode())
         return self.work.path(FAILURE)
 
@@ -407,7 +409,7 @@ class FolderStaging(Staging):
                     Path(folder, name).unlink(missing_ok=True)
         super().write_plan(plan)
 
-    def sweep(self, folder: str) -> None:
+    def sweep(self, database: str = "") -> None:
         _remove(self.checkpoint)  # TensorStore made it anew; its name is nobody else's
 
     def note_failure(self, text: str) -> str:

@@ -78,7 +78,7 @@ def test_zombies_that_go_on_after_the_commit(source: Path, tmp_path: Path) -> No
     assert [row["status"] for row in first] == ["asleep", 0] * len(outputs), first
     assert [row["changed"] for row in woken[::2]] == [[]] * len(outputs)
     assert [row["status"] for row in woken[1::2]] == [1] * len(outputs), woken
-    assert [row["message"] for row in woken[1::2] if "Traceback" in row["message"]] == []
+    assert [row["message"] for row in woken[1::2] if "Traceback" in row["message"] or "--resume goes on" in row["message"]] == []
     for output in outputs:
         assert_same_bits(restore(output / "0"), reference(LLAMA, random_tensors(LLAMA), BF16))
 
