@@ -362,6 +362,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --like, else 5GB)")
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--step", type=natural, metavar="N", help="which step, where the root has several")
+    add("--dry_run", action="store_true", default=False, help="say what would be done, and every problem; write nothing")
     add("--resume", action="store_true", default=False, help="go on with a stopped export")
     add("--overwrite", action="store_true", default=False, help="replace a release, or throw a stopped export away")
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")

@@ -9,11 +9,13 @@ import logging
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
+from weightbeam.formats.printable import printable
 from weightbeam.formats.release import edit_config, model_card, packed_files, role_of, small_files
 from weightbeam.formats.release_target import ReleaseFolder, plan_of, release_staging
 from weightbeam.formats.safetensors import DTYPES, Checkpoint, Shard, Tensor, open_checkpoint
@@ -27,6 +29,7 @@ from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.output import alone
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
+from weightbeam.pipelines.report import BASE_BYTES, thread_options, threads_of
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like, plan_export
 from weightbeam.transforms.exporting import DTYPES as SAVED
@@ -153,6 +156,33 @@ def plan(
         raise Refused(str(e)) from e
     planned = plan_export(options, checkpoint, form)
     return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
+
+
+def plan_text(planned: Export, threads: int) -> str:
+    """What an export would do, for a person: totals, what is rounded, left out and edited, and the command that does it."""
+    plan, files = planned.plan, planned.files
+    lines = [
+        f"source      {planned.source.root}: {planned.source.tree.kind}, {count(len(planned.encodings), 'weight')}, {human(planned.source_bytes)}",
+        f"like        {planned.like.root or 'the table alone'}",
+        f"family      {plan.family}" + (f", MaxText's {plan.model}" if plan.model else "") + (f": {plan.note}" if plan.note else ""),
+    ]
+    if files is not None:
+        lines.append(f"release     {count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}")
+        lines.append(f"units       {len(planned.units):,}, the largest takes {human(planned.unit_working_bytes)} of memory")
+        if planned.chunks:
+            nbytes = sum(planned.encodings[key].nbytes for key in planned.unpacked)
+            lines.append(
+                f"unpacked    {count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')} first, {human(nbytes)} of disk meanwhile"
+            )
+        lines.append(
+            f"memory      at most {human(threads * planned.unit_bytes + BASE_BYTES)}: {threads} threads × {human(planned.unit_bytes)} + {human(BASE_BYTES)}"
+        )
+    for title, reasons in (("rounded", planned.lossy), ("left out", plan.dropped)):
+        for reason_, times in Counter(reasons.values()).most_common(5):
+            lines.append(f"{title:12}{count(times, 'tensor')}: {reason_}")
+    lines += [f"config.json {key} becomes {value}" for key, value in planned.config_edits.items()]
+    lines += [f"warning     {warning}" for warning in planned.warnings]
+    return "\n".join(map(printable, lines))
 
 
 def find_like(checkpoint: OrbaxCheckpoint, like: str | None) -> tuple[Like, Mapping[str, bytes]]:
@@ -292,7 +322,13 @@ def _check_output(staging: ReleaseFolder, planned: Export, resume: bool, overwri
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Exports, and says what came of it."""
+    """Exports, and says what came of it; with `--dry_run` says what it would do."""
+    if args.dry_run:
+        planned = plan(**keywords_of(args, plan))
+        print(plan_text(planned, threads_of(thread_options(rest))))
+        refuse(planned, planned.plan.problems)
+        print(f"ready       weightbeam export --source {planned.source.root} --output {args.output or 'FOLDER'}")
+        return 0
     print(export(**keywords_of(args, export), beam=rest))
     return 0
 
