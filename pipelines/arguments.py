@@ -354,7 +354,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     """The options of an export; None stands for what the checkpoint, or the release that it should be like, says."""
     add = parser.add_argument
     add("--source", metavar="URL", help="the Orbax checkpoint: its root, a step or an item, in a folder or in gs://")
-    add("--output", metavar="FOLDER", help="the folder of the release; it must not be there yet")
+    add("--output", metavar="URL", help="the folder of the release, which must not be there yet; or hf://owner/name: one commit there")
+    add("--create_pr", action="store_true", default=False, help="on the hub, open a pull request")
     add("--like", metavar="URL", help="the release whose config.json, tokenizer, names and dtypes are taken: a folder, gs:// or hf://")
     add("--save_dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="dtype of every float tensor; auto: as --like has it")
     add("--maxtext_model", metavar="NAME", help="the MaxText model, where neither the checkpoint nor config.json settles it")

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightbeam.formats.hub_publishing import check_target, publish_folder
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
 from weightbeam.formats.release import edit_config, model_card, packed_files, role_of, small_files
@@ -46,14 +48,18 @@ class Exported:
       folder: where the release is.
       seconds: that it took.
       state: `done`, or `nothing to do` where it was finished already.
+      page: of the commit on the hub.
     """
 
     export: Export
     folder: str
     seconds: float = 0.0
     state: str = "done"
+    page: str = ""
 
     def __str__(self) -> str:
+        if self.page:
+            return f"{self.folder}: published, {self.page}"
         if self.state != "done":
             return f"{self.folder} is finished already; nothing to do"
         plan, files = self.export.plan, self.export.files
@@ -83,6 +89,7 @@ def export(
     step: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    create_pr: bool = False,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
@@ -91,7 +98,7 @@ def export(
 
     Args:
       source: the checkpoint: its root, a step or the item, in a folder or in `gs://`; one that MaxText's training wrote, too.
-      output: the folder of the release; it must not be there yet.
+      output: the folder of the release, which must not be there yet; or `hf://owner/name`, where it becomes one commit.
       like: the release whose config, tokenizer, spelling, dtypes and files are taken, a folder, `gs://` or `hf://`; by default what the
         checkpoint remembers of the release that it was made of.
       save_dtype: `bfloat16`, `float16` or `float32`; `auto`: each tensor's as `like` has it.
@@ -102,6 +109,7 @@ def export(
       step: which step, where the root has several.
       resume: go on with a stopped export.
       overwrite: replace a release, or throw a stopped export away.
+      create_pr: on the hub, open a pull request.
       hf_token_secret: the name of a secret with the hub's token.
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
@@ -121,7 +129,27 @@ def export(
         source, like=like, save_dtype=save_dtype, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis,
         max_shard_size=max_shard_size, unit_bytes=unit_bytes, step=step,
     )  # fmt: skip
+    if output.startswith("hf://"):
+        return _to_hub(planned, output, create_pr, beam, progress)
     return carry_out(planned, output, resume, overwrite, beam, progress)
+
+
+def _to_hub(planned: Export, output: str, create_pr: bool, beam: Sequence[str], progress: bool | Report) -> Exported:
+    """Writes the release to a folder of this user's cache, which a later attempt goes on with, and publishes it as one commit."""
+    try:
+        check_target(output)
+    except StorageError as e:
+        raise Refused(f"--output={e}") from e
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "weightbeam" / f"export-{planned.hash[:16]}"
+    carry_out(planned, str(folder), True, False, beam, progress)
+    start = time.monotonic()
+    try:
+        made = publish_folder(folder, output, f"Export of {planned.source.root} ({planned.hash[:12]})", create_pr=create_pr)
+    except StorageError as e:
+        raise Failed(f"  {e}\nThe release is whole in {folder}; the same command publishes it.") from e
+    shutil.rmtree(folder)
+    return Exported(planned, made.url, time.monotonic() - start, page=made.page)
 
 
 def plan(

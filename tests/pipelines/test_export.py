@@ -13,7 +13,10 @@ import orbax.checkpoint as ocp
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 from safetensors.numpy import load_file
+from servers.hub import FakeHub
 from support import BF16, F32, LLAMA, QWEN3_MOE, call, convert, given, random_tensors, read_config, read_tensors, save
 
 import weightbeam as wb
@@ -217,3 +220,28 @@ def test_as_a_library(tmp_path: Path) -> None:
     with pytest.raises(wb.Refused) as refused:
         wb.export(str(step), str(tmp_path / "back"), progress=False)
     assert refused.value.problems[0].kind == "output"
+
+
+def test_onto_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One commit that holds the release; nothing stays in the cache; without a token it is refused before any work."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32")
+    with FakeHub() as server:
+        for name, value in server.env("hf_secret").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        server.users.add("hf_secret")
+        server.writers.add("hf_secret")
+        assert call("export", "--source", step, "--output", "hf://org/tuned") == 0
+        assert "published" in capsys.readouterr().out
+        held = server.repositories["org/tuned"].branches["main"].files
+        (tmp_path / "got").mkdir()
+        (tmp_path / "got" / "model.safetensors").write_bytes(bytes(held["model.safetensors"].data))
+        compare(read_tensors(tmp_path / "got"), read_tensors(source), {})
+        assert {"config.json", "README.md", "weightbeam.json"} <= set(held)
+        assert list((tmp_path / "cache" / "weightbeam").iterdir()) == []
+        monkeypatch.delenv("HF_TOKEN")
+        assert call("export", "--source", step, "--output", "hf://org/tuned") == 2
+        assert "HF_TOKEN" in capsys.readouterr().err
+        close_session()
