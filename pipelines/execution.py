@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
+from apache_beam.options.pipeline_options import GoogleCloudOptions, PipelineOptions, StandardOptions
 from apache_beam.runners.runner import PipelineResult
 
 from weightbeam.formats.encodings import ContentError
@@ -107,6 +107,8 @@ def execute(
     if on_dataflow:
         dataflow.settle(options, conversion, str(staging.final))
         dataflow.check_alone(options)
+    cloud = options.view_as(GoogleCloudOptions)  # where every engine looks for the job's name
+    cloud.job_name = cloud.job_name or dataflow.job_name(conversion, str(staging.final))
     threads = threads_of(options.get_all_options(drop_default=True))
     try:
         pipeline = make_pipeline(options, threads * conversion.unit_working_bytes)

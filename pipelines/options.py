@@ -28,9 +28,8 @@ from weightbeam.pipelines import dataflow
 from weightbeam.pipelines.arguments import add_conversion, add_output
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.report import local_threads
-from weightbeam.pipelines.runners import local
+from weightbeam.pipelines.runners import local, portable
 
-PORTABLE = ("PortableRunner", "FlinkRunner", "SparkRunner")
 IMAGE = "WEIGHTBEAM_IMAGE"  # in the environment: the image that this runs in, which workers can run too (deploy/Dockerfile)
 SETUP_FILE = Path(__file__).resolve().parents[1] / "setup.py"  # there in a checkout, not where the package was installed from a wheel
 PLACES = {  # the options that name a folder, and what helps if it is on this machine
@@ -78,7 +77,9 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
     if unknown := parser.parse_known_args(list(arguments))[1]:
         problems.append(f"unknown options: {' '.join(unknown)}; --help lists ours, and Beam's are in its documentation")
     if command:
-        problems += _find_problems(pipeline_options(arguments), command, places or {})
+        settled = pipeline_options(arguments)
+        problems += _find_problems(settled, command, places or {})
+        problems = problems or list(portable.find_problems(settled))  # last: it asks the network
     if problems:
         raise RefusedError("\n".join(problems))
 
@@ -161,7 +162,7 @@ def in_containers(options: PipelineOptions) -> bool:
     name, environment = options.view_as(StandardOptions).runner, options.view_as(PortableOptions).environment_type
     if name == dataflow.RUNNER:
         return True
-    if name not in PORTABLE:
+    if name not in portable.RUNNERS:
         return False
     if environment:
         return environment in ("DOCKER", "beam:env:docker:v1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 
 
@@ -12,8 +13,15 @@ class RunnerError(Exception):
 def last_words(error: BaseException) -> str:
     """The line that names the error: its kind and message, and the stage where one of ours raised it.
 
-    An engine in other processes puts the worker's whole traceback into the message; its last line is that one already.
+    What an engine in other processes tells is long: a worker's traceback, whose last line is that one already, a Java stack around
+    it, or that alone. Of a Java stack the first line and the deepest cause help.
     """
     in_stage = getattr(error, "_tagged_with_step", False)  # Beam's mark on what a DoFn raised in this process
     text = "".join(traceback.format_exception_only(error)) if in_stage and not isinstance(error, RuntimeError) else str(error)
-    return (text.strip().splitlines() or [type(error).__name__])[-1]
+    lines = text.strip().splitlines() or [type(error).__name__]
+    if stages := [line for line in lines if "[while running '" in line]:
+        return stages[-1].strip()
+    if any(re.match(r"\s+at [\w.$/@]+\(", line) for line in lines):
+        causes = [line.strip() for line in lines if line.strip().startswith("Caused by: ")]
+        return "; ".join([lines[0].strip(), *causes[-1:]])
+    return lines[-1]

@@ -1,0 +1,41 @@
+"""Other engines, reached through Beam's job services and masters: Flink, Spark, Prism, Beam's own."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+
+from apache_beam.options.pipeline_options import FlinkRunnerOptions, PipelineOptions, PortableOptions, SparkRunnerOptions, StandardOptions
+
+RUNNERS = ("PortableRunner", "FlinkRunner", "SparkRunner")
+PATIENCE = 10.0  # seconds until an endpoint answers
+
+
+def find_problems(options: PipelineOptions) -> Iterator[str]:
+    """What stands against submitting a job there: nobody listens where the options say.
+
+    Asked before anything is staged: Beam itself would wait for ever.
+    """
+    for option, endpoint in _endpoints(options):
+        place = re.sub(r"^\w+://", "", endpoint).partition("/")[0]
+        host, _, port = place.rpartition(":")
+        if not host or not port.isdecimal():
+            yield f"--{option}={endpoint}: expected HOST:PORT"
+            continue
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
+        except (OSError, OverflowError) as e:
+            yield f"--{option}={endpoint}: nobody answers there ({e}); is it started, and its port reachable from this machine?"
+
+
+def _endpoints(options: PipelineOptions) -> Iterator[tuple[str, str]]:
+    """The options that name a service which has to be there already, and what they name."""
+    name, portable = options.view_as(StandardOptions).runner, options.view_as(PortableOptions)
+    if name == "PortableRunner" and portable.job_endpoint and portable.job_endpoint != "embed":
+        yield "job_endpoint", portable.job_endpoint
+    flink, spark = options.view_as(FlinkRunnerOptions).flink_master, options.view_as(SparkRunnerOptions).spark_master_url
+    if name == "FlinkRunner" and flink and not flink.startswith("["):
+        yield "flink_master", flink
+    if name == "SparkRunner" and spark.startswith("spark://") and "," not in spark:  # several masters: any of them may be away
+        yield "spark_master_url", spark
