@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import runpy
 from collections.abc import Iterable
 
 from weightbeam.model_mappings.config import Config
 from weightbeam.model_mappings.families import (
     deepseek,
     deepseek_v4,
+    gemma,
     gemma2,
     gemma3,
     gemma4,
     gemma4_small,
     gpt_oss,
+    identity,
     llama,
     llama4,
     mixtral,
@@ -35,6 +40,7 @@ FAMILIES: tuple[Family, ...] = (
     olmo3.FAMILY,
     gpt_oss.FAMILY,
     llama4.FAMILY,
+    gemma.FAMILY,
     gemma2.FAMILY,
     gemma3.FAMILY,
     gemma4.FAMILY,
@@ -46,8 +52,53 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
+ENTRY_POINTS = "weightbeam.families"  # the group in which a package names families of its own
+
+
 class UnknownFamilyError(ValueError):
     """No table describes the checkpoint, or the MaxText model that was named is another one."""
+
+
+@functools.cache
+def families() -> tuple[Family, ...]:
+    """The families of installed packages, by entry point, and ours; the former are asked first.
+
+    Raises:
+      UnknownFamilyError: what an entry point names can't be loaded, or isn't a family.
+    """
+    found = []
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            family = entry.load()
+        except Exception as e:
+            raise UnknownFamilyError(f"the family {entry.name!r} of {entry.value} can't be loaded: {type(e).__name__} {e}") from e
+        found.append(_checked(family, f"the entry point {entry.name!r}, {entry.value},"))
+    return (*found, *FAMILIES)
+
+
+def load_family(name: str) -> Family:
+    """The family that `--family` names: one of ours, one of an installed package, or a file of Python whose `FAMILY` it is.
+
+    Raises:
+      UnknownFamilyError: there is none, or the file can't be run.
+    """
+    known = {family.name: family for family in (identity.FAMILY, *reversed(families()))}
+    if not name.endswith(".py"):
+        if name not in known:
+            raise UnknownFamilyError(f"--family={name}: no such family; known are {', '.join(known)}, or name a file, FAMILY.py")
+        return known[name]
+    try:
+        return _checked(runpy.run_path(name).get("FAMILY"), f"--family={name}: FAMILY")
+    except UnknownFamilyError:
+        raise
+    except Exception as e:
+        raise UnknownFamilyError(f"--family={name}: {type(e).__name__} {e}") from e
+
+
+def _checked(family: object, what: str) -> Family:
+    if not isinstance(family, Family):
+        raise UnknownFamilyError(f"{what} should be a weightbeam.model_mappings.family.Family, but is {type(family).__name__}")
+    return family
 
 
 def shown(pattern: str) -> str:
@@ -67,21 +118,26 @@ def family_by_config(config: Config) -> Family:
       UnknownFamilyError: none is like that.
     """
     kind = config.get("model_type")
-    family = next((family for family in FAMILIES if kind in family.model_types and family.fits(config)), None)
+    family = next((family for family in families() if kind in family.model_types and family.fits(config)), None)
     if family is None:
         raise UnknownFamilyError(f"no table for model_type {kind!r} of config.json. Supported:\n{supported()}")
     return family
 
 
-def family_of(config: Config, model: str | None = None) -> Family:
+def family_of(config: Config, model: str | None = None, named: str | None = None) -> Family:
     """The family of a checkpoint, by `model_type`; `model` (MaxText's name) must agree and settles what that leaves open.
+
+    Args:
+      config: `config.json`.
+      model: what `--maxtext_model` says.
+      named: what `--family` says; it is taken whatever `config.json` says.
 
     Raises:
       UnknownFamilyError: says what was found and what is supported.
     """
     kind = config.get("model_type")
-    family = family_by_config(config)
-    if model is not None and kind not in family.types_of(model):
+    family = load_family(named) if named else family_by_config(config)
+    if model is not None and family.models and kind not in family.types_of(model):
         choices = [shown(pattern) for pattern, kinds in family.models.items() if kind in kinds]
         raise UnknownFamilyError(
             f"--maxtext_model={model} is not a MaxText model for model_type {kind!r} of config.json; its names look like {', '.join(choices)}"

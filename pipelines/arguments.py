@@ -258,6 +258,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--mesh", action="append", metavar="AXES", help="target sharding, such as fsdp=16,expert=4; repeat it to serve several meshes")
     add("--sharding_rules", metavar="FILE", help="your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
     add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where config.json can't settle it")
+    add("--family", metavar="NAME|FILE.py", help="the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json)")
     add("--vocab_size", type=positive, metavar="N", help="rows of MaxText's embedding: more pads with zeros, fewer cuts")
     add("--mtp", type=boolean, default=DEFAULTS.mtp, metavar="true|false", help="convert the multi-token-prediction layers too")
     add("--allow_links", type=boolean, default=DEFAULTS.allow_links, metavar="true|false", help="take files of the source that are links to another folder")

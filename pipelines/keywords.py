@@ -43,6 +43,7 @@ class OptionKeywords(TypedDict, total=False):
     step: int
     lora: str | Sequence[str]
     virtual: bool
+    family: str | None
 
 
 def takes_options(function: Function) -> Function:

@@ -316,7 +316,7 @@ def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter
     config = Config(checkpoint.config)
     asked: list[Problem] = []
     try:
-        family = family_of(config, options.maxtext_model)
+        family = family_of(config, options.maxtext_model, options.family)
         asked += _check_options(options, family)
         source = source.renamed(family.aliases)
         naming = name_model(family, config, options.maxtext_model)

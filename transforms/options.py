@@ -24,6 +24,7 @@ class Options:
     unit_bytes: int = 128 << 20
     step: int = 0
     virtual: bool = False
+    family: str | None = None
     allow_links: bool = False  # files of the source that are links to elsewhere
     lora: tuple[tuple[str, float], ...] = ()  # adapters to merge: URL, and what their deltas are multiplied by
     adapter_only: bool = False  # the adapter as MaxText's, not merged

@@ -52,6 +52,8 @@ LLAMA4 = dict(
 )  # fmt: skip
 CONFIGS = {  # for MaxText's models that have none: what transformers' configuration and MaxText's src/maxtext/configs/models say
     "llama4-17b-16e": {"model_type": "llama4", "text_config": LLAMA4 | dict(num_local_experts=16, interleave_moe_layer_step=1)},
+    "gemma-2b": dict(model_type="gemma", hidden_size=2048, intermediate_size=16384, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=1),
+    "gemma-7b": dict(model_type="gemma", hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=16),
     "llama4-17b-128e": {"model_type": "llama4_text"} | LLAMA4 | dict(num_local_experts=128, interleave_moe_layer_step=2),
 }
 DEEPSEEK4_TINY = (  # MaxText keeps the sizes of the large model for it

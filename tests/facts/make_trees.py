@@ -4,7 +4,7 @@
 
 `FOLDER` holds `<model>--{scan,unscan}.json.gz`, each an abstract tree at full size, and `_base_rules.json`. Only facts are
 kept: paths, shapes, logical axes, and `config.json` where MaxText has it. Numbered layers that are alike are one entry with
-the ranges of their numbers. Models that no release needs (test models, GPT-3, the first Gemma) are left out.
+the ranges of their numbers. Models that no release needs (test models, GPT-3) are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LEFT_OUT = re.compile(r"gemma-|gpt3-|qwen3-custom-|deepseek3-tiny")
+LEFT_OUT = re.compile(r"gpt3-|qwen3-custom-|deepseek3-tiny")
 LAYER = re.compile("|".join(rf"(?<={word}_)\d+" for word in ("layers", "layer", "blocks", "encoderblock")))
 
 

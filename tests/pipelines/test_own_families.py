@@ -1,0 +1,106 @@
+"""Tables of one's own: a file, an installed package's entry point, and the identity; each converts, and verifies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from weightbeam.formats.orbax import open_arrays
+from weightbeam.formats.storage import open_store
+
+TABLE = """
+from weightbeam.model_mappings.blocks import layers, stack
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.rules import rule
+
+UP = rule("up/kernel", "up.weight", "mlp embed -> embed mlp", "embed mlp")
+FAMILY = Family(
+    name="tiny_mlp",
+    models={"tiny-*": ("tiny_mlp",)},
+    dims=lambda c, layout: dict(embed=c.size("width"), mlp=c.size("hidden")),
+    stacks=lambda c, layout: layers(layout, "decoder/layers", range(c.size("depth")), [UP], "blocks.{layer}."),
+    drops=lambda c, layout: {},
+    releases="a model of nobody's",
+)
+"""
+
+
+def release(folder: Path, kind: str = "tiny_mlp") -> dict[str, np.ndarray]:
+    """Two layers of one matrix."""
+    folder.mkdir()
+    tensors = {f"blocks.{layer}.up.weight": np.arange(15, dtype=np.float32).reshape(5, 3) + layer for layer in range(2)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "width": 3, "hidden": 5, "depth": 2}))
+    return tensors
+
+
+def weightbeam(*arguments: object, path: Path | None = None) -> subprocess.CompletedProcess:
+    root = str(Path(__file__).parents[2])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, *([str(path)] if path else [])])}
+    return subprocess.run([sys.executable, "-m", "weightbeam.pipelines.cli", *map(str, arguments)], env=env, capture_output=True, text=True, timeout=120)
+
+
+def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
+    return {key: store.read().result() for key, store in open_arrays(open_store(str(checkpoint / "0" / "items"))).items()}
+
+
+def package(folder: Path) -> Path:
+    """A package outside the project, as pip would install it."""
+    folder.mkdir()
+    (folder / "tiny_tables.py").write_text(TABLE)
+    about = folder / "tiny_tables-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-tables\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[weightbeam.families]\ntiny_mlp = tiny_tables:FAMILY\n")
+    return folder
+
+
+@pytest.mark.parametrize("way", ["file", "entry point"])
+def test_a_family_outside_the_project(tmp_path, way):
+    """Converted as its table says, and verified from what the checkpoint remembers."""
+    tensors = release(tmp_path / "source")
+    path, options = None, []
+    if way == "file":
+        (tmp_path / "own.py").write_text(TABLE)
+        options = ["--family", tmp_path / "own.py"]
+    else:
+        path = package(tmp_path / "site")
+    done = weightbeam("convert", "--source", tmp_path / "source", "--output", tmp_path / "out", "--save_dtype", "float32", *options, path=path)
+    assert done.returncode == 0, done.stderr
+    made = arrays(tmp_path / "out")["params.params.decoder.layers.up.kernel"]
+    np.testing.assert_array_equal(made, np.stack([tensor.T for tensor in tensors.values()], 1))
+    found = weightbeam("verify", "--source", tmp_path / "source", "--checkpoint", tmp_path / "out", path=path)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_identity(tmp_path):
+    """A model that nobody has a table for: a tensor's name is the array's path."""
+    tensors = release(tmp_path / "source", "unheard_of")
+    assert weightbeam("plan", "--source", tmp_path / "source").returncode == 2
+    done = weightbeam("convert", "--source", tmp_path / "source", "--output", tmp_path / "out", "--save_dtype", "float32", "--family", "identity")
+    assert done.returncode == 0, done.stderr
+    made = arrays(tmp_path / "out")
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(made[f"params.params.{name}"], tensor)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("FAMILY = 1", "should be a weightbeam"), ("1/0", "ZeroDivisionError"), (None, "FileNotFoundError"), ("other = 2", "should be a weightbeam")],
+)
+def test_a_file_that_is_no_family(tmp_path, text, words):
+    """Refused in words."""
+    release(tmp_path / "source")
+    if text is not None:
+        (tmp_path / "own.py").write_text(text)
+    done = weightbeam("plan", "--source", tmp_path / "source", "--family", tmp_path / "own.py")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
