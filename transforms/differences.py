@@ -95,6 +95,9 @@ def coarser(a: np.dtype, b: np.dtype) -> np.dtype | None:
 
 
 def _compare(a: np.ndarray, b: np.ndarray, step: np.dtype | None) -> Difference:
+    if a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8)):  # most of what is compared; five times as fast
+        square = _square(a)
+        return Difference(a.size, product=square, left=square, right=square)
     with np.errstate(all="ignore"):
         x, y = a.astype(np.float64), b.astype(np.float64)
         wrong = (x != y) & ~(np.isnan(x) & np.isnan(y))
@@ -105,6 +108,17 @@ def _compare(a: np.ndarray, b: np.ndarray, step: np.dtype | None) -> Difference:
         off = np.abs(x - y)[wrong]
         beyond = np.count_nonzero(~(off <= spacing(np.maximum(np.abs(x[wrong]), np.abs(y[wrong])), step))) if step is not None else count
         return Difference(x.size, count, int(beyond), float(off.max()), float(off.sum()), float(np.dot(x, y)), float(np.dot(x, x)), float(np.dot(y, y)))
+
+
+def _square(values: np.ndarray) -> float:
+    """The sum of the squares, in float32 where that is enough."""
+    with np.errstate(all="ignore"):
+        if is_float(values.dtype) and values.itemsize <= 4:
+            wide = values.astype(np.float32, copy=False)
+            if math.isfinite(found := float(np.dot(wide, wide))):
+                return found
+        wide = values.astype(np.float64)
+        return float(np.dot(wide, wide))
 
 
 def spacing(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

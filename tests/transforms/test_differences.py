@@ -28,7 +28,7 @@ def test_measures_are_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found.status, found.elements, found.different) == ("changed", 143, int((a != b).sum()))
         x, y = a.astype(np.float64), b.astype(np.float64)
         np.testing.assert_allclose([found.largest, found.mean, found.share], [np.abs(x - y).max(), np.abs(x - y).mean(), (a != b).mean()])
-        np.testing.assert_allclose(found.cosine, (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()))
+        np.testing.assert_allclose(found.cosine, (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, FP8, np.dtype(ml_dtypes.float8_e5m2)])
@@ -70,6 +70,13 @@ def test_integers_are_equal_or_changed() -> None:
     assert compare(a, a).status == "equal"
     assert compare(a, a + np.array([0, 1, 0])).status == "changed"
     assert compare(np.array([True]), np.array([False])).status == "changed"
+
+
+def test_sums_beyond_float32() -> None:
+    """Squares of what bfloat16 holds overflow a float32; the angle is known all the same."""
+    a = np.full(8, 1e30, BF16)
+    found = compare(a, a) + compare(a, -a)
+    assert (found.left, found.cosine) == (16 * float(a[0]) ** 2, 0.0)
 
 
 def test_empty_and_zeros() -> None:
