@@ -398,6 +398,8 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", metavar="FILE", help="write the plan as JSON too")
     plan.add_argument("--maxtext_config", metavar="FILE", help="write maxtext.yml; - is standard output, and nothing else is printed")
     add_simulation(plan)
+    plan.add_argument("--load", action="store_true", help="say how weightbeam.load would read it onto each --mesh")
+    plan.add_argument("--hosts", type=positive, metavar="N", help="hosts that share the devices of a mesh, for --load; one for each device unless said")
     fit = command("fit", "compare a release with a MaxText configuration, field by field", FIT)
     add_fit(fit)
     verify = command("verify", "compare a checkpoint with its source, element by element", VERIFY)

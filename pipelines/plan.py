@@ -15,6 +15,7 @@ from weightbeam.pipelines import report, tables, virtual
 from weightbeam.pipelines.arguments import GBPS, HOUR_PRICE
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, read_options, takes_options
+from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.shell import STDOUT, write_json, write_text
 from weightbeam.transforms.conversion import Conversion
@@ -167,8 +168,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
         check_options(rest)
     made = plan(**keywords_of(args, plan), beam=rest)
+    loads = _plan_loads(made, args) if args.load else []
     if args.json:
-        write_json(args.json, made.to_dict())
+        write_json(args.json, made.to_dict() | ({"load": [load_report.load_json(load, args.worker_gbps) for load in loads]} if args.load else {}))
     if args.maxtext_config:
         if made.conversion.plan.family == UNKNOWN:
             made.check()
@@ -178,8 +180,23 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             return 0
     if blocks := list(made.blocks()):
         tables.show(blocks)
+    for load in loads:
+        tables.show(load_report.load_blocks(made.conversion, load, args.worker_gbps))
     made.check()
     return 0
+
+
+def _plan_loads(made: Plan, args: argparse.Namespace) -> list[load_report.LoadPlan]:
+    """A load onto each mesh; none of a plan with problems.
+
+    Raises:
+      Refused: no mesh is named.
+    """
+    if not made.conversion.meshes:
+        raise Refused("--load needs --mesh: onto which devices, as in --mesh fsdp=16")
+    if made.problems:
+        return []
+    return [load_report.plan_load(made.conversion, mesh, args.hosts or mesh.devices) for mesh in made.conversion.meshes]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.loading.abstract import Abstract, Target, every_parameter, mismatches, read_tree
 from weightbeam.pipelines.loading.agreement import Agreement
 from weightbeam.pipelines.loading.mesh import bits, empty_arrays, layout_of, named_sharding, open_mesh, place, settle
-from weightbeam.pipelines.loading.schedule import MIN_REMOTE_RUN, MIN_RUN, Layout, Step, boxes_of, make_steps
+from weightbeam.pipelines.loading.schedule import AHEAD, MIN_REMOTE_RUN, MIN_RUN, UNIT_BYTES, Layout, Step, boxes_of, make_steps
 from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
 from weightbeam.pipelines.loading.sources import Source, Wanted, choose, find_source
 from weightbeam.pipelines.prepare import describe
@@ -32,9 +32,6 @@ from weightbeam.transforms.options import Options
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
-
-UNIT_BYTES = 128 << 20  # of memory that a process needs for a step
-AHEAD = 3  # steps that are read, or on their way to the devices, at a time
 
 
 def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_bytes: int = UNIT_BYTES, **options: Any) -> Any:

@@ -1,0 +1,60 @@
+"""`plan --load`: how each array would be read, and the schedule's arithmetic: each element is read once, by one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support import LLAMA_8B, QWEN3_MOE, call, headers_only, random_tensors, save
+
+from weightbeam.model_mappings.boxes import volume
+from weightbeam.pipelines.loading.report import layout_on, plan_load
+from weightbeam.pipelines.loading.schedule import boxes_of, make_steps
+from weightbeam.pipelines.loading.sources import Release
+from weightbeam.transforms.conversion import prepare, rules_of
+from weightbeam.transforms.mesh import Mesh, partition_spec
+from weightbeam.transforms.options import Options
+
+
+@pytest.mark.parametrize(("mesh", "hosts"), [("fsdp=8", 2), ("fsdp=4,tensor=2", 4), ("tensor=2,fsdp=2,expert=2", 8), ("fsdp=6", 3)])
+@pytest.mark.parametrize("unit_bytes", [1 << 27, 300_000])
+def test_exchanged_arrays_are_tiled_by_the_hosts(mesh: str, hosts: int, unit_bytes: int) -> None:
+    """Whatever the sizes, all hosts together read as many elements of an exchanged array as it has."""
+    config = QWEN3_MOE | dict(hidden_size=256, vocab_size=1001, num_experts=6, moe_intermediate_size=136, num_attention_heads=12, head_dim=48)
+    source = Release(prepare(Options(), headers_only(config)))
+    parsed = Mesh.parse(mesh)
+    layouts = {key: layout_on(array.shape, partition_spec(array.axes, rules_of(Options())), parsed, hosts) for key, array in source.arrays.items()}
+    read = dict.fromkeys(layouts, 0)
+    exchanged = set()
+    for step in make_steps(source, layouts, unit_bytes):
+        for block in step.blocks:
+            read[block.key] += sum(volume(box) for host in range(hosts) for box in boxes_of(block, host))
+            if block.ways is not None:
+                exchanged.add(block.key)
+    assert len(exchanged) > 5
+    assert all(read[key] == volume(tuple((0, n) for n in source.arrays[key].shape)) for key in exchanged)
+
+
+def test_a_real_model_is_read_once_by_any_number_of_hosts() -> None:
+    conversion = prepare(Options(mesh=("fsdp=16",)), headers_only(LLAMA_8B))
+    planned = plan_load(conversion, Mesh.parse("fsdp=16"), 4)
+    assert planned.host_bytes * 4 < 1.01 * conversion.source_bytes
+    assert planned.ways["params.params.decoder.layers.mlp.wi_0.kernel"] == "exchanged"
+    assert planned.ways["params.params.decoder.layers.mlp.wo.kernel"] == "direct"
+    assert planned.memory_bytes < 1 << 30
+    assert planned.unit_bytes < 128 << 20
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save(tmp_path / "hf", QWEN3_MOE, random_tensors(QWEN3_MOE))
+    command = ["plan", "--source", folder, "--load"]
+    assert call(*command, "--mesh", "fsdp=4", "--hosts", "2", "--json", tmp_path / "plan.json") == 0
+    assert "loaded onto fsdp=4, by 2 hosts" in capsys.readouterr().out
+    (told,) = json.loads((tmp_path / "plan.json").read_text())["load"]
+    assert told["hosts"] == 2
+    assert set(told["arrays"].values()) == {"direct"}
+    assert call(*command) == 2
+    assert "--load needs --mesh" in capsys.readouterr().err
+    assert call(*command, "--mesh", "fsdp=4", "--hosts", "3") == 2
+    assert "can't share evenly" in capsys.readouterr().err
