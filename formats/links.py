@@ -56,7 +56,12 @@ def put_source(folder: Store, checkpoint: Checkpoint, how: str, hashed: bool = F
         with contextlib.suppress(FileNotFoundError):
             folder.write(name, source.read(name))
     if hashed:
-        lines = [f"{shard.sha256 or sha256(folder, shard.name)}  {shard.name}\n" for shard in checkpoint.shards]
+        lines = []
+        for shard in checkpoint.shards:
+            found = sha256(folder, shard.name)
+            if shard.sha256 not in (None, found):
+                raise LinkError(f"{shard.path}: its sha256 isn't {shard.sha256}, by which it is known, but {found}; get it anew")
+            lines.append(f"{found}  {shard.name}\n")
         folder.write(SUMS, "".join(lines).encode())
     if isinstance(folder, LocalFolder):
         sync_folder(folder.folder)

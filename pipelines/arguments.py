@@ -261,6 +261,12 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--family", metavar="NAME|FILE.py", help="the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json)")
     add("--vocab_size", type=positive, metavar="N", help="rows of MaxText's embedding: more pads with zeros, fewer cuts")
     add("--mtp", type=boolean, default=DEFAULTS.mtp, metavar="true|false", help="convert the multi-token-prediction layers too")
+    add(
+        "--check_source",
+        choices=("true", "false", "auto"),
+        default=DEFAULTS.check_source,
+        help="true reads the source's files once more, and compares their known hashes",
+    )
     add("--allow_links", type=boolean, default=DEFAULTS.allow_links, metavar="true|false", help="take files of the source that are links to another folder")
     add("--multimodal", type=boolean, default=DEFAULTS.multimodal, metavar="true|false", help="convert the vision and audio towers too")
     add("--use_ocdbt", type=boolean, default=DEFAULTS.use_ocdbt, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")

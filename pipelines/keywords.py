@@ -36,6 +36,7 @@ class OptionKeywords(TypedDict, total=False):
     mtp: bool
     multimodal: bool
     allow_links: bool
+    check_source: str
     use_ocdbt: bool
     use_zarr3: bool
     compression: str

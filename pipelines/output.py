@@ -197,8 +197,9 @@ def _difference(staging: Staging, wanted: Conversion) -> str:
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
         return "it was staged by another version of Weightbeam, or is damaged"
     if staged.hash == wanted.hash:
-        inodes = {shard.path: shard.inode for shard in staged.checkpoint.shards}  # not in the hash: the source may have moved, times and all
-        replaced = any(inodes.get(shard.path, shard.inode) != shard.inode for shard in wanted.checkpoint.shards)
+        before = {shard.path: shard for shard in staged.checkpoint.shards}  # not in the hash: the source may have moved, times and all
+        pairs = [(before[shard.path], shard) for shard in wanted.checkpoint.shards if shard.path in before]
+        replaced = any(old.inode != new.inode or old.was_touched(new) for old, new in pairs)
         return "the source's files have changed" if replaced else ""
     options = vars(wanted.options)
     changed = [f"--{name} was {_shown(old)}, is {_shown(options[name])}" for name, old in vars(staged.options).items() if options[name] != old]

@@ -182,7 +182,8 @@ class Conversion:
 
     def unreadable(self) -> list[Problem]:
         """The files whose end can't be read."""
-        return [problem for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
+        problems = [problem for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
+        return problems or (self.checkpoint.find_damage() if self.options.check_source == "true" else [])
 
     @property
     def unit_working_bytes(self) -> int:
@@ -199,7 +200,7 @@ class Conversion:
 
         add(DECODING_VERSION, dataclasses.asdict(self.options), self.checkpoint.config)
         for shard in self.checkpoint.shards:
-            add(shard.name, shard.size, shard.version, [(t.name, t.dtype.name, t.shape, t.offset) for t in shard.tensors])
+            add(*shard.identity)
         for adapter in self.adapters:
             add(adapter.identity)
         for array in self.plan.arrays:
@@ -255,6 +256,9 @@ class Conversion:
         """Where the checkpoint comes from, see `formats/provenance.py`."""
         identity = ("name", "size", "version", "sha256", "crc32c")
         shards = [{field: value for field in identity if (value := getattr(shard, field)) is not None} for shard in self.checkpoint.shards]
+        for shard in shards:
+            if shard.keys() & {"sha256", "crc32c"}:  # by the source's word, or by reading the file
+                shard["hash"] = "checked" if self.options.check_source == "true" else "stated"
         tensors = {
             tensor.name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "file": shard.name}
             for shard in self.checkpoint.shards

@@ -125,7 +125,7 @@ class Merge:
 
         add(self.kind, dataclasses.asdict(self.options), self.checkpoint.config)
         for shard in self.checkpoint.shards:
-            add(shard.name, shard.size, shard.version, [(t.name, t.dtype.name, t.shape, t.offset) for t in shard.tensors])
+            add(*shard.identity)
         for adapter in self.adapters:
             add(adapter.identity)
         for file in self.files.files if self.files else ():

@@ -25,6 +25,7 @@ class Options:
     step: int = 0
     virtual: bool = False
     family: str | None = None
+    check_source: str = "auto"  # whether the source's files are read for their known hashes
     allow_links: bool = False  # files of the source that are links to elsewhere
     lora: tuple[tuple[str, float], ...] = ()  # adapters to merge: URL, and what their deltas are multiplied by
     adapter_only: bool = False  # the adapter as MaxText's, not merged

@@ -38,7 +38,8 @@ locals {
     "roles/artifactregistry.reader" = google_service_account.worker
     "roles/artifactregistry.writer" = google_service_account.builder
   }
-  objects = "projects/_/buckets/${google_storage_bucket.bucket.name}/objects"
+  settings = ["watch.yaml", "templates/", "builds/"] # written by people and by the builder
+  objects  = "projects/_/buckets/${google_storage_bucket.bucket.name}/objects"
 }
 
 resource "google_project_iam_member" "project" {
@@ -48,11 +49,29 @@ resource "google_project_iam_member" "project" {
   member   = each.value.member
 }
 
+# They parse strangers' files. So they write no object that says what runs, where, and whom it tells.
 resource "google_storage_bucket_iam_member" "objects" {
   for_each = local.converters
   bucket   = google_storage_bucket.bucket.name
   role     = "roles/storage.objectUser"
   member   = each.value.member
+
+  condition {
+    title      = "checkpoints, no configuration, template or source"
+    expression = join(" && ", [for name in local.settings : "!resource.name.startsWith('${local.objects}/${name}')"])
+  }
+}
+
+resource "google_storage_bucket_iam_member" "settings" {
+  for_each = local.converters
+  bucket   = google_storage_bucket.bucket.name
+  role     = "roles/storage.objectViewer"
+  member   = each.value.member
+
+  condition {
+    title      = "configuration and template, to be read"
+    expression = join(" || ", [for name in local.settings : "resource.name.startsWith('${local.objects}/${name}')"])
+  }
 }
 
 # Beam asks whether the bucket keeps what is deleted.

@@ -31,7 +31,7 @@ resource "google_storage_bucket" "bucket" {
   public_access_prevention    = "enforced"
 
   soft_delete_policy {
-    retention_duration_seconds = 0 # a replaced checkpoint would be paid for another week
+    retention_duration_seconds = 604800 # seconds, the least: what is replaced or deleted by mistake can be had back for a week
   }
 
   lifecycle_rule {

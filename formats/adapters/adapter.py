@@ -56,7 +56,7 @@ class Adapter:
     @property
     def identity(self) -> list[Any]:
         """What tells it from another one, as JSON: its weight, its configuration, its files and their headers."""
-        files = [(shard.name, shard.size, shard.version, [(t.name, t.dtype.name, t.shape, t.offset) for t in shard.tensors]) for shard in self.files.shards]
+        files = [shard.identity for shard in self.files.shards]
         return [self.weight, self.files.config, files]
 
     def record(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import re
 import reprlib
 from collections import defaultdict
@@ -14,11 +15,12 @@ from typing import Any, Self
 
 from weightbeam.formats.safetensors.header import BAD_NAME, DTYPE_NAMES, DTYPES, MAX_HEADER, UNPRINTABLE, HeaderError, Tensor, check_pointer, header_of, require
 from weightbeam.formats.safetensors.kinds import describe_other, hint, snapshot_in
-from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, pieces, reason
 from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
 
 INDEX = "model.safetensors.index.json"
+SAMPLES, SAMPLE_BYTES = 64, 256  # tensors of a file that a fingerprint looks into, and bytes of each
 SINGLE, CONSOLIDATED = "model.safetensors", "consolidated"  # a release in one file, and how Mistral's own format of the same weights is named
 HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
 GPTQ_CONFIG, AWQ_CONFIG = "quantize_config.json", "quant_config.json"  # where AutoGPTQ and AutoAWQ do
@@ -30,7 +32,11 @@ _FILE_NAME = re.compile(rf"[^/\\{UNPRINTABLE}]+\.safetensors")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A safetensors file and what identifies it (`formats.storage.File`); `path` names it on every worker."""
+    """A safetensors file and what identifies it (`formats.storage.File`); `path` names it on every worker.
+
+    `fingerprint` hashes a few bytes of some tensors of a local file: its size and time, which is its version, may be another file's
+    too, as of reproducible archives. Elsewhere the version itself tells.
+    """
 
     name: str
     path: str
@@ -40,6 +46,18 @@ class Shard:
     inode: int = 0
     sha256: str | None = None
     crc32c: str | None = None
+    fingerprint: str = ""
+    changed: int = 0
+    links: int = 0
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What a plan's hash knows of the file: what it is called and holds, and not where it lies."""
+        return self.name, self.size, self.version, self.sha256 or self.fingerprint, [(t.name, t.dtype.name, t.shape, t.offset) for t in self.tensors]
+
+    def was_touched(self, now: File | Shard) -> bool:
+        """Whether the same file was changed since in a way that its size and time needn't show; another name for it isn't one."""
+        return (self.inode, self.links) == (now.inode, now.links) and self.changed != now.changed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +116,19 @@ class Checkpoint:
         with concurrent.futures.ThreadPoolExecutor(store.at_a_time) as pool:
             return [problem for problem in pool.map(attempt, self.shards) if problem]
 
+    def find_damage(self) -> list[Problem]:
+        """The files whose bytes, read once, don't have the hash by which a hub, its cache or a bucket knows them."""
+        store = open_store(self.root)
+        problems = []
+        for shard in self.shards:
+            if shard.sha256 or shard.crc32c:
+                try:
+                    for _ in pieces(store, shard.name, shard.size, shard.sha256, shard.crc32c):
+                        pass
+                except OSError as e:
+                    problems.append(Problem("source", shard.path, reason(e)))
+        return problems
+
     def check(self) -> None:
         """Checks that the files are those that were opened.
 
@@ -110,6 +141,8 @@ class Checkpoint:
                 raise StorageError(f"{shard.path}: is gone; it was there when it was planned")
             if changed := [field for field in ("size", "version", "inode") if getattr(file, field) != getattr(shard, field)]:
                 raise StorageError(f"{shard.path} changed while it was converted ({', '.join(changed)}); start anew with --overwrite")
+            if shard.was_touched(file):
+                raise StorageError(f"{shard.path} changed while it was converted, though its size and time are as before; start anew with --overwrite")
 
 
 def open_checkpoint(where: str | Path | Store, allow_links: bool = False) -> Checkpoint:
@@ -212,13 +245,27 @@ def open_shard(store: Store, name: str, budget: Budget | None = None, allow_link
         if not allow_links:
             store.check_file(name)
         file = require(store, name)
-        return Shard(name, store.path(name), file.size, file.version, header_of(store, file, budget), file.inode, file.sha256, file.crc32c)
+        tensors = header_of(store, file, budget)
+        known = file.inode, file.sha256, file.crc32c, _fingerprint(store, name, tensors), file.changed, file.links
+        return Shard(name, store.path(name), file.size, file.version, tensors, *known)
     except FileNotFoundError:
         return Problem("missing", name, f"the index names this file, but it isn't in {store}")
     except OSError as e:
         return Problem("corrupt", name, reason(e))
     except HeaderError as e:
         return Problem("corrupt", name, str(e))
+
+
+def _fingerprint(store: Store, name: str, tensors: Sequence[Tensor]) -> str:
+    """A hash of a few bytes in the middle of some tensors, from the first to the last; of local files only."""
+    if not isinstance(store, LocalFolder):
+        return ""
+    held = [tensor for tensor in tensors if tensor.nbytes]
+    some = held[:: max(1, -(-len(held) // SAMPLES))] + held[-1:]
+    places = sorted({(at, min(SAMPLE_BYTES, tensor.offset + tensor.nbytes - at)) for tensor in some for at in [tensor.offset + tensor.nbytes // 2]})
+    buffers = [(at, memoryview(bytearray(length))) for at, length in places]
+    store.read_into(name, buffers)
+    return hashlib.sha256(b"".join(buffer for _, buffer in buffers)).hexdigest()
 
 
 def _check_index(weight_map: Mapping[str, str], shards: Sequence[Shard]) -> Iterator[Problem]:

@@ -217,7 +217,9 @@ class LocalFolder(Store):
             raise
         if stat.S_ISDIR(found.st_mode):
             return None
-        return File(name, found.st_size, str(found.st_mtime_ns), found.st_mtime, found.st_ino, _sha256_of_blob(path))
+        return File(
+            name, found.st_size, str(found.st_mtime_ns), found.st_mtime, found.st_ino, _sha256_of_blob(path), changed=found.st_ctime_ns, links=found.st_nlink
+        )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         with open(open_file(self.path(name)), "rb") as file:

@@ -36,6 +36,8 @@ class File:
       updated: seconds since 1970; 0 where the store doesn't say.
       inode: of a local file, else 0.
       sha256, crc32c: of its bytes, where the store says it: in hexadecimal, in base 64.
+      changed, links: of a local file: when anything of it was last changed, in nanoseconds, which no tool sets back; and how many
+        names it has, since a further one is such a change. Else 0.
       original: the version of the file that was uploaded as this one by `Store.copy`; empty for all others.
     """
 
@@ -47,6 +49,8 @@ class File:
     sha256: str | None = None
     crc32c: str | None = None
     original: str = ""
+    changed: int = 0
+    links: int = 0
 
 
 class Store(abc.ABC):
