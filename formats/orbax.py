@@ -49,15 +49,24 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
     staging.check()
     attempt = staging.attempt()
     try:
-        return _write(staging, attempt, unit, shards, format)
+        _write(staging, attempt, shards, format)
+        staging.check()
     except Exception as e:
         if staging.is_staged():
             raise
         staging.sweep(f"{ocdbt.ATTEMPT}{attempt}")
         raise staging.taken_over() from e
+    shares: dict[str, int] = {}
+    for spec, box, values in shards:
+        shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values)
+    # Once it is entered it may count, and be published by whoever has taken over: from here on nothing of it is removed.
+    entry = staging.enter(unit, {"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}})
+    if format.use_ocdbt:
+        staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")  # the page cache would grow by the whole checkpoint, and push out what others read
+    return entry["attempt"]
 
 
-def _write(staging: Staging, attempt: str, unit: int, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format) -> str:
+def _write(staging: Staging, attempt: str, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format) -> None:
     shared = ocdbt.context()
     transaction = ts.Transaction(atomic=True) if format.use_ocdbt else None
     kvstore = ocdbt.database(staging.items / f"{ocdbt.ATTEMPT}{attempt}") if format.use_ocdbt else staging.shards.kvstore()
@@ -68,13 +77,6 @@ def _write(staging: Staging, attempt: str, unit: int, shards: Sequence[tuple[Arr
         future.result()
     if transaction is not None:
         transaction.commit_sync()
-    shares: dict[str, int] = {}
-    for spec, box, values in shards:
-        shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values)
-    entry = staging.enter(unit, {"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}})
-    if format.use_ocdbt:
-        staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")  # the page cache would grow by the whole checkpoint, and push out what others read
-    return entry["attempt"]
 
 
 @dataclasses.dataclass(frozen=True)
