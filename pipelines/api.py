@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.loading.load import load as load
     from weightbeam.pipelines.loading.tree import open as open
     from weightbeam.pipelines.materialize import materialize as materialize
+    from weightbeam.pipelines.merge import merge as merge
     from weightbeam.pipelines.plan import Plan as Plan
     from weightbeam.pipelines.plan import maxtext_config as maxtext_config
     from weightbeam.pipelines.plan import plan as plan
@@ -37,6 +38,7 @@ HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it li
     "inspect": "inspect",
     "diff": "diff",
     "materialize": "materialize",
+    "merge": "merge",
     "maxtext_config": "plan",
     "fit": "fit",
     "Plan": "plan",

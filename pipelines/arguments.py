@@ -21,6 +21,7 @@ Weightbeam turns Hugging Face checkpoints into MaxText's Orbax checkpoints.
   weightbeam convert --source ~/models/Qwen3-8B --output ckpt --mesh fsdp=16
   weightbeam verify  --source ~/models/Qwen3-8B --checkpoint ckpt        is every element right?
   weightbeam export  --source ckpt --output tuned                        a Hugging Face release of a checkpoint
+  weightbeam merge   --source ~/models/Qwen3-8B --lora adapter --output m  PEFT adapters in a release
   weightbeam inspect ckpt                                                what a checkpoint holds
   weightbeam watch   --config watch.yaml                                 the hub's new releases, by themselves
 """
@@ -125,6 +126,17 @@ of its release, or --like, says how the release should look. Values are computed
 
   weightbeam export --source ckpt --output qwen3-8b-tuned
   weightbeam export --source run/checkpoints/1000 --output tuned --like hf://Qwen/Qwen3-8B
+
+Exit status: 0 done, 1 failed on the way, 2 refused before any work.
+"""
+
+
+MERGE = """\
+Merges PEFT adapters into a release: the same safetensors files with the adapters in them, all else as it was. In float32 with one
+cast; what no adapter reaches is carried over byte for byte, quantised weights included. As a Beam pipeline.
+
+  weightbeam merge --source hf://Qwen/Qwen3-8B --lora my-adapter --output qwen3-8b-tuned
+  weightbeam merge --source ~/models/Qwen3-8B --lora math,0.7 --lora gs://bucket/code,0.3 --output both
 
 Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
@@ -341,6 +353,19 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", default=False, help="replace a checkpoint, or throw a stopped conversion away")
 
 
+def add_merge(parser: argparse.ArgumentParser) -> None:
+    """The options of a merge."""
+    add = parser.add_argument
+    add("--source", metavar="URL", help="the release: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
+    add("--output", metavar="FOLDER", help="the folder of the new release; it must not be there yet")
+    add("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated")
+    add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --source)")
+    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--resume", action="store_true", default=False, help="go on with a stopped merge")
+    add("--overwrite", action="store_true", default=False, help="replace a release, or throw a stopped merge away")
+    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+
+
 def add_materialization(parser: argparse.ArgumentParser) -> None:
     """The options that a virtual checkpoint leaves open."""
     add = parser.add_argument
@@ -371,6 +396,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--step", type=natural, metavar="N", help="which step, where the root has several")
     add("--dry_run", action="store_true", default=False, help="say what would be done, and every problem; write nothing")
+    add("--lora_alpha", type=amount, metavar="ALPHA", help="of an adapter that MaxText trained, where its metadata don't say it")
     add("--resume", action="store_true", default=False, help="go on with a stopped export")
     add("--overwrite", action="store_true", default=False, help="replace a release, or throw a stopped export away")
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
@@ -411,6 +437,7 @@ def make_parser() -> argparse.ArgumentParser:
     verify = command("verify", "compare a checkpoint with its source, element by element", VERIFY)
     add_verification(verify)
     add_export(command("export", "write a checkpoint as a Hugging Face release", EXPORT))
+    add_merge(command("merge", "merge PEFT adapters into a release", MERGE))
     add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", MATERIALIZE))
     add_comparison(command("diff", "compare any two checkpoints, tensor by tensor", DIFF))
     inspect = command("inspect", "show what a checkpoint holds", INSPECT)

@@ -21,10 +21,11 @@ from weightbeam.formats.printable import printable
 from weightbeam.formats.release import edit_config, model_card, packed_files, role_of, small_files
 from weightbeam.formats.release_target import ReleaseFolder, plan_of, release_staging
 from weightbeam.formats.safetensors import DTYPES, Checkpoint, Shard, Tensor, open_checkpoint
-from weightbeam.formats.storage import LocalFolder, StorageError, open_store, reason
+from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.strict_json import JsonError
 from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines.adapters import ExportedAdapter, export_adapter
 from weightbeam.pipelines.arguments import size
 from weightbeam.pipelines.errors import Busy, Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of
@@ -33,8 +34,10 @@ from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.report import BASE_BYTES, thread_options, threads_of
 from weightbeam.pipelines.tables import count, human
+from weightbeam.transforms.adapters import AdapterExport, is_adapter, plan_adapter
 from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like, plan_export
 from weightbeam.transforms.exporting import DTYPES as SAVED
+from weightbeam.transforms.merging import Merge
 
 LOG = logging.getLogger("weightbeam")
 
@@ -87,13 +90,14 @@ def export(
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = "128MiB",
     step: int | None = None,
+    lora_alpha: float | None = None,
     resume: bool = False,
     overwrite: bool = False,
     create_pr: bool = False,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
-) -> Exported:
+) -> Exported | ExportedAdapter:
     """Writes an Orbax checkpoint as a Hugging Face release: safetensors files, index, `config.json`, tokenizer and the rest.
 
     Args:
@@ -107,6 +111,7 @@ def export(
       max_shard_size: bytes of tensors in a file, such as `5GB`; by default as `like`, else 5 GB.
       unit_bytes: bound on the memory of a unit of work.
       step: which step, where the root has several.
+      lora_alpha: of an adapter of MaxText's that doesn't say it; an adapter becomes a folder for PEFT.
       resume: go on with a stopped export.
       overwrite: replace a release, or throw a stopped export away.
       create_pr: on the hub, open a pull request.
@@ -125,9 +130,12 @@ def export(
     if not output:
         raise Refused("--output is missing: the folder that the release should lie in")
     name_secret(hf_token_secret)
+    checkpoint = _open(source, step)
+    if is_adapter(checkpoint):
+        return export_adapter(_plan_adapter(checkpoint, like, lora_alpha, maxtext_model), output, overwrite)
     planned = plan(
-        source, like=like, save_dtype=save_dtype, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis,
-        max_shard_size=max_shard_size, unit_bytes=unit_bytes, step=step,
+        checkpoint, like=like, save_dtype=save_dtype, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis,
+        max_shard_size=max_shard_size, unit_bytes=unit_bytes,
     )  # fmt: skip
     if output.startswith("hf://"):
         return _to_hub(planned, output, create_pr, beam, progress)
@@ -152,8 +160,31 @@ def _to_hub(planned: Export, output: str, create_pr: bool, beam: Sequence[str], 
     return Exported(planned, made.url, time.monotonic() - start, page=made.page)
 
 
+def _open(source: str, step: int | None) -> OrbaxCheckpoint:
+    """The checkpoint that `--source` names.
+
+    Raises:
+      Refused: there is none, or its weights can't be taken.
+    """
+    if not source:
+        raise Refused("--source is missing: the Orbax checkpoint")
+    try:
+        return open_orbax(source if step is None else open_store(source) / str(step))
+    except StorageError as e:
+        raise Refused(str(e)) from e
+
+
+def _plan_adapter(checkpoint: OrbaxCheckpoint, like: str | None, alpha: float | None, model: str | None) -> AdapterExport:
+    """Plans the export of an adapter; the release that it is for is found as for any checkpoint."""
+    try:
+        form, _ = find_like(checkpoint, like)
+    except StorageError as e:
+        raise Refused(str(e)) from e
+    return plan_adapter(checkpoint, form.config, form.root, alpha, model)
+
+
 def plan(
-    source: str,
+    source: str | OrbaxCheckpoint,
     *,
     like: str | None = None,
     save_dtype: str = AUTO,
@@ -168,8 +199,6 @@ def plan(
     Raises:
       Refused: there is nothing to plan.
     """
-    if not source:
-        raise Refused("--source is missing: the Orbax checkpoint")
     if save_dtype not in (AUTO, *SAVED):
         raise Refused(f"--save_dtype={save_dtype} should be {', '.join((AUTO, *SAVED))}")
     try:
@@ -177,8 +206,8 @@ def plan(
     except argparse.ArgumentTypeError as e:
         raise Refused(str(e)) from e
     options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, bounds[0], bounds[1] or ExportOptions.unit_bytes)
+    checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, step)
     try:
-        checkpoint = open_orbax(source if step is None else open_store(source) / str(step))
         form, small = find_like(checkpoint, like)
     except StorageError as e:
         raise Refused(str(e)) from e
@@ -284,7 +313,7 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
     return made
 
 
-def refuse(planned: Export, problems: Sequence[Problem]) -> None:
+def refuse(planned: Export | Merge, problems: Sequence[Problem]) -> None:
     """Raises `Refused` with all problems, if there are any."""
     if problems:
         raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
@@ -296,14 +325,15 @@ def carry_out(planned: Export, output: str, resume: bool, overwrite: bool, beam:
         staging = release_staging(output, planned.hash)
     except StorageError as e:
         raise Refused(f"--output={e}") from e
-    refuse(planned, [*planned.plan.problems, *_check_output(staging, planned, resume, overwrite)])
+    inputs = (planned.source.root, planned.like.root)
+    refuse(planned, [*planned.plan.problems, *check_release(staging, planned, inputs, resume, overwrite)])
     if resume and not staging.exists() and plan_of(staging.final) == planned.hash:
         return Exported(planned, str(staging.final), state="nothing to do")
     for warning in planned.warnings:
         LOG.warning(warning)
     start = time.monotonic()
     with alone(staging):
-        refuse(planned, _check_output(staging, planned, resume, overwrite))  # again: now nobody else changes it
+        refuse(planned, check_release(staging, planned, inputs, resume, overwrite))  # again: now nobody else changes it
         from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
 
         ours = {"source": planned.source.root, "output": output}
@@ -313,21 +343,19 @@ def carry_out(planned: Export, output: str, resume: bool, overwrite: bool, beam:
     return Exported(planned, str(staging.final), time.monotonic() - start)
 
 
-def _check_output(staging: ReleaseFolder, planned: Export, resume: bool, overwrite: bool) -> list[Problem]:
-    """What stands against writing a release there."""
+def check_release(staging: ReleaseFolder, planned: Export | Merge, inputs: Sequence[str], resume: bool, overwrite: bool) -> list[Problem]:
+    """What stands against writing a release there; `inputs` are the URLs of what it is made of."""
 
     def problem(message: str) -> list[Problem]:
         return [Problem("output", str(staging.final), message)]
 
     final = Path(staging.final)
-    source = Path(planned.source.root) if isinstance(open_store(planned.source.root), LocalFolder) else None
     if final.is_symlink() or (final.exists() and not final.is_dir()):
         return problem("is a link or a file; name a folder")
-    if source is not None and (source.resolve().is_relative_to(final.resolve()) or final.resolve().is_relative_to(source.resolve())):
-        return problem(f"and the checkpoint {source} lie in each other; choose another --output")
-    like = planned.like.root
-    if like.startswith("/") and Path(like).exists() and Path(like).resolve() == final.resolve():
-        return problem("is the release that it should be like; choose another --output")
+    for url in inputs:
+        source = Path(url)
+        if url.startswith("/") and (source.resolve().is_relative_to(final.resolve()) or final.resolve().is_relative_to(source.resolve())):
+            return problem(f"and {source}, which it is made of, lie in each other; choose another --output")
     try:
         staging.check_free()
         stopped = staging.exists()

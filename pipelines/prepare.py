@@ -23,6 +23,7 @@ from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.tables import count
 from weightbeam.transforms.conversion import UNKNOWN_FAMILY, Conversion, Options, prepare
+from weightbeam.transforms.merging import MergeOptions
 from weightbeam.transforms.mesh import MeshError
 
 SHOWN = 20  # problems of one kind; the rest is counted
@@ -54,7 +55,7 @@ def plan_with(options: Options, checkpoint: Checkpoint) -> Conversion:
         raise Refused(str(e)) from e
 
 
-def open_adapters(options: Options) -> list[Adapter]:
+def open_adapters(options: Options | MergeOptions) -> list[Adapter]:
     """The adapters that `--lora` names.
 
     Raises:

@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,7 @@ from weightbeam.formats.provenance import versions
 from weightbeam.formats.safetensors import INDEX, BoxRead, Checkpoint, Tensor
 from weightbeam.formats.sources import Source, open_source
 from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.boxes import Box, extent, volume, whole
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.config import Config, ConfigError
@@ -79,6 +80,11 @@ class Merge:
     warnings: tuple[str, ...] = ()
 
     kind = "merge"
+    chunks: ClassVar[Sequence[object]] = ()  # a release has nothing to unpack
+
+    def unpack(self, number: int, place: Store) -> int:
+        """Never called."""
+        raise IndexError(number)
 
     @property
     def source_bytes(self) -> int:
@@ -103,7 +109,7 @@ class Merge:
         """Memory of the largest unit."""
         return max(map(working_bytes, self.units), default=0)
 
-    def expand(self, unit: int) -> ExportUnit:
+    def expand(self, unit: int, place: Store | None = None) -> ExportUnit:
         """A unit, spelled out."""
         assert self.files is not None
         names = list(self.encodings)

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from quantised import nf4
-from support import BF16, INDEX, read_config, read_file, read_tensors, save, split
+from support import BF16, INDEX, call, decoded, read_config, read_file, read_tensors, save, split
 
 from weightbeam.formats.adapters import open_adapter
 from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.sources import open_source
 from weightbeam.transforms.execution import arrange, decode, make, read
 from weightbeam.transforms.merging import Merge, MergeOptions, plan_merge
 from weightbeam.transforms.staged import load
@@ -117,3 +118,39 @@ def test_the_hash_tells_adapters_apart(written: Path) -> None:
     assert one.hash != plan(written / "plain" / "base", written / "second" / "adapter").hash
     half = dataclasses.replace(one, adapters=tuple(dataclasses.replace(adapter, weight=0.5) for adapter in one.adapters))
     assert half.hash != one.hash
+
+
+def test_the_command(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A release that transformers reads: its small files, its config, a record; once there, it isn't replaced."""
+    folder, output = written / "plain", tmp_path / "merged"
+    asked = ("merge", "--source", folder / "base", "--lora", folder / "adapter", "--output", output)
+    assert call(*asked) == 0
+    merged = read_file(folder / "merged.safetensors")
+    for name, values in read_tensors(output).items():
+        np.testing.assert_allclose(values, merged[name], rtol=2e-6, atol=2e-6)
+    assert read_config(output) == read_config(folder / "base")
+    assert (output / "generation_config.json").exists()
+    record = json.loads((output / "weightbeam.json").read_text())
+    assert [adapter["source"] for adapter in record["adapters"]] == [str(folder / "adapter")]
+    assert len(record["merged"]) == 14
+    capsys.readouterr()
+    assert call(*asked) == 2
+    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert call(*asked, "--resume") == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert call(*asked[:-1], folder / "base") == 2
+    assert call("merge", "--source", folder / "base", "--output", tmp_path / "none") == 2
+    assert "names no adapter" in capsys.readouterr().err
+
+
+def test_the_command_on_a_quantised_release(written: Path, tmp_path: Path) -> None:
+    """What is written is read again, as what it says it is: the merged weight plain, the others quantised as before."""
+    folder = quantised(written, tmp_path / "base", ("q_proj.weight", "mlp.up_proj.weight"))
+    output = tmp_path / "merged"
+    assert call("merge", "--source", folder, "--lora", written / "second" / "adapter", "--output", output) == 0
+    before, after = (open_source(open_checkpoint(release)) for release in (folder, output))
+    assert not after.problems
+    assert after.encodings["model.layers.1.self_attn.q_proj.weight"].label is None
+    up = "model.layers.1.mlp.up_proj.weight"
+    np.testing.assert_array_equal(decoded(after.encodings[up]), decoded(before.encodings[up]))
+    assert "model.layers.0.self_attn.q_proj" in read_config(output)["quantization_config"]["llm_int8_skip_modules"]

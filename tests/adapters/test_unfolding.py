@@ -90,6 +90,18 @@ def test_without_metadata_alpha_must_be_named(written: Path, tmp_path: Path) -> 
         back(checkpoint, folder / "base", tmp_path / "adapter", alpha=6)
 
 
+def test_the_command(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """`export` sees that it is an adapter; the checkpoint remembers the release that it is for."""
+    folder = written / "plain"
+    checkpoint = there(folder, tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b")
+    assert call("export", "--source", checkpoint, "--output", tmp_path / "adapter") == 0
+    assert "a PEFT adapter of rank 4 with alpha 6" in capsys.readouterr().out
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert call("export", "--source", checkpoint, "--output", tmp_path / "adapter") == 2
+    assert call("export", "--source", checkpoint, "--output", tmp_path / "adapter", "--overwrite", "--like", folder / "base") == 0
+
+
 def test_another_model_is_refused(written: Path, tmp_path: Path) -> None:
     """Shapes by config.json, and kernels that its table doesn't have."""
     checkpoint = there(written / "plain", tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b")
