@@ -135,7 +135,8 @@ def test_the_small_files_lie_with_the_checkpoint(tmp_path: Path) -> None:
     assert dict(packed_files(open_store(step)) or {}) == wanted
     with zipfile.ZipFile(step / "release.zip") as archive:
         assert {name: archive.read(name) for name in archive.namelist()} == wanted
-    assert sorted(path.name for path in step.iterdir()) == ["_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json", "items", "release.zip"]
+    names = ["_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json", "items", "maxtext.yml", "release.zip"]
+    assert sorted(path.name for path in step.iterdir()) == names
     with ocp.CheckpointManager(tmp_path / "out") as manager:
         assert manager.all_steps() == [0]
         assert set(manager.item_metadata(0).keys()) == {"items"}

@@ -37,7 +37,7 @@ import orbax.checkpoint as ocp
 with ocp.CheckpointManager(sys.argv[1]) as manager:
     print(json.dumps({step: sorted(manager.item_metadata(step).keys()) for step in manager.all_steps()}))
 """
-CHECKPOINT = ("_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json")  # files of a step
+CHECKPOINT = ("_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json", "maxtext.yml")  # files of a step
 
 
 @pytest.fixture(scope="module")
