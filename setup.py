@@ -18,6 +18,7 @@ CORE = [
     "huggingface_hub>=2",
     "pydantic>=2.12",
     "requests>=2.32",
+    "shtab>=1.7",
     "tenacity>=9",
 ]
 EXTRAS = {
@@ -54,8 +55,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["weightbeam*"]),
-    package_data={"weightbeam": ["py.typed"], "weightbeam.model_mappings": ["*.json"], "weightbeam.transforms": ["*.json"]},
+    package_data={"weightbeam": ["py.typed", "docs/*.md"], "weightbeam.model_mappings": ["*.json"], "weightbeam.transforms": ["*.json"]},
     install_requires=CORE,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["weightbeam = weightbeam.pipelines.cli:run"]},
+    entry_points={"console_scripts": ["weightbeam = weightbeam.pipelines.entry:run"]},
 )

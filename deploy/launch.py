@@ -9,14 +9,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from weightbeam.pipelines.arguments import make_parser
+from weightbeam.pipelines.arguments import SHELL, make_parser
 from weightbeam.pipelines.cli import main
 
 
 def conversion_options() -> dict[str, argparse.Action]:
     """The options of `weightbeam convert`, by name."""
     commands = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return {action.dest: action for action in commands.choices["convert"]._actions if action.dest != "help"}
+    return {action.dest: action for action in commands.choices["convert"]._actions if action.dest not in {"help", *SHELL}}
 
 
 def is_switch(option: argparse.Action) -> bool:

@@ -30,7 +30,7 @@ TYPES: dict[Any, dict[str, Any]] = {  # argparse's types as the API's; the comma
     natural: WHOLE,
     positive: {"paramType": "NUMBER", "regexes": ["^[1-9][0-9]*$"]},
     int: WHOLE,
-    size: {"paramType": "TEXT", "regexes": ["^[1-9][0-9]* *([KMGT]i?B)?$"]},
+    size: {"paramType": "TEXT", "regexes": ["^[1-9][0-9]* *([KkMmGgTt]?[Ii]?[Bb]|[KkMmGgTt])?$"]},
     secret: {
         "paramType": "TEXT",
         "regexes": [r"^projects/[^/\s]+/secrets/[^/\s]+/versions/[^/\s]+$"],

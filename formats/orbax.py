@@ -79,6 +79,9 @@ def _write(staging: Staging, attempt: str, shards: Sequence[tuple[ArraySpec, Box
         transaction.commit_sync()
 
 
+STEP_NAME = re.compile(r"(\w*_)?\d+")  # of a step's folder: 100, or with a prefix, checkpoint_100
+
+
 @dataclasses.dataclass(frozen=True)
 class Contents:
     """What a checkpoint is made of.
@@ -323,18 +326,33 @@ def find_items(where: str | Path | Store) -> Store:
     store.kvstore()  # refused where no checkpoint can be
     if unpublished := [part for part in (store.name, store.parent.name) if _is_unpublished(part)]:
         raise StorageError(f"{store}: {unpublished[0]} is of a conversion that wasn't published, or was replaced; it is no checkpoint")
-    if store.exists(METADATA):
-        return store
-    if (store / ITEMS).exists(METADATA):
-        return store / ITEMS
+    if item := _item_of(store):
+        return item
     folders = store.folders()
-    steps = [name for name in folders if name.isdecimal() and (store / name / ITEMS).exists(METADATA)]
+    steps = {name: item for name in folders if STEP_NAME.fullmatch(name) and (item := _item_of(store / name))}
     if len(steps) == 1:
-        return store / steps[0] / ITEMS
+        return next(iter(steps.values()))
     found = f"{len(steps)} steps: name one of {', '.join(steps)}" if steps else "no Orbax checkpoint"
     if not steps and (stopped := sorted(filter(_is_unpublished, folders))):
         found += f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
     raise StorageError(f"{store}: {found}")
+
+
+def _item_of(store: Store) -> Store | None:
+    """The item that a folder is, or the one below a step that holds arrays: ours, or anyone's, whatever its name; None where there is none.
+
+    Raises:
+      StorageError: a step has several.
+    """
+    if store.exists(METADATA):
+        return store
+    if (store / ITEMS).exists(METADATA):
+        return store / ITEMS
+    others = [name for name in store.folders() if not STEP_NAME.fullmatch(name) and not _is_unpublished(name)]
+    items = [name for name in others if (store / name).exists(METADATA)]
+    if len(items) > 1:
+        raise StorageError(f"{store}: {len(items)} items with arrays: name one of {', '.join(items)}")
+    return store / items[0] if items else None
 
 
 def _is_unpublished(name: str) -> bool:

@@ -6,20 +6,25 @@ import atexit
 import contextlib
 import gc
 import importlib
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import NoReturn
 
 from weightbeam.formats.printable import printable
-from weightbeam.pipelines.arguments import make_parser
+from weightbeam.pipelines.arguments import parse
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.shell import messages
 from weightbeam.pipelines.streams import prepare_streams
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
+IMPATIENCE = 1.0  # seconds in which a second Ctrl-C adds nothing to the first
+RESUMABLE = ("convert", "materialize", "export", "reshard")  # commands that keep what is done
 
 
 def run() -> NoReturn:
@@ -38,35 +43,92 @@ def run() -> NoReturn:
     sys.exit(status[0])
 
 
+class Interrupts:
+    """Ctrl-C and a polite kill, which is told apart by its exit status.
+
+    Attributes:
+      came: the signal, once there was one.
+      at_once: whether to end at once, without a word: extension modules that are stopped while they are imported print what they like.
+    """
+
+    def __init__(self) -> None:
+        self.came: int | None = None
+        self.at_once = False
+        self._last = -math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = number
+        if self.at_once:
+            os._exit(self.status)
+        before, self._last = self._last, time.monotonic()
+        if self._last - before > IMPATIENCE:
+            raise KeyboardInterrupt
+
+    @property
+    def status(self) -> int:
+        """128 and the signal's number after Ctrl-C, as shells have it; 1 after a kill."""
+        return 1 if self.came == signal.SIGTERM else 128 + signal.SIGINT
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Context manager: signals come here, but for one that whoever started us has put aside."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number, handler in found.items():
+            if number == signal.SIGTERM or handler is not signal.SIG_IGN:
+                signal.signal(number, self)
+        try:
+            yield
+        finally:
+            for number, handler in found.items():
+                signal.signal(number, handler)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
     prepare_streams()
-    args, rest = make_parser().parse_known_args(sys.argv[1:] if arguments is None else list(arguments))
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is a Ctrl-C
-    command = importlib.import_module(f"weightbeam.pipelines.{args.command}")  # only now: the commands import numpy, TensorStore and Beam
-    try:
+    interrupts = Interrupts()
+    command = ""
+
+    def told(ending: str, error: BaseException) -> None:
+        print(f"weightbeam {command}: {ending}\n{printable(str(error), lines=True)}", file=sys.stderr)
+
+    with interrupts.caught():
         try:
-            with messages():
-                return command.run(args, rest)
-        finally:
-            print(end="", flush=True)  # now, where a reader that is gone is looked after
-    except RefusedError as e:
-        print(f"weightbeam {args.command}: refused\n{printable(str(e), lines=True)}", file=sys.stderr)
-        return 2
-    except FailedError as e:
-        print(f"weightbeam {args.command}: failed\n{printable(str(e), lines=True)}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as e:  # of a disk or a store, where nothing could be made of it
-        print(f"weightbeam {args.command}: failed\n  {printable(str(e), lines=True)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as e:
-        again = "what is done is kept, the same command with --resume goes on from there" if args.command in ("convert", "materialize") else ""
-        print(f"\nweightbeam {args.command}: stopped; {str(e) or again}".removesuffix("; "), file=sys.stderr, flush=True)
-        os._exit(1)  # the pipeline's threads are still at work, and their end isn't worth waiting for
+            args, rest = parse(sys.argv[1:] if arguments is None else arguments)
+            command = args.command
+            if args.quiet and hasattr(args, "progress"):
+                args.progress = "none"
+            with messages(args):
+                interrupts.at_once = True
+                module = importlib.import_module(f"weightbeam.pipelines.{command}")  # only now: commands import numpy, TensorStore and Beam
+                interrupts.at_once = False
+                try:
+                    return module.run(args, rest)
+                finally:
+                    print(end="", flush=True)  # now, where a reader that is gone is looked after
+        except RefusedError as e:
+            told("refused", e)
+            return 2
+        except FailedError as e:
+            told("failed", e)
+            return 1
+        except BrokenPipeError:  # the reader of our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except (Exception, KeyboardInterrupt) as e:
+            if interrupts.came is None and not isinstance(e, KeyboardInterrupt):
+                if not isinstance(e, OSError):
+                    raise
+                told("failed", OSError(f"  {e}"))  # of a disk or a store, where nothing could be made of it
+                return 1
+            # Some libraries make something else of a KeyboardInterrupt.
+            again = "what is done is kept, the same command with --resume goes on from there" if command in RESUMABLE else ""
+            said = (str(e) if isinstance(e, KeyboardInterrupt) else "") or again
+            print(f"\nweightbeam {command}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)
+            os._exit(interrupts.status)  # the pipeline's threads are still at work, and their end isn't worth waiting for
 
 
 if __name__ == "__main__":

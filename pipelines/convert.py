@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
+import json
 import logging
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from weightbeam.formats.links import HARD, LinkError
@@ -16,11 +20,12 @@ from weightbeam.formats.staging import ITEMS, BucketStaging, FolderStaging, Stag
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.pipelines import report
 from weightbeam.pipelines.errors import Failed, Refused
-from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, read_options, takes_options
+from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, option_keywords, read_options, takes_options
 from weightbeam.pipelines.output import alone, check_output, is_finished
 from weightbeam.pipelines.plan import Plan
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.progress import Report, reporter
+from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.conversion import Conversion
@@ -62,10 +67,41 @@ class Converted:
         rate = f" ({human(self.written / self.seconds)}/s)" if self.written else ""
         lines = [f"{self.items}: {count(len(conversion.plan.arrays), 'array')}, {human(conversion.target_bytes)} in {self.seconds:.1f} s{rate}"]
         if conversion.virtual_bytes:
-            lines.append(f"{human(conversion.virtual_bytes)} of it are the source's own files ({self.link}); docs/virtual.md says what that means")
+            lines.append(f"{human(conversion.virtual_bytes)} of it are the source's own files ({self.link}); `weightbeam help virtual` says what that means")
+        if rounded := Counter(array.lossy for array in conversion.plan.arrays if array.lossy):
+            lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in rounded.items()]
         if conversion.plan.dropped:
             lines.append(f"{count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why")
+        lines.append(f"in MaxText: {' '.join(f'{name}={value}' for name, value in self.maxtext.items())}")
+        if conversion.plan.note:
+            lines.append(f"            {conversion.plan.note}")
+        lines.append(f"check it:   weightbeam verify {shlex.quote(str(self.items.parent))}")
         return "\n".join(lines)
+
+    @property
+    def maxtext(self) -> dict[str, str]:
+        """What MaxText must be told to load it: `load_parameters_path`, `scan_layers`, `model_name`, and what isn't MaxText's default."""
+        return report.maxtext_flags(self.conversion, self.path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `weightbeam convert --json` writes."""
+        plan = self.conversion.plan
+        return {
+            "path": self.path,
+            "state": self.state,
+            "source": self.conversion.checkpoint.root,
+            "arrays": len(plan.arrays),
+            "bytes": {"target": self.conversion.target_bytes, "written": self.written, "virtual": self.conversion.virtual_bytes},
+            "seconds": self.seconds,
+            "maxtext": self.maxtext,
+            "rounded": {array.key: array.lossy for array in plan.arrays if array.lossy},
+            "left_out": dict(plan.dropped),
+            "warnings": list(report.warnings_of(self.conversion)),
+        }
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=1)
 
 
 @takes_options
@@ -79,7 +115,7 @@ def convert(
     overwrite: bool = False,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
-    progress: bool | Report = True,
+    progress: bool | str | Report = True,
     **options: Unpack[OptionKeywords],
 ) -> Converted:
     """Converts a release into an Orbax checkpoint at `output/step`, which appears there whole, at the end.
@@ -101,10 +137,7 @@ def convert(
       Failed: it failed on the way; what is done is kept for `resume`.
     """
     places = {"source": source.source if isinstance(source, Plan) else source, "output": output}
-    if beam:
-        from weightbeam.pipelines.options import check_options  # imports Beam
-
-        check_options(beam, "convert", places)
+    check_places(beam, "convert", places)
     if not output:
         raise Refused("--output is missing: the folder that the checkpoint should lie in")
     if isinstance(source, Plan):
@@ -124,14 +157,11 @@ def carry_out(
     link: str = HARD,
     sha256: bool = False,
     beam: Sequence[str] = (),
-    progress: bool | Report = True,
+    progress: bool | str | Report = True,
     in_place: bool = False,
 ) -> Converted:
     """Carries a planned conversion out, or refuses to; see `convert`, and `check_output` for `in_place`."""
-    try:
-        staging = staging_at(output, conversion.options.step, conversion.hash)
-    except StorageError as e:
-        raise Refused(f"--output={e}") from e
+    staging = _staging(output, conversion)
     asked = (resume, overwrite, link, in_place)
     refuse(conversion, [*conversion.plan.problems, *check_output(staging, conversion, *asked)])
     refuse(conversion, conversion.unreadable())
@@ -139,8 +169,10 @@ def carry_out(
     if resume and is_finished(staging, conversion):
         with alone(staging):  # and takes away what a killed process left
             return Converted(conversion, items, state="nothing to do")
-    for warning in report.collapse(conversion.warnings):
+    for warning in report.warnings_of(conversion):
         LOG.warning(warning)
+    if conversion.units:  # Beam is imported before the output is taken: that takes a while, and may be interrupted
+        importlib.import_module("weightbeam.pipelines.execution")
     start, written = time.monotonic(), 0
 
     def look() -> None:
@@ -152,7 +184,7 @@ def carry_out(
     with alone(staging, look):
         refuse(conversion, check_output(staging, conversion, *asked))  # again: now nobody else changes it
         if conversion.units:
-            from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
+            from weightbeam.pipelines.execution import run_units
 
             asked = {name: value for name, value in vars(conversion.options).items() if name != "sharding_rules"}
             ours: dict[str, Any] = {"source": conversion.checkpoint.root, "output": output} | asked | {"mesh": list(conversion.options.mesh)}
@@ -183,10 +215,37 @@ def _publish_index(conversion: Conversion, staging: Staging, resume: bool, overw
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Converts, and says what came of it."""
-    made = convert(**keywords_of(args, convert), beam=rest)
-    if made.state != "running":
-        print(made)
+    if args.dry_run:
+        check_places(rest, "convert", {"source": args.source, "output": args.output})
+        dry_run(args, prepare_conversion(args.source, read_options(option_keywords(args)), args.hf_token_secret), rest)
+        return 0
+    say(args, convert(**keywords_of(args, convert), beam=rest))
     return 0
+
+
+def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str], command: str = "") -> None:
+    """Shows what a command would do, and everything that stands against it, its output among it."""
+    threads = report.threads_of(report.thread_options(rest))
+    say(args, Plan(conversion, threads, output=args.output, as_command=command))
+    problems = list(conversion.plan.problems)
+    if args.output:
+        problems += check_output(_staging(args.output, conversion), conversion, args.resume, args.overwrite, getattr(args, "link", HARD))
+    refuse(conversion, problems)
+
+
+def check_places(beam: Sequence[str], command: str, places: Mapping[str, str | None]) -> None:
+    """Checks Beam's options, if there are any: that imports Beam."""
+    if beam:
+        from weightbeam.pipelines.options import check_options
+
+        check_options(beam, command, places)
+
+
+def _staging(output: str, conversion: Conversion) -> Staging:
+    try:
+        return staging_at(output, conversion.options.step, conversion.hash)
+    except StorageError as e:
+        raise Refused(f"--output={e}") from e
 
 
 if __name__ == "__main__":

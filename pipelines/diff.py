@@ -39,7 +39,7 @@ from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.prepare import describe, options_of, refuse
 from weightbeam.pipelines.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.report import local_threads
-from weightbeam.pipelines.shell import write_json
+from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import Block, Table, count, page, shape_text, text
 from weightbeam.transforms.conversion import SAVE_DTYPES, prepare
 from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare, cut
@@ -219,9 +219,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise Refused(f"unknown arguments: {' '.join(rest)}")
     found = diff(**keywords_of(args, diff))
-    if args.json:
-        write_json(args.json, found.to_dict())
-    print(found)
+    say(args, found)
     return 0 if found.ok else 1
 
 

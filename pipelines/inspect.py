@@ -19,16 +19,18 @@ from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.pipelines.arguments import did_you_mean
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, sharding_rules
 from weightbeam.pipelines.prepare import describe, open_source, options_of, reading, refuse
-from weightbeam.pipelines.shell import write_json
+from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import CELL, Block, Table, count, human, page, shape_text, show, terminal_width, text
 from weightbeam.transforms.conversion import prepare
 from weightbeam.transforms.load import Load, load_of, total
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
 
 MAX_DEVICES = 1 << 18
+OPTIONS = ("--mesh", "--sharding_rules", "--source", "--maxtext_model", "--json")
 CUSTOM = 2000  # characters of metadata that aren't ours
 
 
@@ -57,6 +59,10 @@ class Inspection:
     def to_json(self) -> str:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=1)
+
+    def show(self) -> None:
+        """Prints it, without its problems."""
+        show(self.blocks())
 
     def check(self) -> None:
         """Raises `Refused` with all problems, if there are any."""
@@ -154,11 +160,11 @@ class LoadInspection(Inspection):
     """
 
     path: str
-    rows: Mapping[Mesh, Sequence[LoadRow]]
+    rows: Sequence[tuple[Mesh, Sequence[LoadRow]]]
     unknown: Sequence[str]
 
     def blocks(self) -> Iterator[Block]:
-        for mesh, rows in self.rows.items():
+        for mesh, rows in self.rows:
             figures = ">arrays", ">a host needs", ">reads", ">worst", ">mean"
             table = Table("array", "shape", "sharded over", "chunk", *figures, spare=("arrays", "chunk", "shape"))
             for row in rows:
@@ -177,7 +183,7 @@ class LoadInspection(Inspection):
                 "arrays": {row.name: {"arrays": row.arrays, "chunk": row.spec.chunk, "sharded_over": row.over} | _json(row.load) for row in rows},
                 "all": _json(total([row.load for row in rows])),
             }
-            for mesh, rows in self.rows.items()
+            for mesh, rows in self.rows
         }
         return {"path": self.path, "format": "orbax", "meshes": meshes, "unknown": list(self.unknown)}
 
@@ -214,6 +220,8 @@ def inspect(
     Raises:
       Refused: it can't be read.
     """
+    if not checkpoint:
+        raise Refused("--checkpoint is missing: what to look at")
     meshes = [mesh] if isinstance(mesh, str) else list(mesh)
     with reading(checkpoint):
         store = open_store(checkpoint)
@@ -243,7 +251,7 @@ def _load(items: Store, texts: Sequence[str], rules_given: Any, source: str | No
     groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
     for spec in known:
         groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, tuple(axes[spec.key])].append(spec)
-    rows = {mesh: [_row(mesh, rules, names, specs) for (*_, names), specs in groups.items()] for mesh in meshes}
+    rows = [(mesh, [_row(mesh, rules, names, specs) for (*_, names), specs in groups.items()]) for mesh in meshes]
     return LoadInspection(str(items), rows, sorted({spec.key for spec in arrays} - {spec.key for spec in known}))
 
 
@@ -315,13 +323,10 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints what a checkpoint holds; with meshes what loading it costs."""
     if rest:
-        raise Refused(f"unknown options: {' '.join(rest)}; see weightbeam inspect --help")
+        raise Refused(f"unknown options: {' '.join(rest)}{did_you_mean(rest[0], OPTIONS)}; see weightbeam inspect --help")
     found = inspect(**keywords_of(args, inspect))
-    if getattr(args, "json", None):
-        write_json(args.json, found.to_dict())
     with reading(args.checkpoint):
-        blocks = list(found.blocks())
-    show(blocks)
+        say(args, found)
     found.check()
     return 0
 

@@ -8,6 +8,7 @@ import difflib
 import inspect
 import json
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -43,8 +44,14 @@ class OptionKeywords(TypedDict, total=False):
     unit_bytes: int | str
     step: int
     lora: str | Sequence[str]
+    adapter_only: bool
     virtual: bool
     family: str | None
+
+
+def option_keywords(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of a conversion that a command line sets."""
+    return {name: value for name in OptionKeywords.__annotations__ if (value := getattr(args, name, None)) is not None}
 
 
 def takes_options(function: Function) -> Function:
@@ -99,6 +106,26 @@ def check_options_of(given: Mapping[str, Any], model: str | None) -> dict[str, A
                 case _:
                     values[name] = check_value(actions[name], value)
     return values
+
+
+def arguments_of(options: Options) -> list[str]:
+    """The command line's options that ask for the same, those at their defaults left out; quoted for a shell."""
+    arguments = []
+    for field in dataclasses.fields(Options):
+        value = getattr(options, field.name)
+        if value == field.default:
+            continue
+        match field.name:
+            case "sharding_rules":
+                values = ["FILE"]
+            case "mesh":
+                values = list(value)
+            case "lora":
+                values = [url if weight == 1 else f"{url},{weight:g}" for url, weight in value]
+            case _:
+                values = ["" if field.name == "virtual" else str(value).lower() if isinstance(value, bool) else str(value)]
+        arguments += [f"--{field.name} {shlex.quote(each)}" if each else f"--{field.name}" for each in values]
+    return arguments
 
 
 def check_value(action: argparse.Action, value: object) -> Any:

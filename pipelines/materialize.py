@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.orbax import find_items, record_of
-from weightbeam.pipelines.convert import Converted, carry_out
+from weightbeam.pipelines.convert import Converted, carry_out, check_places, dry_run
 from weightbeam.pipelines.errors import Failed, Refused
-from weightbeam.pipelines.keywords import check_options_of, keywords_of
+from weightbeam.pipelines.keywords import check_options_of, keywords_of, option_keywords
 from weightbeam.pipelines.output import bring_back
 from weightbeam.pipelines.prepare import plan_with, reading
 from weightbeam.pipelines.progress import Report
+from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.virtual import check_files, open_own_source
 from weightbeam.transforms.conversion import Conversion, options_from
 
@@ -41,7 +43,7 @@ def materialize(
     resume: bool = False,
     overwrite: bool = False,
     beam: Sequence[str] = (),
-    progress: bool | Report = True,
+    progress: bool | str | Report = True,
 ) -> Converted:
     """Makes an ordinary checkpoint of a virtual one: the same arrays, in chunks for a mesh, without any file of the source.
 
@@ -58,22 +60,20 @@ def materialize(
       Refused: it can't be done; nothing was written.
       Failed: it failed on the way; what is done is kept for `resume`.
     """
-    if beam:
-        from weightbeam.pipelines.options import check_options  # imports Beam
-
-        check_options(beam, "materialize", {"checkpoint": checkpoint, "output": output})
+    check_places(beam, "materialize", {"checkpoint": checkpoint, "output": output})
     if not output:
         raise Refused("--output is missing: the folder that the checkpoint should lie in")
     if overwrite:
         bring_back(output)
     storage = {"use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3, "compression": compression, "unit_bytes": unit_bytes}
-    targets = {"mesh": mesh or None, "sharding_rules": sharding_rules, "step": step}
-    conversion = plan_materialization(checkpoint, storage | {name: value for name, value in targets.items() if value is not None})
+    conversion = plan_materialization(checkpoint, storage | {"mesh": mesh or None, "sharding_rules": sharding_rules, "step": step})
     return carry_out(conversion, output, resume, overwrite, beam=beam, progress=progress, in_place=True)
 
 
 def plan_materialization(checkpoint: str, given: Mapping[str, Any]) -> Conversion:
     """The conversion that a virtual checkpoint was made by, but for the options that are given."""
+    if not checkpoint:
+        raise Refused("--checkpoint is missing: the virtual checkpoint")
     try:
         with reading(checkpoint):
             items = find_items(checkpoint)
@@ -90,7 +90,13 @@ def plan_materialization(checkpoint: str, given: Mapping[str, Any]) -> Conversio
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Materialises, and says what came of it."""
-    print(materialize(**keywords_of(args, materialize), beam=rest))
+    if args.dry_run:
+        check_places(rest, "materialize", {"checkpoint": args.checkpoint, "output": args.output})
+        conversion = plan_materialization(args.checkpoint, option_keywords(args))
+        words = shlex.quote(args.checkpoint), shlex.quote(args.output or "OUTPUT")
+        dry_run(args, conversion, rest, f"weightbeam materialize {' '.join(words)}")
+        return 0
+    say(args, materialize(**keywords_of(args, materialize), beam=rest))
     return 0
 
 

@@ -25,7 +25,7 @@ from apache_beam.options.pipeline_options_validator import PipelineOptionsValida
 from apache_beam.runners.runner import create_runner
 
 from weightbeam.pipelines import dataflow
-from weightbeam.pipelines.arguments import add_conversion, add_output
+from weightbeam.pipelines.arguments import add_conversion, add_output, did_you_mean
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.report import local_threads
 from weightbeam.pipelines.runners import local, portable
@@ -75,7 +75,8 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
         options._add_argparse_args(parser)
     problems = []
     if unknown := parser.parse_known_args(list(arguments))[1]:
-        problems.append(f"unknown options: {' '.join(unknown)}; --help lists ours, and Beam's are in its documentation")
+        meant = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions)
+        problems.append(f"unknown options: {' '.join(unknown)}{meant}; --help lists ours, and Beam's are in its documentation")
     if command:
         settled = pipeline_options(arguments)
         problems += _find_problems(settled, command, places or {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
@@ -14,10 +15,10 @@ from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines import report, tables, virtual
 from weightbeam.pipelines.arguments import GBPS, HOUR_PRICE
 from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, read_options, takes_options
+from weightbeam.pipelines.keywords import OptionKeywords, arguments_of, keywords_of, read_options, takes_options
 from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
-from weightbeam.pipelines.shell import STDOUT, write_json, write_text
+from weightbeam.pipelines.shell import STDOUT, say, write_json, write_text
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.makespan import Estimate, Worker, efforts_of, estimate
 
@@ -32,11 +33,15 @@ class Plan:
       conversion: the planned conversion, with all that the workers follow.
       threads: units that one process works on at a time, which its bound on memory follows from.
       estimates: the simulation, for each number of workers that was asked for.
+      output: where the checkpoint would go, if that is known.
+      as_command: the command that carries it out, where that isn't `convert`.
     """
 
     conversion: Conversion
     threads: int
     estimates: tuple[Estimate, ...] = ()
+    output: str | None = None
+    as_command: str = ""
 
     @property
     def source(self) -> str:
@@ -51,7 +56,7 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What should be known of it, once each."""
-        return tuple(report.collapse(self.conversion.warnings))
+        return report.warnings_of(self.conversion)
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -81,6 +86,21 @@ class Plan:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=1)
 
+    @property
+    def command(self) -> str:
+        """The command that carries it out."""
+        if self.as_command:
+            return self.as_command
+        words = ["weightbeam convert", shlex.quote(self.source), shlex.quote(self.output or "OUTPUT"), *arguments_of(self.conversion.options)]
+        return " ".join(words)
+
+    def verdict(self) -> Iterator[tables.Block]:
+        """That it can be carried out, with what it takes, and the command."""
+        conversion = self.conversion
+        memory = tables.human(report.memory_bound(conversion, self.threads))
+        model = f", MaxText's {conversion.plan.model}" if conversion.plan.model else ""
+        yield from ("", f"ready: {tables.human(conversion.made_bytes)} to write, at most {memory} of memory{model}", f"  {self.command}")
+
     def blocks(self) -> Iterator[tables.Block]:
         """What a person sees of it, without its problems."""
         if self.arrays:
@@ -89,11 +109,18 @@ class Plan:
             yield from virtual.placement_blocks(self.conversion)
         if self.estimates:
             yield from report.estimate_blocks(self.estimates)
+        if not self.problems:
+            yield from self.verdict()
 
     def _all_blocks(self) -> Iterator[tables.Block]:
         yield from self.blocks()
         if self.problems:
             yield from ("", tables.count(len(self.problems), "problem") + ":", *(f"  {problem}" for problem in report.collapse(map(str, self.problems))))
+
+    def show(self) -> None:
+        """Prints it, without its problems."""
+        if blocks := list(self.blocks()):
+            tables.show(blocks)
 
     def __str__(self) -> str:
         return tables.text(self._all_blocks(), tables.terminal_width())
@@ -167,10 +194,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         from weightbeam.pipelines.options import check_options
 
         check_options(rest)
-    made = plan(**keywords_of(args, plan), beam=rest)
+    made = dataclasses.replace(plan(**keywords_of(args, plan), beam=rest), output=args.output)
     loads = _plan_loads(made, args) if args.load else []
-    if args.json:
-        write_json(args.json, made.to_dict() | ({"load": [load_report.load_json(load, args.worker_gbps) for load in loads]} if args.load else {}))
     if args.maxtext_config:
         if made.conversion.plan.family == UNKNOWN:
             made.check()
@@ -178,10 +203,15 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         if args.maxtext_config == STDOUT:
             made.check()
             return 0
-    if blocks := list(made.blocks()):
-        tables.show(blocks)
-    for load in loads:
-        tables.show(load_report.load_blocks(made.conversion, load, args.worker_gbps))
+    if not args.load:
+        say(args, made)
+    else:
+        if args.json:
+            write_json(args.json, made.to_dict() | {"load": [load_report.load_json(load, args.worker_gbps) for load in loads]})
+        if args.json != STDOUT and not args.quiet:
+            made.show()
+            for load in loads:
+                tables.show(load_report.load_blocks(made.conversion, load, args.worker_gbps))
     made.check()
     return 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +28,7 @@ from weightbeam.transforms.conversion import UNKNOWN_FAMILY, Conversion, Options
 from weightbeam.transforms.merging import MergeOptions
 from weightbeam.transforms.mesh import MeshError
 
+LOG = logging.getLogger("weightbeam")
 SHOWN = 20  # problems of one kind; the rest is counted
 LINE = 5000  # characters of a problem: names and values in it are the files', however long
 KINDS, NAME = 200, 300  # of tensors that an inventory lists, and characters of their names
@@ -128,7 +131,8 @@ def refuse(conversion: Conversion, problems: Sequence[Problem]) -> None:
         return
     message = f"{count(len(problems), 'problem')}:\n{describe(problems)}"
     if any(problem.kind == UNKNOWN_FAMILY for problem in problems):
-        message += f"\n\nWhat {conversion.checkpoint.root} holds:\n{inventory(conversion.checkpoint)}"
+        LOG.debug(f"What {conversion.checkpoint.root} holds:\n{inventory(conversion.checkpoint)}\n")
+        message += f"\nweightbeam inspect {shlex.quote(conversion.checkpoint.root)} lists what it holds."
     raise Refused(message, problems)
 
 

@@ -124,10 +124,15 @@ class JsonLines:
         print(json.dumps({"progress": fields}), file=self._stream, flush=True)
 
 
-def reporter(progress: bool | Report) -> Report | None:
-    """What a call's `progress` stands for: True for `shown`, False for nothing, or a callback."""
-    if isinstance(progress, bool):
-        return shown() if progress else None
+def reporter(progress: bool | str | Report) -> Report | None:
+    """What a call's `progress` stands for: True or `auto` for `shown`, False or `none` for nothing, `bar`, `lines` or `json`, or a callback."""
+    if progress in (False, "none"):
+        return None
+    if progress in (True, "auto"):
+        return shown()
+    if isinstance(progress, str):
+        return {"bar": Bar, "lines": Lines, "json": JsonLines}[progress](sys.stderr)
+    assert callable(progress)
     return progress
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,10 +16,14 @@ from weightbeam.pipelines.tables import Block, Table, count, duration, human, sh
 from weightbeam.transforms.conversion import Conversion, rules_of
 from weightbeam.transforms.makespan import Estimate
 from weightbeam.transforms.mesh import base_rules, model_rules
+from weightbeam.transforms.options import Options
 
 BASE_BYTES = 384 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
 TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
 UNIT_BYTES = 10 << 10  # of the assembly, for each unit: its ledger entry, the keys of its database
+UNEVEN = re.compile(r"(?P<key>.*): (?P<axis>\S+) = (?P<size>\d+) doesn't divide over (?P<mesh>.*); MaxText will refuse that mesh")  # `grid.py`
+CUT = re.compile(r"(?P<tensor>.*)\[(?P<kept>\d+):\]")  # a vocabulary's rows from there on, as `blocks.py` drops them
+DEFAULTS = Options()
 THREADS_PER_CORE, MAX_THREADS = 2, 32  # one thread reads or writes while another computes
 
 
@@ -97,7 +102,7 @@ def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
         yield from ("", adapters)
     if conversion.checkpoint.ignored:
         yield from ("", f"not in the index, ignored: {', '.join(conversion.checkpoint.ignored)}")
-    for warning in collapse(conversion.warnings):
+    for warning in warnings_of(conversion):
         yield f"warning: {warning}"
     options = conversion.options
     source, read = conversion.source_bytes, conversion.read_bytes
@@ -135,6 +140,49 @@ def model_text(plan: Plan) -> str:
     if plan.model is None:
         return "none has these sizes"
     return f"{plan.model}, but {' '.join(f'{key}={value}' for key, value in plan.sizes.items())}" if plan.sizes else plan.model
+
+
+def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
+    """What MaxText must be told to load the checkpoint at `path`: `key=value` of its command line."""
+    plan, options = conversion.plan, conversion.options
+    flags: dict[str, Any] = {"load_parameters_path": path, "scan_layers": options.scan_layers}
+    if plan.model:
+        flags |= {"model_name": plan.model} | ({"override_model_config": True} if plan.sizes else {}) | dict(plan.sizes)
+    if options.vocab_size:
+        flags["vocab_size"] = options.vocab_size
+    if options.scan_layers and options.param_scan_axis != DEFAULTS.param_scan_axis:
+        flags["param_scan_axis"] = options.param_scan_axis
+    if not options.use_ocdbt:
+        flags["checkpoint_storage_use_ocdbt"] = False
+    if not options.use_zarr3:
+        flags["checkpoint_storage_use_zarr3"] = False
+    if options.mtp:
+        flags["mtp_num_layers"] = 1
+    if options.multimodal:
+        flags["use_multimodal"] = True
+    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in flags.items()}
+
+
+def warnings_of(conversion: Conversion) -> tuple[str, ...]:
+    """What should be known before it is carried out, with numbers, once each."""
+    uneven: dict[str, list[str]] = defaultdict(list)  # mesh -> the axes that it doesn't divide
+    others, cut = [], []
+    for warning in conversion.warnings:
+        if found := UNEVEN.fullmatch(warning):
+            uneven[found["mesh"]].append(f"{found['axis']} = {found['size']}")
+        else:
+            others.append(warning)
+    for name in conversion.plan.dropped:
+        if found := CUT.fullmatch(name):
+            rows = conversion.encodings[found["tensor"]].shape[0] if found["tensor"] in conversion.encodings else 0
+            if rows:
+                kept = int(found["kept"])
+                cut.append(f"{found['tensor']}: {rows - kept:,} of {rows:,} rows ({(rows - kept) / rows:.0%}) are cut off, as --vocab_size={kept} asks")
+    meshes = [
+        f"what doesn't divide over {mesh}: {', '.join(sorted(set(axes)))}, in {count(len(axes), 'array')}; MaxText will refuse that mesh"
+        for mesh, axes in uneven.items()
+    ]
+    return tuple(collapse([*cut, *meshes, *others]))
 
 
 def rules_text(conversion: Conversion) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import logging
@@ -10,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weightbeam.formats.printable import printable
-from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.errors import Failed, Refused
 
 LOG = logging.getLogger("weightbeam")
 STDOUT = "-"  # as a file's name
+DATED = "%(asctime)s %(levelname)s %(message)s"
 
 
 class _Lines(logging.Formatter):
@@ -24,24 +26,64 @@ class _Lines(logging.Formatter):
 
 
 @contextlib.contextmanager
-def messages() -> Iterator[None]:
-    """Context manager: what is logged for the user goes to standard error as it is now, also while Beam's noise is caught; nothing else is."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines())
+def messages(args: argparse.Namespace) -> Iterator[None]:
+    """Context manager: what is logged for the user goes to standard error as it is now, also while Beam's noise is caught; nothing else does.
+
+    `-q` leaves warnings, `-v` adds what is said at length, `--log_file` has all of it, and how it ended.
+
+    Raises:
+      Refused: the log can't be written.
+    """
+    screen: logging.Handler = logging.StreamHandler(sys.stderr)
+    screen.setFormatter(_Lines())
+    screen.setLevel(logging.WARNING if args.quiet else logging.DEBUG if args.verbose else logging.INFO)
+    handlers: list[logging.Handler] = [screen]
+    if args.log_file:
+        try:
+            handlers.append(logging.FileHandler(args.log_file, encoding="utf-8"))
+        except OSError as e:
+            raise Refused(f"--log_file={args.log_file}: {e.strerror}") from e
+        handlers[-1].setFormatter(logging.Formatter(DATED))
     root = logging.getLogger()
     before, level = (LOG.level, LOG.propagate), root.level
-    LOG.addHandler(handler)
-    LOG.setLevel(logging.INFO)
+    for handler in handlers:
+        LOG.addHandler(handler)
+    LOG.setLevel(logging.DEBUG)
     LOG.propagate = False
     root.setLevel(max(level, logging.ERROR))
     if not root.handlers:  # before Beam is imported: it warns of optional packages
         root.addHandler(logging.NullHandler())
     try:
         yield
+        _end(handlers[1:], logging.INFO, f"{args.command}: done")
+    except (Refused, Failed) as e:
+        _end(handlers[1:], logging.ERROR, f"{args.command}: {type(e).__name__.lower()}\n{e}")
+        raise
     finally:
-        LOG.removeHandler(handler)
+        for handler in handlers:
+            LOG.removeHandler(handler)
+            handler.close()
         LOG.level, LOG.propagate = before
         root.setLevel(level)
+
+
+def _end(handlers: list[logging.Handler], level: int, text: str) -> None:
+    for handler in handlers:
+        handler.handle(logging.LogRecord(LOG.name, level, "", 0, "%s", (text,), None))
+
+
+def say(args: argparse.Namespace, value: object) -> None:
+    """Prints a result: what `--json -` asks for and nothing else, or its text, but for `-q`; and writes `--json FILE`.
+
+    Raises:
+      Refused: the file can't be written.
+    """
+    wanted = getattr(args, "json", None)
+    if wanted:
+        write_json(wanted, value.to_dict())  # type: ignore[attr-defined]
+    if wanted != STDOUT and not args.quiet:
+        show = getattr(value, "show", None)
+        show() if show else print(value)
 
 
 def write_json(file: str, value: object) -> None:

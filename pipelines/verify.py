@@ -21,16 +21,17 @@ from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of
 from weightbeam.formats.printable import printable
 from weightbeam.formats.storage import Store
 from weightbeam.formats.storage.token import name_secret
-from weightbeam.model_mappings.plan import PARAMETERS
+from weightbeam.model_mappings.plan import PARAMETERS, Array
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import check_options, make_pipeline, pipeline_options
 from weightbeam.pipelines.prepare import SHOWN, open_adapters, open_source, options_of, reading, refuse
 from weightbeam.pipelines.progress import Report, quiet, reporter, watch_progress
+from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.runners.failure import last_words
-from weightbeam.pipelines.shell import write_json
-from weightbeam.pipelines.tables import CELL, count, page
+from weightbeam.pipelines.shell import say
+from weightbeam.pipelines.tables import CELL, count, human, page
 from weightbeam.pipelines.virtual import check_files, open_own_source
 from weightbeam.transforms.conversion import Conversion, prepare
 from weightbeam.transforms.metadata import find_metadata_faults
@@ -46,14 +47,15 @@ class Verification:
     """What a comparison found.
 
     Attributes:
-      checkpoint, source: what was compared.
+      checkpoint: what was compared.
+      conversion: what it should be the result of.
       findings: of each array that was compared, by its key.
       wrong: arrays that are missing, unexpected or of another shape, and what is wrong with each.
       sample: the share of each array's tensors that was compared.
     """
 
     checkpoint: str
-    source: str
+    conversion: Conversion
     findings: Mapping[str, Finding]
     wrong: tuple[tuple[str, str], ...]
     sample: float = 1.0
@@ -98,17 +100,35 @@ class Verification:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=1)
 
+    @property
+    def warnings(self) -> list[str]:
+        """What is right, and yet strange: tensors with NaN or infinite elements, and matrices that are zero throughout."""
+        odd = [found.not_finite for found in self.findings.values() if found.not_finite[0]]
+        zero = [name for found in self.findings.values() for name in found.zero]
+        warnings = []
+        if odd:
+            elements = sum(number for number, _ in odd)
+            warnings.append(f"{count(elements, 'element')} of the source are NaN or infinite, in {count(len(odd), 'array')}, the first in {odd[0][1]}")
+        if zero:
+            warnings.append(f"{count(len(zero), 'tensor')} of the source are zero throughout, the first is {zero[0]}")
+        return [printable(warning) for warning in warnings]
+
     def __str__(self) -> str:
         kinds = Counter("different" if found.different else "rounded" if found.rounded else "exact" for found in self.findings.values())
         compared = sum(found.compared for found in self.findings.values())
         part = f", a sample of {self.sample:.3g}" if self.sample < 1 else ""
         lines = [f"{compared:,} elements of {count(len(self.findings), 'array')} compared{part}"]
         texts = dict(exact="exact", rounded="rounded once, as the plan says", different="different")
-        lines += [f"  {kinds[kind]:>6,} {text}" for kind, text in texts.items() if kinds[kind]]
+        for kind, text in texts.items():
+            if kinds[kind]:
+                lines.append(f"  {kinds[kind]:>6,} {text}")
+            if kind == "rounded":
+                keys = [key.removeprefix(PARAMETERS) for key, found in self.findings.items() if found.rounded and not found.different]
+                lines += [f"         {printable(key, CELL)}" for key in collapse(keys)]
         if self.left_out:
             name = printable(self.left_out[0], CELL)
             lines.append(f"  {len(self.left_out):>6,} not in the checkpoint, and not among the parameters that MaxText loads: {name} …")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
         return page([str(self), *self.faults])
@@ -125,7 +145,7 @@ def verify(
     param_scan_axis: int | None = None,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
-    progress: bool | Report = True,
+    progress: bool | str | Report = True,
 ) -> Verification:
     """Compares every element of a checkpoint with the tensors it was made of, in a way of its own. What differs doesn't raise: see `ok` and `check`.
 
@@ -143,37 +163,59 @@ def verify(
       Refused: it can't be compared.
       Failed: it failed on the way.
     """
+    if not 0 < sample <= 1:
+        raise Refused(f"sample={sample} should be a number above 0 and up to 1")
+    given = {"scan_layers": scan_layers, "param_scan_axis": param_scan_axis, "maxtext_model": maxtext_model, "lora": read_loras(lora)}
+    items, conversion, wrong = plan_verification(checkpoint, source, given, hf_token_secret, beam)
+    findings = execute(conversion, items, {key for key, _ in wrong}, sample, beam, reporter(progress))
+    return Verification(str(items), conversion, findings, wrong, sample)
+
+
+def plan_verification(
+    checkpoint: str, source: str | None, given: Mapping[str, Any], hf_token_secret: str | None = None, beam: Sequence[str] = ()
+) -> tuple[Store, Conversion, tuple[tuple[str, str], ...]]:
+    """The checkpoint's items, the conversion that they should be the result of, and the arrays that are missing, unexpected or of another shape.
+
+    Raises:
+      Refused: it can't be compared.
+      Failed: the files that a virtual checkpoint refers to have changed.
+    """
     check_options(beam, "verify", {"source": source, "checkpoint": checkpoint})
     name_secret(hf_token_secret)
     if not checkpoint:
         raise Refused("--checkpoint is missing: what was made of the source")
-    if not 0 < sample <= 1:
-        raise Refused(f"sample={sample} should be a number above 0 and up to 1")
     with reading(checkpoint):
         items = find_items(checkpoint)
-        if found := check_files(items):
+        found = check_files(items)
+        if found:
             LOG.info(found)
-        elif not source:
-            raise Refused("--source is missing: only a virtual checkpoint has its source with it")
         stores = open_arrays(items)
+        if not source and not found:
+            source = record_of(items).get("source")
+            if not source:
+                raise Refused("--source is missing: this checkpoint doesn't say what it was made of")
+            LOG.info(f"compared with {source}, which it was made of")
         opened = open_source(source, bool(record_of(items).get("options", {}).get("allow_links"))) if source else open_own_source(items)
-    given = {"scan_layers": scan_layers, "param_scan_axis": param_scan_axis, "maxtext_model": maxtext_model, "lora": read_loras(lora)}
     with reading(checkpoint):
         options = options_of(items, stores, given)
         conversion = prepare(options, opened, open_adapters(options))
     refuse(conversion, conversion.plan.problems)
     with reading(checkpoint):
         wrong = (*compare_trees(conversion, stores), *find_metadata_faults(items, stores, conversion.plan.arrays, record_of(items)))
-    findings = execute(conversion, items, {key for key, _ in wrong}, sample, beam, reporter(progress))
-    return Verification(str(items), opened.root, findings, wrong, sample)
+    return items, conversion, wrong
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether all of it is right."""
+    if args.dry_run:
+        given = {name: getattr(args, name) for name in ("scan_layers", "param_scan_axis", "maxtext_model")} | {"lora": read_loras(args.lora)}
+        items, conversion, wrong = plan_verification(args.checkpoint, args.source, given, args.hf_token_secret, rest)
+        nbytes = human(sum(compared_bytes(array, args.sample) for array in conversion.plan.arrays))
+        print(f"would compare {count(len(conversion.plan.arrays), 'array')}, {nbytes}, of {items} with {conversion.checkpoint.root}")
+        Verification(str(items), conversion, {}, wrong, args.sample).check()
+        return 0
     found = verify(**keywords_of(args, verify), beam=rest)
-    if args.json:
-        write_json(args.json, found.to_dict())
-    print(found)
+    say(args, found)
     found.check()
     return 0
 
@@ -190,6 +232,11 @@ def compare_trees(conversion: Conversion, stores: Mapping[str, ts.TensorStore]) 
         yield key, "is in the checkpoint, but nothing of the source belongs there"
 
 
+def compared_bytes(array: Array, sample: float) -> int:
+    """Bytes of an array that are compared, about."""
+    return compared_elements(array, sample) * array.dtype.itemsize
+
+
 def execute(conversion: Conversion, items: Store, skipped: set[str], sample: float, rest: Sequence[str], report: Report | None = None) -> dict[str, Finding]:
     """Runs the comparison as a pipeline.
 
@@ -197,7 +244,7 @@ def execute(conversion: Conversion, items: Store, skipped: set[str], sample: flo
       Failed: it failed on the way.
     """
     todo = [number for number, task in enumerate(tasks(conversion)) if conversion.plan.arrays[task.array].key not in skipped]
-    elements = sum(compared_elements(array, sample) for array in conversion.plan.arrays if array.key not in skipped)
+    nbytes = sum(compared_bytes(array, sample) for array in conversion.plan.arrays if array.key not in skipped)
     remember(conversion)
     noise = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +252,7 @@ def execute(conversion: Conversion, items: Store, skipped: set[str], sample: flo
         try:
             pipeline = make_pipeline(pipeline_options(rest))
             before = COMPARED.total
-            with watch_progress(elements, lambda: COMPARED.total - before, "comparing", report), quiet(noise), as_in_a_script():
+            with watch_progress(nbytes, lambda: COMPARED.total - before, "comparing", report), quiet(noise), as_in_a_script():
                 _ = pipeline | beam.Create(todo) | CompareArrays(conversion.stage(), conversion.hash, items, sample, file)
                 pipeline.run().wait_until_finish()
             return read_findings(file, len(todo))

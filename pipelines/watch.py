@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
         raise RefusedError(f"unknown options: {' '.join(rest)}; what is passed on to Beam stands in the configuration, under runner")
     if not args.config:
-        raise RefusedError("--config is missing: a file that says what to watch; docs/watching.md has an example")
+        raise RefusedError("--config is missing: a file that says what to watch; `weightbeam help watching` has an example")
     config = read_config(args.config)
     if args.serve is not None and not os.environ.get(SECRET):
         raise RefusedError(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")

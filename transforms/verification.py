@@ -33,7 +33,7 @@ from weightbeam.transforms.work import Tally
 SLAB_ELEMENTS = 1 << 22  # compared at a time
 TASK_BYTES = 256 << 20  # of an array, compared in one go
 
-COMPARED = Tally()  # elements
+COMPARED = Tally()  # bytes of the checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +65,8 @@ class Finding:
       compared, different: numbers of elements.
       rounded: whether the values that should be there are rounded (`docs/numerics.md`), and not the tensor's own.
       first: the first difference.
+      not_finite: numbers of elements of the tensors that are NaN or infinite, and the first such tensor.
+      zero: tensors of two and more axes that are zero throughout, which a release hardly means.
     """
 
     key: str
@@ -72,9 +74,19 @@ class Finding:
     different: int
     rounded: bool
     first: Difference | None
+    not_finite: tuple[int, str] = (0, "")
+    zero: tuple[str, ...] = ()
 
     def __add__(self, other: Finding) -> Finding:
-        return Finding(self.key, self.compared + other.compared, self.different + other.different, self.rounded or other.rounded, self.first or other.first)
+        return Finding(
+            self.key,
+            self.compared + other.compared,
+            self.different + other.different,
+            self.rounded or other.rounded,
+            self.first or other.first,
+            (self.not_finite[0] + other.not_finite[0], self.not_finite[1] or other.not_finite[1]),
+            self.zero + other.zero,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,6 +193,7 @@ def compare(array: Array, share: Share, store: ts.TensorStore, encoding: Encodin
     """Compares one tensor's share of an array, slab by slab."""
     layouts, steps = Layouts.of(share, scan_axis), tuple(slice(None, None, step) for step in share.part.steps)
     finding = Finding(array.key, 0, 0, False, None)
+    odd, is_zero = 0, len(encoding.shape) > 1
     for slab in layouts.slabs():
         box = layouts.box(share.part, slab)
         stored, _ = read_boxes(encoding.reads(box))
@@ -193,7 +206,12 @@ def compare(array: Array, share: Share, store: ts.TensorStore, encoding: Encodin
             place = tuple(low + i * step for (low, _), i, step in zip(box, index, share.part.steps, strict=True))
             first = Difference(share.tensor, place, expected[index].item(), found[index].item())
         finding += Finding(array.key, found.size, count, rounded, first)
-    return finding
+        if is_float(values.dtype):
+            wide = values.astype(np.float32, copy=False)
+            odd += wide.size - int(np.count_nonzero(np.isfinite(wide)))
+        is_zero = is_zero and not values.any()
+    strange = (odd, share.tensor if odd else ""), (share.tensor,) if is_zero else ()
+    return finding + Finding(array.key, 0, 0, False, None, *strange)
 
 
 def _count_wrong(expected: np.ndarray, found: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
@@ -342,7 +360,7 @@ class _CompareFn(beam.DoFn):
     def process(self, number: int) -> Iterator[bytes]:
         task = self.tasks[number]
         finding = run_task(task, self.conversion, self.stores[self.conversion.plan.arrays[task.array].key], self.sample)
-        COMPARED.add(finding.compared)
+        COMPARED.add(finding.compared * self.conversion.plan.arrays[task.array].dtype.itemsize)
         yield pickle.dumps(finding)
 
 

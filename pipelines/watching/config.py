@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Instanc
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
 from weightbeam.pipelines.arguments import add_conversion, add_output, secret, size
 from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.keywords import OptionKeywords, read_options
+from weightbeam.pipelines.keywords import option_keywords, read_options
 from weightbeam.transforms.conversion import Options, meshes_of
 from weightbeam.transforms.mesh import MeshError
 
@@ -83,8 +83,8 @@ def _read_target(given: Any) -> Target:
     if not problems:
         arguments = _arguments(asked)
         try:
-            given = vars(parser.parse_args(arguments))
-            options = read_options({name: given[name] for name in OptionKeywords.__annotations__})
+            given = parser.parse_args(arguments)
+            options = read_options(option_keywords(given))
             meshes_of(options)
             return Target(str(name), tuple(arguments), options)
         except (MeshError, RefusedError) as e:
@@ -210,7 +210,7 @@ def read_config(path: str) -> Config:
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise RefusedError(f"--config={path}: {' '.join(str(e).split())}") from e
     if not isinstance(given, dict):
-        raise RefusedError(f"--config={path}: should be a mapping with output, models and targets; docs/watching.md has an example")
+        raise RefusedError(f"--config={path}: should be a mapping with output, models and targets; `weightbeam help watching` has an example")
     try:
         return Config.model_validate(given)
     except pydantic.ValidationError as e:

@@ -15,7 +15,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self
 
-from weightbeam.pipelines.arguments import make_parser
+from weightbeam.pipelines.arguments import parse
 from weightbeam.pipelines.errors import BusyError, FailedError, RefusedError
 
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
@@ -133,7 +133,7 @@ def _keywords(command: str, arguments: Sequence[str], function: Callable[..., An
     """A command line as keywords of the API, Beam's options among them."""
     from weightbeam.pipelines.keywords import keywords_of
 
-    args, rest = make_parser().parse_known_args([command, *arguments])
+    args, rest = parse([command, *arguments])
     return keywords_of(args, function) | {"beam": rest}
 
 

@@ -267,7 +267,7 @@ def test_a_command_that_is_interrupted(servers: Cloud, source: str) -> None:
         wait_for(lambda: len(servers.dataflow.jobs) > before and servers.dataflow.log.of("get", servers.dataflow.jobs[-1].id), process)
         os.kill(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 1
+    assert process.returncode == 130
     job = servers.dataflow.jobs[-1]
     assert f"the job goes on; it ends with gcloud dataflow jobs cancel {job.id} --project {PROJECT} --region {REGION}" in err
     assert "Traceback" not in err

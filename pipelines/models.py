@@ -1,0 +1,63 @@
+"""`weightbeam models`: what can be converted."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.registry import FAMILIES, shown
+from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.shell import say
+from weightbeam.pipelines.tables import Block, Table, page, show, terminal_width, text
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The families that can be converted."""
+
+    families: tuple[Family, ...]
+
+    def blocks(self) -> Iterator[Block]:
+        """What a person sees of it."""
+        rows = Table("family", "releases", "MaxText's models", "model_type", spare=("releases",))
+        for family in self.families:
+            rows.add_row(family.name, family.releases, ", ".join(map(shown, family.models)), ", ".join(family.model_types))
+        yield rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `weightbeam models --json` writes."""
+        return {
+            family.name: {"releases": family.releases, "model_types": list(family.model_types), "maxtext_models": list(family.models)}
+            for family in self.families
+        }
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def show(self) -> None:
+        """Prints it."""
+        show(self.blocks())
+
+    def __str__(self) -> str:
+        return text(self.blocks(), terminal_width())
+
+    def _repr_html_(self) -> str:
+        return page(self.blocks())
+
+
+def models() -> Models:
+    """The families that can be converted."""
+    return Models(tuple(FAMILIES))
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Prints them."""
+    if rest:
+        raise Refused(f"unknown options: {' '.join(rest)}; see weightbeam models --help")
+    say(args, models())
+    return 0

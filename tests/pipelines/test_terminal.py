@@ -1,0 +1,287 @@
+"""What a person sees on a terminal: the last line is last, Beam's noise is in a file, Ctrl-C ends it, tables fit."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
+
+WEIGHTBEAM = [sys.executable, "-c", "from weightbeam.pipelines.entry import run; run()"]
+COLUMNS = 80
+
+
+def on_terminal(*arguments: object, meanwhile: Callable[[subprocess.Popen, bytes], None] | None = None, prefix: str = "") -> tuple[int, list[str]]:
+    """Runs a command in a pseudo-terminal; returns its exit status and the lines that are left on the screen."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    command = [*WEIGHTBEAM, *map(str, arguments)]
+    if prefix:
+        command = ["bash", "-c", f'{prefix}; exec "$@"', "bash", *command]
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # the terminal's other end is closed
+        while piece := os.read(ours, 65536):
+            seen += piece
+            if meanwhile:
+                meanwhile(process, seen)
+    os.close(ours)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    return process.wait(60), [line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("source") / "hf", DEEPSEEK, *split(random_tensors(DEEPSEEK), 2))
+
+
+def test_a_conversion_ends_with_what_comes_next(source: Path, tmp_path: Path) -> None:
+    """The path, MaxText's flags, what was left out, and the command that checks it."""
+    status, lines = on_terminal("convert", source, tmp_path / "out", "--mesh", "fsdp=2")
+    assert status == 0
+    assert lines[-1] == f"check it:   weightbeam verify {tmp_path / 'out' / '0'}"
+    assert any(f"load_parameters_path={tmp_path / 'out' / '0' / 'items'} scan_layers=true" in line for line in lines)
+    status, lines = on_terminal("verify", tmp_path / "out")
+    assert status == 0
+    assert any("arrays compared" in line for line in lines)
+
+
+def test_a_failure_ends_with_its_last_line(source: Path, tmp_path: Path) -> None:
+    """No traceback of Beam's on the screen, all of it in failure.txt."""
+    status, lines = on_terminal("convert", source, tmp_path / "out", prefix="ulimit -f 40")
+    assert status == 1
+    assert "weightbeam convert: failed" in lines
+    assert lines[-1].startswith("What is done is kept in ")
+    assert lines[-1].endswith("the same command with --resume goes on from there.")
+    assert not any("Traceback" in line or "apache_beam" in line for line in lines)
+    (story,) = (tmp_path / "out").rglob("failure.txt")
+    assert "Traceback" in story.read_text()
+
+
+def test_a_difference_is_named(source: Path, tmp_path: Path) -> None:
+    """The tensor that differs is the last thing on the screen."""
+    convert(source, tmp_path / "out")
+    tensors = random_tensors(DEEPSEEK)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + np.ones((), tensors["model.norm.weight"].dtype)
+    other = save(tmp_path / "other", DEEPSEEK, tensors)
+    status, lines = on_terminal("verify", other, tmp_path / "out")
+    assert status == 1
+    assert lines[-2] == "weightbeam verify: failed"
+    assert "model.norm.weight[0]" in lines[-1]
+
+
+def test_ctrl_c(source: Path, tmp_path: Path) -> None:
+    """While it converts: exit status 130, and the last line says how to go on."""
+
+    def stop(process: subprocess.Popen, seen: bytes) -> None:
+        if b"converting" in seen and process.poll() is None:
+            os.kill(process.pid, signal.SIGINT)
+
+    status, lines = on_terminal("convert", source, tmp_path / "out", "--unit_bytes", "20K", "--direct_num_workers=1", meanwhile=stop)
+    assert status == 130
+    assert lines[-1] == "weightbeam convert: stopped; what is done is kept, the same command with --resume goes on from there"
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.15, 0.3, 0.5, 0.8, 1.2])
+def test_ctrl_c_while_it_is_imported(source: Path, tmp_path: Path, seconds: float) -> None:
+    """At any moment: no traceback, exit status 130, or the conversion was faster."""
+    script = "import sys; print('here', flush=True); from weightbeam.pipelines.entry import run; run()"
+    command = [sys.executable, "-c", script, "convert", source, tmp_path / "out", "--resume"]
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert "Traceback" not in out + err
+    assert process.returncode in (130, -signal.SIGINT) or "check it" in out, err
+
+
+def test_tables_fit_the_terminal(source: Path, tmp_path: Path) -> None:
+    """At 80 columns no name is broken: what names have in common is a line above them."""
+    status, lines = on_terminal("plan", source)
+    assert status == 0
+    heading = lines.index("decoder.moe_layers.")
+    assert lines[heading + 1].startswith("  ")
+    assert any(line.split()[0] == "DeepSeekMoeBlock_0.MoeBlock_0.wi_0" for line in lines[heading:] if line.split())
+    assert max(len(line) for line in lines if "weightbeam convert" not in line) <= COLUMNS
+
+
+def test_a_pipe_has_a_line_for_each_array(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whole names, no padding."""
+    assert call("plan", source) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert all(line == line.rstrip() for line in lines)
+    (line,) = (line for line in lines if line.startswith("decoder.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.wi_0 "))
+    assert "bfloat16" in line
+
+
+@pytest.mark.parametrize("command", ["convert", "plan", "verify", "inspect", "materialize", "watch", "models", "help", "completion", ""])
+def test_help_fits_the_terminal(command: str) -> None:
+    """80 columns, no line broken in a word."""
+    status, lines = on_terminal(*command.split(), "--help")
+    assert status == 0
+    assert max(map(len, lines)) <= COLUMNS
+    assert lines[0].startswith("usage: weightbeam")
+
+
+# --- options of every command ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`--dry_run`, `--dry-run` and `--dry_run=true` are the command's plan; what stands against the output is among its problems."""
+    for option in ("--dry_run", "--dry-run", "--dry_run=true"):
+        assert call("convert", source, tmp_path / "out", option) == 0
+        assert "ready: " in capfd.readouterr().out
+        assert not (tmp_path / "out").exists()
+    convert(source, tmp_path / "out")
+    capfd.readouterr()
+    assert call("convert", source, tmp_path / "out", "--dry_run") == 2
+    assert "exists; --overwrite replaces it" in capfd.readouterr().err
+    assert call("verify", tmp_path / "out", "--dry_run") == 0
+    assert "would compare " in capfd.readouterr().out
+    assert call("plan", "convert", source, tmp_path / "new") == 0
+    assert f"weightbeam convert {source} {tmp_path / 'new'}" in capfd.readouterr().out.splitlines()[-1]
+    assert not (tmp_path / "new").exists()
+    assert call("convert", source, tmp_path / "new", "--dry_run=false", "-q") == 0
+    assert (tmp_path / "new" / "0" / "items").exists()
+
+
+def test_ways_to_write_options(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Hyphens, places without names, sizes, and what was meant."""
+    assert call("convert", "--scan-layers=false", source, "--unit-bytes", "64M", tmp_path / "out", "--direct_num_workers", 1) == 0
+    record = json.loads((tmp_path / "out" / "0" / "conversion.json").read_text())["options"]
+    assert (record["scan_layers"], record["unit_bytes"]) == (False, 64 << 20)
+    capfd.readouterr()
+    assert call("convert", source, tmp_path / "b", "--scan_layer", "false") == 2
+    assert "did you mean --scan_layers?" in capfd.readouterr().err
+    assert call("conver", source) == 2
+    assert "did you mean convert?" in capfd.readouterr().err
+    assert call("convert", source, tmp_path / "b", "c") == 2
+    assert "unexpected: c" in capfd.readouterr().err
+
+
+def test_json_on_standard_output(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`--json -`: nothing else is there."""
+    out = tmp_path / "out"
+
+    def answer(*arguments: object) -> dict:
+        assert call(*arguments, "--json", "-") == 0
+        return json.loads(capfd.readouterr().out)
+
+    assert answer("plan", source)["problems"] == []
+    made = answer("convert", source, out)
+    assert made["path"] == made["maxtext"]["load_parameters_path"] == str(out / "0" / "items")
+    assert all(found["different"] == 0 for found in answer("verify", out).values())
+    assert "params.params.decoder.decoder_norm.scale" in answer("inspect", out)["arrays"]
+    assert "deepseek" in answer("models")
+
+
+def test_quiet_verbose_and_a_log(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`-q` leaves warnings; `-v` shows what a refused release holds; the log has how it ended."""
+    log = tmp_path / "log"
+    assert call("convert", source, tmp_path / "out", "-q", "--mesh", "fsdp=7", "--log_file", log) == 0
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("warning: what doesn't divide over fsdp=7")
+    assert all(line.startswith("warning: ") for line in said.err.splitlines())
+    unknown = save(tmp_path / "unknown", LLAMA | {"model_type": "gpt_neox"}, random_tensors(LLAMA))
+    assert call("convert", unknown, tmp_path / "b", "--log_file", log) == 2
+    short = capfd.readouterr().err
+    assert "model.layers.0.mlp.up_proj.weight" not in short
+    assert f"weightbeam inspect {unknown}" in short.splitlines()[-1]
+    assert call("convert", unknown, tmp_path / "b", "-v") == 2
+    assert "mlp.up_proj.weight" in capfd.readouterr().err
+    text = log.read_text()
+    assert "convert: done" in text
+    assert "convert: refused" in text
+
+
+def test_progress_for_programs(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`--progress json`: lines of JSON on standard error, in bytes."""
+    assert call("convert", source, tmp_path / "out", "--progress", "json") == 0
+    told = [json.loads(line)["progress"] for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert told[-1]["finished"]
+    assert told[-1]["done"] == told[-1]["total"]
+    total = told[-1]["total"]
+    assert call("verify", tmp_path / "out", "--progress", "json") == 0
+    told = [json.loads(line)["progress"] for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert told[-1]["done"] == told[-1]["total"] == total
+
+
+def test_completion_and_the_manual(capfd: pytest.CaptureFixture[str]) -> None:
+    """Both come with the package."""
+    assert call("completion", "bash") == 0
+    assert "--param_scan_axis" in capfd.readouterr().out
+    assert call("completion") == 2
+    assert call("help") == 0
+    assert "virtual" in capfd.readouterr().out
+    assert call("help", "virtual") == 0
+    assert capfd.readouterr().out.startswith("# ")
+    assert call("help", "virtuel") == 2
+    assert "did you mean virtual?" in capfd.readouterr().err
+
+
+# --- what is strange, and what is found -----------------------------------------------------------------------------------------
+
+
+def test_a_cut_vocabulary_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With numbers, from plan and convert."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    rows = LLAMA["vocab_size"]
+    wanted = f"warning: model.embed_tokens.weight: {rows - 16:,} of {rows:,} rows ({(rows - 16) / rows:.0%}) are cut off, as --vocab_size=16 asks"
+    assert call("plan", source, "--vocab_size", 16) == 0
+    assert capfd.readouterr().out.count(wanted) == 1
+    assert call("convert", source, tmp_path / "out", "--vocab_size", 16) == 0
+    said = capfd.readouterr()
+    assert said.err.count(wanted) == 1
+    assert "vocab_size=16" in said.out
+
+
+def test_nan_and_zeros_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By verify, with the first tensor; they aren't differences."""
+    tensors = random_tensors(LLAMA)
+    norm, up = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+    tensors[norm] = tensors[norm].copy()
+    tensors[norm][:3] = np.array([np.nan, np.inf, np.nan], ml_dtypes.bfloat16)
+    tensors[up] = np.zeros_like(tensors[up])
+    source = save(tmp_path / "hf", LLAMA, tensors)
+    convert(source, tmp_path / "out")
+    capfd.readouterr()
+    assert call("verify", tmp_path / "out") == 0
+    said = capfd.readouterr().out
+    assert f"warning: 3 elements of the source are NaN or infinite, in 1 array, the first in {norm}" in said
+    assert f"warning: 1 tensor of the source are zero throughout, the first is {up}" in said
+
+
+def test_inspect_anyones_checkpoints(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A stock CheckpointManager's root, step and item, whatever the item's name; and what a stopped conversion left."""
+    tree = {"w": np.arange(60, dtype=np.float32).reshape(6, 10)}
+    with ocp.CheckpointManager(tmp_path / "stock") as manager:
+        manager.save(3, args=ocp.args.StandardSave(tree))
+        manager.wait_until_finished()
+    for path in (tmp_path / "stock", tmp_path / "stock" / "3", tmp_path / "stock" / "3" / "default"):
+        assert call("inspect", path) == 0
+        assert re.search(r"^w  6 × 10  float32", capfd.readouterr().out, re.MULTILINE)
+    (tmp_path / "stopped" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert call("inspect", tmp_path / "stopped") == 2
+    assert "0.orbax-checkpoint-tmp" in capfd.readouterr().err
