@@ -23,21 +23,11 @@ GBPS, HOUR_PRICE = 10.0, 0.14
 OVERVIEW = """\
 Weightbeam moves model weights from Hugging Face releases to MaxText and JAX.
 
-<<<<<<< HEAD
-  weightbeam plan    --source ~/models/Qwen3-8B                          what would happen, and every problem
-  weightbeam convert --source ~/models/Qwen3-8B --output ckpt --mesh fsdp=16
-  weightbeam verify  --source ~/models/Qwen3-8B --checkpoint ckpt        is every element right?
-  weightbeam export  --source ckpt --output tuned                        a Hugging Face release of a checkpoint
-  weightbeam merge   --source ~/models/Qwen3-8B --lora adapter --output m  PEFT adapters in a release
-  weightbeam inspect ckpt                                                what a checkpoint holds
-  weightbeam watch   --config watch.yaml                                 the hub's new releases, by themselves
-=======
   weightbeam plan    hf://Qwen/Qwen3-8B              what would happen
   weightbeam convert hf://Qwen/Qwen3-8B ckpt         into an Orbax checkpoint
   weightbeam verify  ckpt                            is every element right?
   weightbeam export  ckpt tuned                      a Hugging Face release of it
   weightbeam inspect ckpt                            what a checkpoint holds
->>>>>>> fcca375 (The terminal: last lines last, --dry_run everywhere, a verdict, what to type in MaxText, and the small options)
 """
 
 PLAN = """\
@@ -442,11 +432,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --like, else 5GB)")
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--step", type=natural, metavar="N", help="which step, where the root has several")
-<<<<<<< HEAD
-    add("--dry_run", action="store_true", default=False, help="say what would be done, and every problem; write nothing")
     add("--lora_alpha", type=amount, metavar="ALPHA", help="of an adapter that MaxText trained, where its metadata don't say it")
-=======
->>>>>>> fcca375 (The terminal: last lines last, --dry_run everywhere, a verdict, what to type in MaxText, and the small options)
     add("--resume", action="store_true", default=False, help="go on with a stopped export")
     add("--overwrite", action="store_true", default=False, help="replace a release, or throw a stopped export away")
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
