@@ -169,6 +169,16 @@ def carry_out(planned: Merge, output: str, resume: bool, overwrite: bool, beam: 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Merges, and says what came of it."""
+    if args.dry_run:
+        name_secret(args.hf_token_secret)
+        planned = plan(**keywords_of(args, plan))
+        problems = list(planned.plan.problems)
+        if args.output and not problems:
+            inputs = (planned.checkpoint.root, *(adapter.root for adapter in planned.adapters))
+            problems = check_release(release_staging(args.output, planned.hash), planned, inputs, args.resume, args.overwrite)
+        refuse(planned, problems)
+        print(f"ready: {planned.checkpoint.root} and {len(planned.adapters)} adapters can be merged")
+        return 0
     print(merge(**keywords_of(args, merge), beam=rest))
     return 0
 
