@@ -79,6 +79,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "vocab_size": dict(vocab_size=128), "use_ocdbt": dict(use_ocdbt=False), "use_zarr3": dict(use_zarr3=False),
     "compression": dict(compression="zstd"), "unit_bytes": dict(unit_bytes=50_000), "step": dict(step=1),
     "virtual": dict(virtual=True), "lora": dict(lora=(("/nowhere/adapter", 0.5),)), "adapter_only": dict(adapter_only=True),
+    "family": dict(family="llama"), "allow_links": dict(allow_links=True), "check_source": dict(check_source="true"),
 }  # fmt: skip
 
 
