@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightbeam.pipelines.convert import convert as convert
+    from weightbeam.pipelines.dequantize import dequantize as dequantize
     from weightbeam.pipelines.diff import diff as diff
     from weightbeam.pipelines.errors import Busy as Busy
     from weightbeam.pipelines.errors import Failed as Failed
@@ -38,6 +39,7 @@ HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it li
     "inspect": "inspect",
     "diff": "diff",
     "materialize": "materialize",
+    "dequantize": "dequantize",
     "merge": "merge",
     "maxtext_config": "plan",
     "fit": "fit",

@@ -140,6 +140,16 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
 
 
+DEQUANTIZE = """\
+Writes a quantised release with the values of its weights: computed in float32, cast once. What isn't quantised is carried over byte
+for byte, config.json loses its quantization_config, and the other small files stay as they are. Every format that convert reads.
+
+  weightbeam dequantize --source hf://deepseek-ai/DeepSeek-V3 --output deepseek-v3-bf16
+
+Exit status: 0 done, 1 failed on the way, 2 refused before any work.
+"""
+
+
 MERGE = """\
 Merges PEFT adapters into a release: the same safetensors files with the adapters in them, all else as it was. In float32 with one
 cast; what no adapter reaches is carried over byte for byte, quantised weights included. As a Beam pipeline.
@@ -403,6 +413,19 @@ def add_merge(parser: argparse.ArgumentParser) -> None:
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
 
 
+def add_dequantization(parser: argparse.ArgumentParser) -> None:
+    """The options of a dequantisation."""
+    add = parser.add_argument
+    add("--source", metavar="URL", help="the quantised release: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
+    add("--output", metavar="FOLDER", help="the folder of the new release; it must not be there yet")
+    add("--save_dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the values (default: what config.json says)")
+    add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --source)")
+    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--resume", action="store_true", default=False, help="go on with a stopped one")
+    add("--overwrite", action="store_true", default=False, help="replace a release, or throw a stopped one away")
+    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+
+
 def add_materialization(parser: argparse.ArgumentParser) -> None:
     """The options that a virtual checkpoint leaves open."""
     add = parser.add_argument
@@ -511,6 +534,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_fit(command("fit", "compare a release with a MaxText configuration, field by field", FIT))
     add_verification(command("verify", "compare a checkpoint with its source, element by element", VERIFY))
     add_export(command("export", "write a checkpoint as a Hugging Face release", EXPORT))
+    add_dequantization(command("dequantize", "write a quantised release as an ordinary one", DEQUANTIZE))
     add_merge(command("merge", "merge PEFT adapters into a release", MERGE))
     add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", MATERIALIZE))
     add_comparison(command("diff", "compare any two checkpoints, tensor by tensor", DIFF))

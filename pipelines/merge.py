@@ -51,9 +51,12 @@ class Merged:
         assert files is not None
         rate = f" ({human(files.size / self.seconds)}/s)" if self.seconds else ""
         what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}"
-        lines = [f"{self.folder}: {what} in {self.seconds:.1f} s{rate}", f"{count(touched, 'tensor')} merged, the others are the release's own bytes"]
+        done = "merged"
+        if self.merge.options.dequantize:
+            done, touched = "dequantised", sum(encoding.label is not None for encoding in self.merge.encodings.values())
+        lines = [f"{self.folder}: {what} in {self.seconds:.1f} s{rate}", f"{count(touched, 'tensor')} {done}, the others are the release's own bytes"]
         if self.merge.plan.dropped:
-            lines.append(f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are merged")
+            lines.append(f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are written as their values")
         return "\n".join(lines)
 
 

@@ -50,6 +50,8 @@ class MergeOptions:
     lora: tuple[tuple[str, float], ...]
     max_shard_size: int | None = None
     unit_bytes: int = 128 << 20
+    dequantize: bool = False  # write every quantised weight as its values
+    save_dtype: str | None = None  # of the values of quantised weights; None for the model's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,11 +208,17 @@ def plan_merge(options: MergeOptions, checkpoint: Checkpoint, adapters: Sequence
     model_type = str(checkpoint.config.get("model_type", ""))
     merging = merge(source.renamed(aliases).encodings, adapters, aliases, model_type, source.lost)
     problems = [*checkpoint.problems, *source.problems, *merging.problems]
-    if not adapters:
+    if not adapters and not options.dequantize:
         problems.append(Problem("option", "--lora", "names no adapter to merge"))
     touched = {spelled[name]: merging.encodings[name] for name in merging.touched}
+    replaced: dict[str, str] = {}
+    if options.dequantize:
+        touched = {name: encoding for name, encoding in source.encodings.items() if encoding.label} | touched
+        replaced |= source.dropped
+        if not touched and not problems:
+            problems.append(Problem("quantised", checkpoint.root, "none of its tensors is quantised; there is nothing to dequantise"))
     quantised = {name for name in touched if source.encodings[name].label}
-    replaced = {tensor: f"codes or scales of {name}, which is merged" for name in quantised for tensor in _companions(checkpoint, source, name)}
+    replaced |= {tensor: f"codes or scales of {name}, which is written as its values" for name in quantised for tensor in _companions(checkpoint, source, name)}
     quantization, why = _quantization(checkpoint, source, quantised)
     problems += why
     encodings: dict[str, Encoding] = {}
@@ -223,7 +231,7 @@ def plan_merge(options: MergeOptions, checkpoint: Checkpoint, adapters: Sequence
         return Merge(options, checkpoint, tuple(adapters), Plan("identity", (), replaced, tuple(problems)), {}, None, (), merged)
     where = {name: tensor.path.rpartition("/")[2] for name, tensor in checkpoint.tensors.items()}
     order = {name: where.get(name) or where[encoding.weight.name] for name, encoding in encodings.items()}
-    wanted = [(name, _dtype(name, encoding, quantised, checkpoint), encoding.shape) for name, encoding in encodings.items()]
+    wanted = [(name, _dtype(name, quantised, checkpoint, options.save_dtype), encoding.shape) for name, encoding in encodings.items()]
     files = plan_files(wanted, order, options.max_shard_size)
     units = largest_first(pack([(block,) for block in _blocks(encodings, files, options.unit_bytes)], options.unit_bytes))
     plan = Plan("identity", (), replaced, ())
@@ -247,11 +255,11 @@ def _companions(checkpoint: Checkpoint, source: Source, name: str) -> set[str]:
     return read | below | {encoding.weight.name}
 
 
-def _dtype(name: str, encoding: Encoding, quantised: Collection[str], checkpoint: Checkpoint) -> np.dtype:
-    """What a tensor is written in: its own dtype, a quantised one in the model's."""
+def _dtype(name: str, quantised: Collection[str], checkpoint: Checkpoint, save_dtype: str | None) -> np.dtype:
+    """What a tensor is written in: its own dtype, a quantised one in the one that was asked for, or in the model's."""
     if name not in quantised:
         return checkpoint.tensors[name].dtype
-    said = checkpoint.config.get("torch_dtype") or checkpoint.config.get("dtype")
+    said = save_dtype or checkpoint.config.get("torch_dtype") or checkpoint.config.get("dtype")
     return np.dtype(getattr(ml_dtypes, str(said), None) or str(said)) if said in ("bfloat16", "float16", "float32") else np.dtype(ml_dtypes.bfloat16)
 
 

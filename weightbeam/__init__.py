@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.api import Progress as Progress
     from weightbeam.pipelines.api import Refused as Refused
     from weightbeam.pipelines.api import convert as convert
+    from weightbeam.pipelines.api import dequantize as dequantize
     from weightbeam.pipelines.api import diff as diff
     from weightbeam.pipelines.api import export as export
     from weightbeam.pipelines.api import fit as fit
