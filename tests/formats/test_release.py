@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
 from weightbeam.formats import release
-from weightbeam.formats.release import edit_config, model_card, read_small_files, role_of, small_files
+from weightbeam.formats.release import edit_config, model_card, role_of, small_files
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.strict_json import JsonError
 
@@ -52,9 +52,10 @@ def test_small_files_of_a_folder(tmp_path: Path) -> None:
     outside.write_text("secret")
     os.symlink(outside, tmp_path / "LICENSE-2")
     store = open_store(tmp_path)
-    taken, left = small_files(store)
-    assert dict(read_small_files(store, taken)) == {name: name.encode() for names in TAKEN.values() for name in names}
-    assert left == {"LICENSE-2": "a symbolic link that leads out of the folder"}
+    files = small_files(store)
+    assert dict(files) == {name: name.encode() for names in TAKEN.values() for name in names}
+    assert files.left.keys() == {"LICENSE-2"}
+    assert files.left["LICENSE-2"].startswith("a symbolic link that leads out of the folder")
 
 
 def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,21 +65,22 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release, "MAX_FILES", 3)
     for name, size in {"config.json": 90, "LICENSE": 50, "a.py": 1, "b.py": 1, "tokenizer.json": 101, "README.md": 30}.items():
         (tmp_path / name).write_bytes(b" " * size)
-    taken, left = small_files(open_store(tmp_path))
-    assert list(taken) == ["config.json", "LICENSE", "a.py"]
+    files = small_files(open_store(tmp_path))
+    left = files.left
+    assert list(files) == ["config.json", "LICENSE", "a.py"]
     assert sorted(left) == ["README.md", "b.py", "tokenizer.json"]
     assert left["tokenizer.json"] == "has 101 bytes; a file of a release besides its weights has at most 100"
 
 
 def test_a_file_that_changes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    taken, _ = small_files(open_store(tmp_path))
+    files = small_files(open_store(tmp_path))
     (tmp_path / "config.json").write_text("{ }")
-    with pytest.raises(StorageError, match=r"had 2 bytes, and has others now"):
-        list(read_small_files(open_store(tmp_path), taken))
+    with pytest.raises(StorageError, match=r"had 2 bytes when it was listed, and has others now"):
+        files["config.json"]
     (tmp_path / "config.json").unlink()
-    with pytest.raises(StorageError, match="is gone"):
-        list(read_small_files(open_store(tmp_path), taken))
+    with pytest.raises(StorageError, match="No such file"):
+        files["config.json"]
 
 
 LLAMA = """{
