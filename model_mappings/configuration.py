@@ -138,10 +138,13 @@ class Line:
         Raises:
           ConfigError: the field is needed and absent, or MaxText has nothing for its value.
         """
-        found = self.found(self.about(config), model)
+        found: Any = None
         try:
+            found = self.found(self.about(config), model)
             return self.to_key(found)
-        except (KeyError, TypeError, ValueError) as e:
+        except ConfigError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
             raise ConfigError(f"config.json: {self.path!r} is {found!r}, for which MaxText has nothing") from e
 
     def found(self, about: Config, model: str | None = None) -> Any:
@@ -275,12 +278,17 @@ def read(lines: Iterable[Line], config: Config, model: str | None = None) -> Rea
     keys: dict[str, Any] = {}
     limits: list[str] = []
     for line in lines:
-        if not line.holds(config):
-            continue
-        if line.key is not None:
-            keys[line.key] = line.value(config, model)
-        if line.limit is not None and (limit := line.limit(line.about(config), model)):
-            limits.append(limit)
+        try:
+            if not line.holds(config):
+                continue
+            if line.key is not None:
+                keys[line.key] = line.value(config, model)
+            if line.limit is not None and (limit := line.limit(line.about(config), model)):
+                limits.append(limit)
+        except ConfigError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+            raise ConfigError(f"config.json: a field that {line.key or line.path} follows from makes no sense: {e}") from e
     return Reading(keys, tuple(limits))
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weightbeam.model_mappings.audit import _apart
 
-SECONDS, MEGABYTES, CHARACTERS = 20, 1024, 400_000  # of the processor's time; on a machine with nothing else to do that is about the time
+SECONDS, MEGABYTES, CHARACTERS = 20, 1280, 400_000  # of the processor's time; on a machine with nothing else to do that is about the time
 
 
 @pytest.fixture(scope="module", autouse=True)
