@@ -400,30 +400,28 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", default=False, help="replace a checkpoint, or throw a stopped conversion away")
 
 
-def add_merge(parser: argparse.ArgumentParser) -> None:
-    """The options of a merge."""
+def add_rewriting(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that makes a release of a release."""
     add = parser.add_argument
     add("--source", metavar="URL", help="the release: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
     add("--output", metavar="FOLDER", help="the folder of the new release; it must not be there yet")
-    add("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated")
     add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --source)")
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
-    add("--resume", action="store_true", default=False, help="go on with a stopped merge")
-    add("--overwrite", action="store_true", default=False, help="replace a release, or throw a stopped merge away")
+    add("--resume", action="store_true", default=False, help="go on with a stopped command")
+    add("--overwrite", action="store_true", default=False, help="replace a release, or throw away what a stopped command staged")
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+
+
+def add_merge(parser: argparse.ArgumentParser) -> None:
+    """The options of a merge."""
+    add_rewriting(parser)
+    parser.add_argument("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated")
 
 
 def add_dequantization(parser: argparse.ArgumentParser) -> None:
     """The options of a dequantisation."""
-    add = parser.add_argument
-    add("--source", metavar="URL", help="the quantised release: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
-    add("--output", metavar="FOLDER", help="the folder of the new release; it must not be there yet")
-    add("--save_dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the values (default: what config.json says)")
-    add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --source)")
-    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
-    add("--resume", action="store_true", default=False, help="go on with a stopped one")
-    add("--overwrite", action="store_true", default=False, help="replace a release, or throw a stopped one away")
-    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+    add_rewriting(parser)
+    parser.add_argument("--save_dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the values (default: what config.json says)")
 
 
 def add_materialization(parser: argparse.ArgumentParser) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import logging
 import os
 import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,28 +15,21 @@ from typing import Any
 from weightbeam.formats.hub_publishing import check_target, publish_folder
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
-from weightbeam.formats.release import edit_config, model_card, packed_files, role_of, small_files
-from weightbeam.formats.release_target import ReleaseFolder, plan_of, release_staging
+from weightbeam.formats.release import packed_files, small_files
 from weightbeam.formats.safetensors import DTYPES, Checkpoint, Shard, Tensor, open_checkpoint
 from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.token import name_secret
-from weightbeam.formats.strict_json import JsonError
-from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.adapters import ExportedAdapter, export_adapter
-from weightbeam.pipelines.arguments import size
-from weightbeam.pipelines.errors import Busy, Failed, Refused
+from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of
-from weightbeam.pipelines.output import alone
 from weightbeam.pipelines.prepare import describe
-from weightbeam.pipelines.progress import Report, reporter
+from weightbeam.pipelines.progress import Report
+from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, refuse
 from weightbeam.pipelines.report import BASE_BYTES, thread_options, threads_of
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport, is_adapter, plan_adapter
 from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like, plan_export
 from weightbeam.transforms.exporting import DTYPES as SAVED
-from weightbeam.transforms.merging import Merge
-
-LOG = logging.getLogger("weightbeam")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,34 +38,29 @@ class Exported:
 
     Attributes:
       export: what was planned.
-      folder: where the release is.
-      seconds: that it took.
-      state: `done`, or `nothing to do` where it was finished already.
+      written: where the release is, and how long it took.
       page: of the commit on the hub.
     """
 
     export: Export
-    folder: str
-    seconds: float = 0.0
-    state: str = "done"
+    written: Written
     page: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Where the release is."""
+        return self.written.folder
 
     def __str__(self) -> str:
         if self.page:
             return f"{self.folder}: published, {self.page}"
-        if self.state != "done":
-            return f"{self.folder} is finished already; nothing to do"
-        plan, files = self.export.plan, self.export.files
-        assert files is not None
-        rate = f" ({human(files.size / self.seconds)}/s)" if self.seconds else ""
-        what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}"
-        lines = [f"{self.folder}: {what} in {self.seconds:.1f} s{rate}"]
-        if self.export.lossy:
-            lines.append(f"{count(len(self.export.lossy), 'tensor')} rounded once: {'; '.join(sorted(set(self.export.lossy.values()))[:3])}")
-        if plan.dropped:
-            lines.append(f"{count(len(plan.dropped), 'tensor')} of the release left out: {'; '.join(sorted(set(plan.dropped.values()))[:3])}")
-        lines.append(f"load it:  transformers.AutoModelForCausalLM.from_pretrained({self.folder!r})")
-        lines.append(f"check it: weightbeam verify --source {self.folder} --checkpoint {self.export.source.root}")
+        lines = [self.written.about(self.export.layout)]
+        if self.written.state == "done":
+            for what, reasons in (("rounded once", self.export.lossy), ("of the release left out", self.export.plan.dropped)):
+                if reasons:
+                    lines.append(f"{count(len(reasons), 'tensor')} {what}: {'; '.join(sorted(set(reasons.values()))[:3])}")
+            lines.append(f"load it:  transformers.AutoModelForCausalLM.from_pretrained({self.folder!r})")
+            lines.append(f"check it: weightbeam verify --source {self.folder} --checkpoint {self.export.source.root}")
         return "\n".join(lines)
 
 
@@ -123,12 +108,7 @@ def export(
       Refused: it can't be done; nothing was written. `problems` has all of them.
       Failed: it failed on the way; what is done is kept for `resume`.
     """
-    if beam:
-        from weightbeam.pipelines.options import check_options  # imports Beam
-
-        check_options(beam, "export", {"source": source, "output": output})
-    if not output:
-        raise Refused("--output is missing: the folder that the release should lie in")
+    check_places("export", source, output, beam)
     name_secret(hf_token_secret)
     checkpoint = _open(source, step)
     if is_adapter(checkpoint):
@@ -139,7 +119,7 @@ def export(
     )  # fmt: skip
     if output.startswith("hf://"):
         return _to_hub(planned, output, create_pr, beam, progress)
-    return carry_out(planned, output, resume, overwrite, beam, progress)
+    return Exported(planned, carry_out(planned, output, resume, overwrite, beam, progress))
 
 
 def _to_hub(planned: Export, output: str, create_pr: bool, beam: Sequence[str], progress: bool | Report) -> Exported:
@@ -150,14 +130,13 @@ def _to_hub(planned: Export, output: str, create_pr: bool, beam: Sequence[str], 
         raise Refused(f"--output={e}") from e
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "weightbeam" / f"export-{planned.hash[:16]}"
-    carry_out(planned, str(folder), True, False, beam, progress)
-    start = time.monotonic()
+    written = carry_out(planned, str(folder), True, False, beam, progress)
     try:
         made = publish_folder(folder, output, f"Export of {planned.source.root} ({planned.hash[:12]})", create_pr=create_pr)
     except StorageError as e:
         raise Failed(f"  {e}\nThe release is whole in {folder}; the same command publishes it.") from e
     shutil.rmtree(folder)
-    return Exported(planned, made.url, time.monotonic() - start, page=made.page)
+    return Exported(planned, dataclasses.replace(written, folder=made.url), page=made.page)
 
 
 def _open(source: str, step: int | None) -> OrbaxCheckpoint:
@@ -201,11 +180,7 @@ def plan(
     """
     if save_dtype not in (AUTO, *SAVED):
         raise Refused(f"--save_dtype={save_dtype} should be {', '.join((AUTO, *SAVED))}")
-    try:
-        bounds = [None if value is None else size(str(value)) for value in (max_shard_size, unit_bytes)]
-    except argparse.ArgumentTypeError as e:
-        raise Refused(str(e)) from e
-    options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, bounds[0], bounds[1] or ExportOptions.unit_bytes)
+    options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, **read_sizes(max_shard_size, unit_bytes))
     checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, step)
     try:
         form, small = find_like(checkpoint, like)
@@ -285,96 +260,24 @@ def _remembered(record: Mapping[str, Any]) -> Checkpoint:
 
 
 def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The small files of the release that is written: the release's own, `config.json` edited, and a new card."""
-    text = small["config.json"].decode() if "config.json" in small else json.dumps(dict(planned.like.config), indent=2)
+    """The small files of the release that is written; `small` are those of the release that it is like."""
     dtype = planned.options.save_dtype if planned.options.save_dtype != AUTO else None
     quantised = any(key in planned.like.config for key in ("quantization_config", "compression_config"))
-    try:
-        edited, edits = edit_config(
-            text,
-            dtype=dtype or ("bfloat16" if quantised else None),
-            vocab_size=planned.config_edits.get("vocab_size"),
-            drop_quantization=True,
-            nextn=planned.config_edits.get("num_nextn_predict_layers"),
-        )
-    except (JsonError, UnicodeDecodeError) as e:
-        raise Refused(f"config.json: {e}") from e
-    made = {"config.json": edited.encode()}
-    for name in small:
-        if role_of(name) not in ("config", "quantisation", "card"):
-            made[name] = small[name]
-    facts = {"weights": planned.source.root, "tree": planned.source.tree.kind, "MaxText model": planned.plan.model or "", "config from": planned.like.root}
-    if planned.lossy:
-        facts["rounded"] = f"{count(len(planned.lossy), 'tensor')}: {'; '.join(sorted(set(planned.lossy.values())))}"
-    base = planned.like.root.removeprefix("hf://").partition("@")[0] if planned.like.root.startswith("hf://") else None
-    card = small["README.md"].decode(errors="replace") if "README.md" in small else None
-    title = (base or planned.like.root).rpartition("/")[2] or planned.plan.family
-    made["README.md"] = model_card(title, {key: value for key, value in facts.items() if value}, edits, base_model=base, card=card).encode()
-    return made
-
-
-def refuse(planned: Export | Merge, problems: Sequence[Problem]) -> None:
-    """Raises `Refused` with all problems, if there are any."""
-    if problems:
-        raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
-
-
-def carry_out(planned: Export, output: str, resume: bool, overwrite: bool, beam: Sequence[str], progress: bool | Report) -> Exported:
-    """Carries a planned export out, or refuses to; see `export`."""
-    try:
-        staging = release_staging(output, planned.hash)
-    except StorageError as e:
-        raise Refused(f"--output={e}") from e
-    inputs = (planned.source.root, planned.like.root)
-    refuse(planned, [*planned.plan.problems, *check_release(staging, planned, inputs, resume, overwrite)])
-    if resume and not staging.exists() and plan_of(staging.final) == planned.hash:
-        return Exported(planned, str(staging.final), state="nothing to do")
-    for warning in planned.warnings:
-        LOG.warning(warning)
-    start = time.monotonic()
-    with alone(staging):
-        refuse(planned, check_release(staging, planned, inputs, resume, overwrite))  # again: now nobody else changes it
-        from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
-
-        ours = {"source": planned.source.root, "output": output}
-        run_units(planned, staging, beam, ours, resume, overwrite, report=reporter(progress))
-    if plan_of(staging.final) != planned.hash:
-        raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
-    return Exported(planned, str(staging.final), time.monotonic() - start)
-
-
-def check_release(staging: ReleaseFolder, planned: Export | Merge, inputs: Sequence[str], resume: bool, overwrite: bool) -> list[Problem]:
-    """What stands against writing a release there; `inputs` are the URLs of what it is made of."""
-
-    def problem(message: str) -> list[Problem]:
-        return [Problem("output", str(staging.final), message)]
-
-    final = Path(staging.final)
-    if final.is_symlink() or (final.exists() and not final.is_dir()):
-        return problem("is a link or a file; name a folder")
-    for url in inputs:
-        source = Path(url)
-        if url.startswith("/") and (source.resolve().is_relative_to(final.resolve()) or final.resolve().is_relative_to(source.resolve())):
-            return problem(f"and {source}, which it is made of, lie in each other; choose another --output")
-    try:
-        staging.check_free()
-        stopped = staging.exists()
-    except OSError as e:
-        raise Busy(f"  output: {reason(e)}") from e
-    if stopped and not resume and not overwrite:
-        return problem("a stopped export lies beside it; go on with --resume, or start anew with --overwrite")
-    if final.exists() and plan_of(staging.final) != planned.hash:
-        ours = plan_of(staging.final) is not None
-        if not overwrite:
-            return problem("exists" + ("; --overwrite replaces it" if ours else ", and isn't a release that Weightbeam wrote; choose another --output"))
-        if not ours and any(final.iterdir()):
-            return problem("isn't a release that Weightbeam wrote, and isn't deleted; choose another --output")
-    elif final.exists() and not overwrite and not resume:
-        return problem("exists; --overwrite replaces it")
-    free = shutil.disk_usage(next(folder for folder in (final, *final.parents) if folder.exists())).free
-    if planned.files is not None and free < planned.files.size and not stopped:
-        return problem(f"needs {human(planned.files.size)}, the disk has {human(free)} left")
-    return []
+    edits = {
+        "dtype": dtype or ("bfloat16" if quantised else None),
+        "vocab_size": planned.config_edits.get("vocab_size"),
+        "drop_quantization": True,
+        "nextn": planned.config_edits.get("num_nextn_predict_layers"),
+    }
+    rounded = f"{count(len(planned.lossy), 'tensor')}: {'; '.join(sorted(set(planned.lossy.values())))}" if planned.lossy else ""
+    facts = {
+        "weights": planned.source.root,
+        "tree": planned.source.tree.kind,
+        "MaxText model": planned.plan.model or "",
+        "config from": planned.like.root,
+        "rounded": rounded,
+    }
+    return make_small_files(small, planned.like.config, edits, ("quantisation",), planned.like.root, facts, planned.plan.family)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -382,7 +285,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.dry_run:
         planned = plan(**keywords_of(args, plan))
         print(plan_text(planned, threads_of(thread_options(rest))))
-        refuse(planned, planned.plan.problems)
+        refuse(planned.plan.problems)
         print(f"ready       weightbeam export --source {planned.source.root} --output {args.output or 'FOLDER'}")
         return 0
     print(export(**keywords_of(args, export), beam=rest))

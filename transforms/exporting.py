@@ -23,17 +23,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from weightbeam.formats import release_target
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.provenance import versions
-from weightbeam.formats.safetensors import INDEX, Checkpoint, Tensor
+from weightbeam.formats.safetensors import Checkpoint
 from weightbeam.formats.sources import open_source
-from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.formats.unpacking import UnpackedArray, can_unpack, chunks, unpack
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.audit import audit
-from weightbeam.model_mappings.boxes import Box, extent, volume, whole
+from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.cells import Cell, Piece
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
@@ -42,10 +40,10 @@ from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_scanned
-from weightbeam.transforms.arena import aligned
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.grid import Grid, Stored, cut_rows
-from weightbeam.transforms.units import Block, Fetch, element_box, find_twins, largest_first, pack, working_bytes
+from weightbeam.transforms.rows import ReleasePlan, RowsJob, RowsUnit
+from weightbeam.transforms.units import Block, Fetch, element_box, find_twins, largest_first, pack
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("bfloat16", "float16", "float32")}
 AUTO = "auto"
@@ -90,53 +88,8 @@ class Like:
         return cls(checkpoint.root, checkpoint.config, tensors)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowsJob:
-    """Rows of a tensor to make and to write.
-
-    Attributes:
-      tensor: where they go: `path` is the file's name in the release.
-      box: of the tensor.
-      pieces: what they are made of, each with the number of the fetch that holds its source.
-    """
-
-    tensor: Tensor
-    box: Box
-    pieces: tuple[tuple[int, Piece], ...]
-    fill = None
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.tensor.dtype
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """It isn't cut further."""
-        return (1,) * len(self.box)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExportUnit:
-    """A unit of work: chunks to read, and the rows that they are."""
-
-    id: int
-    fetches: tuple[Fetch, ...]
-    jobs: tuple[RowsJob, ...]
-
-    @property
-    def is_done(self) -> bool:
-        return not self.jobs
-
-    @property
-    def working_bytes(self) -> int:
-        """Memory for all of its arrays."""
-        read = sum(aligned(part.nbytes) for fetch in self.fetches for part in fetch.encoding.reads(fetch.box))
-        read += sum(aligned(volume(fetch.box) * fetch.dtype.itemsize) for fetch in self.fetches if fetch.encoding.label)
-        return read + sum(aligned(volume(job.box) * job.dtype.itemsize) for job in self.jobs)
-
-
 @dataclasses.dataclass(frozen=True)
-class Export:
+class Export(ReleasePlan):
     """The plan of an export.
 
     Attributes:
@@ -177,19 +130,6 @@ class Export:
         return sum(self.encodings[array.key].nbytes for array in self.plan.arrays if array.key in self.encodings)
 
     @property
-    def target_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.files.tensors.values()) if self.files else 0
-
-    @property
-    def made_bytes(self) -> int:
-        return self.target_bytes
-
-    @property
-    def unit_bytes(self) -> int:
-        return self.options.unit_bytes
-
-    @property
     def read_bytes(self) -> int:
         """Bytes of the chunks that the units read, decoded."""
         return sum(
@@ -197,11 +137,6 @@ class Export:
             for unit in self.units
             for block in unit
         )
-
-    @property
-    def unit_working_bytes(self) -> int:
-        """Memory of the largest unit."""
-        return max(map(working_bytes, self.units), default=0)
 
     @functools.cached_property
     def chunks(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -213,9 +148,8 @@ class Export:
         key, index = self.chunks[number]
         return unpack(self.encodings[key], index, place)
 
-    def expand(self, unit: int, place: Store) -> ExportUnit:
+    def expand(self, unit: int, place: Store) -> RowsUnit:
         """A unit, spelled out; `place` is where the plan is at work."""
-        assert self.files is not None
         fetches: list[Fetch] = []
         pieces: dict[str, list[tuple[int, Piece]]] = {}
         for block in self.units[unit]:
@@ -230,8 +164,8 @@ class Export:
         jobs = []
         for name, placed in pieces.items():
             for box, inside in _boxes(placed):
-                jobs += [RowsJob(self.files.tensors[given], box, inside) for given in self.names[name]]
-        return ExportUnit(unit, tuple(fetches), tuple(jobs))
+                jobs += [RowsJob(self.layout.tensors[given], box, inside) for given in self.names[name]]
+        return RowsUnit(unit, tuple(fetches), tuple(jobs))
 
     @functools.cached_property
     def hash(self) -> str:
@@ -250,29 +184,12 @@ class Export:
             add([(block.array, block.shards) for block in unit])
         return identity.hexdigest()
 
-    def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
-        """Makes the release's files, at their full size."""
-        assert self.files is not None
-        release_target.prepare(staging, ((file.name, file.header, file.size) for file in self.files.files), self._small_files())
+    @property
+    def inputs(self) -> Sequence[str]:
+        return self.source.root, self.like.root
 
-    def _small_files(self) -> dict[str, bytes]:
-        index = {} if self.files is None or self.files.index is None else {INDEX: self.files.index}
-        return {**self.small, **index}
-
-    def write(self, staging: Staging, unit: ExportUnit, made: Sequence[np.ndarray]) -> None:
-        """Writes the rows of a unit to their places, and enters the unit in the ledger."""
-        release_target.write_unit(staging, unit.id, [(job.tensor, job.box, rows) for job, rows in zip(unit.jobs, made, strict=True)])
-
-    def assemble(self, staging: Staging, overwrite: bool) -> None:
-        """Publishes the release.
-
-        Raises:
-          StorageError: the checkpoint changed meanwhile.
-          release_target.IncompleteError: units are missing.
-        """
-        assert self.files is not None
+    def check(self) -> None:
         self.source.check()
-        release_target.assemble(staging, len(self.units), ((file.name, file.size) for file in self.files.files), self.record(), overwrite)
 
     def record(self) -> dict[str, Any]:
         """Where the release comes from."""
@@ -565,8 +482,3 @@ def _blocks(number: int, grid: Grid, unit_bytes: int) -> Iterator[Block]:
     for at, first in enumerate(itertools.product(*starts)):
         shards = tuple((at, min(at + n, total)) for at, n, total in zip(first, counts, spec.grid, strict=True))
         yield Block(number, shards, grid.working_bytes(extent(element_box(spec, shards))), (spec.key, at))
-
-
-def whole_boxes(export: Export) -> dict[str, Box]:
-    """Every tensor that is written, whole."""
-    return {name: whole(tensor.shape) for name, tensor in (export.files.tensors if export.files else {}).items()}

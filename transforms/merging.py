@@ -17,13 +17,11 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from weightbeam.formats import release_target
 from weightbeam.formats.adapters import Adapter, Merging, merge
 from weightbeam.formats.encodings import Encoding, Plain, stored_bytes
 from weightbeam.formats.provenance import versions
-from weightbeam.formats.safetensors import INDEX, BoxRead, Checkpoint, Tensor
+from weightbeam.formats.safetensors import BoxRead, Checkpoint, Tensor
 from weightbeam.formats.sources import Source, open_source
-from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.boxes import Box, extent, volume, whole
 from weightbeam.model_mappings.cells import Piece
@@ -32,9 +30,9 @@ from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.relation import View
-from weightbeam.transforms.exporting import ExportUnit, RowsJob
 from weightbeam.transforms.files import FileLayout, plan_files
-from weightbeam.transforms.units import Block, Fetch, largest_first, pack, working_bytes
+from weightbeam.transforms.rows import ReleasePlan, RowsJob, RowsUnit
+from weightbeam.transforms.units import Block, Fetch, largest_first, pack
 
 # By `quant_method`: the field of `quantization_config` that names modules which aren't quantised.
 KEPT_MODULES = {
@@ -55,7 +53,7 @@ class MergeOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Merge:
+class Merge(ReleasePlan):
     """The plan of a merge.
 
     Attributes:
@@ -89,39 +87,27 @@ class Merge:
         raise IndexError(number)
 
     @property
+    def changes(self) -> str:
+        """How many tensors are merged or dequantised, for a person."""
+        merged, values = len(self.merging.touched), sum(encoding.label is not None for encoding in self.encodings.values())
+        number, what = (values, "dequantised") if self.options.dequantize else (merged, "merged")
+        return f"{number:,} tensor{'' if number == 1 else 's'} {what}"
+
+    @property
     def source_bytes(self) -> int:
         """Bytes of what is read: the release's tensors and the adapters'."""
         return sum(map(stored_bytes, self.encodings.values()))
 
-    @property
-    def target_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.files.tensors.values()) if self.files else 0
-
-    @property
-    def made_bytes(self) -> int:
-        return self.target_bytes
-
-    @property
-    def unit_bytes(self) -> int:
-        return self.options.unit_bytes
-
-    @property
-    def unit_working_bytes(self) -> int:
-        """Memory of the largest unit."""
-        return max(map(working_bytes, self.units), default=0)
-
-    def expand(self, unit: int, place: Store | None = None) -> ExportUnit:
+    def expand(self, unit: int, place: Store | None = None) -> RowsUnit:
         """A unit, spelled out."""
-        assert self.files is not None
         names = list(self.encodings)
         fetches, jobs = [], []
         for number, block in enumerate(self.units[unit]):
             name, box = names[block.array], block.shards
-            tensor = self.files.tensors[name]
+            tensor = self.layout.tensors[name]
             fetches.append(Fetch(self.encodings[name], box, tensor.dtype))
             jobs.append(RowsJob(tensor, box, ((number, _itself(name, box)),)))
-        return ExportUnit(unit, tuple(fetches), tuple(jobs))
+        return RowsUnit(unit, tuple(fetches), tuple(jobs))
 
     @functools.cached_property
     def hash(self) -> str:
@@ -166,27 +152,13 @@ class Merge:
         }
         return gzip.compress(json.dumps(inputs).encode(), compresslevel=5, mtime=0)
 
-    def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
-        """Makes the release's files, at their full size."""
-        assert self.files is not None
-        index = {} if self.files.index is None else {INDEX: self.files.index}
-        release_target.prepare(staging, ((file.name, file.header, file.size) for file in self.files.files), {**self.small, **index})
+    @property
+    def inputs(self) -> Sequence[str]:
+        return self.checkpoint.root, *(adapter.root for adapter in self.adapters)
 
-    def write(self, staging: Staging, unit: ExportUnit, made: Sequence[np.ndarray]) -> None:
-        """Writes the rows of a unit to their places, and enters the unit in the ledger."""
-        release_target.write_unit(staging, unit.id, [(job.tensor, job.box, rows) for job, rows in zip(unit.jobs, made, strict=True)])
-
-    def assemble(self, staging: Staging, overwrite: bool) -> None:
-        """Publishes the release.
-
-        Raises:
-          StorageError: the release or an adapter changed meanwhile.
-          release_target.IncompleteError: units are missing.
-        """
-        assert self.files is not None
+    def check(self) -> None:
         for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)):
             files.check()
-        release_target.assemble(staging, len(self.units), ((file.name, file.size) for file in self.files.files), self.record(), overwrite)
 
     def unreadable(self) -> list[Problem]:
         """The files whose end can't be read."""

@@ -1,0 +1,184 @@
+"""What the commands have in common that write a release: sizes, small files, what an output must be, and carrying the plan out."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import shutil
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightbeam.formats.release import edit_config, model_card, role_of
+from weightbeam.formats.release_target import ReleaseFolder, plan_of, release_staging
+from weightbeam.formats.storage import StorageError, reason
+from weightbeam.formats.strict_json import JsonError
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines.arguments import size
+from weightbeam.pipelines.errors import Busy, Failed, Refused
+from weightbeam.pipelines.output import alone
+from weightbeam.pipelines.prepare import describe
+from weightbeam.pipelines.progress import Report, reporter
+from weightbeam.pipelines.tables import count, human
+from weightbeam.transforms.files import FileLayout
+from weightbeam.transforms.rows import ReleasePlan
+
+LOG = logging.getLogger("weightbeam")
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Where a release is.
+
+    Attributes:
+      folder: its folder.
+      seconds: that it took; 0 where it was finished already.
+      state: `done`, or `nothing to do`.
+    """
+
+    folder: str
+    seconds: float = 0.0
+    state: str = "done"
+
+    def about(self, files: FileLayout) -> str:
+        """The line that says so."""
+        if self.state != "done":
+            return f"{self.folder} is finished already; nothing to do"
+        rate = f" ({human(files.size / self.seconds)}/s)" if self.seconds else ""
+        what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}"
+        return f"{self.folder}: {what} in {self.seconds:.1f} s{rate}"
+
+
+def read_sizes(max_shard_size: int | str | None, unit_bytes: int | str) -> dict[str, Any]:
+    """Both sizes in bytes, as options of a plan.
+
+    Raises:
+      Refused: one can't be meant.
+    """
+    try:
+        return {"max_shard_size": None if max_shard_size is None else size(str(max_shard_size)), "unit_bytes": size(str(unit_bytes))}
+    except argparse.ArgumentTypeError as e:
+        raise Refused(str(e)) from e
+
+
+def check_places(command: str, source: str, output: str, beam: Sequence[str]) -> None:
+    """Raises `Refused` where an output isn't named, or one of Beam's options can't be."""
+    if beam:
+        from weightbeam.pipelines.options import check_options  # imports Beam
+
+        check_options(beam, command, {"source": source, "output": output})
+    if not output:
+        raise Refused("--output is missing: the folder that the release should lie in")
+
+
+def make_small_files(
+    small: Mapping[str, bytes],
+    config: Mapping[str, Any],
+    edits: Mapping[str, Any],
+    left_out: Collection[str],
+    root: str,
+    facts: Mapping[str, str],
+    title: str = "",
+) -> dict[str, bytes]:
+    """The small files of a release that is written: the ones of the release that it is made of, `config.json` edited, and a new card.
+
+    Args:
+      small: those of the release that it is made of.
+      config: `config.json`, where it isn't among them.
+      edits: of `config.json`, as `edit_config` takes them; none leave it byte for byte.
+      left_out: roles of files that stay out.
+      root: URL of that release.
+      facts: what the card says.
+      title: of the card, where the root has no name.
+
+    Raises:
+      Refused: `config.json` can't be edited.
+    """
+    text = small["config.json"] if "config.json" in small else json.dumps(dict(config), indent=2).encode()
+    done: list[str] = []
+    if edits:
+        try:
+            edited, done = edit_config(text.decode(), **edits)
+        except (JsonError, UnicodeDecodeError) as e:
+            raise Refused(f"config.json: {e}") from e
+        text = edited.encode()
+    kept = {name: small[name] for name in small if role_of(name) not in {"config", "card", *left_out}}
+    base = root.removeprefix("hf://").partition("@")[0] if root.startswith("hf://") else None
+    card = small["README.md"].decode(errors="replace") if "README.md" in small else None
+    page = model_card((base or root).rpartition("/")[2] or title, {key: value for key, value in facts.items() if value}, done, base_model=base, card=card)
+    return {"config.json": text, **kept, "README.md": page.encode()}
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raises `Refused` with all problems, if there are any."""
+    if problems:
+        raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+
+
+def carry_out(planned: ReleasePlan, output: str, resume: bool, overwrite: bool, beam: Sequence[str], progress: bool | Report) -> Written:
+    """Carries a planned release out, or refuses to."""
+    staging = find_place(planned, output)
+    refuse([*planned.plan.problems, *check_release(staging, planned, resume, overwrite)])
+    refuse(planned.unreadable())
+    if resume and not staging.exists() and plan_of(staging.final) == planned.hash:
+        return Written(str(staging.final), state="nothing to do")
+    for warning in planned.warnings:
+        LOG.warning(warning)
+    start = time.monotonic()
+    with alone(staging):
+        refuse(check_release(staging, planned, resume, overwrite))  # again: now nobody else changes it
+        from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
+
+        run_units(planned, staging, beam, {"source": planned.inputs[0], "output": output}, resume, overwrite, report=reporter(progress))
+    if plan_of(staging.final) != planned.hash:
+        raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
+    return Written(str(staging.final), time.monotonic() - start)
+
+
+def find_place(planned: ReleasePlan, output: str) -> ReleaseFolder:
+    """The place of a release.
+
+    Raises:
+      Refused: nothing can be written there.
+    """
+    try:
+        return release_staging(output, planned.hash)
+    except StorageError as e:
+        raise Refused(f"--output={e}") from e
+
+
+def check_release(staging: ReleaseFolder, planned: ReleasePlan, resume: bool, overwrite: bool) -> list[Problem]:
+    """What stands against writing a release there."""
+
+    def problem(message: str) -> list[Problem]:
+        return [Problem("output", str(staging.final), message)]
+
+    final = Path(staging.final)
+    if final.is_symlink() or (final.exists() and not final.is_dir()):
+        return problem("is a link or a file; name a folder")
+    for url in planned.inputs:
+        source = Path(url)
+        if url.startswith("/") and (source.resolve().is_relative_to(final.resolve()) or final.resolve().is_relative_to(source.resolve())):
+            return problem(f"and {source}, which it is made of, lie in each other; choose another --output")
+    try:
+        staging.check_free()
+        stopped = staging.exists()
+    except OSError as e:
+        raise Busy(f"  output: {reason(e)}") from e
+    if stopped and not resume and not overwrite:
+        return problem("what a stopped command staged lies beside it; go on with --resume, or start anew with --overwrite")
+    if final.exists() and plan_of(staging.final) != planned.hash:
+        ours = plan_of(staging.final) is not None
+        if not overwrite:
+            return problem("exists" + ("; --overwrite replaces it" if ours else ", and isn't a release that Weightbeam wrote; choose another --output"))
+        if not ours and any(final.iterdir()):
+            return problem("isn't a release that Weightbeam wrote, and isn't deleted; choose another --output")
+    elif final.exists() and not overwrite and not resume:
+        return problem("exists; --overwrite replaces it")
+    free = shutil.disk_usage(next(folder for folder in (final, *final.parents) if folder.exists())).free
+    if planned.files is not None and free < planned.files.size and not stopped:
+        return problem(f"needs {human(planned.files.size)}, the disk has {human(free)} left")
+    return []

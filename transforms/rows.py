@@ -1,0 +1,159 @@
+"""What every plan has in common that writes a release: its files at their full size, and units that write rows to their places."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from weightbeam.formats import release_target
+from weightbeam.formats.safetensors import INDEX, Tensor
+from weightbeam.formats.staging import Staging
+from weightbeam.model_mappings.boxes import Box, volume
+from weightbeam.model_mappings.cells import Piece
+from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.transforms.arena import aligned
+from weightbeam.transforms.files import FileLayout
+from weightbeam.transforms.units import Block, Fetch, working_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowsJob:
+    """Rows of a tensor to make and to write.
+
+    Attributes:
+      tensor: where they go: `path` is the file's name in the release.
+      box: of the tensor.
+      pieces: what they are made of, each with the number of the fetch that holds its source.
+    """
+
+    tensor: Tensor
+    box: Box
+    pieces: tuple[tuple[int, Piece], ...]
+    fill = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """It isn't cut further."""
+        return (1,) * len(self.box)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowsUnit:
+    """A unit of work: what to read, and the rows that it becomes."""
+
+    id: int
+    fetches: tuple[Fetch, ...]
+    jobs: tuple[RowsJob, ...]
+
+    @property
+    def is_done(self) -> bool:
+        return not self.jobs
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory for all of its arrays: as they are stored, as they are decoded, and as they are written."""
+        read = sum(aligned(part.nbytes) for fetch in self.fetches for part in fetch.encoding.reads(fetch.box))
+        read += sum(aligned(volume(fetch.box) * fetch.dtype.itemsize) for fetch in self.fetches if fetch.encoding.label is not None)
+        return read + sum(aligned(volume(job.box) * job.dtype.itemsize) for job in self.jobs)
+
+
+class WritingOptions(Protocol):
+    """The options that every plan of a release has."""
+
+    @property
+    def unit_bytes(self) -> int: ...
+
+    @property
+    def max_shard_size(self) -> int | None: ...
+
+
+class ReleasePlan:
+    """The part of a plan that its release follows from; a dataclass with these fields adds where the values come from.
+
+    Attributes:
+      options: the user's.
+      plan: what is left out, and the problems.
+      files: where each tensor goes; None if there are problems.
+      units: the blocks of each unit.
+      small: the release's small files as they will be; not staged.
+      warnings: what the user should know.
+    """
+
+    options: WritingOptions
+    plan: Plan
+    files: FileLayout | None
+    units: tuple[tuple[Block, ...], ...]
+    small: Mapping[str, bytes]
+    warnings: tuple[str, ...]
+
+    @property
+    def layout(self) -> FileLayout:
+        """The files of a plan without problems."""
+        assert self.files is not None, "the plan has problems"
+        return self.files
+
+    @property
+    def hash(self) -> str:
+        """Identifies the result."""
+        raise NotImplementedError
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """URLs of all that the release is made of; it can't take the place of any."""
+        raise NotImplementedError
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.files.tensors.values()) if self.files else 0
+
+    @property
+    def made_bytes(self) -> int:
+        return self.target_bytes
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.options.unit_bytes
+
+    @property
+    def unit_working_bytes(self) -> int:
+        """Memory of the largest unit."""
+        return max(map(working_bytes, self.units), default=0)
+
+    def record(self) -> dict[str, Any]:
+        """Where the release comes from."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises StorageError if what the release is made of isn't what was planned."""
+        raise NotImplementedError
+
+    def unreadable(self) -> list[Problem]:
+        """The files of what it is made of whose end can't be read."""
+        return []
+
+    def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
+        """Makes the release's files, at their full size."""
+        index = {} if self.layout.index is None else {INDEX: self.layout.index}
+        release_target.prepare(staging, ((file.name, file.header, file.size) for file in self.layout.files), {**self.small, **index})
+
+    def write(self, staging: Staging, unit: RowsUnit, made: Sequence[np.ndarray]) -> None:
+        """Writes the rows of a unit to their places, and enters the unit in the ledger."""
+        release_target.write_unit(staging, unit.id, [(job.tensor, job.box, rows) for job, rows in zip(unit.jobs, made, strict=True)])
+
+    def assemble(self, staging: Staging, overwrite: bool) -> None:
+        """Publishes the release.
+
+        Raises:
+          StorageError: what it is made of changed meanwhile.
+          release_target.IncompleteError: units are missing.
+        """
+        self.check()
+        release_target.assemble(staging, len(self.units), ((file.name, file.size) for file in self.layout.files), self.record(), overwrite)
