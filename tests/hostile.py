@@ -6,24 +6,20 @@ What `tests/formats/test_safetensors.py` and `tests/pipelines/test_errors.py` br
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import os
-import resource
 import shutil
-import signal
 import socket
 import stat
 import struct
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from facts import load_headers, tiny
-from support import BF16, INDEX, LLAMA, call, random_tensors, save, split
+from measured import runner
+from support import BF16, INDEX, LLAMA, random_tensors, save, split
 
 from weightbeam.formats.safetensors import HF_QUANT_CONFIG, Checkpoint, Shard, Tensor
 from weightbeam.model_mappings.plan import TensorSpec
@@ -280,8 +276,6 @@ def mutated(config: dict[str, Any], path: tuple[str | int, ...], value: Any) -> 
 
 # --- running them -------------------------------------------------------------------------------------------------------------------
 
-SECONDS, MEMORY = 60, 2 << 30  # of one command; the processor's time, and memory above that of a process that has imported everything
-
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Everything in a folder: kind, size and time of change. Links aren't followed."""
@@ -289,47 +283,20 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {name: (stat.S_IFMT(at.st_mode), 0 if stat.S_ISDIR(at.st_mode) else at.st_size, at.st_mtime_ns) for name, at in found.items()}
 
 
-def run(command: Sequence[object], output: Path) -> dict[str, Any]:
-    """Runs `weightbeam` in a forked process with bounded time and memory; what it printed goes to a file."""
-    start = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-        signal.alarm(3 * SECONDS)
-        printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(printed, 1)
-        os.dup2(printed, 2)
-        status = 70
-        try:
-            status = call(*command)
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    _, status, usage = os.wait4(child, 0)
-    message = output.read_text(errors="backslashreplace")
-    cpu = usage.ru_utime + usage.ru_stime
-    used = dict(seconds=round(time.monotonic() - start, 2), cpu=round(cpu, 2), megabytes=usage.ru_maxrss >> 10)
-    return dict(status=os.waitstatus_to_exitcode(status), length=len(message), message=message[:3000] + message[-3000:], **used)
-
-
 def main(root: Path) -> None:
     """Plans and converts each bad folder; prints a line of JSON for each command."""
     sys.dont_write_bytecode = True
-    importlib.import_module("weightbeam.pipelines.convert")  # now, so that the forked processes needn't
-    assert run(["plan", "--source", good(root / "good")], root / "printed")["status"] == 0
-    for name, damage in FOLDERS.items():
-        place = root / "place"
-        source = good(place / "hf")
-        damage(source)
-        before = snapshot(place)
-        for command in ("plan", "convert"):
-            told = run([command, "--source", source, *(["--output", place / "out"] if command == "convert" else [])], root / "printed")
-            print(json.dumps(dict(name=name, command=command, untouched=snapshot(place) == before, **told)), flush=True)
-        shutil.rmtree(place)
+    with runner() as run:
+        assert run(["plan", "--source", good(root / "good")], root / "printed")["status"] == 0
+        for name, damage in FOLDERS.items():
+            place = root / "place"
+            source = good(place / "hf")
+            damage(source)
+            before = snapshot(place)
+            for command in ("plan", "convert"):
+                told = run([command, "--source", source, *(["--output", place / "out"] if command == "convert" else [])], root / "printed")
+                print(json.dumps(dict(name=name, command=command, untouched=snapshot(place) == before, **told)), flush=True)
+            shutil.rmtree(place)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from measured import call as call
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -40,14 +41,6 @@ def convert(source: Path, output: Path, *options: str) -> Path:
     assert main(["convert", "--source", str(source), "--output", str(output), *options]) == 0
     step = options[options.index("--step") + 1] if "--step" in options else "0"
     return output / step
-
-
-def call(*arguments: object) -> int:
-    """Runs `weightbeam` in this process; returns its exit status, argparse's too."""
-    try:
-        return main([str(argument) for argument in arguments])
-    except SystemExit as e:
-        return int(e.code or 0)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -152,7 +152,7 @@ def query_scalar(keys):
 
 def is_model(c, model):
     t = text(c)[0]
-    by_name = t.size("hidden_size") // t.size("num_attention_heads") if model == "gemma3-27b" else t["head_dim"]
+    by_name = t.count("hidden_size") // t.size("num_attention_heads") if model == "gemma3-27b" else t["head_dim"]
     return t["query_pre_attn_scalar"] == by_name
 
 

@@ -289,7 +289,11 @@ def test_an_unknown_family_gets_an_inventory(source: Path, refused: Refused) -> 
     assert "'gpt_neox'" in message
     for kind in ("llama", "mistral", "qwen2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"):
         assert kind in message
-    assert "weightbeam inspect" in message  # what it holds
+    assert "weightbeam inspect" in message  # shows what it holds, as -v does, before the refusal
+    inventory = refused(source, "-v")
+    assert "2 × model.layers.*.mlp.up_proj.weight  bfloat16 [48, 32]" in inventory
+    assert "1 × lm_head.weight  bfloat16 [64, 32]" in inventory
+    assert inventory.index("lm_head.weight") < inventory.index("'gpt_neox'")
 
 
 def test_several_faults_are_all_listed(source: Path, refused: Refused) -> None:

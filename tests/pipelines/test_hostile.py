@@ -21,7 +21,7 @@ from weightbeam.model_mappings.config import Config
 from weightbeam.transforms.conversion import Conversion, Options, prepare
 
 CHECKPOINTS = tiny_checkpoints()
-SECONDS, MEGABYTES, CHARACTERS = 60, 1500, 20_000  # of one command, what it printed too
+SECONDS, MEGABYTES, CHARACTERS = 20, 1500, 20_000  # of one command, what it printed too
 
 
 @pytest.fixture(scope="module")
