@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gzip
-import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -39,6 +36,7 @@ from weightbeam.model_mappings.naming import Naming, name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, make_arrays
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
+from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, model_rules
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, largest_first, make_blocks, pack, working_bytes
@@ -193,23 +191,19 @@ class Conversion:
     @functools.cached_property
     def hash(self) -> str:
         """Identifies the result: the source's files and headers, the options, the rules, grids and units. The same everywhere."""
-        identity = hashlib.sha256()
-
-        def add(*facts: object) -> None:
-            identity.update(json.dumps(facts, sort_keys=True).encode())
-
-        add(DECODING_VERSION, dataclasses.asdict(self.options), self.checkpoint.config)
+        identity = Identity()
+        identity.add(DECODING_VERSION, dataclasses.asdict(self.options), self.checkpoint.config)
         for shard in self.checkpoint.shards:
-            add(*shard.identity)
+            identity.add(*shard.identity)
         for adapter in self.adapters:
-            add(adapter.identity)
+            identity.add(adapter.identity)
         for array in self.plan.arrays:
-            add(array.key, array.shape, array.fill, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
+            identity.add(array.key, array.shape, array.fill, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
         for grid in self.grids:
-            add(grid.spec.chunk, grid.spec.shard, grid.spec.order)
+            identity.add(grid.spec.chunk, grid.spec.shard, grid.spec.order)
         for unit in self.units:
-            add([(block.array, block.shards) for block in unit])
-        return identity.hexdigest()
+            identity.add([(block.array, block.shards) for block in unit])
+        return identity.hash
 
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
         """Puts the release's small files there, and with `--virtual` the source's files.
@@ -289,7 +283,7 @@ class Conversion:
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "hash": self.hash,
         }
-        return gzip.compress(json.dumps(inputs).encode(), compresslevel=5, mtime=0)
+        return pack_inputs(inputs)
 
 
 def options_from(said: Mapping[str, Any]) -> Options:

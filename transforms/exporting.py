@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gzip
-import hashlib
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -42,6 +39,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.grid import Grid, Stored, cut_rows
+from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.rows import ReleasePlan, RowsJob, RowsUnit
 from weightbeam.transforms.units import Block, Fetch, element_box, find_twins, largest_first, pack
 
@@ -170,19 +168,15 @@ class Export(ReleasePlan):
     @functools.cached_property
     def hash(self) -> str:
         """Identifies the result: the checkpoint's files, the options, the table, the files that are written."""
-        identity = hashlib.sha256()
-
-        def add(*facts: object) -> None:
-            identity.update(json.dumps(facts, sort_keys=True).encode())
-
-        add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.like.config)
+        identity = Identity()
+        identity.add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.like.config)
         for array in self.plan.arrays:
-            add(array.key, array.shape, array.dtype.name, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
+            identity.add(array.key, array.shape, array.dtype.name, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
         for file in self.files.files if self.files else ():
-            add(file.name, file.header.hex())
+            identity.add(file.name, file.header.hex())
         for unit in self.units:
-            add([(block.array, block.shards) for block in unit])
-        return identity.hexdigest()
+            identity.add([(block.array, block.shards) for block in unit])
+        return identity.hash
 
     @property
     def inputs(self) -> Sequence[str]:
@@ -218,7 +212,7 @@ class Export(ReleasePlan):
             "like": dataclasses.asdict(self.like),
             "hash": self.hash,
         }
-        return gzip.compress(json.dumps(inputs).encode(), compresslevel=5, mtime=0)
+        return pack_inputs(inputs)
 
 
 def load(inputs: Mapping[str, Any]) -> Export:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gzip
-import hashlib
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -31,6 +28,7 @@ from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.relation import View
 from weightbeam.transforms.files import FileLayout, plan_files
+from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.rows import ReleasePlan, RowsJob, RowsUnit
 from weightbeam.transforms.units import Block, Fetch, largest_first, pack
 
@@ -112,21 +110,17 @@ class Merge(ReleasePlan):
     @functools.cached_property
     def hash(self) -> str:
         """Identifies the result: files and headers of the release and of the adapters, the options, what is written, the units."""
-        identity = hashlib.sha256()
-
-        def add(*facts: object) -> None:
-            identity.update(json.dumps(facts, sort_keys=True).encode())
-
-        add(self.kind, dataclasses.asdict(self.options), self.checkpoint.config)
+        identity = Identity()
+        identity.add(self.kind, dataclasses.asdict(self.options), self.checkpoint.config)
         for shard in self.checkpoint.shards:
-            add(*shard.identity)
+            identity.add(*shard.identity)
         for adapter in self.adapters:
-            add(adapter.identity)
+            identity.add(adapter.identity)
         for file in self.files.files if self.files else ():
-            add(file.name, file.header.hex())
+            identity.add(file.name, file.header.hex())
         for unit in self.units:
-            add([(block.array, block.shards) for block in unit])
-        return identity.hexdigest()
+            identity.add([(block.array, block.shards) for block in unit])
+        return identity.hash
 
     def record(self) -> dict[str, Any]:
         """Where the release comes from."""
@@ -150,7 +144,7 @@ class Merge(ReleasePlan):
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "hash": self.hash,
         }
-        return gzip.compress(json.dumps(inputs).encode(), compresslevel=5, mtime=0)
+        return pack_inputs(inputs)
 
     @property
     def inputs(self) -> Sequence[str]:

@@ -6,8 +6,6 @@ refuses to work if it comes out differently.
 
 from __future__ import annotations
 
-import gzip
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,6 +16,7 @@ from weightbeam.formats import orbax, release_target
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.transforms import conversion, exporting, merging
+from weightbeam.transforms.inputs import unpack_inputs
 from weightbeam.transforms.units import Block, Fetch
 
 
@@ -116,7 +115,7 @@ def load(staged: bytes) -> Movement:
     Raises:
       RuntimeError: this version of Weightbeam plans it differently.
     """
-    inputs = json.loads(gzip.decompress(staged))
+    inputs = unpack_inputs(staged)
     plan = _LOADERS[inputs.get("kind", "convert")](inputs)
     if plan.hash != inputs["hash"]:
         raise RuntimeError("the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job")
