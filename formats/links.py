@@ -104,7 +104,10 @@ def _holds(folder: Store, shard: Shard) -> bool:
 
 
 def _put(file: Path, target: Path, how: str) -> None:
+    """Puts a file there, unless an earlier attempt did: making a link anew would be a change of the source's file."""
     try:
+        if how == HARD and not target.is_symlink() and target.exists() and target.samefile(file):
+            return
         if how == COPY and not target.is_symlink() and target.exists() and _is_copy(target, file):
             return
         target.unlink(missing_ok=True)

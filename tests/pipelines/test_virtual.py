@@ -321,7 +321,7 @@ def test_a_copy_of_the_folder_is_a_whole_checkpoint(mixed: Path, tmp_path: Path,
     wanted = restore(step)
     shutil.copytree(tmp_path / "out", tmp_path / "copy", copy_function=shutil.copy)
     assert call("verify", "--source", mixed, "--checkpoint", tmp_path / "copy") == 0
-    assert "2 are copies made since" in capsys.readouterr().out
+    assert "2 are copies made since" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(mixed)
     assert_same_bits(restore(tmp_path / "copy" / "0"), wanted)
