@@ -14,7 +14,7 @@ from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines import tables
 from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.loading.schedule import AHEAD, MIN_REMOTE_RUN, MIN_RUN, UNIT_BYTES, Layout, Step, boxes_of, make_steps
+from weightbeam.pipelines.loading.schedule import AHEAD, MIN_REMOTE_RUN, MIN_RUN, UNIT_BYTES, Layout, Step, make_steps, read_bytes
 from weightbeam.pipelines.loading.sources import Release
 from weightbeam.pipelines.report import BASE_BYTES
 from weightbeam.transforms.conversion import Conversion, rules_of
@@ -83,12 +83,8 @@ def plan_load(conversion: Conversion, mesh: Mesh, hosts: int) -> LoadPlan:
     ways = {block.key: "direct" if block.ways is None else "exchanged" for step in steps for block in step.blocks}
     held = sum(math.prod(layout.shard) * source.arrays[key].dtype.itemsize for key, layout in layouts.items())
     return LoadPlan(
-        mesh, hosts, ways, max(_read(source, steps, host) for host in {0, hosts - 1}), held, max(_device_bytes(source, step) for step in steps), len(steps)
+        mesh, hosts, ways, max(read_bytes(steps, source, host) for host in {0, hosts - 1}), held, max(_device_bytes(source, step) for step in steps), len(steps)
     )
-
-
-def _read(source: Release, steps: Sequence[Step], host: int) -> int:
-    return sum(source.cost(block.key, boxes_of(block, host)).nbytes for step in steps for block in step.blocks)
 
 
 def _device_bytes(source: Release, step: Step) -> int:

@@ -274,4 +274,9 @@ def working_bytes(block: Block, described: Described) -> int:
 
 def read_bytes(steps: Sequence[Step], source: Source, process: int) -> int:
     """Bytes that a process reads from the source."""
-    return sum(source.cost(block.key, boxes).nbytes for step in steps for block in step.blocks if (boxes := boxes_of(block, process)))
+    alike: dict[tuple[object, ...], list[Block]] = {}  # blocks that only lie in other layers or experts
+    for block in (block for step in steps for block in step.blocks):
+        stacked = source.stacked(block.key)
+        start = tuple(0 if axis in stacked else at for axis, at in enumerate(block.start))
+        alike.setdefault((block.key, start, block.extent, block.ways), []).append(block)
+    return sum(len(blocks) * source.cost(blocks[0].key, boxes_of(blocks[0], process)).nbytes for blocks in alike.values())

@@ -20,7 +20,7 @@ from weightbeam.formats.orbax import find_items, open_arrays, record_of
 from weightbeam.formats.safetensors import Checkpoint, Empty, open_checkpoint, read_boxes
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
-from weightbeam.model_mappings.boxes import Box, extent, volume
+from weightbeam.model_mappings.boxes import Box, extent, volume, whole
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.keywords import sharding_rules
@@ -94,6 +94,13 @@ class Source(Protocol):
         """What reading these boxes of an array in one go takes."""
         ...
 
+    def stacked(self, key: str) -> tuple[int, ...]:
+        """The axes of an array whose index selects a tensor (layers, experts), where all of its tensors are stored alike.
+
+        What a box costs doesn't depend on where along these axes it lies.
+        """
+        ...
+
     def twins(self) -> list[list[str]]:
         """The arrays in groups: those of a group are to be cut alike and made together, so that no byte is read twice."""
         ...
@@ -115,12 +122,19 @@ def cast(values: np.ndarray, dtype: np.dtype, key: str, empty: Empty = np.empty)
     return made
 
 
+def _form(encoding: Encoding) -> tuple[object, ...]:
+    """What a box costs depends on this, and not on which tensor it is."""
+    return type(encoding), encoding.shape, *((read.tensor.shape, read.tensor.dtype) for read in encoding.reads(whole(encoding.shape)))
+
+
 class Release:
     """A Hugging Face release as MaxText's arrays, by a plan without problems."""
 
     def __init__(self, conversion: Conversion):
         self.conversion, self.url = conversion, conversion.checkpoint.root
         self._arrays = {array.key: array for array in conversion.plan.arrays}
+        self._costs: dict[tuple[str, tuple[Box, ...]], Cost] = {}
+        self._stacked_axes: dict[str, tuple[int, ...]] = {}
         self.arrays: Mapping[str, Described] = {
             array.key: Described(
                 array.shape,
@@ -156,9 +170,33 @@ class Release:
         return made, nbytes
 
     def cost(self, key: str, boxes: Sequence[Box]) -> Cost:
-        found = fetches_for((self._arrays[key], box) for box in boxes)
-        reads = [read for name, fetched in found.items() for box, _ in fetched for read in self.conversion.encodings[name].reads(box)]
-        return Cost(sum(read.nbytes for read in reads), sum(read.runs for read in reads))
+        stacked = self.stacked(key)
+        alike: dict[Box, list[Box]] = {}  # by the tensors that they need parts of: the same parts of each of these
+        for box in boxes:
+            one = tuple((0, 1) if axis in stacked else span for axis, span in enumerate(box))
+            alike.setdefault(tuple(box[axis] for axis in stacked), []).append(one)
+        nbytes = runs = 0
+        for tensors, parts in alike.items():
+            cost = self._cost_of_one(key, tuple(parts))
+            nbytes, runs = nbytes + volume(tensors) * cost.nbytes, runs + volume(tensors) * cost.runs
+        return Cost(nbytes, runs)
+
+    def _cost_of_one(self, key: str, boxes: tuple[Box, ...]) -> Cost:
+        """The cost of boxes, spelled out; once for all boxes of other layers and experts that are the same but for these."""
+        if (key, boxes) not in self._costs:
+            found = fetches_for((self._arrays[key], box) for box in boxes)
+            reads = [read for name, fetched in found.items() for box, _ in fetched for read in self.conversion.encodings[name].reads(box)]
+            self._costs[key, boxes] = Cost(sum(read.nbytes for read in reads), sum(read.runs for read in reads))
+        return self._costs[key, boxes]
+
+    def stacked(self, key: str) -> tuple[int, ...]:
+        if key not in self._stacked_axes:
+            array = self._arrays[key]
+            part, alike = array.parts[0], len(array.parts) == 1
+            forms = {_form(self.conversion.encodings[name]) for name in part.tensors} if alike else set()
+            alike = alike and len(forms) == 1 and len(set(part.tensors)) == len(part.tensors)
+            self._stacked_axes[key] = tuple(axis for axis in sorted(part.stack_axes) if len(part.target_axes[axis]) == 1) if alike else ()
+        return self._stacked_axes[key]
 
     def twins(self) -> list[list[str]]:
         keys = list(self._arrays)
@@ -195,6 +233,9 @@ class Tensors:
     def cost(self, key: str, boxes: Sequence[Box]) -> Cost:
         reads = [read for box in boxes for read in self._encodings[key].reads(box)]
         return Cost(sum(read.nbytes for read in reads), sum(read.runs for read in reads))
+
+    def stacked(self, key: str) -> tuple[int, ...]:
+        return ()
 
     def twins(self) -> list[list[str]]:
         return [[key] for key in self.arrays]
@@ -246,6 +287,9 @@ class Orbax:
                 chunks |= set(itertools.product(*touched))
         sizes = (tuple((at * step, min((at + 1) * step, size)) for at, step, size in zip(chunk, array.grain, array.shape, strict=True)) for chunk in chunks)
         return Cost(sum(map(volume, sizes)) * array.dtype.itemsize, len(chunks))
+
+    def stacked(self, key: str) -> tuple[int, ...]:
+        return ()
 
     def twins(self) -> list[list[str]]:
         return [[key] for key in self.arrays]

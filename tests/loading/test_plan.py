@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support import LLAMA_8B, QWEN3_MOE, call, headers_only, random_tensors, save
+from support import DEEPSEEK_V3, FP8, LLAMA_8B, QWEN3_MOE, call, headers_only, random_tensors, save
 
+from weightbeam.formats.safetensors import open_checkpoint
 from weightbeam.model_mappings.boxes import volume
+from weightbeam.pipelines.loading import sources
 from weightbeam.pipelines.loading.report import layout_on, plan_load
 from weightbeam.pipelines.loading.schedule import boxes_of, make_steps
 from weightbeam.pipelines.loading.sources import Release
 from weightbeam.transforms.conversion import prepare, rules_of
+from weightbeam.transforms.execution import plan_boxes
 from weightbeam.transforms.mesh import Mesh, partition_spec
 from weightbeam.transforms.options import Options
+from weightbeam.transforms.units import fetches_for
+
+QUANTISED = QWEN3_MOE | dict(hidden_size=48, moe_intermediate_size=40, quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16]))
 
 
 @pytest.mark.parametrize(("mesh", "hosts"), [("fsdp=8", 2), ("fsdp=4,tensor=2", 4), ("tensor=2,fsdp=2,expert=2", 8), ("fsdp=6", 3)])
@@ -44,6 +51,34 @@ def test_a_real_model_is_read_once_by_any_number_of_hosts() -> None:
     assert planned.ways["params.params.decoder.layers.mlp.wo.kernel"] == "direct"
     assert planned.memory_bytes < 1 << 30
     assert planned.unit_bytes < 128 << 20
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_cost_of_boxes_is_that_of_their_reads(tmp_path: Path, mixed: bool) -> None:
+    """Counted once for all layers and experts that are alike; spelled out where a layer is stored in another way."""
+    tensors = random_tensors(QUANTISED)
+    rng = np.random.default_rng(1)
+    for name in [name for name in tensors if name.endswith("_proj.weight") and not (mixed and ".1." in name)]:
+        blocks = tuple(-(-size // 16) for size in tensors[name].shape)
+        tensors[name], tensors[f"{name}_scale_inv"] = tensors[name].astype(FP8), rng.random(blocks, np.float32)
+    conversion = prepare(Options(), open_checkpoint(save(tmp_path / "hf", QUANTISED, tensors)))
+    assert not conversion.plan.problems
+    source = Release(conversion)
+    for array in conversion.plan.arrays:
+        for shard in (1, 2, 3):
+            box = tuple((size // (shard + 1), max(size // shard, size // (shard + 1) + 1)) for size in array.shape)
+            reads = [read for fetch in plan_boxes([(array, box)], conversion.encodings)[0] for read in fetch.encoding.reads(fetch.box)]
+            assert source.cost(array.key, [box]) == (sum(read.nbytes for read in reads), sum(read.runs for read in reads)), (array.key, box)
+
+
+def test_a_full_size_mixture_of_experts_is_planned_by_kinds_of_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight layers of DeepSeek-V3 have 3,840 tensors of experts; what reading them costs is spelled out for a few dozen boxes of one each."""
+    spelled_out: list[int] = []
+    monkeypatch.setattr(sources, "fetches_for", lambda wanted: spelled_out.append(len(boxes := list(wanted))) or fetches_for(boxes))
+    conversion = prepare(Options(), headers_only(DEEPSEEK_V3 | dict(num_hidden_layers=8)))
+    planned = plan_load(conversion, Mesh.parse("fsdp=64"), 16)
+    assert planned.host_bytes * 16 < 1.01 * conversion.source_bytes
+    assert len(spelled_out) < 200 < planned.steps
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
