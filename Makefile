@@ -1,14 +1,18 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+NEW_ENVIRONMENT = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weightbeam needs Python 3.11 or later; make PYTHON=…")' && $(PYTHON) -m venv
 RUN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test soak dataflow-dry-run lint format bench bench-full clean
+.PHONY: demo test test-all soak dataflow-dry-run lint format bench bench-full clean
 
 demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 	$(RUN)/python -m examples.demo out/demo
 
 test: .venv/test ## everything that CI runs but the linters
 	$(RUN)/python -m pytest -n $(WORKERS)
+
+test-all: .venv/test ## the same on Python 3.11, 3.12 and 3.13, those that are installed, each in an environment of its own in .nox
+	$(RUN)/nox
 
 soak: .venv/test ## kill and resume hundreds of conversions, 3,000 schedules of sleeps and takeovers, every field of every config: an hour
 	PYTHONPATH=.:tests $(RUN)/python tests/soak.py
@@ -33,21 +37,21 @@ bench-full: .venv-bench ## convert a sparse DeepSeek-V3 at its full size: half a
 dataflow-dry-run: .venv/test ## submit a small conversion to test servers, and print the Dataflow job
 	PYTHONPATH=.:tests $(RUN)/python tests/submission.py
 
-.venv/core: setup.py
-	$(PYTHON) -m venv .venv
+.venv/core: pyproject.toml
+	$(NEW_ENVIRONMENT) .venv
 	$(RUN)/python -m pip install --quiet --upgrade pip
-	$(RUN)/python -m pip install --quiet --editable '.[restore]'
+	$(RUN)/python -m pip install --quiet --editable '.[demo]'
 	touch $@
 
 .venv/test: .venv/core
 	$(RUN)/python -m pip install --quiet torch==2.13.0
-	$(RUN)/python -m pip install --quiet --editable '.[test,verify]'
+	$(RUN)/python -m pip install --quiet --editable '.[test,models]'
 	touch $@
 
-.venv-bench: setup.py # an environment of its own: where Google's clients are installed Beam imports them, half a second that no local run needs
-	$(PYTHON) -m venv $@
+.venv-bench: pyproject.toml # an environment of its own: where Google's clients are installed Beam imports them, half a second that no local run needs
+	$(NEW_ENVIRONMENT) $@
 	$@/bin/python -m pip install --quiet --editable '.[bench]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-bench out *.egg-info
+	rm -rf .venv .venv-bench .nox out *.egg-info

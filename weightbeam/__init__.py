@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.api import plan as plan
     from weightbeam.pipelines.api import verify as verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
