@@ -1,0 +1,220 @@
+"""One tree of arrays as another one: layers stacked or taken apart, the stacked axis elsewhere, everything else as it is. Integers only.
+
+A family's table has the same lines scanned and unscanned; only its stacks differ. So what a layer's arrays are called in either layout
+follows from the two lists of stacks alone, and holds for the weights, for the optimizer's moments and for the state of modules, which
+repeat the weights' paths below roots of their own:
+
+    scanned     opt_state.0.mu.params. decoder.layers   .mlp.wi_0.kernel     (embed, layers, mlp)
+    unscanned   opt_state.0.mu.params. decoder.layers_7 .mlp.wi_0.kernel     (embed, mlp)
+                root                   the stack        the rest
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from weightbeam.model_mappings.axes import Axes, Side
+from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.rules import Rule, Stack, Window
+
+Path = tuple[str, ...]
+Shape = tuple[int, ...]
+
+PARAMS = "params"  # the collection of the parameters
+MODULES = "nnx_aux"  # the root of the state of NNX modules, whose layers are stacked on axis 0
+
+
+class StackingError(ValueError):
+    """Arrays that can't be stacked, or taken apart; the message says why. `path` is the array's."""
+
+    def __init__(self, path: Path, message: str):
+        super().__init__(message)
+        self.path = path
+
+
+class Copy(Part):
+    """What arrays of one checkpoint make of an array of another one, element for element.
+
+    Attributes:
+      keys: the sources' keys; the shape of this array is the axes that they are stacked on.
+    """
+
+    def __init__(self, keys: np.ndarray, sizes: Mapping[str, int], left: Side, right: Side, window: Window = (), at: int = 0):
+        rule = Rule("", "", window, Axes(left, right), (), None, (), {}, None)
+        numbers = np.arange(keys.size).reshape(keys.shape)
+        super().__init__(Stack("", "", numbers, (None,) * keys.ndim, (rule,)), rule, dict(sizes), at)
+        self.keys = keys
+
+    def tensor(self, layer: tuple[int, ...], name: tuple[int, ...]) -> str:
+        """The key of a cell's source."""
+        return str(self.keys[layer])
+
+    @functools.cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """The keys of all sources."""
+        return tuple(map(str, self.keys.flat))
+
+
+def _words(shape: Shape) -> tuple[dict[str, int], Side]:
+    return {f"d{axis}": n for axis, n in enumerate(shape)}, tuple((f"d{axis}",) for axis in range(len(shape)))
+
+
+def same(key: str, shape: Shape, order: Sequence[int] | None = None) -> Copy:
+    """An array as it is, or with its axes in another order: `(embed, layers, mlp)` by (1, 0, 2) is `(layers, embed, mlp)`."""
+    sizes, axes = _words(shape)
+    return Copy(np.array(key, dtype=object), sizes, axes, axes if order is None else tuple(axes[axis] for axis in order))
+
+
+def stacked(keys: np.ndarray, shape: Shape, at: int) -> Copy:
+    """Arrays of one shape, `(embed, mlp)`, side by side on new axes at `at`: `(embed, layers, mlp)`."""
+    sizes, axes = _words(shape)
+    return Copy(keys, sizes, axes, axes, at=at)
+
+
+def taken(key: str, shape: Shape, at: int, index: Sequence[int]) -> Copy:
+    """One layer of a stacked array: `[:, 7]` of `(embed, layers, mlp)` is `(embed, mlp)`; `index` counts on the axes from `at` on."""
+    sizes, axes = _words(shape)
+    left = tuple(() if at <= axis < at + len(index) else word for axis, word in enumerate(axes))
+    window = (*[slice(None)] * at, *(slice(i, i + 1) for i in index))
+    return Copy(np.array(key, dtype=object), sizes, left, tuple(word for word in left if word), window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """An array of the new tree.
+
+    Attributes:
+      path: in the new tree.
+      like: path of an array of the old tree that it is made of; they begin alike.
+      part: what it is made of.
+      axes: the stacked axes that it has.
+    """
+
+    path: Path
+    like: Path
+    part: Copy
+    axes: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """The stacks of a layout.
+
+    Attributes:
+      by_target: by where the arrays of a stack lie, such as `("decoder", "layers")`.
+      axis: where layers are stacked in a weight.
+      collections: of variables that aren't parameters; how they are stacked is MaxText's own.
+    """
+
+    by_target: Mapping[Path, Stack]
+    axis: int
+    collections: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, stacks: Iterable[Stack], axis: int) -> Stacks:
+        """The stacks of a family's table."""
+        stacks = list(stacks)
+        by_target = {tuple(stack.target.split("/")): stack for stack in stacks if stack.target and stack.collection == PARAMS}
+        return cls(by_target, axis, frozenset(stack.collection for stack in stacks) - {PARAMS})
+
+    def find(self, path: Path) -> tuple[int, Path] | None:
+        """Where a stack's target stands in a path, the longest that fits; None where there is none."""
+        longest = max(map(len, self.by_target), default=0)
+        for start in range(len(path)):
+            for length in range(min(longest, len(path) - start - 1), 0, -1):
+                if (target := path[start : start + length]) in self.by_target:
+                    return start, target
+        return None
+
+    def has(self, target: Path, stack: Stack) -> bool:
+        """Whether the same layers lie at the same place in this layout, too."""
+        return target in self.by_target and np.array_equal(self.by_target[target].layers, stack.layers)
+
+    def at(self, root: Path, rank: int) -> int:
+        """Where the layers of an array are stacked that has `rank` axes without them."""
+        return 0 if MODULES in root else min(self.axis, rank)
+
+
+def restack(arrays: Mapping[Path, Shape], before: Stacks, after: Stacks) -> Iterator[Moved]:
+    """The arrays of a tree in another layout, in an order of their own; each array of the old tree is used once and whole.
+
+    Raises:
+      StackingError: an array isn't stacked as the layout says, or a layer of it is missing.
+    """
+    where = {}  # (the source's prefix of a stack, layer) -> the stack's target in the old layout, index
+    for target, stack in before.by_target.items():
+        if not after.has(target, stack):
+            where |= {(stack.source, int(stack.layers[index])): (target, index) for index in np.ndindex(stack.layers.shape)}
+    moving: dict[Path, list[tuple[Path, Path]]] = {}  # a stack's target -> (root, rest) of each of its arrays
+    for path, shape in arrays.items():
+        found = before.find(path)
+        if found is None or after.has(found[1], before.by_target[found[1]]):
+            yield _kept(path, shape, found, before, after)
+        else:
+            start, target = found
+            if variables := before.collections.intersection(path[:start]):
+                raise StackingError(path, f"MaxText's {variables.pop()} aren't stacked as its parameters are; leave --scan_layers as it is")
+            moving.setdefault(target, []).append((path[:start], path[start + len(target) :]))
+    for target, stack in after.by_target.items():
+        layers = [where[one] for layer in stack.layers.flat if (one := (stack.source, int(layer))) in where]
+        if before.has(target, stack) or not layers or len(layers) < stack.layers.size:
+            continue
+        for root, rest in moving.get(layers[0][0], ()):
+            if stack.layers.ndim:
+                yield _gather(root, rest, target, layers, stack, arrays, after)
+            else:
+                yield _take(root, rest, target, layers[0], before, arrays)
+
+
+def _kept(path: Path, shape: Shape, found: tuple[int, Path] | None, before: Stacks, after: Stacks) -> Moved:
+    """An array that keeps its place; its stacked axes may move."""
+    count = before.by_target[found[1]].layers.ndim if found else 0
+    if not found or not count:
+        return Moved(path, path, same(".".join(path), shape))
+    rank = len(shape) - count
+    here, there = before.at(path[: found[0]], rank), after.at(path[: found[0]], rank)
+    _check(path, shape, here, before.by_target[found[1]])
+    others = [axis for axis in range(len(shape)) if not here <= axis < here + count]
+    order = [*others[:there], *range(here, here + count), *others[there:]]
+    return Moved(path, path, same(".".join(path), shape, None if here == there else order), tuple(range(there, there + count)))
+
+
+def _gather(
+    root: Path, rest: Path, target: Path, layers: Sequence[tuple[Path, tuple[int, ...]]], stack: Stack, arrays: Mapping[Path, Shape], after: Stacks
+) -> Moved:
+    """The layers of an array that lay each by itself, stacked."""
+    paths = [(*root, *one, *rest) for one, _ in layers]
+    if missing := [path for path in paths if path not in arrays]:
+        raise StackingError(paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}")
+    if other := [path for path in paths if arrays[path] != arrays[paths[0]]]:
+        raise StackingError(paths[0], f"its layers can't be stacked: {arrays[paths[0]]} here, {arrays[other[0]]} in {'.'.join(other[0])}")
+    keys = np.array([".".join(path) for path in paths], dtype=object).reshape(stack.layers.shape)
+    at = after.at(root, len(arrays[paths[0]]))
+    return Moved((*root, *target, *rest), paths[0], stacked(keys, arrays[paths[0]], at), tuple(range(at, at + stack.layers.ndim)))
+
+
+def _take(root: Path, rest: Path, target: Path, layer: tuple[Path, tuple[int, ...]], before: Stacks, arrays: Mapping[Path, Shape]) -> Moved:
+    """One layer of a stacked array, by itself."""
+    held, index = layer
+    path = (*root, *held, *rest)
+    stack, shape = before.by_target[held], arrays[path]
+    at = before.at(root, len(shape) - stack.layers.ndim)
+    _check(path, shape, at, stack)
+    return Moved((*root, *target, *rest), path, taken(".".join(path), shape, at, index))
+
+
+def _check(path: Path, shape: Shape, at: int, stack: Stack) -> None:
+    wanted = stack.layers.shape
+    if at < 0 or shape[at : at + len(wanted)] != wanted:
+        raise StackingError(path, f"its shape {shape} has no axes {wanted} of layers from axis {max(at, 0)} on")
+
+
+def unused(arrays: Iterable[Path], moved: Iterable[Moved]) -> list[Path]:
+    """The arrays of the old tree that nothing is made of."""
+    keys = set(itertools.chain.from_iterable(one.part.tensors for one in moved))
+    return [path for path in arrays if ".".join(path) not in keys]
