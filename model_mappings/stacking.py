@@ -157,8 +157,8 @@ def restack(arrays: Mapping[Path, Shape], before: Stacks, after: Stacks) -> Iter
             yield _kept(path, shape, found, before, after)
         else:
             start, target = found
-            if variables := before.collections.intersection(path[:start]):
-                raise StackingError(path, f"MaxText's {variables.pop()} aren't stacked as its parameters are; leave --scan_layers as it is")
+            if variables := sorted(before.collections.intersection(path[:start])):
+                raise StackingError(path, f"MaxText's {variables[0]} aren't stacked as its parameters are; leave --scan_layers as it is")
             moving.setdefault(target, []).append((path[:start], path[start + len(target) :]))
     for target, stack in after.by_target.items():
         layers = [where[one] for layer in stack.layers.flat if (one := (stack.source, int(layer))) in where]
