@@ -1,7 +1,7 @@
 """A release that is written: rows of tensors into safetensors files, by many at a time, published once.
 
-The headers follow from the plan, so the files are made at their full size before any tensor is there, and a unit writes its rows to
-their places:
+The headers follow from the plan, so every unit knows the bytes of the files that its rows are. In a folder the files are made at their
+full size before any tensor is there, and a unit writes to its places; how it is done in a bucket, `release_bucket.py` says.
 
     <output>                                    the release, once it is whole
     <output>.<id>.weightbeam-tmp/               the same as it grows
@@ -13,6 +13,7 @@ their places:
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import os
@@ -40,29 +41,103 @@ class IncompleteError(ValueError):
     """The units that are done don't make up the release."""
 
 
-class ReleaseFolder(FolderStaging):
-    """The place of a release in a folder; nothing lies below it but its own files."""
+class ReleasePlace(Staging):
+    """The place of a release: nothing lies below it but its own files."""
 
     marker, growing = RECORD, ".weightbeam-tmp"
+
+    @abc.abstractmethod
+    def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
+        """Makes ready for the units: safetensors files `(name, header, size)`, what units wrote kept; and the small files."""
+
+    @abc.abstractmethod
+    def write_stretches(self, stretches: Iterable[tuple[str, int, memoryview]]) -> Mapping[str, Any]:
+        """Writes stretches `(file, offset, bytes)` durably; returns what the ledger's entry says of them."""
+
+    @abc.abstractmethod
+    def seal(self, files: Iterable[tuple[str, bytes, int]], ledger: Mapping[int, Mapping[str, Any]]) -> None:
+        """Makes the files whole, all units being done.
+
+        Raises:
+          IncompleteError: they aren't.
+        """
+
+
+class ReleaseFolder(ReleasePlace, FolderStaging):
+    """The place of a release in a folder."""
 
     @property
     def items(self) -> LocalFolder:
         """The release itself: it has no items."""
         return self.checkpoint
 
+    def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
+        """Makes the safetensors files at their full size, and the small ones."""
+        for name, header, size in files:
+            fd = os.open(self.checkpoint.path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                _write_all(fd, memoryview(header), 0)
+                os.ftruncate(fd, size)
+                with contextlib.suppress(OSError, AttributeError):  # so that a full disk is known now; not every file system can
+                    os.posix_fallocate(fd, 0, size)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        for name, data in small.items():
+            path = Path(self.checkpoint.path(name))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
-def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleaseFolder:
-    """The place of a release, by the plan with that hash.
+    def write_stretches(self, stretches: Iterable[tuple[str, int, memoryview]]) -> dict[str, Any]:
+        """Writes to the places in the files."""
+        by_file: dict[str, list[tuple[int, memoryview]]] = defaultdict(list)
+        for name, offset, data in stretches:
+            by_file[name].append((offset, data))
+        for name, there in by_file.items():
+            fd = os.open(self.checkpoint.path(name), os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                for offset, data in sorted(there, key=lambda one: one[0]):
+                    _write_all(fd, data, offset)
+                os.fdatasync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the page cache would grow by the whole release
+            finally:
+                os.close(fd)
+        return {}
+
+    def seal(self, files: Iterable[tuple[str, bytes, int]], ledger: Mapping[int, Mapping[str, Any]]) -> None:
+        """Makes sure that the files are as long as they should be, and durable."""
+        for name, _, size in files:
+            held = self.checkpoint.stat(name)
+            if held is None or held.size != size:
+                raise IncompleteError(f"{self.checkpoint.path(name)} has {held.size if held else 0:,} bytes, expected {size:,}")
+        self.work.delete_folder(UNPACKED)
+        sync_folder(Path(self.checkpoint.url))
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleasePlace:
+    """The place of a release, by the plan with that hash: a folder or one in a bucket.
 
     Raises:
       StorageError: nothing can be written there.
     """
-    store = open_store(output)
-    if not isinstance(store, LocalFolder):
-        raise StorageError(f"{output}: a release is written to a folder")
-    if not store.name:
-        raise StorageError(f"{output}: is the root of the file system")
-    return ReleaseFolder(store.parent, store.name, plan)
+    if str(output).startswith("hf://"):
+        raise StorageError(f"{output}: it can be written to a folder or to gs://bucket/folder, not to the hub")
+    store: Any = open_store(output)
+    if isinstance(store, LocalFolder):
+        if not store.name:
+            raise StorageError(f"{output}: is the root of the file system")
+        return ReleaseFolder(store.parent, store.name, plan)
+    from weightbeam.formats.release_bucket import ReleaseBucket  # only now: the clients take a while to import
+
+    if not store.folder:
+        raise StorageError(f"{output}: is a whole bucket; name a folder in it")
+    return ReleaseBucket(store.parent, store.name, plan)
 
 
 def plan_of(release: Store) -> str | None:
@@ -74,61 +149,26 @@ def plan_of(release: Store) -> str | None:
     return plan if isinstance(plan, str) else None
 
 
-def prepare(staging: Staging, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
-    """Makes the files: each safetensors file `(name, header, size)` at its full size, what units wrote kept; and the small ones."""
-    for name, header, size in files:
-        fd = os.open(staging.checkpoint.path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            _write_all(fd, memoryview(header), 0)
-            os.ftruncate(fd, size)
-            with contextlib.suppress(OSError, AttributeError):  # so that a full disk is known now; not every file system can
-                os.posix_fallocate(fd, 0, size)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    for name, data in small.items():
-        path = Path(staging.checkpoint.path(name))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-
-def write_unit(staging: Staging, unit: int, rows: Sequence[Rows]) -> None:
+def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows]) -> None:
     """Writes rows durably to their places, and enters the unit in the ledger."""
-    by_file: dict[str, list[Rows]] = defaultdict(list)
-    for tensor, box, values in rows:
-        by_file[tensor.path].append((tensor, box, values))
     staging.check()
-    for name, there in by_file.items():
-        fd = os.open(staging.checkpoint.path(name), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            for tensor, box, values in sorted(there, key=lambda one: one[0].offset):
-                buffer = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-                for offset, part in BoxRead(tensor, box).ranges(buffer):
-                    _write_all(fd, part, offset)
-            os.fdatasync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the page cache would grow by the whole release
-        finally:
-            os.close(fd)
+    buffers = [(tensor, box, memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))) for tensor, box, values in rows]
+    stretches = [(tensor.path, offset, part) for tensor, box, buffer in buffers for offset, part in BoxRead(tensor, box).ranges(buffer)]
+    about = staging.write_stretches(stretches)
     shares: dict[str, int] = {}
-    for tensor, box, values in rows:
-        shares[tensor.name] = shares.get(tensor.name, 0) + _digest(tensor, box, values)
-    staging.enter(unit, {"digests": {name: f"{share % (1 << 128):x}" for name, share in shares.items()}})
+    for tensor, box, buffer in buffers:
+        shares[tensor.name] = shares.get(tensor.name, 0) + _digest(tensor, box, buffer)
+    staging.enter(unit, {"digests": {name: f"{share % (1 << 128):x}" for name, share in shares.items()}, **about})
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def _digest(tensor: Tensor, box: Box, values: np.ndarray) -> int:
+def _digest(tensor: Tensor, box: Box, data: memoryview) -> int:
     """The share of some rows in their tensor's digest."""
     hashed = xxhash.xxh3_128(f"{tensor.name} {tensor.dtype.name} {[list(span) for span in box]}".encode())
-    hashed.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    hashed.update(data)
     return hashed.intdigest()
 
 
-def assemble(staging: Staging, units: int, files: Iterable[tuple[str, int]], record: Mapping[str, Any], overwrite: bool) -> None:
+def assemble(staging: ReleasePlace, units: int, files: Sequence[tuple[str, bytes, int]], record: Mapping[str, Any], overwrite: bool) -> None:
     """Publishes a release whose units are done. Does nothing where that has happened.
 
     Raises:
@@ -140,13 +180,9 @@ def assemble(staging: Staging, units: int, files: Iterable[tuple[str, int]], rec
         ledger = staging.ledger()
         if missing := set(range(units)) - set(ledger):
             raise IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
-        for name, size in files:
-            held = staging.checkpoint.stat(name)
-            if held is None or held.size != size:
-                raise IncompleteError(f"{staging.checkpoint.path(name)} has {held.size if held else 0:,} bytes, expected {size:,}")
         staging.check()
-        staging.work.delete_folder(UNPACKED)
-        sync_folder(Path(staging.checkpoint.url))
+        staging.seal(files, ledger)
+        staging.gather()
         about = {**record, "digests": total(entry["digests"] for entry in ledger.values())}
         staging.put(RECORD, json.dumps(about, indent=1).encode())
     staging.publish(overwrite)

@@ -600,7 +600,7 @@ class BucketStaging(Staging):
             self.desk.delete_folder(f"{name}/{ASIDE}")
         files = self.final.list()
         self.check_claim()
-        markers = {f"{folder}{MARKER}" for folder in (f"{ITEMS}/", "")}
+        markers = {self.marker, *(f"{folder}{MARKER}" for folder in (f"{ITEMS}/", ""))}
         self.final.delete_all([file for file in files if file.name in markers])
         self.final.delete_all([file for file in files if file.name not in markers])
         for name in old:

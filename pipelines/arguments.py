@@ -404,7 +404,7 @@ def add_rewriting(parser: argparse.ArgumentParser) -> None:
     """The options of every command that makes a release of a release."""
     add = parser.add_argument
     add("--source", metavar="URL", help="the release: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
-    add("--output", metavar="FOLDER", help="the folder of the new release; it must not be there yet")
+    add("--output", metavar="URL", help="a folder or gs://bucket/folder for the new release; it must not be there yet")
     add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --source)")
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--resume", action="store_true", default=False, help="go on with a stopped command")
@@ -444,7 +444,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     """The options of an export; None stands for what the checkpoint, or the release that it should be like, says."""
     add = parser.add_argument
     add("--source", metavar="URL", help="the Orbax checkpoint: its root, a step or an item, in a folder or in gs://")
-    add("--output", metavar="URL", help="the folder of the release, which must not be there yet; or hf://owner/name: one commit there")
+    add("--output", metavar="URL", help="a folder or gs://bucket/folder for the release, which must not be there yet; or hf://owner/name: one commit there")
     add("--create_pr", action="store_true", default=False, help="on the hub, open a pull request")
     add("--like", metavar="URL", help="the release whose config.json, tokenizer, names and dtypes are taken: a folder, gs:// or hf://")
     add("--save_dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="dtype of every float tensor; auto: as --like has it")

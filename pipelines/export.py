@@ -59,7 +59,12 @@ class Exported:
             for what, reasons in (("rounded once", self.export.lossy), ("of the release left out", self.export.plan.dropped)):
                 if reasons:
                     lines.append(f"{count(len(reasons), 'tensor')} {what}: {'; '.join(sorted(set(reasons.values()))[:3])}")
-            lines.append(f"load it:  transformers.AutoModelForCausalLM.from_pretrained({self.folder!r})")
+            load = (
+                f"gcloud storage cp -r {self.folder} ."
+                if self.folder.startswith("gs://")
+                else f"transformers.AutoModelForCausalLM.from_pretrained({self.folder!r})"
+            )
+            lines.append(f"load it:  {load}")
             lines.append(f"check it: weightbeam verify --source {self.folder} --checkpoint {self.export.source.root}")
         return "\n".join(lines)
 

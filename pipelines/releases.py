@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.release import edit_config, model_card, role_of
-from weightbeam.formats.release_target import ReleaseFolder, plan_of, release_staging
+from weightbeam.formats.release_target import ReleaseFolder, ReleasePlace, plan_of, release_staging
+from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.strict_json import JsonError
 from weightbeam.model_mappings.plan import Problem
@@ -138,7 +139,7 @@ def carry_out(planned: ReleasePlan, output: str, resume: bool, overwrite: bool, 
     return Written(str(staging.final), time.monotonic() - start)
 
 
-def find_place(planned: ReleasePlan, output: str) -> ReleaseFolder:
+def find_place(planned: ReleasePlan, output: str) -> ReleasePlace:
     """The place of a release.
 
     Raises:
@@ -150,35 +151,44 @@ def find_place(planned: ReleasePlan, output: str) -> ReleaseFolder:
         raise Refused(f"--output={e}") from e
 
 
-def check_release(staging: ReleaseFolder, planned: ReleasePlan, resume: bool, overwrite: bool) -> list[Problem]:
+def check_release(staging: ReleasePlace, planned: ReleasePlan, resume: bool, overwrite: bool) -> list[Problem]:
     """What stands against writing a release there."""
 
     def problem(message: str) -> list[Problem]:
         return [Problem("output", str(staging.final), message)]
 
-    final = Path(staging.final)
-    if final.is_symlink() or (final.exists() and not final.is_dir()):
+    local = Path(staging.final.url) if isinstance(staging, ReleaseFolder) else None
+    if local and (local.is_symlink() or (local.exists() and not local.is_dir())):
         return problem("is a link or a file; name a folder")
-    for url in planned.inputs:
-        source = Path(url)
-        if url.startswith("/") and (source.resolve().is_relative_to(final.resolve()) or final.resolve().is_relative_to(source.resolve())):
-            return problem(f"and {source}, which it is made of, lie in each other; choose another --output")
+    for url in filter(None, planned.inputs):
+        if any(lies_in(*pair) for place in (staging.final, *staging.beside()) for pair in ((url, place.url), (place.url, url))):
+            return problem(f"and {url}, which it is made of, lie in each other; choose another --output")
     try:
         staging.check_free()
-        stopped = staging.exists()
+        stopped, made_by = staging.exists(), plan_of(staging.final)
+        there = staging.is_taken()
     except OSError as e:
         raise Busy(f"  output: {reason(e)}") from e
     if stopped and not resume and not overwrite:
         return problem("what a stopped command staged lies beside it; go on with --resume, or start anew with --overwrite")
-    if final.exists() and plan_of(staging.final) != planned.hash:
-        ours = plan_of(staging.final) is not None
-        if not overwrite:
-            return problem("exists" + ("; --overwrite replaces it" if ours else ", and isn't a release that Weightbeam wrote; choose another --output"))
-        if not ours and any(final.iterdir()):
-            return problem("isn't a release that Weightbeam wrote, and isn't deleted; choose another --output")
-    elif final.exists() and not overwrite and not resume:
-        return problem("exists; --overwrite replaces it")
-    free = shutil.disk_usage(next(folder for folder in (final, *final.parents) if folder.exists())).free
-    if planned.files is not None and free < planned.files.size and not stopped:
-        return problem(f"needs {human(planned.files.size)}, the disk has {human(free)} left")
+    if there and not overwrite and not (resume and made_by == planned.hash):
+        return problem("exists" + ("; --overwrite replaces it" if made_by else ", and isn't a release that Weightbeam wrote; choose another --output"))
+    if there and not made_by and not _may_go(staging):
+        return problem("isn't a release that Weightbeam wrote, and isn't deleted; choose another --output")
+    if local:
+        free = shutil.disk_usage(next(folder for folder in (local, *local.parents) if folder.exists())).free
+        if planned.files is not None and free < planned.files.size and not stopped:
+            return problem(f"needs {human(planned.files.size)}, the disk has {human(free)} left")
     return []
+
+
+def _may_go(staging: ReleasePlace) -> bool:
+    """Whether what lies in the place, which is no release of ours, may be deleted: an empty folder, or what a stopped command left in a bucket."""
+    return staging.is_remains() if isinstance(staging, BucketStaging) else not any(Path(staging.final.url).iterdir())
+
+
+def lies_in(url: str, other: str) -> bool:
+    """Whether a folder is another one or lies in it, links resolved."""
+    if "://" in url or "://" in other:
+        return f"{url}/".startswith(f"{other}/")
+    return Path(url).resolve().is_relative_to(Path(other).resolve())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from stored import pack, pack_awq
-from support import BF16
+from support import BF16, F32, FP8, LLAMA, random_tensors, save
 
 GROUP = 32
 Tensors = dict[str, np.ndarray]
@@ -66,3 +67,22 @@ def nf4(name: str, shape: tuple[int, ...], seed: int) -> Quantised:
         f"{name}.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
     }
     return stored, (meanings[codes] * np.repeat(meant, 64)).reshape(shape)
+
+
+FP8_LLAMA = LLAMA | {
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
+
+
+def fp8_llama(folder: Path) -> tuple[Path, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A release whose projections are FP8 with a scale for all of a block; its tensors, and their values in float32."""
+    stored, values = {}, {}
+    for number, (name, tensor) in enumerate(random_tensors(LLAMA).items()):
+        if "proj" not in name:
+            stored[name], values[name] = tensor, tensor.astype(F32)
+            continue
+        codes, scale = (tensor.astype(F32) * 100).astype(FP8), np.full((1, 1), 0.01 * (number + 1), F32)
+        stored[name], stored[f"{name}_scale_inv"], values[name] = codes, scale, codes.astype(F32) * scale
+    return save(folder, FP8_LLAMA, stored), stored, values

@@ -140,12 +140,14 @@ class ReleasePlan:
         return []
 
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
-        """Makes the release's files, at their full size."""
+        """Makes ready for the rows of units: the small files, and in a folder the others at their full size."""
+        assert isinstance(staging, release_target.ReleasePlace)
         index = {} if self.layout.index is None else {INDEX: self.layout.index}
-        release_target.prepare(staging, ((file.name, file.header, file.size) for file in self.layout.files), {**self.small, **index})
+        staging.lay_out([(file.name, file.header, file.size) for file in self.layout.files], {**self.small, **index})
 
     def write(self, staging: Staging, unit: RowsUnit, made: Sequence[np.ndarray]) -> None:
         """Writes the rows of a unit to their places, and enters the unit in the ledger."""
+        assert isinstance(staging, release_target.ReleasePlace)
         release_target.write_unit(staging, unit.id, [(job.tensor, job.box, rows) for job, rows in zip(unit.jobs, made, strict=True)])
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:
@@ -155,5 +157,6 @@ class ReleasePlan:
           StorageError: what it is made of changed meanwhile.
           release_target.IncompleteError: units are missing.
         """
+        assert isinstance(staging, release_target.ReleasePlace)
         self.check()
-        release_target.assemble(staging, len(self.units), ((file.name, file.size) for file in self.layout.files), self.record(), overwrite)
+        release_target.assemble(staging, len(self.units), [(file.name, file.header, file.size) for file in self.layout.files], self.record(), overwrite)

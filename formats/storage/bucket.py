@@ -217,6 +217,18 @@ class Bucket(Store):
                 raise StorageError(f"gs://{self.bucket}: no such bucket") from e
             return blob
 
+    def compose(self, name: str, components: Sequence[str]) -> None:
+        """Has the store make an object of others, at most 32, one behind the other.
+
+        Raises:
+          FileNotFoundError: one of them is gone.
+        """
+        with self._told(name):
+            try:
+                self._blob(name).compose([self._blob(each) for each in components], timeout=TIMEOUT, retry=RETRY)
+            except exceptions.NotFound as e:
+                raise FileNotFoundError(2, "no such object", str(e)) from e
+
     def copy(self, source: Store, file: File) -> None:
         with self._told(file.name):
             try:

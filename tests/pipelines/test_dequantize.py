@@ -5,33 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import ml_dtypes
-import numpy as np
 import pytest
-from support import BF16, F32, FP8, LLAMA, call, random_tensors, read_config, read_tensors, save
-
-CONFIG = LLAMA | {
-    "architectures": ["LlamaForCausalLM"],
-    "dtype": "bfloat16",
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-}
-
-
-def quantised(folder: Path) -> tuple[Path, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A release whose projections are FP8 with a scale for all of a block; its tensors, and their values in float32."""
-    stored, values = {}, {}
-    for number, (name, tensor) in enumerate(random_tensors(LLAMA).items()):
-        if "proj" not in name:
-            stored[name], values[name] = tensor, tensor.astype(F32)
-            continue
-        codes, scale = (tensor.astype(F32) * 100).astype(FP8), np.full((1, 1), 0.01 * (number + 1), F32)
-        stored[name], stored[f"{name}_scale_inv"], values[name] = codes, scale, codes.astype(F32) * scale
-    return save(folder, CONFIG, stored), stored, values
+from quantised import fp8_llama
+from support import BF16, LLAMA, call, random_tensors, read_config, read_tensors, save
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_values_by_their_definition(tmp_path: Path, dtype: str) -> None:
     """Code × scale in float32, cast once; norms and embeddings stay as they are; no scale and no `quantization_config` is left."""
-    source, stored, values = quantised(tmp_path / "fp8")
+    source, stored, values = fp8_llama(tmp_path / "fp8")
     assert call("dequantize", "--source", source, "--output", tmp_path / "out", "--save_dtype", dtype, "--unit_bytes", "20000") == 0
     made = read_tensors(tmp_path / "out")
     assert made.keys() == values.keys()
@@ -47,6 +29,6 @@ def test_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     plain = save(tmp_path / "plain", LLAMA, random_tensors(LLAMA, BF16))
     assert call("dequantize", "--source", plain, "--output", tmp_path / "out") == 2
     assert "nothing to dequantise" in capsys.readouterr().err
-    source, *_ = quantised(tmp_path / "fp8")
+    source, *_ = fp8_llama(tmp_path / "fp8")
     assert call("dequantize", "--source", source, "--output", plain, "--overwrite") == 2
     assert not (tmp_path / "out").exists()

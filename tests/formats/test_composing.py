@@ -1,0 +1,43 @@
+"""Files of a bucket from components: checksums by arithmetic, and which components make up a file."""
+
+from __future__ import annotations
+
+import google_crc32c
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightbeam.formats.composing import Component, check_tiling, combine, crc32c_of
+from weightbeam.formats.release_bucket import PART_BYTES, join
+
+
+@given(st.lists(st.binary(max_size=300), max_size=6))
+def test_checksums_are_combined(parts: list[bytes]) -> None:
+    """The checksum of the whole, from those of its parts alone."""
+    at, components = 0, []
+    for part in parts:
+        components.append(Component(at, at + len(part), "", google_crc32c.value(part)))
+        at += len(part)
+    assert crc32c_of(components) == google_crc32c.value(b"".join(parts))
+
+
+def test_of_any_length() -> None:
+    zeros = bytes(5_000_011)
+    assert combine(google_crc32c.value(b"head"), google_crc32c.value(zeros), len(zeros)) == google_crc32c.value(b"head" + zeros)
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"), [([(0, 4), (6, 10)], "4 to 6 are missing"), ([(0, 4), (3, 10)], "3 to 4 were written twice"), ([(0, 9)], "9 bytes")]
+)
+def test_what_is_no_whole_file(spans: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_tiling("file", [Component(*span, "", 0) for span in spans], 10)
+
+
+def test_neighbours_go_together() -> None:
+    """In whatever order they come; not across a gap, a file, or the most that a component may have."""
+    data = bytes(range(10))
+    stretches = [("b", 0, data), ("a", 12, data), ("a", 0, data), ("a", 22, data), ("a", 32, bytes(PART_BYTES))]
+    made = [(file, start, b"".join(held)) for file, start, held in join((file, at, memoryview(part)) for file, at, part in stretches)]
+    assert [(file, start, len(held)) for file, start, held in made] == [("a", 0, 10), ("a", 12, PART_BYTES), ("a", 12 + PART_BYTES, 20), ("b", 0, 10)]
+    assert made[1][2] == data + data + bytes(PART_BYTES - 20)

@@ -1,0 +1,154 @@
+"""A release in a bucket: composed of what units wrote, the same bytes as in a folder, published once, resumed wherever it stops."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from google.cloud.storage.retry import DEFAULT_RETRY
+from quantised import fp8_llama
+from servers.gcs import FakeGcs
+from support import LLAMA, call, convert, random_tensors, save
+
+from weightbeam.formats import composing, release_bucket
+from weightbeam.formats.storage import bucket as buckets
+from weightbeam.formats.storage.bucket import Bucket
+
+RECORD = "weightbeam.json"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeGcs]:
+    with FakeGcs("bucket") as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.env().items():
+            patch.setenv(name, value)
+        patch.setattr(buckets, "RETRY", DEFAULT_RETRY.with_delay(0.01, 0.02).with_timeout(2.0))
+        buckets._client.cache_clear()
+        buckets._context.cache_clear()
+        yield server
+        buckets._client.cache_clear()
+        buckets._context.cache_clear()
+
+
+@pytest.fixture
+def gcs(server: FakeGcs) -> FakeGcs:
+    server.faults, server.clock = [], time.time
+    server.log.clear()
+    return server
+
+
+@pytest.fixture
+def place(gcs: FakeGcs) -> str:
+    """A folder of the bucket that nobody else has."""
+    return f"gs://bucket/{uuid.uuid4().hex}/tuned"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A release, its checkpoint in float32, and what an export of that into a folder is."""
+    folder = tmp_path_factory.mktemp("bucket")
+    save(folder / "hf", LLAMA, random_tensors(LLAMA))
+    convert(folder / "hf", folder / "ckpt", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
+    assert call("export", folder / "ckpt", folder / "back") == 0
+    return folder
+
+
+def held(gcs: FakeGcs, place: str) -> dict[str, bytes]:
+    """All objects of a folder of the bucket and beside it."""
+    prefix = place.removeprefix("gs://bucket/").removesuffix("tuned")
+    return {name.removeprefix(prefix): bytes(made.data) for name, made in gcs.objects["bucket"].items() if name.startswith(prefix)}
+
+
+def check(gcs: FakeGcs, place: str, folder: Path) -> None:
+    """The bucket holds the files of a folder, byte for byte, and nothing else; the records differ in nothing but the digests' parts."""
+    found = held(gcs, place)
+    wanted = {f"tuned/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    assert found.keys() == wanted.keys()
+    assert {name for name in wanted if found[name] != wanted[name]} <= {f"tuned/{RECORD}"}
+
+
+@pytest.mark.parametrize("part", [1500, release_bucket.PART_BYTES])
+def test_the_same_bytes_as_in_a_folder(gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+    """Of components in three levels, or of one for each unit; nothing stays beside it, and it isn't made twice."""
+    monkeypatch.setattr(release_bucket, "PART_BYTES", part)
+    if part == 1500:
+        monkeypatch.setattr(composing, "MAX_COMPONENTS", 2)
+    assert call("export", source / "ckpt", place, "--unit_bytes", "12000") == 0
+    check(gcs, place, source / "back")
+
+
+def test_replaced(gcs: FakeGcs, place: str, source: Path) -> None:
+    """Only if that is asked for; all of what was there goes. What is there can be converted again."""
+    assert call("export", source / "ckpt", place) == 0
+    assert call("export", source / "ckpt", place) == 2
+    assert call("export", source / "ckpt", place, "--overwrite", "--max_shard_size", "20KB") == 0
+    assert len([name for name in held(gcs, place) if name.endswith(".safetensors")]) > 1
+    record = json.loads(held(gcs, place)[f"tuned/{RECORD}"])
+    assert record["digests"] == json.loads((source / "back" / RECORD).read_text())["digests"]
+    assert call("convert", place, place + "-again", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") == 0
+
+
+def test_dequantize_and_merge_write_there_too(gcs: FakeGcs, place: str, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They share the target; what isn't theirs is refused, and a source that lies in it."""
+    fp8, *_ = fp8_llama(source / f"fp8-{uuid.uuid4().hex}")
+    assert call("dequantize", "--source", fp8, "--output", source / f"{fp8.name}-out") == 0
+    assert call("dequantize", "--source", fp8, "--output", place) == 0
+    check(gcs, place, source / f"{fp8.name}-out")
+    capsys.readouterr()
+    assert call("dequantize", "--source", fp8, "--output", place.removesuffix("/tuned"), "--overwrite") == 2
+    assert "isn't a release that Weightbeam wrote" in capsys.readouterr().err
+    assert call("export", source / "ckpt", "gs://bucket") == 2
+    assert "name a folder in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", ["units", "compose", "gather", "record"])
+def test_stopped_anywhere_and_resumed(gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """What is done isn't done again; no loader sees a model before all is there."""
+    command = ["export", source / "ckpt", place, "--unit_bytes", "12000", "--direct_num_workers=1"]
+    where, original = {
+        "units": (release_bucket.ReleaseBucket, "write_stretches"),
+        "compose": (Bucket, "compose"),
+        "gather": (Bucket, "copy_all"),
+        "record": (release_bucket.ReleaseBucket, "put"),
+    }[stage]
+    function, calls = getattr(where, original), []
+
+    def fails(self, *arguments):
+        calls.append(arguments)
+        if len(calls) > (2 if stage == "units" else 0):
+            raise OSError(5, "the power is gone")
+        return function(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, original, fails)
+        assert call(*command) == 1
+    assert "tuned/config.json" not in held(gcs, place) or stage == "record"
+    assert f"tuned/{RECORD}" not in held(gcs, place)
+    assert call(*command) == 2
+    gcs.log.clear()
+    assert call(*command, "--resume") == 0
+    check(gcs, place, source / "back")
+    if stage != "units":
+        assert not [entry for entry in gcs.log.of("write") if "/units/" in entry.name]
+    assert call(*command, "--resume") == 0
+
+
+def test_a_component_that_changed_is_noticed(
+    gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other bytes of the same length under a component's name: the checksum of what is composed tells, and nothing is published."""
+    seal = release_bucket.ReleaseBucket.seal
+
+    def damaging(self, files, ledger):
+        name = next(iter(ledger.values()))["parts"][0][3]
+        self.parts.write(name, b"\xff" + self.parts.read(name)[1:])
+        seal(self, files, ledger)
+
+    monkeypatch.setattr(release_bucket.ReleaseBucket, "seal", damaging)
+    assert call("export", source / "ckpt", place) == 1
+    assert "isn't what was written" in capsys.readouterr().err
+    assert not [name for name in held(gcs, place) if name.startswith("tuned/")]
