@@ -17,7 +17,7 @@ from weightbeam.pipelines.watching.config import read_config
 from weightbeam.pipelines.watching.notices import Notices, log_lines, warn
 from weightbeam.pipelines.watching.receiver import SECRET, receive_webhooks
 from weightbeam.pipelines.watching.records import FAILED, LostError
-from weightbeam.pipelines.watching.releases import is_wanted
+from weightbeam.pipelines.watching.release_feed import ReleaseFeed
 from weightbeam.pipelines.watching.watcher import Finding, Watcher
 
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise RefusedError(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
     name_secret(config.hf_token_secret)
     log_lines()
-    watcher = Watcher(config, Notices(config.notify), args.dry_run)
+    watcher = Watcher(config, [ReleaseFeed(config)], Notices(config.notify), args.dry_run)
     try:
         if args.retry:
             return _report(watcher.retry(args.retry))
@@ -67,7 +67,7 @@ def _loop(watcher: Watcher, interval: float, changed: queue.SimpleQueue[str]) ->
     while True:
         with contextlib.suppress(queue.Empty):
             repo = changed.get(timeout=max(0.0, min([next_round, *due.values()]) - time.monotonic()))
-            if is_wanted(repo, watcher.config.models):
+            if any(feed.is_wanted(repo) for feed in watcher.feeds):
                 due[repo] = time.monotonic()
         if time.monotonic() >= next_round:
             due |= _look(watcher, None)

@@ -42,6 +42,11 @@ class Target:
     arguments: tuple[str, ...]
     options: Options
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What settles what comes out."""
+        return self.options.__dict__
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

@@ -164,11 +164,12 @@ def convert(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def verify(arguments: Sequence[str]) -> dict[str, Any]:
-    """Verifies; returns how many elements and arrays were compared."""
+    """Verifies; returns how many elements and arrays were compared, and of which share of them."""
     from weightbeam.pipelines.verify import verify
 
     found = verify(**_keywords("verify", arguments, verify))
     print(found)
     found.check()
     findings = found.findings.values()
-    return {"elements": sum(each.compared for each in findings), "arrays": len(found.to_dict()), "rounded": sum(each.rounded for each in findings)}
+    about = {"elements": sum(each.compared for each in findings), "arrays": len(found.to_dict()), "rounded": sum(each.rounded for each in findings)}
+    return about | {"sample": found.sample}

@@ -1,4 +1,4 @@
-"""What was done: for each release and target a history of states, in the output.
+"""What was done: for each version and target a history of states, in the output.
 
 A history is a folder of records `0001.json`, `0002.json`, …; the last one is the state. A record is made by a conditional create, so
 of two watchers that take a step from one state only one succeeds. Nothing is ever rewritten.
@@ -14,18 +14,18 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from weightbeam import model_mappings
 from weightbeam.formats import lease
 from weightbeam.formats.storage import Store
-from weightbeam.pipelines.watching.config import Target
-from weightbeam.pipelines.watching.releases import Release
 from weightbeam.transforms.conversion import DECODING_VERSION
 
 DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED = "discovered", "planned", "converting", "verified", "published"
 REFUSED, FAILED, SAME = "refused", "failed", "same"
-ROOT = ".weightbeam/releases"  # below the output
+GONE, REMOVED = "gone", "removed"
+SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED)  # nothing is left to be done
+ROOT, RUNS = ".weightbeam/releases", ".weightbeam/runs"  # below the output
 NUMBER = re.compile(r"(\d{4,})\.json")
 
 Record = Mapping[str, Any]
@@ -33,6 +33,49 @@ Record = Mapping[str, Any]
 
 class LostError(Exception):
     """Another watcher was faster."""
+
+
+class Version(Protocol):
+    """What a feed has: a release at a commit, a step of a run.
+
+    Attributes:
+      name: what it is a version of: the repository, the run.
+      commit: which version.
+      weights: identifies what is read of it.
+      updated: when it was made.
+      url: what a command reads it from.
+      facts: what else the first record says.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def commit(self) -> str: ...
+    @property
+    def weights(self) -> str: ...
+    @property
+    def updated(self) -> datetime.datetime: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+
+
+class Target(Protocol):
+    """What a version is made into.
+
+    Attributes:
+      name: of the user's choice.
+      arguments: options, as a command line.
+      facts: what settles what comes out.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def arguments(self) -> tuple[str, ...]: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
 
 
 @functools.cache
@@ -43,9 +86,9 @@ def tables() -> str:
     return hashlib.sha256(json.dumps([DECODING_VERSION, sources]).encode()).hexdigest()
 
 
-def key_of(repo: str, weights: str, target: Target) -> str:
+def key_of(name: str, weights: str, target: Target) -> str:
     """Identifies what there is to do: the same whenever the same would come out."""
-    facts = [repo, weights, target.options.__dict__, tables()]
+    facts = [name, weights, target.facts, tables()]
     return f"{target.name}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"
 
 
@@ -54,16 +97,17 @@ def now() -> datetime.datetime:
 
 
 class History:
-    """The states of one release, converted into one target.
+    """The states of one version, made into one target.
 
     Attributes:
       store: its folder.
+      name: what it is a version of.
       records: as far as they are known here.
     """
 
-    def __init__(self, output: Store, repo: str, key: str):
-        self.store = output / ROOT / repo / key
-        self.repo, self.key = repo, key
+    def __init__(self, output: Store, name: str, key: str, root: str = ROOT):
+        self.store = output / root / name / key
+        self.name, self.key = name, key
         self.records: list[Record] = []
         self.refresh()
 
@@ -87,7 +131,7 @@ class History:
 
     @property
     def attempt(self) -> int:
-        """How often a conversion was begun, since it was last asked for."""
+        """How often the work was begun, since it was last asked for."""
         return self.last.get("attempt", 0) if self.records else 0
 
     @property
@@ -95,19 +139,15 @@ class History:
         """Everything that the records say, the later over the earlier."""
         return {name: value for record in self.records for name, value in record.items()}
 
-    def begin(self, release: Release, target: Target) -> Record:
+    @property
+    def outline(self) -> list[dict[str, Any]]:
+        """The states, as a report tells them."""
+        return [{name: record.get(name) for name in ("state", "time", "attempt", "reason")} for record in self.records]
+
+    def begin(self, version: Version, target: Target, reason: str | None = None) -> Record:
         """Makes the first record; see `add`."""
-        return self.add(
-            DISCOVERED,
-            commit=release.commit,
-            updated=release.updated.isoformat(),
-            weights=release.weights,
-            licenses=release.licenses,
-            bytes=sum(release.sizes[name] for name in release.shards),
-            target=target.name,
-            options=target.arguments,
-            tables=tables(),
-        )
+        about = {"commit": version.commit, "updated": version.updated.isoformat(), "weights": version.weights, **version.facts}
+        return self.add(DISCOVERED, reason, **about, target=target.name, options=target.arguments, tables=tables())
 
     def add(self, state: str, reason: str | None = None, **facts: Any) -> Record:
         """Makes the next record.
@@ -117,7 +157,7 @@ class History:
         """
         known = {name: self.first[name] for name in ("commit", "target")} if self.records else {}
         said = {"attempt": self.attempt} | known | facts | ({"reason": reason} if reason else {})
-        record = {"state": state, "time": now().isoformat(), "repo": self.repo, "key": self.key} | said
+        record = {"state": state, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
         record = json.loads(json.dumps(record))  # as others will read it
         self.store.make()
         if not self.store.create(_name(len(self.records) + 1), json.dumps(record, indent=1).encode()):
@@ -129,7 +169,7 @@ class History:
         """Notes that another commit has the same weights; returns the record, or None if there is one already."""
         first = self.first["commit"]
         said = {"commit": commit, "target": self.first["target"], "same_weights_as": first, "reason": f"same weights as {first[:12]}"}
-        record = {"state": SAME, "time": now().isoformat(), "repo": self.repo, "key": self.key} | said
+        record = {"state": SAME, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
         return record if self.store.create(f"same-{commit}.json", json.dumps(record, indent=1).encode()) else None
 
     @contextlib.contextmanager
@@ -148,8 +188,8 @@ def _name(number: int) -> str:
     return f"{number:04}.json"
 
 
-def histories(output: Store, repo: str) -> list[History]:
-    """Every history of a repository."""
-    folder = output / ROOT / repo
+def histories(output: Store, name: str, root: str = ROOT) -> list[History]:
+    """Every history of a repository, or of a run."""
+    folder = output / root / name
     keys = sorted({file.name.partition("/")[0] for file in folder.list() if NUMBER.fullmatch(file.name.rpartition("/")[2])})
-    return [history for key in keys if (history := History(output, repo, key)).records]
+    return [history for key in keys if (history := History(output, name, key, root)).records]

@@ -52,6 +52,14 @@ class Release:
     def url(self) -> str:
         return f"hf://{self.repo}@{self.commit}"
 
+    @property
+    def name(self) -> str:
+        return self.repo
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {"licenses": self.licenses, "bytes": sum(self.sizes[name] for name in self.shards)}
+
     @functools.cached_property
     def shards(self) -> list[str]:
         """The safetensors files beside `config.json`."""
@@ -152,6 +160,11 @@ def find_release(repo: str, revision: str) -> Release:
         tuple(licenses),
         bool(info.gated),
     )
+
+
+def quiet_at(release: Release, minutes: float) -> datetime.datetime:
+    """When nobody will have committed to it for so many minutes."""
+    return release.updated + datetime.timedelta(minutes=minutes)
 
 
 def objections(release: Release, max_bytes: int | None, licenses: Iterable[str] | None) -> list[str]:

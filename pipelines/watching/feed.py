@@ -1,0 +1,167 @@
+"""A feed: where versions come from, and what is made of each. The hub's models are one, a training run is another."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats.storage import Store
+from weightbeam.pipelines.watching.isolation import Apart, Work
+from weightbeam.pipelines.watching.records import History, Target, Version, key_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One thing that is done for a version, in a process of its own.
+
+    Attributes:
+      work: what.
+      arguments: as a command line.
+      fact: under which name the record keeps what comes of it; empty where it doesn't.
+    """
+
+    work: Work
+    arguments: Sequence[str]
+    fact: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """A version isn't ready.
+
+    Attributes:
+      reason: what it waits for.
+      again: when to look again, if that is known.
+    """
+
+    reason: str
+    again: datetime.datetime | None = None
+
+
+class Feed(abc.ABC):
+    """Versions, and what is made of each.
+
+    Attributes:
+      output: where the records lie.
+      targets: what each version is made into.
+      made: what was done to a version once it is made.
+    """
+
+    output: Store
+    targets: Collection[Target]
+    made: str
+
+    # --- what there is
+
+    @abc.abstractmethod
+    def names(self) -> tuple[list[str], list[str]]:
+        """What there are versions of; and why some of it can't be listed."""
+
+    @abc.abstractmethod
+    def is_wanted(self, name: str) -> bool:
+        """Whether that name is one of this feed's."""
+
+    @abc.abstractmethod
+    def versions(self, name: str) -> Iterable[Version]:
+        """What is there now and may need something, the most urgent first.
+
+        Raises:
+          StorageError: it can't be told.
+        """
+
+    @abc.abstractmethod
+    def judge(self, version: Version) -> list[str] | Waiting:
+        """What stands against a version, or what it waits for.
+
+        Raises:
+          StorageError: it can't be told.
+        """
+
+    # --- what was done
+
+    @abc.abstractmethod
+    def history(self, version: Version, target: Target) -> History:
+        """The history of a version and a target, begun or not."""
+
+    @abc.abstractmethod
+    def histories(self, name: str, every: bool = False) -> list[History]:
+        """Those that were begun and may need something, or every one."""
+
+    def target(self, history: History) -> Target | None:
+        """The target that a history was begun for; None where it isn't asked for any more."""
+        if not history.records:
+            return None
+        weights = history.first["weights"]
+        return next((target for target in self.targets if key_of(history.name, weights, target) == history.key), None)
+
+    def goes_on(self, history: History) -> bool:
+        """Whether a history is gone on with though its version isn't the one that is there now."""
+        return True
+
+    def begun(self, history: History) -> None:  # noqa: B027
+        """Takes note of a history that was just begun."""
+
+    def settled(self, history: History) -> None:  # noqa: B027
+        """Takes note of a history for which nothing is left to be done."""
+
+    def reopened(self, history: History) -> None:  # noqa: B027
+        """Takes note of a history that begins anew."""
+
+    def mend(self, name: str, known: Collection[History]) -> None:  # noqa: B027
+        """Puts right what a watcher has left undone that was ended between two steps."""
+
+    # --- what is done
+
+    def apart(self) -> contextlib.AbstractContextManager[Apart]:
+        """The process in which a version's tasks are done: one of its own."""
+        return Apart()
+
+    @abc.abstractmethod
+    def source(self, history: History) -> str:
+        """The URL that a version is read from."""
+
+    @abc.abstractmethod
+    def plan(self, source: str, target: Target) -> Task:
+        """Plans; among the facts are the `plan`'s hash and what `foresee` needs."""
+
+    @abc.abstractmethod
+    def foresee(self, facts: Mapping[str, Any]) -> str:
+        """What carrying such a plan out would come to."""
+
+    @abc.abstractmethod
+    def place(self, history: History, plan: str) -> str:
+        """Where the result goes. Another plan has another place: what others may be reading is never replaced."""
+
+    @abc.abstractmethod
+    def is_made(self, history: History) -> bool:
+        """Whether the result is there and was compared, so that it can be published."""
+
+    @abc.abstractmethod
+    def tasks(self, history: History, target: Target) -> Iterator[Task]:
+        """What is done from the plan to a result that was compared with its source."""
+
+    def judgement(self, facts: Mapping[str, Any]) -> str | None:
+        """What the record of a result says that wasn't compared."""
+        return None if facts.get("verified") else "not compared: verify is 0"
+
+    def notice(self, history: History) -> str | None:
+        """What is worth knowing of a result that is published."""
+        return None
+
+    @abc.abstractmethod
+    def publish(self, history: History, target: Target) -> dict[str, Any]:
+        """Lets readers see the result; returns what the record says of it. Done again, it changes nothing."""
+
+    def announce(self, history: History, target: Target) -> None:  # noqa: B027
+        """Does what is left once the record says that it is published. Done again, it changes nothing."""
+
+    def is_gone(self, history: History) -> str | None:
+        """Why a version can't be read any more; None where it can be."""
+        return None
+
+    def clear(self, history: History) -> None:  # noqa: B027
+        """Removes what was staged of a version that is gone."""

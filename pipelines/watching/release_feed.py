@@ -1,0 +1,134 @@
+"""The hub's models as a feed: each release is converted into an Orbax checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from weightbeam import __version__
+from weightbeam.pipelines.watching import isolation, releases
+from weightbeam.pipelines.watching.config import Config, Target
+from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
+from weightbeam.pipelines.watching.records import PUBLISHED, VERIFIED, History, Version, histories, key_of, now
+from weightbeam.pipelines.watching.releases import Release
+
+REPORT = "release.json"  # beside the checkpoint: where it comes from
+
+
+class ReleaseFeed(Feed):
+    """The releases of the models that a configuration names."""
+
+    made = "converted"
+
+    def __init__(self, config: Config):
+        self._config, self.output, self.targets = config, config.output, config.targets
+
+    def names(self) -> tuple[list[str], list[str]]:
+        return releases.find_models(self._config.models, self._config.since)
+
+    def is_wanted(self, name: str) -> bool:
+        return releases.is_wanted(name, self._config.models)
+
+    def versions(self, name: str) -> Iterable[Release]:
+        return [releases.find_release(name, self._config.revision)]
+
+    def judge(self, version: Version) -> list[str] | Waiting:
+        assert isinstance(version, Release)
+        if (quiet := releases.quiet_at(version, self._config.quiet_minutes)) > now():
+            return Waiting(f"committed to at {version.updated:%H:%M:%S} UTC, quiet at {quiet:%H:%M:%S}", quiet)
+        if denied := releases.objections(version, self._config.max_bytes, self._config.licenses):
+            return denied
+        if denied := releases.access_denied(version):
+            return [denied]
+        if missing := releases.missing_files(version):
+            return Waiting(f"incomplete: {releases.shown(missing)} not there yet")
+        return []
+
+    def history(self, version: Version, target: Target) -> History:
+        return History(self.output, version.name, key_of(version.name, version.weights, target))
+
+    def histories(self, name: str, every: bool = False) -> list[History]:
+        return histories(self.output, name)
+
+    def mend(self, name: str, known: Collection[History]) -> None:
+        """Writes `<target>.json` where a watcher was ended after it had published, and before it had said so there. Costs one read for each."""
+        for target in sorted({history.first["target"] for history in known if history.state == PUBLISHED}):
+            try:
+                named = json.loads(self._read(f"{name}/{target}.json") or b"{}").get("checkpoint")
+            except (ValueError, AttributeError):  # someone's own edit
+                named = None
+            if named != _published(known, target)[0]:
+                self._point(name, target)
+
+    def source(self, history: History) -> str:
+        return f"hf://{history.name}@{history.first['commit']}"
+
+    def plan(self, source: str, target: Target) -> Task:
+        return Task(isolation.plan, [f"--source={source}", *target.arguments])
+
+    def foresee(self, facts: Mapping[str, Any]) -> str:
+        return f"{releases.human(facts['target_bytes'])}, {facts['family']}"
+
+    def place(self, history: History, plan: str) -> str:
+        first = history.first
+        return (self.output / history.name / first["commit"][:12] / f"{first['target']}-{plan[:8]}").url
+
+    def is_made(self, history: History) -> bool:
+        """Also where this very plan was published before, as with tables that have changed for other models only."""
+        if history.state == VERIFIED:
+            return True
+        others = histories(self.output, history.name)
+        return any(other.state == PUBLISHED and other.facts["checkpoint"] == history.facts["checkpoint"] for other in others)
+
+    def tasks(self, history: History, target: Target) -> Iterator[Task]:
+        source, checkpoint, config = f"--source={self.source(history)}", history.facts["checkpoint"], self._config
+        yield Task(isolation.convert, [source, f"--output={checkpoint}", "--resume", *target.arguments, *config.runner_arguments()])
+        if config.verify:
+            arguments = [source, f"--checkpoint={checkpoint}", f"--sample={config.verify}", *_verification(target)]
+            yield Task(isolation.verify, [*arguments, *config.runner_arguments(here=True)], "verified")  # it leaves its findings in a local file
+
+    def publish(self, history: History, target: Target) -> dict[str, Any]:
+        """Puts the report beside the checkpoint."""
+        facts = history.facts
+        checkpoint = facts["checkpoint"]
+        report = {name: facts[name] for name in ("repo", "commit", "updated", "weights", "licenses", "target", "options", "tables", "plan", "family")}
+        report |= {"weightbeam": __version__, "checkpoint": checkpoint, "items": f"{checkpoint}/0/items", "verified": facts.get("verified")}
+        report["history"] = history.outline
+        self.output.create(self._report_of(checkpoint), json.dumps(report, indent=1).encode())
+        return {"checkpoint": checkpoint, "items": report["items"]}
+
+    def announce(self, history: History, target: Target) -> None:
+        self._point(history.name, history.first["target"])
+
+    def _point(self, repo: str, target: str) -> None:
+        """Has `<repo>/<target>.json` be the report of the newest release, also if another watcher publishes at this moment."""
+        output, pointer = self.output, f"{repo}/{target}.json"
+        while True:
+            reports = (self._read(self._report_of(checkpoint)) for checkpoint in _published(histories(output, repo), target))
+            newest = next((report for report in reports if report), None)  # a checkpoint that its owner has deleted has none
+            if newest is None or self._read(pointer) == newest:
+                return
+            output.write(pointer, newest)
+
+    def _report_of(self, checkpoint: str) -> str:
+        """The name of its report in the output."""
+        return f"{checkpoint.removeprefix(f'{self.output.url}/')}/{REPORT}"
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self.output.read(name)
+        except FileNotFoundError:
+            return None
+
+
+def _published(found: Iterable[History], target: str) -> list[str]:
+    """The checkpoints that were published for a target, the newest release first."""
+    facts = [history.facts for history in found if history.state == PUBLISHED and history.first["target"] == target]
+    return [each["checkpoint"] for each in sorted(facts, key=lambda each: (each["updated"], each["time"]), reverse=True)]
+
+
+def _verification(target: Target) -> list[str]:
+    """The options that a verification takes too."""
+    known = ("scan_layers", "param_scan_axis", "maxtext_model")
+    return [argument for argument in target.arguments if argument.removeprefix("--").partition("=")[0] in known]
