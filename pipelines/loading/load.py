@@ -20,8 +20,8 @@ from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.loading.abstract import Abstract, Target, every_parameter, mismatches, read_tree
 from weightbeam.pipelines.loading.agreement import Agreement
-from weightbeam.pipelines.loading.mesh import bits, empty_arrays, layout_of, named_sharding, open_mesh, place, settle
-from weightbeam.pipelines.loading.schedule import AHEAD, MIN_REMOTE_RUN, MIN_RUN, UNIT_BYTES, Layout, Step, boxes_of, make_steps
+from weightbeam.pipelines.loading.mesh import bits, empty_arrays, exchange, layout_of, named_sharding, open_mesh, place, settle
+from weightbeam.pipelines.loading.schedule import AHEAD, MIN_REMOTE_RUN, MIN_RUN, UNIT_BYTES, Block, Layout, Step, boxes_of, make_steps
 from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
 from weightbeam.pipelines.loading.sources import Source, Wanted, choose, find_source
 from weightbeam.pipelines.prepare import describe
@@ -191,9 +191,7 @@ class Loading:
                 except Exception as e:  # whatever it is, the others must learn of it
                     agreement.fail(e)
                     shares = self._nothing(step)
-                for block, mine in zip(step.blocks, shares, strict=True):
-                    dtype = self.targets[block.key].dtype
-                    arrays[block.key] = place(arrays.get(block.key), block, self.devices[block.key], mine, dtype)
+                self._place(arrays, step, shares)
                 agreement.vote()
                 busy.append((scratch, step))
                 if len(busy) == AHEAD - 1:
@@ -242,6 +240,19 @@ class Loading:
         for box, values in parts:
             joined[tuple(slice(*span) for span in box)] = values
         return joined
+
+    def _place(self, arrays: dict[str, jax.Array], step: Step, shares: Sequence[Mapping[jax.Device, np.ndarray]]) -> None:
+        """Puts what was read for a step onto the devices; arrays that are exchanged whole all together."""
+        whole: dict[tuple[jax.Device, ...], list[tuple[Block, Mapping[jax.Device, np.ndarray]]]] = {}
+        for block, mine in zip(step.blocks, shares, strict=True):
+            if block.is_whole_exchange:
+                whole.setdefault(self.devices[block.key], []).append((block, mine))
+            else:
+                arrays[block.key] = place(arrays.get(block.key), block, self.devices[block.key], mine, self.targets[block.key].dtype)
+        for devices, together in whole.items():
+            blocks, mine = zip(*together, strict=True)
+            made = exchange(blocks, devices, mine, [self.targets[block.key].dtype for block in blocks])
+            arrays |= {block.key: array for block, array in zip(blocks, made, strict=True)}
 
     def _nothing(self, step: Step) -> list[dict[jax.Device, np.ndarray]]:
         """Empty shares, so that the other processes don't wait for this one."""

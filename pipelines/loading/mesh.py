@@ -126,25 +126,40 @@ def place(target: jax.Array | None, block: Block, devices: tuple[jax.Device, ...
     """Puts a block onto the devices, by an exchange if it needs one, and into the target, which is donated.
 
     Args:
-      target: the array of bits that the block belongs to; None where the block is the whole array.
+      target: the array of bits that the block belongs to; None where the block is the whole array, read directly.
       block, devices: what, and where.
       shares: what this process has read of it.
       dtype: of the values.
 
     Returns:
-      The target. A whole array that needed no program has its dtype, all others are bits, see `settle`.
+      The target. A whole array has its dtype, all others are bits, see `settle`.
     """
     to = grid_sharding(devices, block.layout.counts)
-    if block.ways is None and target is None:
+    if target is None:
         return put(block.shape, to, shares, dtype)
-    shares = {device: values.view(bits(dtype)) for device, values in shares.items()}
     start = np.array(block.start, np.int32)
     if block.ways is None:
-        return _update(to)(target, put(block.shape, to, shares, bits(dtype)), start)
-    slices = put(block.padded_shape, grid_sharding(devices, block.ways), shares, bits(dtype))
-    if target is None:
-        return _exchange(to, block.shape)(slices)
-    return _exchange_and_update(to, block.shape)(target, slices, start)
+        return _update(to)(target, put(block.shape, to, _bits_of(shares), bits(dtype)), start)
+    return _exchange_and_update(to, block.shape)(target, _slices(block, devices, shares, dtype), start)
+
+
+def exchange(
+    blocks: Sequence[Block], devices: tuple[jax.Device, ...], shares: Sequence[Mapping[jax.Device, np.ndarray]], dtypes: Sequence[np.dtype]
+) -> list[jax.Array]:
+    """Whole arrays of bits, exchanged in one program. All have the same devices, in one order."""
+    to = tuple((grid_sharding(devices, block.layout.counts), block.shape) for block in blocks)
+    slices = [_slices(block, devices, mine, dtype) for block, mine, dtype in zip(blocks, shares, dtypes, strict=True)]
+    return _exchange(to)(slices)
+
+
+def _slices(block: Block, devices: tuple[jax.Device, ...], shares: Mapping[jax.Device, np.ndarray], dtype: np.dtype) -> jax.Array:
+    """What all devices have read of a block, side by side."""
+    assert block.ways is not None
+    return put(block.padded_shape, grid_sharding(devices, block.ways), _bits_of(shares), bits(dtype))
+
+
+def _bits_of(shares: Mapping[jax.Device, np.ndarray]) -> dict[jax.Device, np.ndarray]:
+    return {device: values.view(bits(values.dtype)) for device, values in shares.items()}
 
 
 def _moved(slices: jax.Array, to: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
@@ -176,10 +191,13 @@ def _update(to: NamedSharding) -> Callable[..., jax.Array]:
 
 
 @functools.cache
-def _exchange(to: NamedSharding, shape: tuple[int, ...]) -> Callable[..., jax.Array]:
+def _exchange(to: tuple[tuple[NamedSharding, tuple[int, ...]], ...]) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     import jax
 
-    return jax.jit(lambda slices: _moved(slices, to, shape), out_shardings=to)
+    def move(slices: Sequence[jax.Array]) -> list[jax.Array]:
+        return [_moved(each, *there) for each, there in zip(slices, to, strict=True)]
+
+    return jax.jit(move, out_shardings=[sharding for sharding, _ in to])
 
 
 @functools.cache

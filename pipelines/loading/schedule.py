@@ -113,6 +113,11 @@ class Block:
         return self.extent == self.layout.shard
 
     @property
+    def is_whole_exchange(self) -> bool:
+        """Whether it is an array that is exchanged in one go."""
+        return self.is_whole and self.ways is not None
+
+    @property
     def slice_shape(self) -> tuple[int, ...]:
         """Of the slice that one device reads for the exchange; padded where it doesn't come out even."""
         assert self.ways is not None
@@ -191,16 +196,39 @@ def find_ways(shape: Sequence[int], order: Sequence[int], grain: Sequence[int], 
 
 
 def cut(described: Described, layout: Layout, nbytes: int, exchanged: bool) -> tuple[int, ...]:
-    """The extent of a block that takes at most `nbytes` of each process's memory, cut along the source's slowest axes first."""
-    extent = list(layout.shard)
+    """The extent of a block that takes at most `nbytes` of each process's memory, cut along the source's slowest axes first.
+
+    All blocks of an array have one shape where that can be, since each shape is a program to compile: 58 layers of which 20 have room
+    are cut into 29 and 29, and the heads, which come next, in two.
+    """
     shares = math.prod(layout.counts) / len(layout.readers) if exchanged else layout.most_shards
-    for axis in described.order:
-        needed = math.prod(extent) * shares * described.element_bytes
-        if needed > nbytes:
-            grain = described.grain[axis] if extent[axis] % described.grain[axis] == 0 else 1
-            most = int(extent[axis] // grain * nbytes / needed)
-            extent[axis] = grain * cut_axis(extent[axis] // grain, max(1, most), True)
+    most = nbytes / (shares * described.element_bytes)  # elements of a shard
+    extent = list(layout.shard)
+    for at, axis in enumerate(described.order):
+        if math.prod(extent) <= most:
+            break
+        grain = described.grain[axis] if extent[axis] % described.grain[axis] == 0 else 1
+        total = extent[axis] // grain
+        room = max(1, int(total * most / math.prod(extent)))
+        part = cut_axis(total, room, ragged=True)
+        if total % part and (even := _cut_evenly(extent, described, at, part, most)):
+            return even
+        extent[axis] = grain * part
     return tuple(extent)
+
+
+def _cut_evenly(extent: Sequence[int], described: Described, at: int, part: int, most: float) -> tuple[int, ...] | None:
+    """Cuts an axis into fewer, equal parts than `part`, and the axis that comes next, too; None where that leaves short runs or small blocks."""
+    if at + 1 == len(described.order):
+        return None
+    axis, following = described.order[at : at + 2]
+    grain, next_grain = (described.grain[i] if extent[i] % described.grain[i] == 0 else 1 for i in (axis, following))
+    total, cut = extent[axis] // grain, list(extent)
+    cut[axis] = grain * next(n for n in range(part, total + 1) if total % n == 0)
+    room = int(extent[following] // next_grain * most / math.prod(cut))
+    cut[following] = next_grain * cut_axis(extent[following] // next_grain, max(1, room), ragged=False)
+    run = math.prod(cut) // cut[axis] * described.dtype.itemsize
+    return tuple(cut) if run >= MIN_RUN and most / 4 <= math.prod(cut) <= most else None
 
 
 def _blocks(key: str, described: Described, layout: Layout, extent: tuple[int, ...], ways: tuple[int, ...] | None) -> Iterator[Block]:
@@ -239,7 +267,10 @@ def make_blocks(key: str, source: Source, layout: Layout, nbytes: int, min_run: 
 
 
 def make_steps(source: Source, layouts: Mapping[str, Layout], unit_bytes: int, min_run: int = MIN_RUN) -> list[Step]:
-    """The schedule: all arrays that have a layout, in the order in which they lie in the source."""
+    """The schedule: all arrays that have a layout, in the order in which they lie in the source.
+
+    Those that are exchanged in one block come first, so that few steps have them: a step exchanges all of its own in one program.
+    """
     groups: list[tuple[Block, ...]] = []
     for twins in source.twins():
         alike: dict[Layout, list[str]] = {}
@@ -249,7 +280,7 @@ def make_steps(source: Source, layouts: Mapping[str, Layout], unit_bytes: int, m
         for together in alike.values():
             made = [make_blocks(key, source, layouts[key], unit_bytes // len(together), min_run) for key in together]
             groups += zip(*made, strict=True)
-    groups.sort(key=lambda group: (source.arrays[group[0].key].position, group[0].key, group[0].start))
+    groups.sort(key=lambda group: (not group[0].is_whole_exchange, source.arrays[group[0].key].position, group[0].key, group[0].start))
     steps: list[Step] = []
     held: list[Block] = []
     size = 0
