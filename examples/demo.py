@@ -24,7 +24,9 @@ CONFIG = dict(
     model_type="deepseek_v3", hidden_size=EMBED, num_attention_heads=HEADS, num_key_value_heads=HEADS, num_hidden_layers=LAYERS,
     first_k_dense_replace=DENSE, n_routed_experts=EXPERTS, n_shared_experts=1, intermediate_size=MLP, moe_intermediate_size=MOE_MLP,
     qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=V_DIM, q_lora_rank=Q_LORA, kv_lora_rank=KV_LORA, vocab_size=VOCAB,
-    tie_word_embeddings=False, quantization_config=dict(quant_method="fp8", fmt="e4m3", weight_block_size=[BLOCK, BLOCK]),
+    tie_word_embeddings=False, rms_norm_eps=1e-6, rope_theta=10_000, max_position_embeddings=4096, num_experts_per_tok=2, n_group=1, topk_group=1,
+    routed_scaling_factor=2.5, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc",
+    quantization_config=dict(quant_method="fp8", fmt="e4m3", weight_block_size=[BLOCK, BLOCK]),
 )  # fmt: skip
 DTYPES = {"BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F32": np.float32}
 
@@ -103,24 +105,31 @@ def main(folder: Path) -> int:
     for made_earlier in (source, output):
         shutil.rmtree(made_earlier, ignore_errors=True)
     write_checkpoint(source)
-    print(f"1. wrote {source}: {', '.join(path.name for path in sorted(source.iterdir()))}\n")
-    command = ["convert", "--source", str(source), "--output", str(output), "--mesh", "fsdp=4"]
-    print(f"2. weightbeam {' '.join(command)}")
-    if status := weightbeam(command):
-        return status
-    print(f"\n3. weightbeam inspect {output}")
-    weightbeam(["inspect", str(output)])
+    files = len(list(source.glob("*.safetensors")))
+    print(f"1. wrote {source}: config.json, {files} safetensors files and their index")
+    for number, command in enumerate([["convert", str(source), str(output), "--mesh", "fsdp=4"], ["verify", str(output)]], 2):
+        print(f"\n{number}. weightbeam {' '.join(command)}")
+        if status := weightbeam(command):
+            return status
     print("\n4. restored with stock Orbax, compared with plain numpy:")
     tree = ocp.PyTreeCheckpointer().restore((output / "0" / "items").absolute())["params"]["params"]
-    for path, wanted in expected(source).items():
-        node = tree
-        for key in path.split("/"):
-            node = node[key]
-        if not np.array_equal(np.asarray(node).view(np.uint16), wanted.view(np.uint16)):
-            print(f"   {path}: DIFFERENT")
-            return 1
-        print(f"   {path} {wanted.shape}: equal to the bit")
+    wanted = expected(source)
+    different = [path for path, values in wanted.items() if not same_bits(tree, path, values)]
+    for path, values in wanted.items():
+        print(f"   {path} {values.shape}: {'DIFFERENT' if path in different else 'equal to the bit'}")
+    if different:
+        print(f"\nSomething is wrong: {len(different)} of {len(wanted)} arrays aren't what they should be.")
+        return 1
+    print(f"\nAll is well. weightbeam inspect {output} shows what is in there.")
     return 0
+
+
+def same_bits(tree: dict, path: str, wanted: np.ndarray) -> bool:
+    """Whether the array at `a/b/c` of a restored tree is the one that is wanted."""
+    node = tree
+    for key in path.split("/"):
+        node = node[key]
+    return np.array_equal(np.asarray(node).view(np.uint16), wanted.view(np.uint16))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
+import weightbeam
 from weightbeam.formats.safetensors import DTYPES, Tensor
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.boxes import Box
 
 RECORD = "conversion.json"
-LIBRARIES = ("weightbeam", "apache-beam", "tensorstore", "numpy", "ml_dtypes")
+LIBRARIES = ("apache-beam", "tensorstore", "numpy", "ml_dtypes")
 
 LONG = ("shards", "axes", "config", "tensors", "dropped")  # fields that stand in the record only
 
@@ -51,11 +52,11 @@ def total(shares: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """The versions of Python and of what takes part in a conversion."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "weightbeam": weightbeam.__version__}
     for library in LIBRARIES:
         try:
             found[library] = version(library)
-        except PackageNotFoundError:  # run from a folder that isn't installed
+        except PackageNotFoundError:  # there without metadata, as in a frozen program
             found[library] = "unknown"
     return found
 

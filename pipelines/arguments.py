@@ -21,13 +21,13 @@ PROGRESS = ("auto", "bar", "lines", "json", "none")
 GBPS, HOUR_PRICE = 10.0, 0.14
 
 OVERVIEW = """\
-Weightbeam moves model weights from Hugging Face releases to MaxText and JAX.
+Weightbeam moves model weights between Hugging Face releases and MaxText or JAX.
 
-  weightbeam plan    hf://Qwen/Qwen3-8B              what would happen
-  weightbeam convert hf://Qwen/Qwen3-8B ckpt         into an Orbax checkpoint
-  weightbeam verify  ckpt                            is every element right?
-  weightbeam export  ckpt tuned                      a Hugging Face release of it
-  weightbeam inspect ckpt                            what a checkpoint holds
+  weightbeam plan    hf://Qwen/Qwen3-8B        what would happen
+  weightbeam convert hf://Qwen/Qwen3-8B ckpt   into an Orbax checkpoint
+  weightbeam verify  ckpt                      is every element right?
+  weightbeam inspect ckpt                      what a checkpoint holds
+  weightbeam export  ckpt tuned                back into a Hugging Face release
 """
 
 PLAN = """\

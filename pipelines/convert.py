@@ -72,7 +72,7 @@ class Converted:
             lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in rounded.items()]
         if conversion.plan.dropped:
             lines.append(f"{count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why")
-        lines.append(f"in MaxText: {' '.join(f'{name}={value}' for name, value in self.maxtext.items())}")
+        lines.append(f"in MaxText: {' '.join(shlex.quote(f'{name}={value}') for name, value in self.maxtext.items())}")
         if conversion.plan.note:
             lines.append(f"            {conversion.plan.note}")
         lines.append(f"check it:   weightbeam verify {shlex.quote(str(self.items.parent))}")

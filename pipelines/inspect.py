@@ -99,7 +99,8 @@ class OrbaxInspection(Inspection):
             stored = dtype + (" compressed" if compressed else "")
             rows.add_row(name, shape_text(shape), stored, shape_text(chunk), packed, str(len(specs)), human(sum(map(_nbytes, specs))))
         yield rows
-        yield from ("", f"{self.path}: {count(len(self.arrays), 'array')}, {human(sum(_nbytes(array.spec) for array in self.arrays))}")
+        held = count(len(self.arrays), "array") + (f" ({STEP.key} among them)" if any(array.spec.key == STEP.key for array in self.arrays) else "")
+        yield from ("", f"{self.path}: {held}, {human(sum(_nbytes(array.spec) for array in self.arrays))}")
         if self.custom:
             yield from _provenance(self.custom)
 
@@ -307,7 +308,7 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
         return
     rows = Table("", "")
     for name in ("source", "family", "model", "plan"):
-        rows.add_row(name, str(about.get(name)))
+        rows.add_row(name, str(about.get(name) or "none of MaxText's has these sizes"))
     options = {name: f"{len(value)} rules" if name == "sharding_rules" and value else value for name, value in about.get("options", {}).items()}
     rows.add_row("options", ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, [])))
     rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))

@@ -11,6 +11,7 @@ from typing import Any
 
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.cells import pattern
+from weightbeam.model_mappings.maxtext_config import scalar
 from weightbeam.model_mappings.plan import PARAMETERS, Plan
 from weightbeam.pipelines.tables import Block, Table, count, duration, human, shape_text
 from weightbeam.transforms.conversion import Conversion, rules_of
@@ -146,21 +147,21 @@ def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
     """What MaxText must be told to load the checkpoint at `path`: `key=value` of its command line."""
     plan, options = conversion.plan, conversion.options
     flags: dict[str, Any] = {"load_parameters_path": path, "scan_layers": options.scan_layers}
-    if plan.model:
-        flags |= {"model_name": plan.model} | ({"override_model_config": True} if plan.sizes else {}) | dict(plan.sizes)
-    if options.vocab_size:
-        flags["vocab_size"] = options.vocab_size
-    if options.scan_layers and options.param_scan_axis != DEFAULTS.param_scan_axis:
-        flags["param_scan_axis"] = options.param_scan_axis
+    if plan.maxtext:
+        overrides = {key: value for key, value in plan.maxtext.overrides().items() if key not in flags}
+        flags |= {"model_name": plan.maxtext.model} | ({"override_model_config": True} if overrides else {}) | overrides
+    else:
+        flags |= {"model_name": plan.model} if plan.model else {}
+        flags |= {"override_model_config": True} | dict(plan.sizes) if plan.sizes else {}
+        flags |= {"vocab_size": options.vocab_size} if options.vocab_size else {}
+        flags |= {"param_scan_axis": options.param_scan_axis} if options.scan_layers and options.param_scan_axis != DEFAULTS.param_scan_axis else {}
+        flags |= {"mtp_num_layers": 1} if options.mtp else {}
+        flags |= {"use_multimodal": True} if options.multimodal else {}
     if not options.use_ocdbt:
         flags["checkpoint_storage_use_ocdbt"] = False
     if not options.use_zarr3:
         flags["checkpoint_storage_use_zarr3"] = False
-    if options.mtp:
-        flags["mtp_num_layers"] = 1
-    if options.multimodal:
-        flags["use_multimodal"] = True
-    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in flags.items()}
+    return {name: scalar(value) for name, value in flags.items()}
 
 
 def warnings_of(conversion: Conversion) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """The README says what the code says."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,3 +26,12 @@ def test_what_is_supported_is_what_the_code_says(made) -> None:
 
 def test_every_format_says_who_publishes_it() -> None:
     assert [entry.name for entry in table.FORMATS if not entry.releases] == []
+
+
+def test_the_demo_says_that_all_is_well(tmp_path: Path) -> None:
+    """On its last line; its first is its own, and not a library's warning."""
+    ran = subprocess.run([sys.executable, "-m", "examples.demo", tmp_path / "demo"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    lines = ran.stdout.splitlines()
+    assert (ran.returncode, lines[0][:9], lines[-1][:12]) == (0, "1. wrote ", "All is well."), ran.stderr
+    assert "WARNING" not in ran.stderr
+    assert "model_name=" in ran.stdout
