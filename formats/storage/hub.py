@@ -1,5 +1,7 @@
 """Repositories of the Hugging Face hub, read at one commit, in ranges.
 
+What the hub's cache on this machine holds of that commit is read from there, and with `HF_HUB_OFFLINE=1` nothing else is.
+
 A file's URL is resolved once in each process, to where its bytes lie; that address is signed, needs no token, and is asked for
 anew when it has expired. So a hub sees one request a file, and its token goes nowhere else.
 """
@@ -32,6 +34,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, parse_ratelimit_headers
 
+from weightbeam.formats.storage import hub_cache
+from weightbeam.formats.storage.local import LocalFolder
 from weightbeam.formats.storage.store import File, Range, Request, StorageError, Store, make_requests
 from weightbeam.formats.storage.token import token
 
@@ -63,10 +67,23 @@ def open_repository(url: str) -> Repository:
         raise StorageError(f"{url}: should be hf://organisation/model, with @revision for another than main")
     if COMMIT.fullmatch(revision):
         return Repository(url)
+    if hub_cache.is_offline():
+        return Repository(f"hf://{repo}@{_cached_commit(url, repo, revision or 'main')}")
     found = _info(repo, revision or None, url)
     commit = found.sha or ""
     _INFO[repo, commit] = found
     return Repository(f"hf://{repo}@{commit}")
+
+
+def _cached_commit(url: str, repo: str, revision: str) -> str:
+    """The commit of a branch or tag, by the cache.
+
+    Raises:
+      StorageError: it doesn't know.
+    """
+    if commit := hub_cache.commit_of(repo, revision):
+        return commit
+    raise StorageError(f"{url}: HF_HUB_OFFLINE is set, and {hub_cache.root()} doesn't know {revision} of this repository; without it the hub is asked")
 
 
 class Repository(Store):
@@ -78,7 +95,11 @@ class Repository(Store):
         self.repo, _, self.commit = url.removeprefix("hf://").partition("@")
 
     def check_readable(self) -> None:
-        if self._info().gated:
+        if hub_cache.is_offline():
+            if hub_cache.snapshot(self.repo, self.commit) is None:
+                raise StorageError(f"{self.url}: HF_HUB_OFFLINE is set, and {hub_cache.root()} has no snapshot of this commit")
+            return
+        if self._info().gated and not all(self._cached(name) for name in self.files() if name.endswith((".json", ".safetensors"))):
             try:
                 repeated(api().auth_check)(self.repo)
             except (HfHubHTTPError, httpx2.HTTPError) as e:
@@ -90,7 +111,11 @@ class Repository(Store):
         return _INFO[self.repo, self.commit]
 
     def files(self) -> dict[str, File]:
-        """Everything in the repository, by name."""
+        """Everything in the repository, by name; offline, what the cache holds of it."""
+        if hub_cache.is_offline():
+            cached = hub_cache.snapshot(self.repo, self.commit)
+            names = [file.name for file in cached.list()] if cached else []
+            return {name: file for name in names if cached and (file := hub_cache.file_of(cached, name))}
         found = self._info().siblings or []
         hashes = {file.rfilename: file.lfs.sha256 for file in found if file.lfs}
         versions = {file.rfilename: hashes.get(file.rfilename) or file.blob_id or self.commit for file in found}
@@ -101,17 +126,39 @@ class Repository(Store):
         return [file for name, file in files if name.startswith(prefix) and (recursive or "/" not in name.removeprefix(prefix))]
 
     def stat(self, name: str) -> File | None:
+        if hub_cache.is_offline():
+            cached = hub_cache.snapshot(self.repo, self.commit)
+            return hub_cache.file_of(cached, name) if cached else None
         return self.files().get(name)
+
+    def _cached(self, name: str) -> LocalFolder | None:
+        """The snapshot in the cache, if it holds this file as the hub knows it: of the same size, and under its hash."""
+        cached = hub_cache.snapshot(self.repo, self.commit)
+        if cached is None:
+            return None
+        path = cached.path(name)
+        if path not in _SAME:
+            known, found = self.stat(name), hub_cache.file_of(cached, name)
+            if not known or not found or (known.size, known.version) != (found.size, found.version):
+                return None
+            _SAME.add(path)
+        return cached
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         if (file := self.stat(name)) is None:
             raise FileNotFoundError(2, "no such file", self.path(name))
         stop = file.size if stop is None else min(stop, file.size)
+        if (start, stop) == (0, file.size) and (cached := self._cached(name)):
+            return hub_cache.read_whole(cached, name)
         buffer = bytearray(max(0, stop - start))
         self.read_into(name, [(start, memoryview(buffer))] if buffer else [])
         return bytes(buffer)
 
     def read_into(self, name: str, ranges: Iterable[Range]) -> int:
+        if cached := self._cached(name):
+            return cached.read_into(name, ranges)
+        if hub_cache.is_offline():
+            raise StorageError(f"{self.path(name)}: HF_HUB_OFFLINE is set, and the file isn't in {hub_cache.root()}")
         wanted = list(make_requests(ranges, MOST))
         ended = threading.Event()
         futures = [_pool().submit(self._fetch, name, request, ended) for request in wanted]
@@ -264,6 +311,7 @@ def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) ->
 repeated = _retrying().wraps  # decorates a function that asks the hub
 
 
+_SAME: set[str] = set()  # files of the cache that are known to be those of the hub
 _INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repository at a commit, which doesn't change
 
 
@@ -292,4 +340,6 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
         message = str(error)
     else:
         message = f"{_endpoint()}, or the host of its files, can't be reached: {str(error) or type(error).__name__}"
+        if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):
+            message += f"; a snapshot of it lies in {hub_cache.root()}, and HF_HUB_OFFLINE=1 reads that"
     raise StorageError(f"{url}: {message}") from None  # the error may show a signed address

@@ -1,0 +1,79 @@
+"""The hub's cache on this machine: what other tools have downloaded of its repositories. It is read, and never written.
+
+Below `models--organisation--name`, `refs/REVISION` says a commit, and `snapshots/COMMIT` holds links to `blobs/ETAG`. The ETag of
+a large file is its sha256, that of a small one git's hash of it (huggingface/huggingface_hub, docs/source/en/guides/manage-cache.md, 2.4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from weightbeam.formats.storage.local import LocalFolder
+from weightbeam.formats.storage.store import File, StorageError
+
+SHA256, GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+
+
+def is_offline() -> bool:
+    """Whether `HF_HUB_OFFLINE` says that the hub isn't to be asked."""
+    said = os.environ.get("HF_HUB_OFFLINE")
+    return constants.HF_HUB_OFFLINE if said is None else said.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def root() -> Path:
+    """The folder of the cache: what `HF_HUB_CACHE` names, else `hub` in `HF_HOME`."""
+    if named := os.environ.get("HF_HUB_CACHE"):
+        return Path(named).expanduser()
+    home = os.environ.get("HF_HOME")
+    return Path(home).expanduser() / "hub" if home else Path(constants.HF_HUB_CACHE)
+
+
+def commit_of(repo: str, revision: str) -> str | None:
+    """The commit that a branch or a tag was at when it was last downloaded."""
+    reference = _folder(repo) / "refs" / revision
+    return reference.read_text(encoding="utf-8").strip() if reference.is_file() else None
+
+
+def snapshot(repo: str, commit: str) -> LocalFolder | None:
+    """The files of a repository at a commit, as far as they are there."""
+    folder = _folder(repo) / "snapshots" / commit
+    return LocalFolder(str(folder.absolute())) if folder.is_dir() else None
+
+
+def file_of(files: LocalFolder, name: str) -> File | None:
+    """A file of a snapshot, under the version that the hub has for it, if that can be told."""
+    found = files.stat(name)
+    if found is None:
+        return None
+    etag = _etag(files, name)
+    sha256 = etag if SHA256.fullmatch(etag) else None
+    return File(name, found.size, etag or Path(files.url).name, sha256=sha256)
+
+
+def read_whole(files: LocalFolder, name: str) -> bytes:
+    """A whole file; one that git knows by its hash is compared with that.
+
+    Raises:
+      StorageError: it has other bytes.
+    """
+    data = files.read(name)
+    etag = _etag(files, name)
+    if GIT.fullmatch(etag) and hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() != etag:
+        raise StorageError(f"{files.path(name)}: isn't what the hub's cache holds it for (its blob is named {etag}); remove it, and get it anew")
+    return data
+
+
+def _folder(repo: str) -> Path:
+    return root() / f"models--{repo.replace('/', '--')}"
+
+
+def _etag(files: LocalFolder, name: str) -> str:
+    """The name of the blob that a file is; empty where the cache holds copies in place of links."""
+    path = files.folder / name
+    blob = path.resolve()
+    return blob.name if path.is_symlink() and blob.parent.name == "blobs" else ""

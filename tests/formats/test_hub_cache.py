@@ -1,0 +1,130 @@
+"""A hub's cache as a source: filled by huggingface_hub itself, read instead of the hub, also without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.utils import close_session
+from servers.hub import FakeHub
+from support import LLAMA, call, random_tensors, save, split
+
+from weightbeam.formats.storage import StorageError, open_store
+from weightbeam.formats.storage import hub as hubs
+
+REPO = "acme/tiny"
+OPTIONS = ("--maxtext_model", "llama2-7b")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub with one model, and an empty cache."""
+    save(tmp_path / "model", LLAMA, *split(random_tensors(LLAMA), 2))
+    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(hubs, "_INFO", {})
+    monkeypatch.setattr(hubs, "_locations", hubs._Locations())
+    with FakeHub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        server.add(REPO, tmp_path / "model")
+        yield server
+        close_session()
+
+
+def download(hub: FakeHub, tmp_path: Path, **options: object) -> Path:
+    """A snapshot as huggingface_hub downloads it; returns its folder. What was asked for it is forgotten."""
+    folder = snapshot_download(REPO, cache_dir=tmp_path / "home" / "hub", endpoint=hub.url, **options)
+    hub.log.clear()
+    hub.cdn.log.clear()
+    return Path(folder)
+
+
+def convert(output: Path) -> dict:
+    """Converts `hf://…`; gives what the record says of the source and of the arrays."""
+    assert call("convert", f"hf://{REPO}", output, *OPTIONS) == 0
+    record = json.loads((output / "0" / "conversion.json").read_bytes())
+    return {key: record[key] for key in ("source", "plan", "shards", "digests")}
+
+
+def test_what_the_cache_holds_is_read_from_there(hub: FakeHub, tmp_path: Path) -> None:
+    """The hub says what the commit is; not a byte of a file is asked for. All else is as from the hub."""
+    wanted = convert(tmp_path / "from the hub")
+    download(hub, tmp_path)
+    assert convert(tmp_path / "from the cache") == wanted
+    assert (hub.log.counts().get("resolve", 0), len(hub.cdn.log)) == (0, 0)
+
+
+def test_offline(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request at all, and the same checkpoint."""
+    wanted = convert(tmp_path / "online")
+    download(hub, tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(hubs, "_INFO", {})
+    assert convert(tmp_path / "offline") == wanted
+    assert (len(hub.log), len(hub.cdn.log)) == (0, 0)
+    assert call("verify", tmp_path / "offline") == 0
+
+
+def test_what_the_cache_lacks_is_read_from_the_hub(hub: FakeHub, tmp_path: Path) -> None:
+    """As after a download of some files."""
+    snapshot = download(hub, tmp_path, allow_patterns=["*.json", "model-00001*"])
+    assert not (snapshot / "model-00002-of-00002.safetensors").exists()
+    convert(tmp_path / "out")
+    assert hub.log.counts()["resolve"] == 1
+
+
+def test_a_file_of_another_size_is_not_taken(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Online it is read from the hub; offline the release is refused for it."""
+    wanted = convert(tmp_path / "wanted")
+    shard = download(hub, tmp_path) / "model-00001-of-00002.safetensors"
+    os.truncate(shard, shard.stat().st_size - 100)
+    assert convert(tmp_path / "out") == wanted
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert call("convert", f"hf://{REPO}", tmp_path / "other", *OPTIONS) == 2
+
+
+def test_a_rotten_blob_is_found(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A small file always, by git's hash; a large one with --check_source true, by its sha256."""
+    snapshot = download(hub, tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    shard = snapshot / "model-00001-of-00002.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.resolve().write_bytes(data)
+    assert call("convert", f"hf://{REPO}", tmp_path / "out", *OPTIONS, "--check_source", "true") == 2
+    assert "its sha256 isn't" in capsys.readouterr().err
+    config = snapshot / "config.json"
+    config.resolve().write_text(config.read_text().replace("llama", "lamma"))
+    assert call("plan", f"hf://{REPO}") == 2
+    assert "config.json: isn't what the hub's cache holds it for" in capsys.readouterr().err
+
+
+def test_offline_and_not_in_the_cache(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused with where it was looked for."""
+    commit = download(hub, tmp_path).name
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for revision, words in (("@v1", "doesn't know v1"), (f"@{'0' * 40}", "has no snapshot of this commit")):
+        assert call("plan", f"hf://{REPO}{revision}") == 2
+        message = capsys.readouterr().err
+        assert words in message
+        assert str(tmp_path / "home" / "hub") in message
+    assert call("plan", f"hf://{REPO}@{commit}", *OPTIONS) == 0
+    shutil.rmtree(tmp_path / "home")
+    with pytest.raises(StorageError, match="HF_HUB_OFFLINE is set"):
+        open_store(f"hf://{REPO}")
+
+
+def test_a_hub_that_is_out_of_reach(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says that the cache has it: a branch may have moved on, so that isn't taken without being asked for."""
+    download(hub, tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hubs, "BACKOFF", 0.002)
+    with pytest.raises(StorageError, match=r"can't be reached.*HF_HUB_OFFLINE=1 reads that"):
+        open_store(f"hf://{REPO}")
