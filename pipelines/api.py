@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.plan import maxtext_config as maxtext_config
     from weightbeam.pipelines.plan import plan as plan
     from weightbeam.pipelines.progress import Progress as Progress
+    from weightbeam.pipelines.quantize import quantize as quantize
     from weightbeam.pipelines.verify import verify as verify
 
 HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it lies in
@@ -41,6 +42,7 @@ HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it li
     "materialize": "materialize",
     "dequantize": "dequantize",
     "merge": "merge",
+    "quantize": "quantize",
     "maxtext_config": "plan",
     "fit": "fit",
     "Plan": "plan",

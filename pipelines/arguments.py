@@ -150,6 +150,18 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
 
 
+QUANTIZE = """\
+Writes the linear layers of a model as FP8 in blocks of 128 × 128, in DeepSeek's layout, which vLLM, SGLang and transformers load:
+codes, and a float32 scale for each block. Embeddings, norms, routers, the head and towers stay as they are, and config.json names
+them. The source is a release, or an Orbax checkpoint, which is exported in the same pass. As a Beam pipeline.
+
+  weightbeam quantize --source ~/models/Qwen3-8B --output qwen3-8b-fp8
+  weightbeam quantize --source run/checkpoints/1000 --like hf://Qwen/Qwen3-8B --output tuned-fp8
+
+Exit status: 0 done, 1 failed on the way, 2 refused before any work.
+"""
+
+
 MERGE = """\
 Merges PEFT adapters into a release: the same safetensors files with the adapters in them, all else as it was. In float32 with one
 cast; what no adapter reaches is carried over byte for byte, quantised weights included. As a Beam pipeline.
@@ -424,6 +436,17 @@ def add_dequantization(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save_dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the values (default: what config.json says)")
 
 
+def add_quantization(parser: argparse.ArgumentParser) -> None:
+    """The options of a quantisation."""
+    add_rewriting(parser)
+    add = parser.add_argument
+    add("--format", choices=("fp8",), default="fp8", help="what the weights of linear layers become")
+    add("--like", metavar="URL", help="of an Orbax checkpoint: the release whose config.json, tokenizer and names are taken")
+    add("--maxtext_model", metavar="NAME", help="of an Orbax checkpoint: the MaxText model, where neither it nor config.json settles it")
+    add("--param_scan_axis", type=natural, metavar="N", help="of an Orbax checkpoint: where the layers are stacked, where its shapes fit several axes")
+    add("--step", type=natural, metavar="N", help="of an Orbax checkpoint: which step, where the root has several")
+
+
 def add_materialization(parser: argparse.ArgumentParser) -> None:
     """The options that a virtual checkpoint leaves open."""
     add = parser.add_argument
@@ -491,6 +514,9 @@ POSITIONALS = {  # by command: the options that words without an option stand fo
     "materialize": ("checkpoint", "output"),
     "inspect": ("checkpoint",),
     "export": ("source", "output"),
+    "dequantize": ("source", "output"),
+    "quantize": ("source", "output"),
+    "merge": ("source", "output"),
     "fit": ("source", "maxtext_model"),
     "help": ("topic",),
     "completion": ("shell",),
@@ -502,6 +528,9 @@ USAGES = {
     "materialize": "CHECKPOINT OUTPUT [options]",
     "inspect": "CHECKPOINT [options]",
     "export": "CHECKPOINT OUTPUT [options]",
+    "dequantize": "SOURCE OUTPUT [options]",
+    "quantize": "SOURCE OUTPUT [options]",
+    "merge": "SOURCE OUTPUT --lora PATH [options]",
     "fit": "SOURCE MODEL [options]",
     "diff": "A B [options]",
     "help": "[TOPIC]",
@@ -533,6 +562,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_verification(command("verify", "compare a checkpoint with its source, element by element", VERIFY))
     add_export(command("export", "write a checkpoint as a Hugging Face release", EXPORT))
     add_dequantization(command("dequantize", "write a quantised release as an ordinary one", DEQUANTIZE))
+    add_quantization(command("quantize", "write a release in FP8", QUANTIZE))
     add_merge(command("merge", "merge PEFT adapters into a release", MERGE))
     add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", MATERIALIZE))
     add_comparison(command("diff", "compare any two checkpoints, tensor by tensor", DIFF))

@@ -25,7 +25,7 @@ import numpy as np
 from weightbeam.formats.encodings import ContentError, Encoding
 from weightbeam.formats.orbax import find_items, open_arrays
 from weightbeam.formats.orbax_source import OrbaxArray, open_orbax
-from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
+from weightbeam.formats.safetensors import Checkpoint, is_release, open_checkpoint
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.token import name_secret
@@ -231,10 +231,7 @@ def _look(where: str) -> Checkpoint | Store:
     """
     try:
         store = open_store(where)
-        store.check_readable()
-        if any(name.endswith(".safetensors") or name == "config.json" for name in store.entries()):
-            return open_checkpoint(store)
-        return find_items(store)
+        return open_checkpoint(store) if is_release(store) else find_items(store)
     except StorageError as e:
         raise Refused(str(e)) from e
     except OSError as e:

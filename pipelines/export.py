@@ -177,15 +177,16 @@ def plan(
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = "128MiB",
     step: int | None = None,
+    quantize: str | None = None,
 ) -> Export:
-    """Plans an export; problems stay in the plan. See `export`.
+    """Plans an export; problems stay in the plan. See `export`; `quantize` is the format of `weightbeam.quantize`.
 
     Raises:
       Refused: there is nothing to plan.
     """
     if save_dtype not in (AUTO, *SAVED):
         raise Refused(f"--save_dtype={save_dtype} should be {', '.join((AUTO, *SAVED))}")
-    options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, **read_sizes(max_shard_size, unit_bytes))
+    options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, **read_sizes(max_shard_size, unit_bytes), quantize=quantize)
     checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, step)
     try:
         form, small = find_like(checkpoint, like)
@@ -272,6 +273,7 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
         "dtype": dtype or ("bfloat16" if quantised else None),
         "vocab_size": planned.config_edits.get("vocab_size"),
         "drop_quantization": True,
+        "quantization": planned.quantization or None,
         "nextn": planned.config_edits.get("num_nextn_predict_layers"),
     }
     rounded = f"{count(len(planned.lossy), 'tensor')}: {'; '.join(sorted(set(planned.lossy.values())))}" if planned.lossy else ""
@@ -285,14 +287,18 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
     return make_small_files(small, planned.like.config, edits, ("quantisation",), planned.like.root, facts, planned.plan.family)
 
 
+def say_ready(planned: Export, args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """What a dry run says: the plan, and that it can be carried out, or all that stands against it."""
+    print(plan_text(planned, threads_of(thread_options(rest))))
+    refuse(planned.plan.problems)
+    print(f"ready       weightbeam {args.command} --source {planned.source.root} --output {args.output or 'FOLDER'}")
+    return 0
+
+
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Exports, and says what came of it; with `--dry_run` says what it would do."""
     if args.dry_run:
-        planned = plan(**keywords_of(args, plan))
-        print(plan_text(planned, threads_of(thread_options(rest))))
-        refuse(planned.plan.problems)
-        print(f"ready       weightbeam export --source {planned.source.root} --output {args.output or 'FOLDER'}")
-        return 0
+        return say_ready(plan(**keywords_of(args, plan)), args, rest)
     print(export(**keywords_of(args, export), beam=rest))
     return 0
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from weightbeam.formats.release import small_files
 from weightbeam.formats.storage import StorageError, open_store
@@ -112,7 +113,7 @@ def plan_with(source: str, options: MergeOptions) -> Merge:
 def make_small(planned: Merge, small: Mapping[str, bytes]) -> dict[str, bytes]:
     """The small files of the release that is written; `small` are those of the one that it is made of."""
     gone = planned.quantization == {}
-    edits = {} if planned.quantization is None else {"drop_quantization": gone, "quantization": planned.quantization or None}
+    edits: dict[str, Any] = {} if planned.quantization is None else {"drop_quantization": gone, "quantization": planned.quantization or None}
     if planned.options.save_dtype:
         edits["dtype"] = planned.options.save_dtype
     facts = {"base": planned.checkpoint.root}

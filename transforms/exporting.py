@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -40,7 +40,8 @@ from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.grid import Grid, Stored, cut_rows
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.rows import ReleasePlan, RowsJob, RowsUnit
+from weightbeam.transforms.quantizing import REASON, VALUES, Entry, find_quantised, in_blocks, job_for, keep_blocks, quantization_config, with_scales
+from weightbeam.transforms.rows import ReleasePlan, RowsUnit
 from weightbeam.transforms.units import Block, Fetch, element_box, find_twins, largest_first, pack
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("bfloat16", "float16", "float32")}
@@ -59,6 +60,7 @@ class ExportOptions:
     param_scan_axis: int | None = None
     max_shard_size: int | None = None
     unit_bytes: int = 128 << 20
+    quantize: str | None = None  # one of `quantizing.FORMATS`: write the weights of linear layers so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Export(ReleasePlan):
       units: the blocks of each unit.
       lossy: by tensor, why its values aren't the array's to the bit.
       config_edits: what of `config.json` has to change: `{field: value}`.
+      quantised: the tensors, by the release's names, that are written as codes and scales.
+      quantization: `quantization_config` as it will be; empty where nothing is quantised.
     """
 
     options: ExportOptions
@@ -112,6 +116,8 @@ class Export(ReleasePlan):
     lossy: Mapping[str, str]
     config_edits: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+    quantised: frozenset[str] = frozenset()
+    quantization: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unpacked: frozenset[str] = frozenset()  # keys of the arrays whose chunks are unpacked first
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # the release's small files as they will be; not staged
 
@@ -149,20 +155,15 @@ class Export(ReleasePlan):
     def expand(self, unit: int, place: Store) -> RowsUnit:
         """A unit, spelled out; `place` is where the plan is at work."""
         fetches: list[Fetch] = []
-        pieces: dict[str, list[tuple[int, Piece]]] = {}
         for block in self.units[unit]:
             array = self.plan.arrays[block.array]
-            box = element_box(self.grids[block.array].spec, block.shards)
-            for cell in array.cells(box):
-                for piece in back(cell, box, array.key):
-                    pieces.setdefault(str(cell.tensor), []).append((len(fetches), piece))
             stored = self.encodings[array.key]
             encoding = UnpackedArray(stored, place.url) if array.key in self.unpacked else stored
-            fetches.append(Fetch(encoding, box, stored.dtype))
+            fetches.append(Fetch(encoding, element_box(self.grids[block.array].spec, block.shards), stored.dtype))
         jobs = []
-        for name, placed in pieces.items():
-            for box, inside in _boxes(placed):
-                jobs += [RowsJob(self.layout.tensors[given], box, inside) for given in self.names[name]]
+        for name, boxes in rows_of(self.plan.arrays, self.grids, self.units[unit]).items():
+            for box, inside in boxes:
+                jobs += [job_for(self.layout.tensors, given, self.quantised, box, inside) for given in self.names[name]]
         return RowsUnit(unit, tuple(fetches), tuple(jobs))
 
     @functools.cached_property
@@ -220,6 +221,17 @@ def load(inputs: Mapping[str, Any]) -> Export:
     tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in inputs["like"]["tensors"].items()}
     like = Like(inputs["like"]["root"], inputs["like"]["config"], tensors)
     return plan_export(ExportOptions(**inputs["options"]), load_checkpoint(inputs["source"]), like)
+
+
+def rows_of(arrays: Sequence[Array], grids: Sequence[Grid], blocks: Sequence[Block]) -> dict[str, list[tuple[Box, tuple[tuple[int, Piece], ...]]]]:
+    """By tensor the boxes that blocks of arrays fill, and with what: pieces, each with the number of the block that holds its source."""
+    pieces: dict[str, list[tuple[int, Piece]]] = {}
+    for number, block in enumerate(blocks):
+        array, box = arrays[block.array], element_box(grids[block.array].spec, block.shards)
+        for cell in array.cells(box):
+            for piece in back(cell, box, array.key):
+                pieces.setdefault(str(cell.tensor), []).append((number, piece))
+    return {name: list(_boxes(placed)) for name, placed in pieces.items()}
 
 
 def back(cell: Cell, box: Box, key: str) -> Iterator[Piece]:
@@ -288,23 +300,44 @@ def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like) -> 
             names[original] += (given[copy][3],)
             dropped.pop(copy, None)
     dtypes = {name: _target_dtype(options, specs[name].dtype) for name in shapes}
+    wanted = [(one, dtypes[name], shapes[name]) for name, ones in names.items() for one in ones]
+    codes = _quantised(options, arrays, weights, names, wanted) if not problems else frozenset[str]()
+    if options.quantize and not codes and not problems:
+        problems.append(Problem("quantised", source.root, "none of its weights is one that is quantised"))
+    blocks = frozenset(name for name, ones in names.items() if codes.intersection(ones))
+    dtypes |= dict.fromkeys(blocks, VALUES)  # what is quantised isn't rounded before
     lossy = {given_name: reason for name, reason in _lossy(arrays, dtypes).items() for given_name in names[name]}
+    lossy |= dict.fromkeys(sorted(codes), REASON)
     edits = _config_edits(config, family, arrays, shapes, given, dropped)
     files, grids, units, warnings, unpacked = None, (), (), [], frozenset[str]()
     if not problems:
         order = {held[3]: held[2] for held in given.values()}
-        wanted = [(one, dtypes[name], shapes[name]) for name, ones in names.items() for one in ones]
-        files = plan_files(wanted, order or None, options.max_shard_size)
+        files = plan_files(with_scales(wanted, codes), order or None, options.max_shard_size)
         warnings += files.warnings
-        grids = tuple(_grid(array, weights[array.key], weights[array.key].chunk, dtypes) for array in arrays)
+        grids = tuple(_grid(array, weights[array.key], weights[array.key].chunk, dtypes, blocks) for array in arrays)
         large = {grid.spec.key for grid in grids if _smallest_bytes(grid) > options.unit_bytes or weights[grid.spec.key].chunk_bytes > options.unit_bytes}
         unpacked = frozenset(key for key in large if can_unpack(weights[key]))
-        grids = tuple(_grid(a, weights[a.key], (1,) * len(a.shape), dtypes) if a.key in unpacked else g for a, g in zip(arrays, grids, strict=True))
+        grids = tuple(_grid(a, weights[a.key], (1,) * len(a.shape), dtypes, blocks) if a.key in unpacked else g for a, g in zip(arrays, grids, strict=True))
         problems += _too_large(grids, options.unit_bytes)
         units = tuple(_units(options, arrays, grids)) if not problems else ()
     dropped = {given[name][3] if name in given else name: reason for name, reason in dropped.items()}
     plan = Plan(family.name, arrays, dropped, tuple(problems), family.note(config, layout), family.support, naming.model, naming.sizes)
-    return Export(options, source, like, plan, names, files, grids, units, lossy, edits, tuple(warnings), unpacked)
+    return Export(
+        options,
+        source,
+        like,
+        plan,
+        names,
+        files,
+        grids,
+        units,
+        lossy,
+        edits,
+        tuple(warnings),
+        codes,
+        quantization_config(wanted, codes) if codes else {},
+        unpacked,
+    )
 
 
 def _said_model(source: OrbaxCheckpoint) -> str | None:
@@ -407,6 +440,29 @@ def _lossy(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype]) -> dict[str,
     return reasons
 
 
+def _quantised(
+    options: ExportOptions, arrays: Sequence[Array], weights: Mapping[str, OrbaxArray], names: Mapping[str, tuple[str, ...]], wanted: Sequence[Entry]
+) -> frozenset[str]:
+    """The tensors that are written as codes; those stay as they are whose parts, in arrays of their own, don't begin and end at blocks of rows."""
+    if not options.quantize:
+        return frozenset()
+    codes = find_quantised(wanted)
+    shapes = {name: shape for name, _, shape in wanted}
+    coded = frozenset(name for name, ones in names.items() if codes.intersection(ones))
+    held = [array for array in arrays if any(name in coded for part in array.parts for name in part.tensors)]
+    dtypes = dict.fromkeys(itertools.chain.from_iterable(part.tensors for array in held for part in array.parts), VALUES)
+    grids = [_grid(array, weights[array.key], weights[array.key].chunk, dtypes, coded) for array in held]
+    amiss: set[str] = set()
+    for group in find_twins(held, math.inf):
+        cut = [list(_blocks(number, grids[number], options.unit_bytes // len(group))) for number in group]
+        for blocks in (one for made in [list(zip(*cut, strict=True))] for one in (made[0], made[-1])):
+            for name, boxes in rows_of(held, grids, blocks).items():
+                shape = shapes[names[name][0]]
+                if name in coded and not all(in_blocks(box, shape) for box, _ in boxes):
+                    amiss.update(itertools.chain.from_iterable(part.tensors for number in group for part in held[number].parts))
+    return codes - {one for name in amiss for one in names[name]}
+
+
 def _config_edits(
     config: Config, family: Family, arrays: Sequence[Array], shapes: Mapping[str, tuple[int, ...]], given: Mapping, dropped: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -423,16 +479,21 @@ def _config_edits(
     return edits
 
 
-def _grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], dtypes: Mapping[str, np.dtype]) -> Grid:
-    """How an array is cut into blocks: of whole grains, such as chunks as they are stored, and whole along the columns of its tensors."""
+def _grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], dtypes: Mapping[str, np.dtype], quantised: Container[str]) -> Grid:
+    """How an array is cut into blocks: of whole grains, such as chunks as they are stored, and whole along the columns of its tensors.
+
+    Where a tensor is quantised, also of whole blocks of its rows.
+    """
     part = next(part for part in array.parts if part.rule.source)
     whole_axes, rows = cut_rows(part, array.dtype.itemsize, Stored())
     names = sorted(axis for axis in part.stack_axes if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole_axes)]))
-    target = max(dtypes[name].itemsize for part in array.parts for name in part.tensors)
+    coded = any(name in quantised for part in array.parts for name in part.tensors)
+    target = max(dtypes[name].itemsize for part in array.parts for name in part.tensors) + coded
     element_bytes = array.dtype.itemsize * (2 if stored.compressed else 1) + target
     spec = ArraySpec(array.key, array.shape, array.dtype, grain, grain)
-    return Grid(spec, {}, whole_axes, growth, element_bytes, ())
+    grid = Grid(spec, {}, whole_axes, growth, element_bytes, ())
+    return keep_blocks(grid, part) if coded else grid
 
 
 def _smallest(grid: Grid) -> list[int]:

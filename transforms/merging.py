@@ -17,7 +17,7 @@ import numpy as np
 from weightbeam.formats.adapters import Adapter, Merging, merge
 from weightbeam.formats.encodings import Encoding, Plain, stored_bytes
 from weightbeam.formats.provenance import versions
-from weightbeam.formats.safetensors import BoxRead, Checkpoint, Tensor
+from weightbeam.formats.safetensors import BoxRead, Checkpoint
 from weightbeam.formats.sources import Source, open_source
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.boxes import Box, extent, volume, whole
@@ -29,7 +29,8 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.relation import View
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.rows import ReleasePlan, RowsJob, RowsUnit
+from weightbeam.transforms.quantizing import ROWS, VALUES, find_quantised, job_for, quantization_config, with_scales
+from weightbeam.transforms.rows import ReleasePlan, RowsUnit
 from weightbeam.transforms.units import Block, Fetch, largest_first, pack
 
 # By `quant_method`: the field of `quantization_config` that names modules which aren't quantised.
@@ -48,6 +49,7 @@ class MergeOptions:
     unit_bytes: int = 128 << 20
     dequantize: bool = False  # write every quantised weight as its values
     save_dtype: str | None = None  # of the values of quantised weights; None for the model's
+    quantize: str | None = None  # one of `quantizing.FORMATS`: write the weights of linear layers so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Merge(ReleasePlan):
       files: where each goes; None if there are problems.
       units: the blocks of each unit; a block's array is the number of a tensor, and its shards are a box of it.
       merging: what the adapters' tensors are used for.
+      quantised: the tensors that are written as codes and scales.
       quantization: `quantization_config` as it will be; None where it isn't to change, empty where nothing quantised is left.
       small: the release's small files as they will be; not staged.
     """
@@ -74,6 +77,7 @@ class Merge(ReleasePlan):
     units: tuple[tuple[Block, ...], ...]
     merging: Merging
     quantization: Mapping[str, Any] | None = None
+    quantised: frozenset[str] = frozenset()
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -86,7 +90,9 @@ class Merge(ReleasePlan):
 
     @property
     def changes(self) -> str:
-        """How many tensors are merged or dequantised, for a person."""
+        """How many tensors are merged, dequantised or quantised, for a person."""
+        if self.options.quantize:
+            return f"{len(self.quantised):,} tensor{'' if len(self.quantised) == 1 else 's'} quantised"
         merged, values = len(self.merging.touched), sum(encoding.label is not None for encoding in self.encodings.values())
         number, what = (values, "dequantised") if self.options.dequantize else (merged, "merged")
         return f"{number:,} tensor{'' if number == 1 else 's'} {what}"
@@ -102,9 +108,9 @@ class Merge(ReleasePlan):
         fetches, jobs = [], []
         for number, block in enumerate(self.units[unit]):
             name, box = names[block.array], block.shards
-            tensor = self.layout.tensors[name]
-            fetches.append(Fetch(self.encodings[name], box, tensor.dtype))
-            jobs.append(RowsJob(tensor, box, ((number, _itself(name, box)),)))
+            job = job_for(self.layout.tensors, name, self.quantised, box, ((number, _itself(name, box)),))
+            fetches.append(Fetch(self.encodings[name], box, self.encodings[name].weight.dtype if name in self.quantised else job.dtype))
+            jobs.append(job)
         return RowsUnit(unit, tuple(fetches), tuple(jobs))
 
     @functools.cached_property
@@ -174,7 +180,7 @@ def plan_merge(options: MergeOptions, checkpoint: Checkpoint, adapters: Sequence
     model_type = str(checkpoint.config.get("model_type", ""))
     merging = merge(source.renamed(aliases).encodings, adapters, aliases, model_type, source.lost)
     problems = [*checkpoint.problems, *source.problems, *merging.problems]
-    if not adapters and not options.dequantize:
+    if not adapters and not options.dequantize and not options.quantize:
         problems.append(Problem("option", "--lora", "names no adapter to merge"))
     touched = {spelled[name]: merging.encodings[name] for name in merging.touched}
     replaced: dict[str, str] = {}
@@ -183,6 +189,12 @@ def plan_merge(options: MergeOptions, checkpoint: Checkpoint, adapters: Sequence
         replaced |= source.dropped
         if not touched and not problems:
             problems.append(Problem("quantised", checkpoint.root, "none of its tensors is quantised; there is nothing to dequantise"))
+    if options.quantize and not problems:
+        problems += [
+            Problem("quantised", name, f"is quantised already ({encoding.label}); dequantise the release first")
+            for name, encoding in source.encodings.items()
+            if encoding.label
+        ]
     quantised = {name for name in touched if source.encodings[name].label}
     replaced |= {tensor: f"codes or scales of {name}, which is written as its values" for name in quantised for tensor in _companions(checkpoint, source, name)}
     quantization, why = _quantization(checkpoint, source, quantised)
@@ -198,10 +210,16 @@ def plan_merge(options: MergeOptions, checkpoint: Checkpoint, adapters: Sequence
     where = {name: tensor.path.rpartition("/")[2] for name, tensor in checkpoint.tensors.items()}
     order = {name: where.get(name) or where[encoding.weight.name] for name, encoding in encodings.items()}
     wanted = [(name, _dtype(name, quantised, checkpoint, options.save_dtype), encoding.shape) for name, encoding in encodings.items()]
-    files = plan_files(wanted, order, options.max_shard_size)
-    units = largest_first(pack([(block,) for block in _blocks(encodings, files, options.unit_bytes)], options.unit_bytes))
+    codes = find_quantised(wanted) if options.quantize else frozenset()
+    if options.quantize:
+        if not codes:
+            plan = Plan("identity", (), {}, (Problem("quantised", checkpoint.root, "none of its tensors is a weight that is quantised"),))
+            return Merge(options, checkpoint, tuple(adapters), plan, {}, None, (), merged)
+        quantization = quantization_config(wanted, codes)
+    files = plan_files(with_scales(wanted, codes), order, options.max_shard_size)
+    units = largest_first(pack([(block,) for block in _blocks(encodings, files, options.unit_bytes, codes)], options.unit_bytes))
     plan = Plan("identity", (), replaced, ())
-    return Merge(options, checkpoint, tuple(adapters), plan, encodings, files, tuple(units), merged, quantization, warnings=files.warnings)
+    return Merge(options, checkpoint, tuple(adapters), plan, encodings, files, tuple(units), merged, quantization, codes, warnings=files.warnings)
 
 
 def _aliases(checkpoint: Checkpoint) -> Mapping[str, str]:
@@ -254,26 +272,28 @@ def _itself(name: str, box: Box) -> Piece:
     return Piece(name, view, view, tuple(range(len(box))), ())
 
 
-def _blocks(encodings: Mapping[str, Encoding], files: FileLayout, unit_bytes: int) -> Iterator[Block]:
-    """Boxes of the tensors, each as many rows as fit into a unit."""
+def _blocks(encodings: Mapping[str, Encoding], files: FileLayout, unit_bytes: int, quantised: Collection[str] = ()) -> Iterator[Block]:
+    """Boxes of the tensors, each as many rows as fit into a unit; of those that are quantised whole blocks of rows."""
     for number, (name, encoding) in enumerate(encodings.items()):
         tensor, shape = files.tensors[name], encoding.shape
         axis = next((axis for axis in range(len(shape)) if axis not in encoding.indivisible), None)
         size = 1 if axis is None else shape[axis]
-        one = _working_bytes(encoding, tensor, _cut(shape, axis, 0, 1))
-        many = max(1, _working_bytes(encoding, tensor, whole(shape)) - one) / max(1, size - 1)  # for each further row
-        rows = max(1, int((unit_bytes - one) / many))
-        parts = -(-size // rows) if size else 1
+        grain = ROWS if name in quantised and axis == len(shape) - 2 else 1
+        itemsize = VALUES.itemsize + 1 if name in quantised else tensor.dtype.itemsize
+        one = _working_bytes(encoding, itemsize, _cut(shape, axis, 0, grain))
+        many = max(1, _working_bytes(encoding, itemsize, whole(shape)) - one) / max(1, size - grain)  # for each further row
+        rows = max(1, int((unit_bytes - one) / many) // grain) * grain
+        parts, grains = -(-size // rows) if size else 1, -(-size // grain)
         for part in range(parts):
-            box = _cut(shape, axis, size * part // parts, size * (part + 1) // parts)
-            yield Block(number, box, _working_bytes(encoding, tensor, box), (encoding.weight.path, encoding.weight.offset))
+            box = _cut(shape, axis, grains * part // parts * grain, grains * (part + 1) // parts * grain)
+            yield Block(number, box, _working_bytes(encoding, itemsize, box), (encoding.weight.path, encoding.weight.offset))
 
 
 def _cut(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> Box:
     return tuple((min(start, size), min(stop, size)) if at == axis else (0, size) for at, size in enumerate(shape))
 
 
-def _working_bytes(encoding: Encoding, tensor: Tensor, box: Box) -> int:
-    """Memory for a box: as it is stored, as it is decoded, and as it is written."""
-    made = volume(box) * tensor.dtype.itemsize
+def _working_bytes(encoding: Encoding, itemsize: int, box: Box) -> int:
+    """Memory for a box: as it is stored, as it is decoded, and as it is written, `itemsize` bytes an element."""
+    made = volume(box) * itemsize
     return stored_bytes(encoding, box) + made * (2 if encoding.label else 1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from weightbeam.formats import release_target
+from weightbeam.formats.release_target import Rows
 from weightbeam.formats.safetensors import INDEX, Tensor
 from weightbeam.formats.staging import Staging
 from weightbeam.model_mappings.boxes import Box, volume
@@ -42,6 +43,10 @@ class RowsJob:
     def counts(self) -> tuple[int, ...]:
         """It isn't cut further."""
         return (1,) * len(self.box)
+
+    def write_as(self, values: np.ndarray) -> Iterator[Rows]:
+        """The rows that are written, once the values are made."""
+        yield self.tensor, self.box, values
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,7 +153,7 @@ class ReleasePlan:
     def write(self, staging: Staging, unit: RowsUnit, made: Sequence[np.ndarray]) -> None:
         """Writes the rows of a unit to their places, and enters the unit in the ledger."""
         assert isinstance(staging, release_target.ReleasePlace)
-        release_target.write_unit(staging, unit.id, [(job.tensor, job.box, rows) for job, rows in zip(unit.jobs, made, strict=True)])
+        release_target.write_unit(staging, unit.id, [rows for job, values in zip(unit.jobs, made, strict=True) for rows in job.write_as(values)])
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:
         """Publishes the release.

@@ -1,10 +1,21 @@
 """Checkpoints as safetensors files: strict headers (`header`), single or sharded with an index (`folder`), and reads of boxes (`reading`)."""
 
-from weightbeam.formats.safetensors.folder import AWQ_CONFIG, CONFIGS, GPTQ_CONFIG, HF_QUANT_CONFIG, INDEX, QUANT_CONFIGS, Checkpoint, Shard, open_checkpoint
+from weightbeam.formats.safetensors.folder import (
+    AWQ_CONFIG,
+    CONFIGS,
+    GPTQ_CONFIG,
+    HF_QUANT_CONFIG,
+    INDEX,
+    QUANT_CONFIGS,
+    Checkpoint,
+    Shard,
+    is_release,
+    open_checkpoint,
+)
 from weightbeam.formats.safetensors.header import DTYPE_NAMES, DTYPES, MAX_HEADER, HeaderError, Tensor, read_header
 from weightbeam.formats.safetensors.reading import BoxRead, Empty, read_boxes
 
 __all__ = [
     "AWQ_CONFIG", "CONFIGS", "DTYPES", "DTYPE_NAMES", "GPTQ_CONFIG", "HF_QUANT_CONFIG", "INDEX", "MAX_HEADER", "QUANT_CONFIGS", "BoxRead",
-    "Checkpoint", "Empty", "HeaderError", "Shard", "Tensor", "open_checkpoint", "read_boxes", "read_header",
+    "Checkpoint", "Empty", "HeaderError", "Shard", "Tensor", "is_release", "open_checkpoint", "read_boxes", "read_header",
 ]  # fmt: skip

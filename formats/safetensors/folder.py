@@ -145,6 +145,16 @@ class Checkpoint:
                 raise StorageError(f"{shard.path} changed while it was converted, though its size and time are as before; start anew with --overwrite")
 
 
+def is_release(store: Store) -> bool:
+    """Whether a folder holds a release, and no Orbax checkpoint, by the names of its files.
+
+    Raises:
+      StorageError: it can't be looked at.
+    """
+    store.check_readable()
+    return any(name.endswith(".safetensors") or name == "config.json" for name in store.entries())
+
+
 def open_checkpoint(where: str | Path | Store, allow_links: bool = False) -> Checkpoint:
     """Reads `config.json`, the index and every header; what is wrong with the files is in `Checkpoint.problems`.
 

@@ -1,0 +1,109 @@
+"""`weightbeam quantize`: a release in FP8, from an ordinary one or straight from an Orbax checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from weightbeam.formats.safetensors import is_release
+from weightbeam.formats.storage import open_store, reason
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.pipelines import export, merge
+from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.export import Exported
+from weightbeam.pipelines.keywords import keywords_of
+from weightbeam.pipelines.merge import Merged
+from weightbeam.pipelines.progress import Report
+from weightbeam.pipelines.releases import carry_out, check_places, read_sizes
+from weightbeam.transforms.exporting import Export
+from weightbeam.transforms.merging import Merge, MergeOptions
+from weightbeam.transforms.quantizing import FORMATS
+
+
+def quantize(
+    source: str,
+    output: str,
+    *,
+    format: str = "fp8",
+    like: str | None = None,
+    maxtext_model: str | None = None,
+    param_scan_axis: int | None = None,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = "128MiB",
+    step: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    hf_token_secret: str | None = None,
+    beam: Sequence[str] = (),
+    progress: bool | Report = True,
+) -> Merged | Exported:
+    """Writes a release whose linear layers are FP8 in blocks of 128 × 128, as DeepSeek's are: for vLLM, SGLang and transformers.
+
+    Args:
+      source: a release, or an Orbax checkpoint, which is exported in the same pass.
+      output: the folder of the new release, or one in `gs://`; it must not be there yet.
+      format: `fp8`.
+      like, maxtext_model, param_scan_axis, step: of an Orbax checkpoint, as for `export`.
+      max_shard_size, unit_bytes, resume, overwrite, hf_token_secret, beam, progress: as for `export`.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    check_places("quantize", source, output, beam)
+    name_secret(hf_token_secret)
+    planned = plan(
+        source, format=format, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes,
+        step=step,
+    )  # fmt: skip
+    written = carry_out(planned, output, resume, overwrite, beam, progress)
+    return Exported(planned, written) if isinstance(planned, Export) else Merged(planned, written)
+
+
+def plan(
+    source: str,
+    *,
+    format: str = "fp8",
+    like: str | None = None,
+    maxtext_model: str | None = None,
+    param_scan_axis: int | None = None,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = "128MiB",
+    step: int | None = None,
+) -> Merge | Export:
+    """Plans a quantisation; problems stay in the plan. See `quantize`.
+
+    Raises:
+      Refused: there is nothing to plan.
+    """
+    if format not in FORMATS:
+        raise Refused(f"--format={format} should be {' or '.join(FORMATS)}")
+    if not source:
+        raise Refused("--source is missing: a release, or an Orbax checkpoint")
+    try:
+        released = is_release(open_store(source))
+    except OSError as e:
+        raise Refused(f"--source={source}: {reason(e)}") from e
+    if not released:
+        return export.plan(
+            source, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes, step=step,
+            quantize=format,
+        )  # fmt: skip
+    return merge.plan_with(source, MergeOptions((), **read_sizes(max_shard_size, unit_bytes), quantize=format))
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Quantises, and says what came of it; with `--dry_run` whether it could."""
+    if args.dry_run:
+        name_secret(args.hf_token_secret)
+        planned = plan(**keywords_of(args, plan))
+        return export.say_ready(planned, args, rest) if isinstance(planned, Export) else merge.say_ready(planned, args)
+    print(quantize(**keywords_of(args, quantize), beam=rest))
+    return 0
+
+
+if __name__ == "__main__":
+    from weightbeam.pipelines.cli import main
+
+    sys.exit(main(["quantize", *sys.argv[1:]]))

@@ -1,0 +1,124 @@
+"""FP8 for serving: the codes and scales that DeepSeek's formula gives, read back by our own convert and by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import BF16, F32, FP8, LLAMA, QWEN3_MOE, call, convert, random_tensors, read_config, save
+
+import weightbeam as wb
+
+# Rows and columns of more than a block, of less, and of no whole number of them.
+MODEL = LLAMA | dict(hidden_size=192, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2, head_dim=48, architectures=["LlamaForCausalLM"])
+MOE = QWEN3_MOE | dict(hidden_size=160, moe_intermediate_size=136, architectures=["Qwen3MoeForCausalLM"])
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a release, as torch reads them: safetensors knows no FP8 for numpy."""
+    dtypes = {torch.float8_e4m3fn: FP8, torch.bfloat16: BF16, torch.float32: F32}
+    tensors = {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
+    return {name: values.contiguous().view(torch.uint8).numpy().view(dtypes[values.dtype]) for name, values in tensors.items()}
+
+
+def by_definition(tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scales and the values that they mean: amax / 448 of each block of 128 × 128, block by block (deepseek-ai/DeepSeek-V3, inference/kernel.py)."""
+    values = tensor.astype(F32)
+    codes, scales, meant = np.empty(values.shape, FP8), np.empty([-(-n // 128) for n in values.shape], F32), np.empty_like(values)
+    for row, column in np.ndindex(scales.shape):
+        at = slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128)
+        scales[row, column] = np.abs(values[at]).max() / np.float32(448)
+        codes[at] = (values[at] / scales[row, column]).astype(FP8)
+        meant[at] = codes[at].astype(F32) * scales[row, column]
+    return codes, scales, meant
+
+
+def check(made: dict[str, np.ndarray], tensors: dict[str, np.ndarray]) -> None:
+    """Projections are codes and scales by the definition, all else is what it was."""
+    projections = {name for name in tensors if name.endswith("_proj.weight")}
+    assert made.keys() == tensors.keys() | {f"{name}_scale_inv" for name in projections}
+    for name, tensor in tensors.items():
+        if name in projections:
+            codes, scales, _ = by_definition(tensor)
+            assert made[name].dtype == FP8
+            assert made[name].tobytes() == codes.tobytes(), name
+            assert made[f"{name}_scale_inv"].tobytes() == scales.tobytes(), name
+        else:
+            assert made[name].tobytes() == tensor.tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "unit"), [(MODEL, BF16, "128MiB"), (MODEL, F32, "300000"), (MOE, BF16, "200000")], ids=["one unit", "blocks", "experts"]
+)
+def test_from_a_release(tmp_path: Path, model: dict, dtype: np.dtype, unit: str) -> None:
+    """In units of a few blocks of rows, or of whole tensors: the same. `config.json` says what isn't quantised."""
+    tensors = random_tensors(model, dtype)
+    source = save(tmp_path / "hf", model, tensors)
+    assert call("quantize", "--format", "fp8", "--source", source, "--output", tmp_path / "fp8", "--unit_bytes", unit) == 0
+    check(read_tensors(tmp_path / "fp8"), tensors)
+    config = read_config(tmp_path / "fp8")["quantization_config"]
+    assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
+    kept = {"lm_head"} & {name.removesuffix(".weight") for name in tensors} | {n.removesuffix(".weight") for n in tensors if n.endswith(".gate.weight")}
+    assert set(config["modules_to_not_convert"]) == kept
+
+
+@pytest.mark.parametrize(("model", "scan"), [(MODEL, "true"), (MOE, "true"), (MODEL, "false")], ids=["scanned", "experts", "unscanned"])
+@pytest.mark.parametrize("unit", ["128MiB", "700000"])
+def test_from_a_checkpoint_in_one_pass(tmp_path: Path, model: dict, scan: str, unit: str) -> None:
+    """A float32 checkpoint's values aren't rounded before they are quantised: the codes of the release that it was made of."""
+    tensors = random_tensors(model, F32)
+    name = {"llama": "llama2-7b"}.get(model["model_type"])
+    model_name = ("--maxtext_model", name) if name else ()
+    step = convert(save(tmp_path / "hf", model, tensors), tmp_path / "ckpt", "--save_dtype", "float32", "--scan_layers", scan, *model_name, "--mesh", "fsdp=2")
+    assert call("quantize", "--source", step, "--output", tmp_path / "fp8", "--unit_bytes", unit) == 0
+    made = read_tensors(tmp_path / "fp8")
+    scaled = {name for name in tensors if "q_proj" in name} if name else set()  # the query's factor is folded in and out, which rounds a float32
+    check({n: v for n, v in made.items() if n.removesuffix("_scale_inv") not in scaled}, {n: v for n, v in tensors.items() if n not in scaled})
+    for name in scaled:
+        meant = by_definition(tensors[name])[2]
+        np.testing.assert_allclose(
+            made[name].astype(F32) * np.repeat(np.repeat(made[f"{name}_scale_inv"], 128, 0), 128, 1)[: meant.shape[0], : meant.shape[1]], meant, rtol=0.13
+        )
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    """FP8 to float32 or bfloat16 and again: the same codes; from float32 the same scales, too. Our own convert reads what the codes mean."""
+    tensors = random_tensors(MODEL, BF16)
+    source = save(tmp_path / "hf", MODEL, tensors)
+    wb.quantize(str(source), str(tmp_path / "fp8"), progress=False)
+    first = read_tensors(tmp_path / "fp8")
+    for dtype in ("float32", "bfloat16"):
+        assert call("dequantize", "--source", tmp_path / "fp8", "--output", tmp_path / dtype, "--save_dtype", dtype) == 0
+        assert call("quantize", "--source", tmp_path / dtype, "--output", tmp_path / f"again-{dtype}") == 0
+        again = read_tensors(tmp_path / f"again-{dtype}")
+        for name, values in first.items():
+            if dtype == "float32" or values.dtype == FP8:
+                assert again[name].tobytes() == values.tobytes(), name
+    for name, values in read_tensors(tmp_path / "float32").items():
+        if name.endswith("_proj.weight"):
+            assert values.tobytes() == by_definition(tensors[name])[2].tobytes(), name
+    convert(tmp_path / "fp8", tmp_path / "ckpt", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
+    assert call("diff", tmp_path / "fp8", tmp_path / "ckpt", "--maxtext_model", "llama2-7b") == 0
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is quantised already, what has nothing to quantise, another format: before anything is written."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    assert call("quantize", source, tmp_path / "fp8") == 0
+    bare = save(tmp_path / "bare", LLAMA, {"model.norm.weight": np.ones(32, BF16)})
+    for arguments, message in (
+        (["--source", tmp_path / "fp8"], "is quantised already"),
+        (["--source", bare], "none of its tensors"),
+        (["--source", tmp_path / "none"], "none"),
+        (["--source", source, "--format", "int3"], "invalid choice"),
+    ):
+        try:
+            status = call("quantize", *arguments, "--output", tmp_path / "out")
+        except SystemExit as e:
+            status = e.code
+        assert status == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
