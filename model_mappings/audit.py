@@ -101,7 +101,8 @@ def _check_tensor(name: str, part: Part, array: Array, spec: TensorSpec | None, 
         axes = part.rule.axes.left[len(part.rule.name_axes) :]
         text = " ".join(f"({' '.join(axis)})" if len(axis) != 1 else axis[0] for axis in axes)
         where = " in a part of it" if part.rule.window else ""
-        return [Problem("shape", name, f'{spec.shape} in {spec.file}, the {family} table says "{text}" = {part.window_shape}{where}')]
+        config = f"; vocab_size of config.json is {part.window_shape[0]:,}" if axes[:1] == (("vocab",),) and taken[1:] == part.window_shape[1:] else ""
+        return [Problem("shape", name, f'{spec.shape} in {spec.file}, the {family} table says "{text}" = {part.window_shape}{where}{config}')]
     return []
 
 

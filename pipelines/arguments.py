@@ -606,6 +606,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             rest.append(option + equals + value)
             if not equals and words and not words[0].startswith("-"):
                 rest.append(words.pop(0))
+        elif equals and f"--{option}" in known:
+            commands[name].error(f"unexpected: {word}; did you mean --{word}?")
         else:
             places.append(word)
     args = commands[name].parse_args(ours if name in POSITIONALS else [*ours, *places])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -102,7 +103,7 @@ def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
             adapters.add_row(adapter.root, f"{adapter.weight:g}", "; ".join(f"{times:,} {what}" for what, times in done.items()))
         yield from ("", adapters)
     if conversion.checkpoint.ignored:
-        yield from ("", f"not in the index, ignored: {', '.join(conversion.checkpoint.ignored)}")
+        yield from ("", f"not part of the model, ignored: {', '.join(conversion.checkpoint.ignored)}")
     for warning in warnings_of(conversion):
         yield f"warning: {warning}"
     options = conversion.options
@@ -173,6 +174,8 @@ def warnings_of(conversion: Conversion) -> tuple[str, ...]:
             uneven[found["mesh"]].append(f"{found['axis']} = {found['size']}")
         else:
             others.append(warning)
+    if adapter := next((name for name in conversion.checkpoint.ignored if name.startswith("adapter_model")), ""):
+        others.append(f"{adapter} lies beside the model, and isn't merged into it; --lora {shlex.quote(conversion.checkpoint.root)} merges it")
     for name in conversion.plan.dropped:
         if found := CUT.fullmatch(name):
             rows = conversion.encodings[found["tensor"]].shape[0] if found["tensor"] in conversion.encodings else 0

@@ -108,9 +108,10 @@ class Verification:
         warnings = []
         if odd:
             elements = sum(number for number, _ in odd)
-            warnings.append(f"{count(elements, 'element')} of the source are NaN or infinite, in {count(len(odd), 'array')}, the first in {odd[0][1]}")
+            are = "is" if elements == 1 else "are"
+            warnings.append(f"{count(elements, 'element')} of the source {are} NaN or infinite, in {count(len(odd), 'array')}, the first in {odd[0][1]}")
         if zero:
-            warnings.append(f"{count(len(zero), 'tensor')} of the source are zero throughout, the first is {zero[0]}")
+            warnings.append(f"{count(len(zero), 'tensor')} of the source {'is' if len(zero) == 1 else 'are'} zero throughout, the first is {zero[0]}")
         return [printable(warning) for warning in warnings]
 
     def __str__(self) -> str:

@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Assignment = None | str | tuple[str, ...]  # the mesh axes that shard one axis of an array
 Rules = Sequence[tuple[str, Assignment]]
+PARALLELISM = re.compile(r"(?:ici|dcn)_(.+)_parallelism")  # MaxText's settings: how many ways within and between slices
 
 
 class MeshError(ValueError):
@@ -112,10 +114,14 @@ class Mesh:
         axes = mesh_axes() if axes is None else axes
         for item in text.split(","):
             name, separator, size = (part.strip() for part in item.partition("="))
+            if size == "-1":
+                raise MeshError(f"--mesh={text}: {name}=-1 means all devices that are left, and how many there are isn't known here; say a number")
             if not separator or not size.isascii() or not size.isdigit() or int(size) < 1:
                 raise MeshError(f"--mesh={text}: {item.strip()!r} should be an axis and its size, as in fsdp=16")
             if name not in axes:
-                raise MeshError(f"--mesh={text}: MaxText's meshes have no axis {name!r}; they have {', '.join(axes)}")
+                setting = PARALLELISM.fullmatch(name)
+                meant = f" (MaxText's ici_ and dcn_{setting[1]}_parallelism, multiplied, are {setting[1]} here)" if setting else ""
+                raise MeshError(f"--mesh={text}: MaxText's meshes have no axis {name!r}{meant}; they have {', '.join(axes)}")
             if name in sizes:
                 raise MeshError(f"--mesh={text}: the axis {name} is named twice")
             sizes[name] = int(size)

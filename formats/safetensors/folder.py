@@ -21,7 +21,8 @@ from weightbeam.model_mappings.plan import Problem
 
 INDEX = "model.safetensors.index.json"
 SAMPLES, SAMPLE_BYTES = 64, 256  # tensors of a file that a fingerprint looks into, and bytes of each
-SINGLE, CONSOLIDATED = "model.safetensors", "consolidated"  # a release in one file, and how Mistral's own format of the same weights is named
+SINGLE = "model.safetensors"  # a release in one file
+BESIDE = ("consolidated", "adapter_model")  # how files begin that aren't part of it: Mistral's own format of the same weights, an adapter
 HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
 GPTQ_CONFIG, AWQ_CONFIG = "quantize_config.json", "quant_config.json"  # where AutoGPTQ and AutoAWQ do
 QUANT_CONFIGS = (HF_QUANT_CONFIG, GPTQ_CONFIG, AWQ_CONFIG)
@@ -186,7 +187,7 @@ def open_checkpoint(where: str | Path | Store, allow_links: bool = False) -> Che
     if INDEX in entries:
         weight_map = _read_index(store, problems, budget, allow_links)
         names = sorted(set(weight_map.values()))
-    elif SINGLE in on_disk and all(name == SINGLE or name.startswith(CONSOLIDATED) for name in on_disk):
+    elif SINGLE in on_disk and all(name == SINGLE or name.startswith(BESIDE) for name in on_disk):
         names = [SINGLE]
     elif len(on_disk) > 1:
         problems.append(Problem("index", INDEX, f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model"))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import LLAMA, call, random_tensors, save
@@ -75,6 +76,23 @@ def test_mistrals_own_format_beside_the_model(tmp_path: Path) -> None:
     assert opened.ignored == ("consolidated.safetensors",)
     save_file(random_tensors(LLAMA), folder / "other.safetensors")
     assert [problem.kind for problem in open_checkpoint(folder).problems] == ["index"]
+
+
+def test_an_adapter_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As PEFT leaves them in one folder: the model is converted, and what isn't merged into it is named."""
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    (folder / "adapter_config.json").write_text("{}")
+    save_file({"base_model.model.x.lora_A.weight": np.zeros((2, 2), np.float32)}, folder / "adapter_model.safetensors")
+    assert call("convert", folder, tmp_path / "out", "--maxtext_model", "llama2-7b") == 0
+    assert f"warning: adapter_model.safetensors lies beside the model, and isn't merged into it; --lora {folder} merges it" in capsys.readouterr().err
+
+
+def test_a_resized_embedding_names_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = random_tensors(LLAMA)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = np.concatenate([tensors[name], tensors[name][:3]])
+    assert call("plan", save(tmp_path / "hf", LLAMA, tensors), "--maxtext_model", "llama2-7b") == 2
+    assert capsys.readouterr().err.count("vocab_size of config.json is 64") == 2
 
 
 def test_a_cache_s_repository_is_its_snapshot(tmp_path: Path) -> None:

@@ -189,6 +189,8 @@ OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "a mesh of a fraction": (["--mesh", "fsdp=2.5"], ["fsdp=2.5"]),
     "an empty mesh": (["--mesh", ""], ["--mesh="]),
     "a mesh axis named twice": (["--mesh", "fsdp=2,fsdp=4"], ["twice"]),
+    "a mesh of whatever is left": (["--mesh", "fsdp=-1"], ["fsdp=-1", "say a number"]),
+    "a mesh in MaxText's settings": (["--mesh", "ici_fsdp_parallelism=4"], ["ici_fsdp_parallelism", "multiplied, are fsdp here"]),
     "a bad mesh behind a good one": (["--mesh", "fsdp=4", "--mesh", "tensor"], ["tensor"]),
     "a misspelt option": (["--scan_layer", "true"], ["--scan_layer"]),
     "a misspelt option of Beam's": (["--direct_num_worker=2"], ["--direct_num_worker"]),

@@ -174,6 +174,8 @@ def test_ways_to_write_options(source: Path, tmp_path: Path, capfd: pytest.Captu
     capfd.readouterr()
     assert call("convert", source, tmp_path / "b", "--scan_layer", "false") == 2
     assert "did you mean --scan_layers?" in capfd.readouterr().err
+    assert call("convert", f"source={source}", tmp_path / "b") == 2
+    assert f"did you mean --source={source}?" in capfd.readouterr().err
     assert call("conver", source) == 2
     assert "did you mean convert?" in capfd.readouterr().err
     assert call("convert", source, tmp_path / "b", "c") == 2
@@ -270,7 +272,7 @@ def test_nan_and_zeros_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert call("verify", tmp_path / "out") == 0
     said = capfd.readouterr().out
     assert f"warning: 3 elements of the source are NaN or infinite, in 1 array, the first in {norm}" in said
-    assert f"warning: 1 tensor of the source are zero throughout, the first is {up}" in said
+    assert f"warning: 1 tensor of the source is zero throughout, the first is {up}" in said
 
 
 def test_inspect_anyones_checkpoints(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
