@@ -80,12 +80,12 @@ def check_target(url: str) -> Target:
     target = Target.parse(url)
     if token() is None:
         raise StorageError(f"{target}: HF_TOKEN isn't set; publishing needs a token that may write there")
-    with _told(target):
+    with told(target):
         repeated(api().whoami)()
     return target
 
 
-def publish_folder(folder: Path, url: str, message: str, *, create_pr: bool = False, private: bool = True) -> Published:
+def publish_folder(folder: Path, url: str, message: str, *, create_pr: bool = False, private: bool = True, replace_card: bool = False) -> Published:
     """Publishes a folder's files as one commit, in a repository that is made if there is none.
 
     Weights that the repository has and the folder hasn't are taken away, since loaders would read them too; a model card that is
@@ -97,19 +97,20 @@ def publish_folder(folder: Path, url: str, message: str, *, create_pr: bool = Fa
       message: the commit's first line. It should name this very result: by it a commit whose answer was lost is known again.
       create_pr: open a pull request; the branch itself doesn't change.
       private: whether a repository that is made is private.
+      replace_card: whether the folder's model card takes the place of the repository's.
 
     Raises:
       StorageError: the hub can't be reached, or doesn't let us, or someone else committed meanwhile.
     """
     target, hub = Target.parse(url), api()
-    with _told(target), _without_bars():
+    with told(target), _without_bars():
         repeated(hub.create_repo)(target.repo, private=private, exist_ok=True)
         if target.branch != "main":
             repeated(hub.create_branch)(target.repo, branch=target.branch, exist_ok=True)
         there = repeated(hub.model_info)(target.repo, revision=target.branch)
         names = {file.rfilename for file in there.siblings or []}
         files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        kept = tuple(name for name in files if name == CARD and name in names)
+        kept = tuple(name for name in files if name == CARD and name in names and not replace_card)
         additions = [CommitOperationAdd(name, folder / name) for name in files if name not in kept]
         removed = tuple(sorted(name for name in names - set(files) if STALE.fullmatch(name)))
         repeated(hub.preupload_lfs_files)(target.repo, additions, revision=target.branch, create_pr=create_pr)
@@ -151,7 +152,7 @@ def _without_bars() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(target: Target) -> Iterator[None]:
+def told(target: Target) -> Iterator[None]:
     """Context manager: the hub's errors become ours, with what to do. They aren't chained: they may show signed addresses."""
     try:
         yield

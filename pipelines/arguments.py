@@ -178,9 +178,13 @@ Converts the releases of the hub that a configuration asks for: looks for models
 complete, refuses it with the reason or converts, verifies and publishes it, and records each step in the output. Any
 number of watchers may run at once. `weightbeam help watching` explains the configuration.
 
+With --run it follows a training run instead: each step, once committed, becomes a release that transformers loads, compared with
+the checkpoint, published and announced. `weightbeam help following` explains it.
+
   weightbeam watch --config watch.yaml --dry_run        what would be done
   weightbeam watch --config watch.yaml --once           for schedulers
   weightbeam watch --config gs://bucket/watch.yaml --interval 15m --serve 8080
+  weightbeam watch --run gs://bucket/run/checkpoints --like hf://Qwen/Qwen3-8B --output hf://me/qwen3-8b-tuned --every 1000
 
 Exit status: 0 nothing failed, 1 something did, 2 the configuration is refused.
 """
@@ -486,6 +490,10 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
     """The options that aren't of the configuration."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="what to watch: a file, or gs://bucket/file")
+    add("--run", metavar="URL", help="without a file: the checkpoints of a training run, whose steps are exported as they are committed")
+    add("--like", metavar="URL", help="of --run: the release that gives config, tokenizer, names and dtypes: a folder, gs:// or hf://")
+    add("--output", metavar="URL", help="of --run: where the steps go: a folder, gs://bucket/folder, or hf://owner/name with a branch for each")
+    add("--every", type=positive, metavar="N", help="of --run: take the multiples of this step only")
     add("--once", action="store_true", help="look once, do what there is to do, and end")
     add("--interval", type=seconds, default="15m", metavar="TIME", help="how often to look")
     add("--retry", metavar="MODEL", help="have what was refused or failed of this model begin anew, and end")
@@ -567,7 +575,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", MATERIALIZE))
     add_comparison(command("diff", "compare any two checkpoints, tensor by tensor", DIFF))
     add_inspection(command("inspect", "show what a checkpoint holds", INSPECT))
-    add_watching(command("watch", "convert the hub's releases as they come", WATCH))
+    add_watching(command("watch", "convert the hub's releases, or export a run's steps, as they come", WATCH))
     command("models", "list the families that can be converted", MODELS)
     topic = command("help", "print a page of the manual", HELP)
     topic.add_argument("--topic", metavar="TOPIC", help="a page; without one, their list")

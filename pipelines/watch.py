@@ -1,4 +1,4 @@
-"""`weightbeam watch`: converts the releases of the hub that a configuration asks for, as they come."""
+"""`weightbeam watch`: converts the releases of the hub that a configuration asks for, and exports the steps of training runs, as they come."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.tables import Table, show
-from weightbeam.pipelines.watching.config import read_config
+from weightbeam.pipelines.watching.config import Config, config_of_run, read_config
 from weightbeam.pipelines.watching.notices import Notices, log_lines, warn
+from weightbeam.pipelines.watching.preflight import check_runs
 from weightbeam.pipelines.watching.receiver import SECRET, receive_webhooks
 from weightbeam.pipelines.watching.records import FAILED, LostError
 from weightbeam.pipelines.watching.release_feed import ReleaseFeed
+from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import Finding, Watcher
 
 
@@ -25,17 +27,17 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Watches once, or until it is stopped."""
     if rest:
         raise RefusedError(f"unknown options: {' '.join(rest)}; what is passed on to Beam stands in the configuration, under runner")
-    if not args.config:
-        raise RefusedError("--config is missing: a file that says what to watch; `weightbeam help watching` has an example")
-    config = read_config(args.config)
+    config = _config(args)
     if args.serve is not None and not os.environ.get(SECRET):
         raise RefusedError(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
     name_secret(config.hf_token_secret)
     log_lines()
-    watcher = Watcher(config, [ReleaseFeed(config)], Notices(config.notify), args.dry_run)
+    runs = [RunFeed(config, run, flat=bool(args.run)) for run in config.runs]
+    watcher = Watcher(config, [*([ReleaseFeed(config)] if config.models else []), *runs], Notices(config.notify), args.dry_run)
     try:
         if args.retry:
             return _report(watcher.retry(args.retry))
+        check_runs(runs, args.dry_run)
         if args.once or args.dry_run:
             return _report(watcher.once())
         with _webhooks(args.serve) as changed:
@@ -45,6 +47,26 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     except OSError as e:
         raise FailedError(f"  {e}") from e
     return 0
+
+
+def _config(args: argparse.Namespace) -> Config:
+    """What is watched: a file says it, or the options do for one run.
+
+    Raises:
+      RefusedError: neither, both, or everything that is wrong with it.
+    """
+    given = [f"--{name}" for name in ("run", "like", "output", "every") if getattr(args, name) is not None]
+    if args.config:
+        if given:
+            raise RefusedError(f"{', '.join(given)}: what the file of --config says; give the one or the other")
+        return read_config(args.config)
+    if not args.run:
+        raise RefusedError(
+            "--config is missing: a file that says what to watch (`weightbeam help watching` has an example); or --run: the checkpoints of a training run"
+        )
+    if not args.output:
+        raise RefusedError("--output is missing: a folder, gs://bucket/folder or hf://owner/name for the run's steps")
+    return config_of_run(args.run, args.like, args.output, args.every)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import functools
 import os
+import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -110,12 +111,18 @@ class Bucket(Store):
             except exceptions.NotFound as e:
                 raise StorageError(f"{self.url}: no such bucket") from e
 
-    def _list(self, prefix: str, recursive: bool) -> tuple[list[File], set[str]]:
+    def _list(self, prefix: str, recursive: bool, pattern: str | None = None) -> tuple[list[File], set[str]]:
         with self._told():
             try:
-                delimiter = None if recursive else "/"
                 found = _client().list_blobs(
-                    self.bucket, prefix=f"{self._prefix}{prefix}", delimiter=delimiter, fields=FIELDS, timeout=TIMEOUT, retry=RETRY, page_size=1000
+                    self.bucket,
+                    prefix=f"{self._prefix}{prefix}",
+                    delimiter=None if recursive else "/",
+                    match_glob=pattern,
+                    fields=FIELDS,
+                    timeout=TIMEOUT,
+                    retry=RETRY,
+                    page_size=1000,
                 )
                 files = [self._file(blob) for blob in found if not blob.name.endswith("/")]
             except exceptions.NotFound as e:
@@ -129,6 +136,10 @@ class Bucket(Store):
 
     def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
         return self._list(prefix, recursive)[0]
+
+    def below(self, names: Sequence[str]) -> list[File]:
+        escaped = re.sub(r"[\\*?\[\]{},]", r"\\\g<0>", self._prefix)  # cloud.google.com/storage/docs/json_api/v1/objects/list, matchGlob
+        return self._list("", True, f"{escaped}*/{{{','.join(names)}}}")[0]
 
     def folders(self) -> Sequence[str]:
         return sorted(prefix.removeprefix(self._prefix).rstrip("/") for prefix in self._list("", recursive=False)[1])

@@ -201,6 +201,10 @@ class LocalFolder(Store):
         names = sorted(str(path.relative_to(self.folder)) for path in found)
         return [file for name in names if name.startswith(prefix) and (file := self.stat(name))]
 
+    def below(self, names: Sequence[str]) -> list[File]:
+        folders = sorted(os.listdir(self.folder))
+        return [file for folder in folders for name in sorted(names) if (file := self.stat(f"{folder}/{name}"))]
+
     def entries(self) -> Sequence[str]:
         return sorted(os.listdir(self.folder))
 

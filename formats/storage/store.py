@@ -124,6 +124,10 @@ class Store(abc.ABC):
         """The names of the folders directly below."""
         raise NotImplementedError(f"{type(self).__name__} has no folders")
 
+    def below(self, names: Sequence[str]) -> list[File]:
+        """The files of these names in the folders directly below, by one listing; sorted by name."""
+        return [file for file in self.list() if file.name.count("/") == 1 and file.name.rpartition("/")[2] in names]
+
     @abc.abstractmethod
     def stat(self, name: str) -> File | None:
         """What is known of a file; None if there is none."""

@@ -5,24 +5,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import pydantic
 import yaml
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
 
+from weightbeam.formats.hub_publishing import Target as HubTarget
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
-from weightbeam.pipelines.arguments import add_conversion, add_output, secret, size
+from weightbeam.pipelines.arguments import SHELL, add_conversion, add_output, make_parser, secret, size
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.keywords import option_keywords, read_options
+from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
 from weightbeam.transforms.conversion import Options, meshes_of
 from weightbeam.transforms.mesh import MeshError
 
 PATTERN = re.compile(r"[\w.-]+/[\w.*?\[\]!-]+")  # organisation/model; the model may have wildcards
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")  # of a target: it becomes part of a path
+RUN_NAME = re.compile(r"\w[\w.-]*")
 TOPIC = re.compile(r"projects/[^/\s]+/topics/[^/\s]+")
 FIXED = ("virtual", "step")  # a virtual checkpoint needs local files; a release has one step
 OPTIONS = tuple(field.name for field in dataclasses.fields(Options) if field.name not in FIXED)
@@ -46,6 +51,36 @@ class Target:
     def facts(self) -> Mapping[str, Any]:
         """What settles what comes out."""
         return self.options.__dict__
+
+
+EXPORT, RESHARD = "export", "reshard"  # what a step can be made into, by the command that does it
+ADAPTER, MERGED = "adapter", "merged"  # what becomes of a LoRA run's steps
+OURS = {"source", "output", "like", "step", "resume", "overwrite", "create_pr", "hf_token_secret", "help", "config", "state"} | SHELL  # not a target's to say
+
+
+@dataclasses.dataclass(frozen=True)
+class RunTarget:
+    """What the steps of a run are made into.
+
+    Attributes:
+      name: of the user's choice.
+      kind: `export` or `reshard`.
+      arguments: the options as that command takes them.
+      lora: for a LoRA run whether the adapter is published, or the model that it is merged into.
+      output: where it goes, a folder below which each step has one, `gs://…`, or `hf://owner/name`; None for below the configuration's output.
+      create_pr: whether the hub gets a pull request instead of commits.
+    """
+
+    name: str
+    kind: str = EXPORT
+    arguments: tuple[str, ...] = ()
+    lora: str = ADAPTER
+    output: str | None = None
+    create_pr: bool = False
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {"kind": self.kind, "arguments": self.arguments, "lora": self.lora, "output": self.output}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,6 +132,131 @@ def _read_target(given: Any) -> Target:
     raise ValueError("; ".join(problems))
 
 
+def _read_run_target(given: Any) -> RunTarget:
+    """A target of a run, its options read as those of the command that makes it.
+
+    Raises:
+      ValueError: every problem of it.
+    """
+    if not isinstance(given, dict):
+        raise ValueError("should be a mapping: name, and options of weightbeam export, or of reshard with kind: reshard")
+    commands: dict[str, argparse.ArgumentParser] = next(action for action in make_parser()._actions if action.dest == "command").choices  # type: ignore[assignment]
+    asked = dict(given)
+    name, kind, output = asked.pop("name", None), asked.pop("kind", EXPORT), asked.pop("output", None)
+    problems = []
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        problems.append("name: should be lower-case letters, digits, dots and dashes")
+    if kind not in (EXPORT, RESHARD):
+        raise ValueError("; ".join([*problems, f"kind: should be {EXPORT} or {RESHARD}"]))
+    if kind not in commands:
+        raise ValueError("; ".join([*problems, f"kind: this version of Weightbeam has no weightbeam {kind}"]))
+    lora = asked.pop("lora") if asked.get("lora") in (ADAPTER, MERGED) else ADAPTER
+    create_pr = asked.pop("create_pr", False)
+    if not isinstance(create_pr, bool):
+        problems.append("create_pr: should be true or false")
+    elif create_pr and not str(output).startswith("hf://"):
+        problems.append("create_pr: only a target whose output is hf://owner/name has pull requests")
+    if output is not None:
+        try:
+            output = read_place(output)
+        except ValueError as e:
+            problems.append(f"output: {e}")
+    parser = _Parser(add_help=False, allow_abbrev=False, parents=[commands[kind]], conflict_handler="resolve")
+    known = sorted({action.dest for action in parser._actions if action.option_strings} - OURS)
+    for option, value in asked.items():
+        if option not in known:
+            problems.append(f"{option}: no such option of {kind}; there are {', '.join(known)}")
+        elif not all(isinstance(each, str | int | float) for each in (value if isinstance(value, list) else [value])):
+            problems.append(f"{option}: should be a value" + ("" if value is None else ", or a list of values"))
+        else:
+            try:
+                parser.parse_args(_arguments({option: value}))
+            except ValueError as e:
+                problems.append(str(e))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return RunTarget(str(name), kind, tuple(_arguments(asked)), lora, output, create_pr)
+
+
+def read_place(url: Any) -> str:
+    """Where steps are published, as it is recorded.
+
+    Raises:
+      ValueError: nothing can be published there.
+    """
+    if not isinstance(url, str) or not url:
+        raise ValueError("should be a folder, gs://bucket/folder or hf://owner/name")
+    try:
+        if url.startswith("hf://"):
+            target = HubTarget.parse(url)
+            if target.branch != "main":
+                raise ValueError("should be hf://owner/name: each step gets a branch of its own, and the newest is main")
+            return str(target)
+        return open_store(local_path(url).rstrip("/")).url
+    except StorageError as e:
+        raise ValueError(str(e)) from e
+
+
+def read_steps(given: Any) -> Steps:
+    """Which steps are taken: `every`, `newest`, a list, or `{every: 1000}`.
+
+    Raises:
+      ValueError: none of these.
+    """
+    if isinstance(given, Steps):
+        return given
+    if given in ("every", "all"):
+        return Steps()
+    if given == "newest":
+        return Steps(newest=True)
+    if isinstance(given, list) and given and all(type(step) is int and step >= 0 for step in given):
+        return Steps(listed=frozenset(given))
+    if isinstance(given, dict) and given.keys() == {"every"} and type(given["every"]) is int and given["every"] > 0:
+        return Steps(every=given["every"])
+    raise ValueError("should be every, newest, a list of steps, or a mapping such as every: 1000")
+
+
+class Keep(pydantic.BaseModel):
+    """Which of the steps that were published stay: the last ones, and multiples of a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    last: Annotated[int, Field(ge=1)]
+    every: Annotated[int, Field(ge=1)] | None = None
+
+
+class Run(pydantic.BaseModel):
+    """A training run in `watch.yaml`; `docs/following.md` explains each field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True)
+
+    checkpoints: Annotated[str, Field(min_length=1), AfterValidator(lambda url: _read_checkpoints(url))]
+    name: str = ""
+    like: Annotated[str, Field(min_length=1)] | None = None
+    steps: Annotated[InstanceOf[Steps], BeforeValidator(read_steps)] = Steps()
+    targets: Annotated[
+        list[Annotated[InstanceOf[RunTarget], BeforeValidator(_read_run_target)]], Field(min_length=1), AfterValidator(lambda given: _check_targets(given))
+    ] = [RunTarget("hf")]
+    keep: Keep | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> Run:
+        name = self.name or run_name(self.checkpoints)
+        if not RUN_NAME.fullmatch(name):
+            raise ValueError(f"name: {name!r} should be letters, digits, dots and dashes: it becomes part of a path")
+        object.__setattr__(self, "name", name)
+        return self
+
+
+def _read_checkpoints(url: str) -> str:
+    if url.startswith("hf://"):
+        raise ValueError("should be a folder or gs://bucket/folder with numbered steps")
+    try:
+        return open_store(local_path(url).rstrip("/") or "/").url
+    except StorageError as e:
+        raise ValueError(str(e)) from e
+
+
 def _each(check: Callable[[str], Any], message: str) -> AfterValidator:
     """Refuses the first text that doesn't pass."""
 
@@ -129,11 +289,18 @@ def _read_output(url: Any) -> Store:
         raise ValueError(str(e)) from e
 
 
-def _check_targets(targets: list[Target]) -> list[Target]:
+def _check_targets(targets: list[Any]) -> list[Any]:
     names = [target.name for target in targets]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{', '.join(twice)}: the name of several targets")
     return targets
+
+
+def _check_runs(runs: list[Run]) -> list[Run]:
+    names = [run.name for run in runs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{', '.join(twice)}: the name of several runs; give them a name each")
+    return runs
 
 
 def _check_runner(options: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
@@ -178,8 +345,9 @@ class Config(pydantic.BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True)
 
     output: Annotated[InstanceOf[Store], BeforeValidator(_read_output)]
-    models: Annotated[list[str], Field(min_length=1), _each(PATTERN.fullmatch, "should be organisation/model; the model may have wildcards")]
-    targets: Annotated[list[Annotated[InstanceOf[Target], BeforeValidator(_read_target)]], Field(min_length=1), AfterValidator(_check_targets)]
+    models: Annotated[list[str], _each(PATTERN.fullmatch, "should be organisation/model; the model may have wildcards")] = []
+    targets: Annotated[list[Annotated[InstanceOf[Target], BeforeValidator(_read_target)]], AfterValidator(_check_targets)] = []
+    runs: Annotated[list[Run], AfterValidator(lambda runs: _check_runs(runs))] = []
     revision: str = "main"
     since: datetime.date | None = None
     max_bytes: Annotated[int, _as_argument(size)] | None = None
@@ -192,11 +360,49 @@ class Config(pydantic.BaseModel):
     runner: Annotated[dict[str, Scalar | list[Scalar]], AfterValidator(_check_runner)] = {}
     notify: list[Sink] = []
 
+    @model_validator(mode="after")
+    def _whole(self) -> Config:
+        problems = [] if self.models or self.runs else ["names nothing to watch: it needs models with targets, or runs"]
+        if self.models and not self.targets:
+            problems.append("targets: what should be made of the models?")
+        if self.targets and not self.models:
+            problems.append("models: of which models should the targets be made?")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
     def runner_arguments(self, here: bool = False) -> list[str]:
         """What a conversion needs besides the target, as a command line; without its runner for what is done `here`."""
         token = [f"--hf_token_secret={self.hf_token_secret}"] if self.hf_token_secret else []
         options = {name: value for name, value in self.runner.items() if not (here and name == "runner")}
         return [*_arguments(options, flags=True), *token]
+
+
+def config_of_run(run: str, like: str | None, output: str, every: int | None) -> Config:
+    """The configuration of one run that options name, exported as it is into one place.
+
+    Records lie in the output. The hub has no place for them: there they are in this user's cache, on this machine.
+
+    Raises:
+      RefusedError: everything that is wrong with it.
+    """
+    problems, place, records = [], "", ""
+    try:
+        place = records = read_place(output)
+        if place.startswith("hf://"):
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            records = str(cache / "weightbeam" / "watch" / hashlib.sha256(place.encode()).hexdigest()[:12])
+    except ValueError as e:
+        problems.append(f"--output={output}: {e}")
+    about = {"checkpoints": run, "like": like, "steps": {"every": every or 1}, "targets": [{"name": "hf", "output": place or "/"}]}
+    try:
+        config = Config.model_validate({"output": records or "/", "runs": [about]})
+    except pydantic.ValidationError as e:
+        problems += [f"--run={run}: {_said(error['type'], error['msg'])}" for error in e.errors()]
+        raise RefusedError("\n".join(problems)) from e
+    if problems:
+        raise RefusedError("\n".join(problems))
+    return config
 
 
 def read_config(path: str) -> Config:
@@ -215,7 +421,7 @@ def read_config(path: str) -> Config:
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise RefusedError(f"--config={path}: {' '.join(str(e).split())}") from e
     if not isinstance(given, dict):
-        raise RefusedError(f"--config={path}: should be a mapping with output, models and targets; `weightbeam help watching` has an example")
+        raise RefusedError(f"--config={path}: should be a mapping with output, and models and targets, or runs; `weightbeam help watching` has an example")
     try:
         return Config.model_validate(given)
     except pydantic.ValidationError as e:

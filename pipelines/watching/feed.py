@@ -102,6 +102,10 @@ class Feed(abc.ABC):
         """Whether a history is gone on with though its version isn't the one that is there now."""
         return True
 
+    def why_begun(self, version: Version) -> str | None:
+        """What is worth saying of a version that is seen for the first time."""
+        return None
+
     def begun(self, history: History) -> None:  # noqa: B027
         """Takes note of a history that was just begun."""
 
@@ -119,6 +123,9 @@ class Feed(abc.ABC):
     def apart(self) -> contextlib.AbstractContextManager[Apart]:
         """The process in which a version's tasks are done: one of its own."""
         return Apart()
+
+    def rest(self) -> None:  # noqa: B027
+        """Ends such a process, if one is kept."""
 
     @abc.abstractmethod
     def source(self, history: History) -> str:
@@ -159,8 +166,8 @@ class Feed(abc.ABC):
     def announce(self, history: History, target: Target) -> None:  # noqa: B027
         """Does what is left once the record says that it is published. Done again, it changes nothing."""
 
-    def is_gone(self, history: History) -> str | None:
-        """Why a version can't be read any more; None where it can be."""
+    def is_gone(self, history: History, patient: bool = False) -> str | None:
+        """Why a version can't be read any more; None where it can be. `patient`: something has just failed, it may be going."""
         return None
 
     def clear(self, history: History) -> None:  # noqa: B027

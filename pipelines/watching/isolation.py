@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import multiprocessing
 import os
 import signal
 import tempfile
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -17,6 +20,7 @@ from typing import Any, Self
 
 from weightbeam.pipelines.arguments import parse
 from weightbeam.pipelines.errors import BusyError, FailedError, RefusedError
+from weightbeam.pipelines.tables import count
 
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 TAIL = 2000  # characters of what a process that died had printed
@@ -173,3 +177,136 @@ def verify(arguments: Sequence[str]) -> dict[str, Any]:
     findings = found.findings.values()
     about = {"elements": sum(each.compared for each in findings), "arrays": len(found.to_dict()), "rounded": sum(each.rounded for each in findings)}
     return about | {"sample": found.sample}
+
+
+# --- of a run -------------------------------------------------------------------------------------------------------------------
+
+
+def plan_export(arguments: Sequence[str]) -> dict[str, Any]:
+    """Plans an export; returns what is worth knowing of it.
+
+    Raises:
+      RefusedError: it has problems.
+    """
+    from weightbeam.formats.orbax_source import open_orbax
+    from weightbeam.pipelines import export
+    from weightbeam.pipelines.releases import refuse
+    from weightbeam.transforms.adapters import is_adapter
+
+    keywords = _keywords("export", arguments, export.plan)
+    keywords.pop("beam")
+    checkpoint = _opened(open_orbax, keywords["source"])
+    if is_adapter(checkpoint):
+        alpha = _keywords("export", arguments, export.export).get("lora_alpha")
+        adapter = export._plan_adapter(checkpoint, keywords.get("like"), alpha, keywords.get("maxtext_model"))
+        refuse(adapter.problems)
+        told = hashlib.sha256(json.dumps([checkpoint.files, adapter.base, adapter.rank, adapter.alpha]).encode()).hexdigest()
+        nbytes = sum(array.nbytes for array in checkpoint.weights.values())
+        return {"plan": told, "family": "an adapter", "target_bytes": nbytes, "warnings": [], "lora": True}
+    planned = export.plan(**keywords | {"source": checkpoint})
+    refuse(planned.plan.problems)
+    reasons = Counter(planned.lossy.values())
+    rounded = "; ".join(f"{count(number, 'tensor')}: {why}" for why, number in reasons.items())
+    size = planned.files.size if planned.files else 0
+    about = {"plan": planned.hash, "family": planned.plan.family, "target_bytes": size, "warnings": list(planned.warnings)}
+    return about | {"rounded": rounded, "form": planned.like.root}
+
+
+def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
+    """A checkpoint of a run.
+
+    Raises:
+      RefusedError: its tree isn't one that can be taken.
+      FailedError: it can't be read, which may be different another time.
+    """
+    from weightbeam.formats.storage import StorageError
+    from weightbeam.model_mappings.trees import TreeError
+
+    try:
+        return open_orbax(source)
+    except StorageError as e:
+        raise (RefusedError if isinstance(e.__cause__, TreeError) else FailedError)(str(e)) from e
+
+
+def export(arguments: Sequence[str]) -> dict[str, Any]:
+    """Exports, or goes on with it."""
+    from weightbeam.pipelines.export import export
+
+    print(export(**_keywords("export", arguments, export) | {"progress": False}))
+    return {}
+
+
+def verify_export(arguments: Sequence[str]) -> dict[str, Any]:
+    """Compares an export with its checkpoint; returns how many elements and arrays were compared, and of which share of them.
+
+    Args:
+      arguments: as `weightbeam verify` takes them.
+    """
+    from weightbeam.pipelines.watching.faithful import compare_export
+
+    args, _ = parse(["verify", *arguments])
+    return compare_export(args.source, args.checkpoint, args.maxtext_model, args.sample)
+
+
+def merge(arguments: Sequence[str]) -> dict[str, Any]:
+    """Merges an adapter into a release, or goes on with it."""
+    from weightbeam.pipelines.merge import merge
+
+    print(merge(**_keywords("merge", arguments, merge) | {"progress": False}))
+    return {}
+
+
+def plan_reshard(arguments: Sequence[str]) -> dict[str, Any]:
+    """Plans the copy of a checkpoint; returns what is worth knowing of it.
+
+    Raises:
+      RefusedError: it has problems.
+    """
+    from weightbeam.formats.orbax_source import open_orbax
+
+    source = next(argument.partition("=")[2] for argument in arguments if argument.startswith("--source="))
+    checkpoint = _opened(open_orbax, source)
+    told = hashlib.sha256(json.dumps([checkpoint.files, sorted(arguments)]).encode()).hexdigest()
+    nbytes = sum(array.nbytes for array in checkpoint.weights.values())
+    return {"plan": told, "family": checkpoint.tree.kind, "target_bytes": nbytes, "warnings": []}
+
+
+def reshard(arguments: Sequence[str]) -> dict[str, Any]:
+    """Writes a checkpoint's parameters anew, or goes on with it."""
+    import weightbeam
+
+    print(weightbeam.reshard(**_keywords("reshard", arguments, weightbeam.reshard) | {"progress": False}))
+    return {}
+
+
+def verify_reshard(arguments: Sequence[str]) -> dict[str, Any]:
+    """Compares a copy with the checkpoint that it was made of, array by array.
+
+    Args:
+      arguments: both URLs.
+
+    Raises:
+      FailedError: an array differs by more than one rounding, or is missing.
+    """
+    from weightbeam.pipelines.diff import diff
+
+    found = diff(*arguments, progress=False)
+    wrong = [name for name, verdict in found.tensors.items() if verdict.status not in ("equal", "rounded")]
+    if wrong:
+        raise FailedError(f"{count(len(wrong), 'array')} aren't the checkpoint's, such as {wrong[0]}: {found.tensors[wrong[0]].status}")
+    elements = sum(verdict.difference.elements for verdict in found.tensors.values() if verdict.difference)
+    rounded = sum(verdict.status == "rounded" for verdict in found.tensors.values())
+    return {"elements": elements, "arrays": len(found.tensors), "rounded": rounded, "sample": 1.0}
+
+
+def describe(arguments: Sequence[str]) -> dict[str, Any]:
+    """Compares what was made with what it was before, and writes that beside it.
+
+    Args:
+      arguments: its URL; and as JSON what its report says.
+    """
+    from weightbeam.formats.storage import open_store
+    from weightbeam.pipelines.watching.describing import describe
+
+    url, about = arguments
+    return describe(open_store(url), json.loads(about))

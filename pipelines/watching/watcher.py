@@ -10,6 +10,7 @@ from typing import Any
 
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.storage import StorageError
+from weightbeam.pipelines.errors import FailedError
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import Config
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
@@ -90,6 +91,12 @@ class Watcher:
         return [_finding(history) for _, history in found]
 
     def _look(self, feed: Feed, name: str) -> Iterator[Finding]:
+        try:
+            yield from self._look_through(feed, name)
+        finally:
+            feed.rest()
+
+    def _look_through(self, feed: Feed, name: str) -> Iterator[Finding]:
         known = {history.key: history for history in feed.histories(name)}
         if not self._dry_run:
             feed.mend(name, known.values())
@@ -138,7 +145,7 @@ class Watcher:
             return self._foresee(feed, history, version, target, denied)
         try:
             if not history.records:
-                self._notices.tell(history.begin(version, target))
+                self._notices.tell(history.begin(version, target, feed.why_begun(version)))
                 feed.begun(history)
             elif history.first["commit"] != version.commit and (record := history.mark_same(version.commit)):
                 self._notices.tell(record)
@@ -198,7 +205,7 @@ class Watcher:
         if history.state in (DISCOVERED, FAILED):
             task = feed.plan(feed.source(history), target)
             outcome = apart.run(task.work, task.arguments, PLAN_SECONDS)
-            if outcome.status != isolation.DONE and (why := feed.is_gone(history)):
+            if outcome.status != isolation.DONE and (why := feed.is_gone(history, patient=True)):
                 self._say_gone(feed, history, why)
                 return
             if outcome.status == isolation.REFUSED:
@@ -218,7 +225,12 @@ class Watcher:
                     return
                 facts |= {task.fact: outcome.facts} if task.fact else {}
             self._notices.tell(history.add(VERIFIED, feed.judgement(facts), **facts))
-        self._notices.tell(history.add(PUBLISHED, feed.notice(history), **feed.publish(history, target)))
+        try:
+            said = feed.publish(history, target)
+        except FailedError as e:
+            self._fail(history, str(e), attempt)
+            return
+        self._notices.tell(history.add(PUBLISHED, feed.notice(history), **said))
         feed.announce(history, target)
 
     def _do(self, feed: Feed, history: History, apart: Apart, task: Task, attempt: int) -> isolation.Outcome | None:
@@ -230,7 +242,7 @@ class Watcher:
             if not history.last.get(BUSY):  # else it is said already
                 self._notices.tell(history.add(PLANNED, outcome.message, attempt=attempt - 1, **{BUSY: True}))
             raise HeldError(outcome.message)
-        if why := feed.is_gone(history):
+        if why := feed.is_gone(history, patient=True):
             self._say_gone(feed, history, why)
         else:
             self._fail(history, outcome.message, attempt)

@@ -31,6 +31,19 @@ PAGE = 1000  # entries of a list at most
 BUCKET, OBJECT = "/storage/v1/b/([^/]+)", "/storage/v1/b/([^/]+)/o/([^/]+)"
 
 
+def glob_of(text: str | None) -> re.Pattern[str] | None:
+    """A `matchGlob` as a pattern: `*` and `?` within a name, `**` across, `{a,b}` one of them, a backslash in front of what is meant as it is."""
+    if text is None:
+        return None
+    kinds = {"**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")", ",": "|"}
+    parts = re.findall(r"\\.|\*\*|.", text, re.DOTALL)
+    depth, made = 0, ""
+    for part in parts:
+        made += kinds[part] if part in kinds and (part != "," or depth) else re.escape(part.removeprefix("\\") if len(part) == 2 else part)
+        depth += {"{": 1, "}": -1}.get(part, 0)
+    return re.compile(made, re.DOTALL)
+
+
 @dataclasses.dataclass
 class Upload:
     """A resumable upload that isn't done, or is."""
@@ -194,12 +207,15 @@ class FakeGcs(Server):
         first, end = call.get("startOffset") or "", call.get("endOffset")
         if any(f"{bucket}/{prefix}".startswith(path) for path in self.forbidden):
             raise RefusedError(403, "forbidden", f"anonymous caller does not have storage.objects.list access to {bucket}.")
+        pattern = glob_of(call.get("matchGlob"))
         after = base64.urlsafe_b64decode(call.get("pageToken") or "").decode()
         with self.lock:
             found = sorted(self.objects[bucket].values(), key=lambda one: one.name.encode())
         entries: dict[str, Object | None] = {}  # None for a prefix
         for one in found:
             if not one.name.startswith(prefix) or one.name < first or (end and one.name >= end):
+                continue
+            if pattern and not pattern.fullmatch(one.name):
                 continue
             head, separator, _ = one.name[len(prefix) :].partition(delimiter) if delimiter else (one.name, "", "")
             name = prefix + head + separator if separator else one.name
@@ -283,7 +299,7 @@ class FakeGcs(Server):
         content = json.loads(call.body)
         sources = []
         for part in content["sourceObjects"]:
-            sources.append(self._find(bucket, part["name"], None if part.get("generation") is None else str(part["generation"])))
+            sources.append(self._find(bucket, part["name"], str(part["generation"]) if "generation" in part else None))
             self._check(part.get("objectPreconditions", {}), sources[-1])
         if not 1 <= len(sources) <= 32:
             raise RefusedError(400, "invalid", "The number of source components provided must be between 1 and 32.")

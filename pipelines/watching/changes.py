@@ -1,0 +1,152 @@
+"""What a step of a run changed: each tensor's relative change since the step before and since the release that the run began with.
+
+As JSON for programs, as one picture for people (layers × kinds of weights), and in a sentence for a notice.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightbeam.pipelines.diff import Comparison
+from weightbeam.transforms.differences import Difference
+
+JSON, PICTURE = "changes.json", "changes.png"
+LAYER = re.compile(r"(?P<before>(?:^|.*?\.)(?:\w*layers|blocks|h))[._](?P<layer>\d+)\.(?P<after>.+)")
+EXPERT = re.compile(r"\.experts\.\d+\.")
+SHOWN = 3  # tensors in a sentence
+PIXELS_PER_INCH = 110
+MOST_COLUMNS, MOST_ROWS = 200, 60  # of a picture
+
+
+def relative(difference: Difference) -> float:
+    """The norm of the difference of two tensors over that of the first; NaN where one isn't finite, infinite where the first is zeros."""
+    squares = difference.left + difference.right - 2 * difference.product
+    if not difference.different:
+        return 0.0 if math.isfinite(difference.right) else math.nan
+    if not math.isfinite(squares):
+        return math.nan
+    return math.sqrt(max(0.0, squares) / difference.left) if difference.left else math.inf
+
+
+def summarise(found: Comparison) -> dict[str, dict[str, Any]]:
+    """What there is to say of each tensor that is on both sides, the older side being the first.
+
+    Returns:
+      By name `relative` (see `relative`), `largest` (of the absolute differences), `share` (of the elements that differ), and
+      `not_finite` (whether an element of the second is NaN or infinite).
+    """
+    tensors = {}
+    for name, verdict in found.tensors.items():
+        if (difference := verdict.difference) is not None:
+            tensors[name] = {
+                "relative": relative(difference),
+                "largest": difference.largest,
+                "share": difference.share,
+                "not_finite": not math.isfinite(difference.right),
+            }
+    return tensors
+
+
+def as_json(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same as JSON takes it, which has no NaN."""
+
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: {key: plain(value) for key, value in each.items()} for name, each in tensors.items()}
+
+
+def not_finite(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The tensors with elements that are NaN or infinite."""
+    return [name for name, each in tensors.items() if each["not_finite"]]
+
+
+def unchanged(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The tensors of which no element differs."""
+    return [name for name, each in tensors.items() if not each["share"]]
+
+
+def sentence(tensors: Mapping[str, Mapping[str, Any]], since: str) -> str:
+    """What changed, in a few words."""
+    finite = {name: each["relative"] for name, each in tensors.items() if math.isfinite(each["relative"])}
+    if not finite:
+        return ""
+    furthest = max(finite, key=lambda name: finite[name])
+    return f"changed since {since} by {statistics.median(finite.values()):.2e} (median over tensors), most {furthest}: {finite[furthest]:.2e}"
+
+
+def warnings(before: Mapping[str, Mapping[str, Any]] | None, odd: Sequence[str], since: str) -> list[str]:
+    """What is worth knowing while it trains."""
+    said = [f"NaN or infinite elements in {_named(odd)}"] if odd else []
+    still = unchanged(before) if before else []
+    if before and still:
+        said.append(f"nothing has changed since {since}" if len(still) == len(before) else f"unchanged since {since}: {_named(still)}")
+    return said
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+Grid = tuple[list[str], list[int], dict[tuple[str, int], float]]
+
+
+def grid_of(tensors: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """Kinds of weights, layers, and the largest relative change of each; experts of a layer are one kind, what lies in no layer is in layer -1.
+
+    A NaN stays one.
+    """
+    cells: dict[tuple[str, int], float] = {}
+    for name, each in tensors.items():
+        match = LAYER.fullmatch(EXPERT.sub(".experts.*.", name))
+        kind, layer = (match["after"], int(match["layer"])) if match else (name, -1)
+        value = math.nan if each["not_finite"] else each["relative"]
+        held = cells.get((kind, layer), 0.0)
+        cells[kind, layer] = math.nan if math.isnan(value) or math.isnan(held) else max(value, held)
+    kinds = sorted({kind for kind, _ in cells}, key=lambda kind: (min(layer for other, layer in cells if other == kind) < 0, kind))
+    return kinds, sorted({layer for _, layer in cells}), cells
+
+
+def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
+    """A PNG: for each comparison layers × kinds, dark where much changed, grey where nothing did, red where an element isn't finite.
+
+    None where matplotlib isn't installed (the extra `follow`).
+    """
+    try:
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    import numpy as np
+
+    heights = [max(2.0, 0.22 * min(len(kinds), MOST_ROWS) + 1.2) for kinds, _, _ in grids.values()]
+    columns = max((len(layers) for _, layers, _ in grids.values()), default=1)
+    figure = Figure(figsize=(6.5 + 0.12 * min(columns, MOST_COLUMNS), sum(heights) + 0.4), dpi=PIXELS_PER_INCH, layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights)[:, 0]
+    colours = colormaps["viridis"].with_extremes(under="0.85", bad="red")
+    for axis, (since, (kinds, layers, cells)) in zip(axes, grids.items(), strict=True):
+        shown = kinds[:MOST_ROWS]
+        blank = [[(kind, layer) not in cells for layer in layers] for kind in shown]
+        values = np.array([[cells.get((kind, layer), 0.0) for layer in layers] for kind in shown], np.float64)
+        changed = values[np.isfinite(values) & (values > 0)]
+        low, high = (float(changed.min()), float(changed.max())) if changed.size else (1e-6, 1.0)
+        masked, norm = np.ma.masked_where(~np.isfinite(values), values), LogNorm(low, max(high, low * 1.01))
+        image = axis.imshow(masked, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+        axis.imshow(np.ma.masked_where(~np.array(blank), np.ones_like(values)), cmap="gray", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axis.set_yticks(range(len(shown)), shown, fontsize=7)
+        step = max(1, len(layers) // 24)
+        axis.set_xticks(range(0, len(layers), step), ["–" if layer < 0 else str(layer) for layer in layers[::step]], fontsize=7)
+        axis.set_xlabel("layer (– : none); grey: unchanged, red: NaN or infinite", fontsize=7)
+        axis.set_title(f"relative change since {since}", fontsize=9)
+        figure.colorbar(image, ax=axis, fraction=0.03, pad=0.01)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()

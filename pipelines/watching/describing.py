@@ -1,0 +1,95 @@
+"""What lies beside the weights of a step that is published: what changed, a card, and where it comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from weightbeam.formats.hub_publishing import CARD
+from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.pipelines.diff import diff
+from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.watching import changes
+from weightbeam.pipelines.watching.places import REPORT
+
+SECTION = "## The training run"
+
+
+def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Compares a release, writes what changed and the card beside it, and at last its report.
+
+    Args:
+      release: whole, and compared with its source.
+      about: what the report says: `run`, `step`, `commit`, `like`, …; and `before`, the `step` and `url` of the one before.
+
+    Returns:
+      What is worth recording: `since`, `warnings`.
+
+    Raises:
+      Failed, StorageError: something can't be read or written.
+    """
+    before = about.get("before")
+    compared: dict[str, dict[str, dict[str, Any]]] = {}
+    notes: list[str] = []
+    for what, other in (("before", before and before["url"]), ("like", about.get("like"))):
+        if other and (what == "before" or _has_weights(other)):
+            try:
+                compared[what] = changes.summarise(diff(other, release.url, progress=False))
+            except Refused as e:
+                notes.append(f"not compared with {other}: {str(e).strip().splitlines()[0]}")
+    every = compared.get("before") or compared.get("like") or changes.summarise(diff(release.url, release.url, progress=False))
+    odd = changes.not_finite(every)
+    names = {"before": f"step {before['step']}" if before else "", "like": str(about.get("like"))}
+    said = {what: {"than": names[what], "tensors": changes.as_json(found)} for what, found in compared.items()}
+    found = {"run": about["run"], "step": about["step"], **said, "not_finite": odd, "unchanged": changes.unchanged(compared.get("before", {})), "notes": notes}
+    release.write(changes.JSON, json.dumps(found, indent=1).encode())
+    drawn = (
+        changes.picture({names[what]: changes.grid_of(tensors) for what, tensors in compared.items()}, f"{about['name']}, step {about['step']}")
+        if compared
+        else None
+    )
+    if drawn:
+        release.write(changes.PICTURE, drawn)
+    warnings = changes.warnings(compared.get("before"), odd, names["before"])
+    sentences = [text for what, tensors in compared.items() if (text := changes.sentence(tensors, names[what]))]
+    _write_card(release, about, [*warnings, *sentences, *notes], bool(drawn))
+    release.write(REPORT, json.dumps({**about, "warnings": warnings, "changes": sentences}, indent=1).encode())
+    return {"warnings": warnings, "said": sentences}
+
+
+def _has_weights(url: str) -> bool:
+    """Whether a release has weights to compare with: one that gives its form only has none."""
+    try:
+        return any(name.endswith(".safetensors") for name in open_store(url).entries())
+    except OSError:
+        return False
+
+
+def _write_card(release: Store, about: Mapping[str, Any], said: list[str], drawn: bool) -> None:
+    """Adds to the card what the run made."""
+    try:
+        card = release.read(CARD).decode(errors="replace").partition(f"\n{SECTION}")[0].rstrip()
+    except FileNotFoundError:
+        card = f"# {about['name']}, step {about['step']}\n\nWritten by [Weightbeam](https://pypi.org/project/weightbeam/)."
+    except OSError as e:
+        raise StorageError(f"{release.path(CARD)}: {reason(e)}") from e
+    rows = {
+        "run": about["run"],
+        "step": about["step"],
+        "committed": about["updated"],
+        "commit": about["weights"],
+        "like": about.get("like"),
+        "rounded": about.get("rounded") or "nothing",
+        "compared with the checkpoint": about.get("compared"),
+        "what changed": "; ".join(said),
+    }
+    lines = [SECTION, "", "| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value not in (None, ""))]
+    lines += ["", f"Tensor by tensor: [{changes.JSON}]({changes.JSON})."]
+    lines += ["", f"![The relative change of each kind of weight in each layer]({changes.PICTURE})"] if drawn else []
+    text = "\n".join(lines)
+    release.write(CARD, f"{card}\n\n{text}\n".encode())
+
+
+def _cell(value: object) -> str:
+    return " ".join(str(value).replace("|", "\\|").split())

@@ -1,0 +1,262 @@
+"""Where what was made of a step is published: a folder, a bucket, or a repository of the hub.
+
+It grows where no reader looks, below `.weightbeam/work`, and appears at its place whole:
+
+    folder       <output>/step-1000, by one rename
+    gs://        <output>/step-1000, copied within the bucket; `run.json` comes last, and says that it is whole
+    hf://        the branch step-1000, by one commit; the newest step is `main`, by another one
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+from weightbeam.formats.hub_publishing import CARD, Target, check_target, publish_folder, told
+from weightbeam.formats.staging import MARKER
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, sync_folder
+from weightbeam.formats.storage.bucket import Bucket
+from weightbeam.formats.storage.hub import api, repeated
+
+WORK, OWNER = ".weightbeam/work", ".weightbeam/run.json"
+REPORT = "run.json"  # in what is published: where it comes from
+RELEASE = "release"  # the folder that grows, below the work of one step
+LAST = (MARKER, "config.json", REPORT)  # what readers look for first is copied last, in this order
+WRITTEN = "Written by [Weightbeam]"  # in a card that nobody has edited
+
+
+class Place(abc.ABC):
+    """Where the steps of one run, made into one target, are published.
+
+    Attributes:
+      url: of all of them.
+    """
+
+    url: str
+
+    @abc.abstractmethod
+    def work(self, key: str, here: bool = False) -> Store:
+        """The folder in which a step is made; on this machine, where it can't be made elsewhere."""
+
+    @abc.abstractmethod
+    def of(self, name: str) -> str:
+        """The URL of one step."""
+
+    @abc.abstractmethod
+    def report(self, url: str) -> Mapping[str, Any]:
+        """What a published step says of itself; empty where there is none, or not all of it.
+
+        Raises:
+          OSError: it can't be told.
+        """
+
+    @abc.abstractmethod
+    def publish(self, release: Store, url: str, title: str, is_newest: bool, create_pr: bool) -> dict[str, Any]:
+        """Publishes a release; does nothing where that has happened. Returns what the record says of it.
+
+        Args:
+          release: where it was made.
+          url: of the step.
+          title: of a commit; it names this very result.
+          is_newest: whether it is the run's newest.
+          create_pr: open a pull request instead.
+
+        Raises:
+          OSError: it can't be published.
+        """
+
+    @abc.abstractmethod
+    def remove(self, url: str) -> None:
+        """Removes a published step; nothing happens where there is none."""
+
+    @abc.abstractmethod
+    def owner(self) -> str | None:
+        """The run whose steps are published here; None where there are none yet.
+
+        Raises:
+          OSError: it can't be told, or nothing can be written here.
+        """
+
+    def own(self, run: str) -> None:  # noqa: B027
+        """Says whose steps are published here."""
+
+
+def open_place(url: str, scratch: Path) -> Place:
+    """The place that a URL names; `scratch` is a folder of this machine for what can't be made in place."""
+    if url.startswith("hf://"):
+        return HubPlace(url, scratch)
+    store = open_store(url)
+    return FolderPlace(store, scratch) if isinstance(store, LocalFolder) else BucketPlace(store, scratch)
+
+
+class StorePlace(Place):
+    """A folder, or a folder of a bucket."""
+
+    def __init__(self, store: Store, scratch: Path):
+        self.store, self.url, self._scratch = store, store.url, scratch
+
+    def work(self, key: str, here: bool = False) -> Store:
+        return self.store / WORK / key
+
+    def of(self, name: str) -> str:
+        return (self.store / name).url
+
+    def report(self, url: str) -> Mapping[str, Any]:
+        return _json(open_store(url), REPORT)
+
+    def remove(self, url: str) -> None:
+        assert url.startswith(f"{self.url}/")
+        self.store.delete_folder(url.removeprefix(f"{self.url}/"))
+
+    def owner(self) -> str | None:
+        try:
+            (self.store / ".weightbeam").make()
+            (self.store / ".weightbeam").check_writable()
+        except StorageError as e:
+            raise StorageError(f"{self.url}: {reason(e)}") from e
+        return _json(self.store, OWNER).get("run")
+
+    def own(self, run: str) -> None:
+        (self.store / ".weightbeam").make()
+        self.store.create(OWNER, json.dumps({"run": run}).encode())
+
+
+class FolderPlace(StorePlace):
+    """A folder: a step appears by a rename."""
+
+    def publish(self, release: Store, url: str, title: str, is_newest: bool, create_pr: bool) -> dict[str, Any]:
+        if not Path(url).exists():
+            sync_folder(Path(release.url))
+            os.rename(release.url, url)
+            sync_folder(Path(self.url))
+        return {}
+
+    def remove(self, url: str) -> None:
+        """Takes it out of sight first, whole."""
+        aside = self.store / WORK / f"removed-{Path(url).name}"
+        self.store.delete_folder(f"{WORK}/{aside.name}")
+        with contextlib.suppress(FileNotFoundError):
+            aside.parent.make()
+            os.rename(url, aside.url)
+        self.store.delete_folder(f"{WORK}/{aside.name}")
+
+
+class BucketPlace(StorePlace):
+    """A folder of a bucket: a step is whole once its report is there."""
+
+    def work(self, key: str, here: bool = False) -> Store:
+        return LocalFolder(str(self._scratch / key)) if here else super().work(key)
+
+    def publish(self, release: Store, url: str, title: str, is_newest: bool, create_pr: bool) -> dict[str, Any]:
+        place = open_store(url)
+        files = release.list()
+        late = [file for name in LAST for file in sorted(files, key=_depth, reverse=True) if file.name.rpartition("/")[2] == name]
+        first = [file for file in files if file not in late]
+        if isinstance(place, Bucket) and isinstance(release, Bucket):
+            place.copy_all(release, first)
+        else:
+            late = [*first, *late]
+        for file in late:
+            place.copy(release, file)
+        return {}
+
+    def remove(self, url: str) -> None:
+        """Its report goes first: without it, it is none."""
+        open_store(url).delete(REPORT)
+        super().remove(url)
+
+
+class HubPlace(Place):
+    """A repository: a step is a branch, and the newest is `main`."""
+
+    def __init__(self, url: str, scratch: Path):
+        self.url, self._scratch, self._repo = url, scratch, Target.parse(url).repo
+
+    def work(self, key: str, here: bool = False) -> Store:
+        return LocalFolder(str(self._scratch / key))
+
+    def of(self, name: str) -> str:
+        return f"{self.url}@{name}"
+
+    def report(self, url: str) -> Mapping[str, Any]:
+        try:
+            return _json(open_store(url), REPORT)
+        except StorageError:  # no such repository or branch
+            return {}
+
+    def publish(self, release: Store, url: str, title: str, is_newest: bool, create_pr: bool) -> dict[str, Any]:
+        folder = Path(release.url)
+        if create_pr:
+            return {"pages": [self._commit(folder, self.url, title, create_pr=True)]}
+        branches = [url, *([self.url] if is_newest else [])]
+        return {"pages": [self._commit(folder, branch, title) for branch in branches]}
+
+    def _commit(self, folder: Path, url: str, title: str, create_pr: bool = False) -> str:
+        """One commit, or a pull request; none where its title says that it was made before. Returns its page."""
+        target, hub = Target.parse(url), api()
+        with told(target):
+            made = self._pull(title) if create_pr else self._head(target.branch)
+            if made and made[0] == title:
+                return made[1]
+            card = self._card(target.branch)
+            page = publish_folder(folder, url, title, create_pr=create_pr, replace_card=card is None or WRITTEN in card).page
+        return page or f"{hub.endpoint}/{self._repo}"
+
+    def _head(self, branch: str) -> tuple[str, str] | None:
+        """The title of a branch's last commit, and its page."""
+        try:
+            newest = next(iter(repeated(api().list_repo_commits)(self._repo, revision=branch)), None)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            return None
+        return (newest.title, f"{api().endpoint}/{self._repo}/commit/{newest.commit_id}") if newest else None
+
+    def _pull(self, title: str) -> tuple[str, str] | None:
+        """The pull request of that title, and its page."""
+        try:
+            for each in api().get_repo_discussions(self._repo, discussion_type="pull_request"):
+                if each.title == title:
+                    return title, each.url
+        except RepositoryNotFoundError:
+            pass
+        return None
+
+    def _card(self, branch: str) -> str | None:
+        with contextlib.suppress(OSError):
+            return open_store(f"hf://{self._repo}@{branch}").read(CARD).decode(errors="replace")
+        return None
+
+    def remove(self, url: str) -> None:
+        target = Target.parse(url)
+        assert target.branch.startswith("step-")
+        with told(target), contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
+            try:
+                repeated(api().delete_branch)(target.repo, branch=target.branch)
+            except HfHubHTTPError as e:
+                if e.response is None or e.response.status_code != 404:
+                    raise
+
+    def owner(self) -> str | None:
+        check_target(self.url)
+        return self.report(self.url).get("run")
+
+
+def _depth(file: File) -> int:
+    return file.name.count("/")
+
+
+def _json(store: Store, name: str) -> dict[str, Any]:
+    """What a JSON file says; empty where there is none."""
+    try:
+        said = json.loads(store.read(name))
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}

@@ -1,0 +1,88 @@
+"""What stands against following runs, said before any of it begins: all of it at once."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+from weightbeam.formats.storage import StorageError, reason
+from weightbeam.pipelines.errors import RefusedError
+from weightbeam.pipelines.watching import isolation
+from weightbeam.pipelines.watching.notices import warn
+from weightbeam.pipelines.watching.records import now
+from weightbeam.pipelines.watching.run_feed import RunFeed
+from weightbeam.pipelines.watching.runs import growing_steps, read_step
+
+TOLERANCE = datetime.timedelta(minutes=5)  # by which clocks may differ
+PLAN_SECONDS = 900.0
+
+
+def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
+    """Looks at every run and at every place before the first byte.
+
+    Raises:
+      RefusedError: with everything that stands against it.
+    """
+    problems = [*_find_shared_places(feeds)]
+    for feed in feeds:
+        problems += _find_problems(feed, dry_run)
+    if problems:
+        raise RefusedError("\n".join(f"  {problem}" for problem in dict.fromkeys(problems)))
+
+
+def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
+    """Places that several runs or targets would publish into, or that lie in a run."""
+    held = [(f"run {feed.run.name}, target {name}", place.url) for feed in feeds for name, place in feed.places.items()]
+    problems = []
+    for number, (who, url) in enumerate(held):
+        for other, theirs in held[:number]:
+            if url == theirs:
+                problems.append(f"{who}: is published into {url}, as is {other}; give each an output of its own")
+        for feed in feeds:
+            if f"{url}/".startswith(f"{feed.run.checkpoints}/"):
+                problems.append(f"{who}: {url} lies in {feed.run.checkpoints}, in which nothing is ever written; choose another output")
+    return problems
+
+
+def _find_problems(feed: RunFeed, dry_run: bool) -> list[str]:
+    """What stands against one run."""
+    run = feed.run
+    problems = [] if dry_run else _find_place_problems(feed)
+    try:
+        feed.check_readable()
+        steps = feed.look()
+        if not steps:
+            waits = growing_steps(feed.store)
+            hint = "its first step isn't committed yet; start again when it is" if waits else "is it the folder that holds them, such as RUN/checkpoints?"
+            return [*problems, f"{run.checkpoints}: has no steps; {hint}"]
+        newest = read_step(feed.store, run.name, steps[-1])
+    except OSError as e:
+        message = str(e) if isinstance(e, StorageError) else f"{run.checkpoints}: {reason(e)}"
+        return [*problems, message]
+    if newest is None:  # it has gone while it was looked at
+        return problems
+    if newest.updated > now() + TOLERANCE:
+        warn(f"{newest.url} was committed at {newest.updated:%Y-%m-%d %H:%M} UTC, which this machine's clock will show in {newest.updated - now()}")
+    feed.histories(run.name)
+    if not feed.is_known():
+        with feed.apart() as apart:
+            for target in feed.targets:
+                task = feed.plan(newest.url, target)
+                outcome = apart.run(task.work, task.arguments, PLAN_SECONDS)
+                if outcome.status == isolation.REFUSED:
+                    problems.append(f"run {run.name}, target {target.name}: step {newest.number}: {outcome.message}")
+    return problems
+
+
+def _find_place_problems(feed: RunFeed) -> list[str]:
+    """Places that can't be written, or that are another run's."""
+    problems = []
+    for name, place in feed.places.items():
+        try:
+            owner = place.owner()
+        except OSError as e:
+            problems.append(f"run {feed.run.name}, target {name}: {e if isinstance(e, StorageError) else f'{place.url}: {reason(e)}'}")
+            continue
+        if owner not in (None, feed.run.checkpoints):
+            problems.append(f"run {feed.run.name}, target {name}: {place.url} holds the steps of {owner}; two runs can't be published into one place")
+    return problems

@@ -1,0 +1,431 @@
+"""A training run as a feed: each committed step is exported or resharded, described, and published."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from weightbeam import __version__
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
+from weightbeam.pipelines.errors import FailedError
+from weightbeam.pipelines.tables import human
+from weightbeam.pipelines.watching import isolation
+from weightbeam.pipelines.watching.config import MERGED, RESHARD, Config, Run, RunTarget
+from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
+from weightbeam.pipelines.watching.isolation import Apart
+from weightbeam.pipelines.watching.notices import warn
+from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, open_place
+from weightbeam.pipelines.watching.records import (
+    PUBLISHED,
+    REMOVED,
+    RUNS,
+    VERIFIED,
+    History,
+    LostError,
+    Target,
+    Version,
+    histories,
+    key_of,
+    tables,
+)  # fmt: skip
+from weightbeam.pipelines.watching.runs import Seen, Step, list_steps, read_step
+
+MARKS, OPEN = "marks", "open"
+GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that is gone
+_DELETED = "the run has deleted it"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Mark:
+    """The name of an empty file that says what is settled, so that one listing tells it of thousands of steps.
+
+    Attributes:
+      updated: when the step was committed, in seconds since 1970.
+      step, seen: which, as a listing of the run shows it.
+      state: of the history.
+      asked: identifies the target's options.
+      key: of the history.
+    """
+
+    updated: int
+    step: int
+    seen: str
+    state: str
+    asked: str
+    key: str
+
+    @classmethod
+    def parse(cls, name: str) -> Mark | None:
+        """Reads a name; None where it is another file's."""
+        try:
+            state, updated, step, seen, asked, key = name.split("~")
+            return cls(int(updated), int(step), seen, state, asked, key)
+        except ValueError:
+            return None
+
+    def __str__(self) -> str:
+        return "~".join([self.state, str(self.updated), str(self.step), self.seen, self.asked, self.key])
+
+
+class RunFeed(Feed):
+    """The steps of one run.
+
+    Attributes:
+      run: what the configuration says of it.
+      store: the run's folder.
+      places: where the steps are published, by the target's name.
+    """
+
+    made = "exported"
+
+    def __init__(self, config: Config, run: Run, flat: bool = False):
+        """`flat`: the output is the run's alone, and its steps lie directly below it."""
+        self._config, self.run, self.output, self.targets, self._flat = config, run, config.output, run.targets, flat
+        self.store: Store = open_store(run.checkpoints)
+        self._marks_folder = config.output / RUNS / run.name / MARKS
+        scratch = scratch_of(config.output)
+        self.places: dict[str, Place] = {}
+        for target in run.targets:
+            below = config.output.url if flat else (config.output / run.name / target.name).url
+            self.places[target.name] = open_place(target.output or below, scratch)
+        self._there: list[Seen] = []
+        self._marks: set[Mark] = set()
+        self._open: set[str] = set()
+        self._seen: dict[str, Seen] = {}  # by history's key
+        self._apart: Apart | None = None
+
+    # --- what there is
+
+    def names(self) -> tuple[list[str], list[str]]:
+        return [self.run.name], []
+
+    def is_wanted(self, name: str) -> bool:
+        return name == self.run.name
+
+    def check_readable(self) -> None:
+        """Raises `StorageError` where there is no such folder."""
+        self.store.check_readable()
+
+    def is_known(self) -> bool:
+        """Whether something of this run was settled before."""
+        return bool(self._marks)
+
+    def look(self) -> list[Seen]:
+        """The committed steps, by one listing.
+
+        Raises:
+          StorageError: the run can't be listed.
+        """
+        try:
+            self._there = list_steps(self.store)
+        except StorageError:
+            raise
+        except OSError as e:
+            raise StorageError(f"{self.run.checkpoints}: {reason(e)}") from e
+        return self._there
+
+    def versions(self, name: str) -> Iterable[Step]:
+        """The newest step that isn't settled, again and again: meanwhile the run goes on, and deletes what is old."""
+        tried: set[tuple[int, str]] = set()
+        while True:
+            fresh = [seen for seen in self.run.steps.wanted(self.look()) if (seen.number, seen.mark) not in tried and not self._is_settled(seen)]
+            if not fresh:
+                return
+            tried.add((fresh[0].number, fresh[0].mark))
+            try:
+                step = read_step(self.store, self.run.name, fresh[0])
+            except OSError as e:
+                raise StorageError(f"{self.store.path(fresh[0].folder)}: {reason(e)}") from e
+            if step is not None:
+                yield step
+
+    def judge(self, version: Version) -> list[str] | Waiting:
+        return []
+
+    def _is_settled(self, seen: Seen) -> bool:
+        """Whether nothing is left to be done for a step, whatever the target."""
+        marks = {mark.asked for mark in self._marks if (mark.step, mark.seen) == (seen.number, seen.mark)}
+        return all(_asked(target) in marks for target in self.targets)
+
+    # --- what was done
+
+    def history(self, version: Version, target: Target) -> History:
+        assert isinstance(version, Step)
+        history = History(self.output, version.name, key_of(version.name, version.weights, target), RUNS)
+        self._seen[history.key] = Seen(version.number, version.url.rpartition("/")[2], version.mark)
+        return history
+
+    def histories(self, name: str, every: bool = False) -> list[History]:
+        if every:
+            return histories(self.output, name, RUNS)
+        self._read_marks()
+        return [history for key in sorted(self._open) if (history := History(self.output, name, key, RUNS)).records]
+
+    def _read_marks(self) -> None:
+        names = [file.name for file in self._marks_folder.list(recursive=False)]
+        self._marks = {mark for name in names if (mark := Mark.parse(name))}
+        self._open = {key for name in names if (key := name.removeprefix(f"{OPEN}~")) != name}
+
+    def goes_on(self, history: History) -> bool:
+        """What is there is a version of its own; what isn't is gone, or was verified before it went."""
+        first = history.first
+        return history.state == VERIFIED or not any((seen.number, seen.mark) == (first["step"], first["seen"]) for seen in self._there)
+
+    def why_begun(self, version: Version) -> str | None:
+        """That a step was written anew, or that the run went back."""
+        assert isinstance(version, Step)
+        published = [mark for mark in self._marks if mark.state in (PUBLISHED, REMOVED)]
+        if any(mark.step == version.number and mark.seen != version.mark for mark in published):
+            return f"step {version.number} was written anew: another checkpoint of this number was published before"
+        last = max(published, default=None)
+        if last and version.number < last.step and version.updated.timestamp() > last.updated:
+            return f"the run went back: step {last.step} was published before"
+        return None
+
+    def begun(self, history: History) -> None:
+        self._place(history).own(self.run.checkpoints)
+        self._marks_folder.make()
+        self._marks_folder.create(f"{OPEN}~{history.key}", b"")
+
+    def settled(self, history: History) -> None:
+        self._mark(history)
+        with contextlib.suppress(OSError):
+            self._marks_folder.delete(f"{OPEN}~{history.key}")
+
+    def _mark(self, history: History) -> Mark:
+        """Makes the mark of a settled history, and takes an earlier one away."""
+        first = history.first
+        target = self.target(history)
+        seen = self._seen.get(history.key)
+        mark = Mark(
+            int(datetime.datetime.fromisoformat(first["updated"]).timestamp()),
+            first["step"],
+            seen.mark if seen else first["seen"],
+            str(history.state),
+            _asked(target) if target else "",
+            history.key,
+        )
+        self._marks_folder.make()
+        self._marks_folder.create(str(mark), b"")
+        for other in [other for other in self._marks if other.key == mark.key and other != mark]:
+            self._marks_folder.delete(str(other))
+            self._marks.discard(other)
+        self._marks.add(mark)
+        return mark
+
+    def reopened(self, history: History) -> None:
+        self._read_marks()
+        self.begun(history)
+        for mark in [mark for mark in self._marks if mark.key == history.key]:
+            self._marks_folder.delete(str(mark))
+
+    # --- what is done
+
+    def apart(self) -> contextlib.AbstractContextManager[Apart]:
+        """One process for all steps of a look: imports take longer than a small export."""
+        if self._apart is None:
+            self._apart = Apart()
+        return contextlib.nullcontext(self._apart)
+
+    def rest(self) -> None:
+        if self._apart is not None:
+            self._apart.__exit__()
+            self._apart = None
+
+    def source(self, history: History) -> str:
+        return history.first["source"]
+
+    def _place(self, history: History) -> Place:
+        return self.places[history.first["target"]]
+
+    def plan(self, source: str, target: Target) -> Task:
+        assert isinstance(target, RunTarget)
+        if target.kind == RESHARD:
+            return Task(isolation.plan_reshard, self._arguments(source, target))
+        return Task(isolation.plan_export, self._arguments(source, target))
+
+    def _arguments(self, source: str, target: RunTarget) -> list[str]:
+        like = [f"--like={self.run.like}"] if self.run.like and target.kind != RESHARD else []
+        return [f"--source={source}", *like, *(["--state=params"] if target.kind == RESHARD else []), *target.arguments]
+
+    def foresee(self, facts: Mapping[str, Any]) -> str:
+        return f"{human(facts['target_bytes'])}, {facts['family']}"
+
+    def place(self, history: History, plan: str) -> str:
+        """`step-1000`; where that is another checkpoint's, with the plan's hash. On the hub a branch has a history of its own."""
+        place = self._place(history)
+        url = place.of(history.first["commit"])
+        if place.url.startswith("hf://"):
+            return url
+        taken = {other.key for other in self._published(history.first["target"]) if other.step == history.first["step"]} - {history.key}
+        held = place.report(url).get("key")
+        return place.of(f"{history.first['commit']}-{plan[:8]}") if taken or held not in (None, history.key) else url
+
+    def _work(self, history: History) -> Store:
+        return self._place(history).work(history.key, here=bool(history.facts.get("lora")))
+
+    def is_made(self, history: History) -> bool:
+        return history.state == VERIFIED and (self._is_published(history) or (self._work(history) / RELEASE).exists(REPORT))
+
+    def _is_published(self, history: History) -> bool:
+        return self._place(history).report(history.facts["checkpoint"]).get("key") == history.key
+
+    def tasks(self, history: History, target: Target) -> Iterator[Task]:
+        assert isinstance(target, RunTarget)
+        facts, work = history.facts, self._work(history)
+        source, release = self.source(history), work / RELEASE
+        work.make()
+        output = f"--output={release.url}"
+        common = [*self._arguments(source, target), output]
+        compared = "every element"
+        if target.kind == RESHARD:
+            yield Task(isolation.reshard, [*common, "--resume", *self._config.runner_arguments()])
+            yield Task(isolation.verify_reshard, [source, release.url], "verified")
+        elif facts.get("lora"):
+            work.delete_folder()
+            work.make()
+            compared = None
+            if target.lora == MERGED:
+                adapter = (work / "adapter").url
+                yield Task(isolation.export, [*self._arguments(source, target), f"--output={adapter}"])
+                yield Task(isolation.merge, [f"--source={self.run.like}", f"--lora={adapter}", output, *self._config.runner_arguments()])
+            else:
+                yield Task(isolation.export, common)
+        else:
+            yield Task(isolation.export, [*common, "--resume", *self._config.runner_arguments()])
+            if self._config.verify:
+                verify = [f"--source={release.url}", f"--checkpoint={source}", f"--sample={self._config.verify}"]
+                yield Task(isolation.verify_export, [*verify, *_verification(target)], "verified")
+            compared = f"{self._config.verify:.0%} of the elements" if self._config.verify else None
+        yield Task(isolation.describe, [release.url, json.dumps(self._about(history, target, compared))], "changes")
+
+    def _about(self, history: History, target: RunTarget, compared: str | None) -> dict[str, Any]:
+        """What the report says."""
+        facts = history.facts
+        about = {name: facts.get(name) for name in ("run", "step", "commit", "updated", "weights", "target", "options", "tables", "plan", "family", "rounded")}
+        before = self._before(history)
+        return about | {
+            "name": self.run.name,
+            "like": facts.get("form") or self.run.like,
+            "lora": target.lora if facts.get("lora") else None,
+            "before": before,
+            "compared": compared,
+            "key": history.key,
+            "weightbeam": __version__,
+            "history": history.outline,
+        }
+
+    def _before(self, history: History) -> dict[str, Any] | None:
+        """The step before, of those that are published: its number and URL."""
+        found = [mark for mark in self._published(history.first["target"]) if mark.step < history.first["step"]]
+        for mark in sorted(found, key=lambda mark: (mark.step, mark.updated), reverse=True):
+            other = History(self.output, self.run.name, mark.key, RUNS)
+            if other.state == PUBLISHED and self._is_published(other):
+                return {"step": mark.step, "url": other.facts["checkpoint"]}
+        return None
+
+    def _published(self, target: str) -> list[Mark]:
+        return sorted(mark for mark in self._marks if mark.state == PUBLISHED and mark.key.rpartition("-")[0] == target)
+
+    def judgement(self, facts: Mapping[str, Any]) -> str | None:
+        return None if facts.get("verified") else "not compared: " + ("verify is 0" if not self._config.verify else "an adapter")
+
+    def notice(self, history: History) -> str | None:
+        return "; ".join(history.facts.get("changes", {}).get("warnings", [])) or None
+
+    def publish(self, history: History, target: Target) -> dict[str, Any]:
+        assert isinstance(target, RunTarget)
+        place, work, facts = self._place(history), self._work(history), history.facts
+        url, title = facts["checkpoint"], f"Step {facts['step']} of {self.run.name} ({history.key})"
+        said: dict[str, Any] = {}
+        try:
+            if (work / RELEASE).exists(REPORT):
+                said = place.publish(work / RELEASE, url, title, self._is_newest(history), target.create_pr)
+            self._point(history)
+            work.delete_folder()
+        except OSError as e:
+            raise FailedError(f"{url}: {reason(e)}") from e
+        return {"checkpoint": url, **said}
+
+    def _is_newest(self, history: History) -> bool:
+        """Whether no step that was published is newer: by its number among those that are there, or by when it was committed."""
+        first = history.first
+        others = [mark for mark in self._published(first["target"]) if mark.key != history.key]
+        there = {(seen.number, seen.mark) for seen in self._there}
+        updated = datetime.datetime.fromisoformat(first["updated"]).timestamp()
+        return all(mark.updated <= updated for mark in others) or all(mark.step <= first["step"] for mark in others if (mark.step, mark.seen) in there)
+
+    def _point(self, history: History) -> None:
+        """Has `<run>/<target>.json` in the output, or `<target>.json` where it is the run's alone, be the report of the newest step."""
+        if not self._is_newest(history):
+            return
+        facts = history.facts
+        report = {**self._place(history).report(facts["checkpoint"]), "checkpoint": facts["checkpoint"]}
+        name = f"{facts['target']}.json"
+        self.output.write(name if self._flat else f"{self.run.name}/{name}", json.dumps(report, indent=1).encode())
+
+    def announce(self, history: History, target: Target) -> None:
+        """Marks it, and removes what `keep` doesn't keep."""
+        self.settled(history)
+        if (keep := self.run.keep) is None:
+            return
+        published = self._published(history.first["target"])
+        for mark in published[: -keep.last]:
+            if keep.every and mark.step % keep.every == 0:
+                continue
+            other = History(self.output, self.run.name, mark.key, RUNS)
+            if other.state == PUBLISHED and not self._is_newest(other):
+                try:
+                    self._place(other).remove(other.facts["checkpoint"])
+                    other.add(REMOVED, f"keep: the last {keep.last}" + (f", and every {keep.every}th" if keep.every else ""))
+                except (OSError, LostError) as e:
+                    warn(f"{other.facts['checkpoint']} can't be removed: {e}")
+                    continue
+            self._mark(other)
+
+    def is_gone(self, history: History, patient: bool = False) -> str | None:
+        first = history.first
+        deadline = time.monotonic() + (GRACE if patient else 0.0)
+        while True:
+            try:
+                there = next((seen for seen in self.look() if seen.number == first["step"]), None)
+                step = read_step(self.store, self.run.name, there) if there else None
+            except OSError:
+                return None  # it can't be told
+            if step is None:
+                return _DELETED
+            if step.weights != first["weights"]:
+                return "the run has written another checkpoint of this number"
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(GRACE / 8)
+
+    def clear(self, history: History) -> None:
+        self._work(history).delete_folder()
+
+
+def _asked(target: Target) -> str:
+    """Identifies what is asked for of each step."""
+    return hashlib.sha256(json.dumps([target.name, target.facts, tables()], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _verification(target: Target) -> list[str]:
+    """The options that a verification takes too."""
+    known = ("maxtext_model",)
+    return [argument for argument in target.arguments if argument.removeprefix("--").partition("=")[0] in known]
+
+
+def scratch_of(output: Store) -> Path:
+    """A folder of this machine for what can't be made where it is published."""
+    if isinstance(output, LocalFolder):
+        return output.folder / ".weightbeam" / "work"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "weightbeam" / "watch" / hashlib.sha256(output.url.encode()).hexdigest()[:12]

@@ -1,0 +1,174 @@
+"""What a training run has: its steps, as Orbax's CheckpointManager and MaxText write them, and which of them are whole.
+
+A run is only looked at. One listing names every step and says whether it is committed; what tells a step from another one of the same
+number is read for the step that is taken next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weightbeam.formats.ocdbt import MANIFEST
+from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
+from weightbeam.formats.staging import MARKER
+from weightbeam.formats.storage import File, LocalFolder, Store
+
+STEP = re.compile(r"(?:\w*_)?(\d+)")  # of a step's folder: 1000, or with the manager's prefix, checkpoint_1000
+MARKS = (CHECKPOINT_METADATA, MARKER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Which steps are taken.
+
+    Attributes:
+      every: multiples of this number.
+      newest: only the newest that is there.
+      listed: these; None for any.
+    """
+
+    every: int = 1
+    newest: bool = False
+    listed: frozenset[int] | None = None
+
+    def wanted(self, there: Iterable[Seen]) -> list[Seen]:
+        """Those that are taken of those that are there, the newest first."""
+        found = [step for step in there if step.number % self.every == 0 and (self.listed is None or step.number in self.listed)]
+        found.sort(key=lambda step: step.number, reverse=True)
+        return found[:1] if self.newest else found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """A committed step as a listing shows it.
+
+    Attributes:
+      number: of the step.
+      folder: its name.
+      mark: tells it from a later one of the same number, without reading it.
+    """
+
+    number: int
+    folder: str
+    mark: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step of a run.
+
+    Attributes:
+      name: of the run.
+      number: of the step.
+      url: where it lies.
+      weights: identifies it: a hash of its metadata and manifests.
+      updated: when it was committed.
+      mark: see `Seen`.
+      run: the run's folder.
+    """
+
+    name: str
+    number: int
+    url: str
+    weights: str
+    updated: datetime.datetime
+    mark: str
+    run: str
+
+    @property
+    def commit(self) -> str:
+        return f"step-{self.number}"
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {"run": self.run, "step": self.number, "source": self.url, "seen": self.mark}
+
+
+def list_steps(run: Store) -> list[Seen]:
+    """The committed steps of a run, by one listing.
+
+    On disk a step gets its name by a rename once it is whole. In a bucket it grows under its name, and `commit_success.txt` comes last.
+
+    Raises:
+      OSError: the folder can't be listed.
+    """
+    files: dict[str, dict[str, File]] = {}
+    for file in run.below(MARKS):
+        folder, _, name = file.name.rpartition("/")
+        files.setdefault(folder, {})[name] = file
+    needed = CHECKPOINT_METADATA if isinstance(run, LocalFolder) else MARKER
+    found = []
+    for folder, marks in files.items():
+        if needed in marks and (match := STEP.fullmatch(folder)):
+            told = [[name, marks[name].size, marks[name].version, marks[name].inode] for name in MARKS if name in marks]
+            found.append(Seen(int(match[1]), folder, hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]))
+    return sorted(found, key=lambda step: step.number)
+
+
+def growing_steps(run: Store) -> bool:
+    """Whether a step is being written that isn't committed yet."""
+    return any(name[:1].isdigit() or STEP.match(name) for name in run.folders())
+
+
+def read_step(run: Store, name: str, seen: Seen) -> Step | None:
+    """A step, by its metadata and manifests; None where it has gone, or isn't committed.
+
+    Raises:
+      OSError: it can't be read.
+    """
+    store = run / seen.folder
+    hashed = hashlib.sha256(str(seen.number).encode())
+    try:
+        about = _metadata(store)
+        if about.get("commit_timestamp_nsecs", 0) is None:  # begun, and not committed
+            return None
+        items = [item for item in store.folders() if (store / item).exists(METADATA)]
+        for item in ("", *items):
+            for part in (CHECKPOINT_METADATA, METADATA, MANIFEST):
+                path = f"{item}/{part}" if item else part
+                if item or part == CHECKPOINT_METADATA:
+                    hashed.update(f"{path} {hashlib.sha256(_content(store, path)).hexdigest()}\n".encode())
+    except FileNotFoundError:
+        return None
+    if not items:
+        return None
+    stamp = about.get("commit_timestamp_nsecs")
+    updated = stamp / 1e9 if isinstance(stamp, int) else max((file.updated for file in store.list(recursive=False)), default=0.0)
+    when = datetime.datetime.fromtimestamp(updated, datetime.UTC)
+    return Step(name, seen.number, store.url, hashed.hexdigest(), when, seen.mark, run.url)
+
+
+def _content(store: Store, path: str) -> bytes:
+    try:
+        return store.read(path)
+    except FileNotFoundError:
+        return b""
+
+
+def _metadata(step: Store) -> dict[str, Any]:
+    """What Orbax says of a step; empty where it says nothing that can be read."""
+    try:
+        said = json.loads(step.read(CHECKPOINT_METADATA))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def run_name(url: str) -> str:
+    """What a run is called that has no name: `tuned` for `gs://bucket/tuned/checkpoints`."""
+    parts = [part for part in url.partition("://")[2 if "://" in url else 0].split("/") if part]
+    if parts and parts[-1] == "checkpoints" and len(parts) > 1:
+        parts.pop()
+    return re.sub(r"[^\w.-]", "-", parts[-1]).strip(".-") or "run" if parts else "run"
+
+
+def local_path(url: str) -> str:
+    """A folder as it is recorded: absolute."""
+    return url if "://" in url else str(Path(url).expanduser().absolute())
