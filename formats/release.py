@@ -120,6 +120,31 @@ def small_files(store: Store) -> SmallFiles:
     return SmallFiles(sizes, read, refused)
 
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
+
+
+def token_ids(files: Mapping[str, bytes]) -> dict[str, int]:
+    """The ids of the tokens that begin, end and pad a text, as a tokenizer's files say: `{"eos_token_id": 2, …}`; those that they don't say left out."""
+    said = [parsed if isinstance(parsed := _read_json(files.get(name, b"")), dict) else {} for name in ("tokenizer_config.json", "tokenizer.json")]
+    config, tokenizer = said
+    added = tokenizer.get("added_tokens")
+    ids = {token["content"]: token["id"] for token in added if isinstance(token, dict) and {"content", "id"} <= token.keys()} if isinstance(added, list) else {}
+    found = {}
+    for name in SPECIAL_TOKENS:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and type(ids.get(text)) is int:
+            found[f"{name}_id"] = ids[text]
+    return found
+
+
+def _read_json(text: bytes) -> Any:
+    try:
+        return json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        return None
+
+
 # --- kept with a checkpoint -----------------------------------------------------------------------------------------------------
 
 ARCHIVE = "release.zip"  # in a step's folder: a single file, since Orbax takes every folder of a step for an item

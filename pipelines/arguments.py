@@ -393,6 +393,7 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
     add("b", metavar="B", help="another")
     add("--tolerance", type=distance, default=0.0, metavar="X", help="the largest absolute difference of an element that counts as none")
     add("--maxtext_model", metavar="NAME", help="the MaxText model, where one is an Orbax checkpoint and neither can settle it")
+    add("--family", metavar="NAME|FILE.py", help="the table (default: by config.json)")
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
 
 
@@ -431,6 +432,7 @@ def add_rewriting(parser: argparse.ArgumentParser) -> None:
 def add_merge(parser: argparse.ArgumentParser) -> None:
     """The options of a merge."""
     add_rewriting(parser)
+    parser.add_argument("--family", metavar="NAME|FILE.py", help="the table whose spellings of names count (default: by config.json)")
     parser.add_argument("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated")
 
 
@@ -480,6 +482,10 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --like, else 5GB)")
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--step", type=natural, metavar="N", help="which step, where the root has several")
+    add("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated")
+    add("--family", metavar="NAME|FILE.py", help="the table: one of ours, an installed package's or a file of your own (default: by config.json)")
+    add("--maxtext_config", metavar="FILE", help="a MaxText configuration (.yml) to make config.json of, for a model without a release")
+    add("--tokenizer", metavar="URL", help="a folder, gs:// or hf:// whose tokenizer, chat template and processor are taken")
     add("--lora_alpha", type=amount, metavar="ALPHA", help="of an adapter that MaxText trained, where its metadata don't say it")
     add("--resume", action="store_true", default=False, help="go on with a stopped export")
     add("--overwrite", action="store_true", default=False, help="replace a release, or throw a stopped export away")

@@ -189,6 +189,7 @@ def diff(
     *,
     tolerance: float = 0.0,
     maxtext_model: str | None = None,
+    family: str | None = None,
     hf_token_secret: str | None = None,
     progress: bool | Report = True,
 ) -> Comparison:
@@ -198,6 +199,7 @@ def diff(
       a, b: releases (quantised or not) or Orbax checkpoints (a root, a step or an item): folders, `gs://…`, releases also `hf://…`.
       tolerance: the largest absolute difference of an element that counts as none.
       maxtext_model: the MaxText model, where a release is compared with an Orbax checkpoint and neither says it.
+      family: the table: one of ours, an installed package's, or a file of Python; by default as `config.json` says.
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
       progress: shown on standard error, told to a callback, or False for neither.
 
@@ -209,7 +211,7 @@ def diff(
     if not tolerance >= 0:
         raise Refused(f"--tolerance={tolerance}: should be a number from 0 on")
     where = [_look(place) for place in (a, b)]
-    sides, left_out = _in_one_spelling(where, maxtext_model)
+    sides, left_out = _in_one_spelling(where, maxtext_model, family)
     tensors = compare_sides(*sides, names=(a, b), report=reporter(progress))
     return Comparison(a, b, tensors, tolerance, left_out)
 
@@ -238,11 +240,11 @@ def _look(where: str) -> Checkpoint | Store:
         raise Refused(f"{where}: {reason(e)}") from e
 
 
-def _in_one_spelling(where: Sequence[Checkpoint | Store], model: str | None) -> tuple[tuple[Side, Side], dict[str, str]]:
+def _in_one_spelling(where: Sequence[Checkpoint | Store], model: str | None, named: str | None) -> tuple[tuple[Side, Side], dict[str, str]]:
     """Both sides under the same names, and what of a release has no place there."""
     releases = [place for place in where if isinstance(place, Checkpoint)]
     if len(releases) == 2:
-        families = [_family(release, model) for release in releases]
+        families = [_family(release, model, named) for release in releases]
         known = families[0] if all(family is families[0] for family in families) else None
         return (_tensors(releases[0], known), _tensors(releases[1], known)), {}
     if not releases:
@@ -250,15 +252,21 @@ def _in_one_spelling(where: Sequence[Checkpoint | Store], model: str | None) -> 
         return (_layer_by_layer(first, second), _layer_by_layer(second, first)), {}
     (items,) = (place for place in where if isinstance(place, Store))
     there = _arrays(items)
-    here, left_out = _converted(releases[0], items, there, model)
+    here, left_out = _converted(releases[0], items, there, model, named)
     return (here, there) if isinstance(where[0], Checkpoint) else (there, here), left_out
 
 
-def _family(release: Checkpoint, model: str | None) -> Family | None:
-    """The family of a release, whose table names its tensors; None where there is no table."""
+def _family(release: Checkpoint, model: str | None, named: str | None) -> Family | None:
+    """The family of a release, whose table names its tensors; None where there is no table.
+
+    Raises:
+      Refused: the family was named, and there is none.
+    """
     try:
-        return family_of(Config(release.config), model)
-    except (ConfigError, UnknownFamilyError):
+        return family_of(Config(release.config), model, named)
+    except (ConfigError, UnknownFamilyError) as e:
+        if named:
+            raise Refused(str(e)) from e
         return None
 
 
@@ -328,14 +336,14 @@ def _stored(encoding: Encoding | OrbaxArray) -> Stored:
     return Stored(encoding.shape, dtype, order, grain, fetch)
 
 
-def _converted(release: Checkpoint, items: Store, there: Side, model: str | None) -> tuple[Side, dict[str, str]]:
+def _converted(release: Checkpoint, items: Store, there: Side, model: str | None, named: str | None) -> tuple[Side, dict[str, str]]:
     """A release as the arrays that it would become in an Orbax checkpoint, and what is left out of them.
 
     Raises:
       Refused: it can't be converted so.
     """
     try:
-        options = options_of(items, open_arrays(items), {"maxtext_model": model})
+        options = options_of(items, open_arrays(items), {"maxtext_model": model, "family": named})
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise Refused(f"{items}: can't be read: {e}") from e
     if not any(".layers." in key or key.endswith(".layers") for key in there):

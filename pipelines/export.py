@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import logging
 import os
 import shutil
 import sys
@@ -15,14 +17,17 @@ from typing import Any
 from weightbeam.formats.hub_publishing import check_target, publish_folder
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
-from weightbeam.formats.release import packed_files, small_files
-from weightbeam.formats.safetensors import DTYPES, Checkpoint, Shard, Tensor, open_checkpoint
+from weightbeam.formats.provenance import tensors_of
+from weightbeam.formats.release import packed_files, role_of, small_files, token_ids
+from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor, open_checkpoint
 from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.token import name_secret
+from weightbeam.model_mappings.config_json import config_json
+from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.pipelines.adapters import ExportedAdapter, export_adapter
 from weightbeam.pipelines.errors import Failed, Refused
-from weightbeam.pipelines.keywords import keywords_of
-from weightbeam.pipelines.prepare import describe
+from weightbeam.pipelines.keywords import keywords_of, read_loras, read_maxtext_yaml
+from weightbeam.pipelines.prepare import describe, open_adapters
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, refuse
 from weightbeam.pipelines.report import BASE_BYTES, thread_options, threads_of
@@ -30,6 +35,9 @@ from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport, is_adapter, plan_adapter
 from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like, plan_export
 from weightbeam.transforms.exporting import DTYPES as SAVED
+
+LOG = logging.getLogger("weightbeam")
+TOKENIZER_ROLES = ("tokenizer", "chat template", "processor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +88,11 @@ def export(
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = "128MiB",
     step: int | None = None,
+    lora: str | Sequence[str] = (),
     lora_alpha: float | None = None,
+    family: str | None = None,
+    maxtext_config: str | None = None,
+    tokenizer: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
     create_pr: bool = False,
@@ -101,6 +113,10 @@ def export(
       max_shard_size: bytes of tensors in a file, such as `5GB`; by default as `like`, else 5 GB.
       unit_bytes: bound on the memory of a unit of work.
       step: which step, where the root has several.
+      lora: PEFT adapters to merge on the way, `PATH[,weight]` each: a folder, `gs://` or `hf://`.
+      family: the table: one of ours, an installed package's, or a file of Python; by default as `config.json` says.
+      maxtext_config: a MaxText configuration (`.yml`) that `config.json` is made of, for a model without a release; in place of `like`.
+      tokenizer: a folder, `gs://` or `hf://` whose tokenizer, chat template and processor are taken.
       lora_alpha: of an adapter of MaxText's that doesn't say it; an adapter becomes a folder for PEFT.
       resume: go on with a stopped export.
       overwrite: replace a release, or throw a stopped export away.
@@ -120,7 +136,7 @@ def export(
         return export_adapter(_plan_adapter(checkpoint, like, lora_alpha, maxtext_model), output, overwrite)
     planned = plan(
         checkpoint, like=like, save_dtype=save_dtype, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis,
-        max_shard_size=max_shard_size, unit_bytes=unit_bytes,
+        max_shard_size=max_shard_size, unit_bytes=unit_bytes, lora=lora, family=family, maxtext_config=maxtext_config, tokenizer=tokenizer,
     )  # fmt: skip
     if output.startswith("hf://"):
         return _to_hub(planned, output, create_pr, beam, progress)
@@ -177,6 +193,10 @@ def plan(
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = "128MiB",
     step: int | None = None,
+    lora: str | Sequence[str] = (),
+    family: str | None = None,
+    maxtext_config: str | None = None,
+    tokenizer: str | None = None,
     quantize: str | None = None,
 ) -> Export:
     """Plans an export; problems stay in the plan. See `export`; `quantize` is the format of `weightbeam.quantize`.
@@ -186,13 +206,22 @@ def plan(
     """
     if save_dtype not in (AUTO, *SAVED):
         raise Refused(f"--save_dtype={save_dtype} should be {', '.join((AUTO, *SAVED))}")
-    options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, **read_sizes(max_shard_size, unit_bytes), quantize=quantize)
+    if maxtext_config and like:
+        raise Refused("--maxtext_config and --like are both given; name what config.json should be made of, or the release that it is taken from")
     checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, step)
     try:
-        form, small = find_like(checkpoint, like)
+        if maxtext_config:
+            form, small, named = read_maxtext_config(maxtext_config)
+            maxtext_model = maxtext_model or named
+        else:
+            form, small = find_like(checkpoint, like)
+        if tokenizer:
+            small = with_tokenizer(small, small_files(open_store(tokenizer)), tokenizer)
     except StorageError as e:
         raise Refused(str(e)) from e
-    planned = plan_export(options, checkpoint, form)
+    sizes = read_sizes(max_shard_size, unit_bytes)
+    options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, **sizes, lora=read_loras(lora) or (), family=family, quantize=quantize)
+    planned = plan_export(options, checkpoint, form, open_adapters(options))
     return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
 
 
@@ -244,6 +273,40 @@ def find_like(checkpoint: OrbaxCheckpoint, like: str | None) -> tuple[Like, Mapp
     raise Refused("--like is missing: the release whose config.json, tokenizer and names are taken, since this checkpoint remembers none")
 
 
+def read_maxtext_config(file: str) -> tuple[Like, Mapping[str, bytes], str | None]:
+    """What a MaxText configuration says of a release: its form, its small files, and MaxText's name of the model.
+
+    Raises:
+      Refused: the file can't be read, or no family's model is like that.
+    """
+    given = read_maxtext_yaml("--maxtext_config", file)
+    try:
+        made = config_json(given)
+    except MaxTextConfigError as e:
+        raise Refused(f"--maxtext_config={file}: {e}") from e
+    if made.unknown:
+        LOG.warning("%s: nothing in config.json says %s", file, ", ".join(made.unknown))
+    named = given.get("model_name")
+    small = {"generation_config.json": json.dumps(made.generation, indent=2).encode() + b"\n"}
+    return Like("", made.config), small, str(named) if named not in (None, "default") else None
+
+
+def with_tokenizer(small: Mapping[str, bytes], given: Mapping[str, bytes], where: str) -> dict[str, bytes]:
+    """The small files of a release with another one's tokenizer; where they say nothing yet of the tokens that begin and end a text, its own.
+
+    Raises:
+      Refused: there is no tokenizer.
+    """
+    taken = {name: given[name] for name in given if role_of(name) in TOKENIZER_ROLES}
+    if not any(role_of(name) == "tokenizer" for name in taken):
+        raise Refused(f"--tokenizer={where}: holds no tokenizer, such as tokenizer.json or tokenizer.model")
+    kept = {name: small[name] for name in small if role_of(name) not in TOKENIZER_ROLES}
+    generation = json.loads(kept["generation_config.json"]) if "generation_config.json" in kept else None
+    if isinstance(generation, dict) and "eos_token_id" not in generation and (ids := token_ids(taken)):
+        kept["generation_config.json"] = json.dumps(generation | ids, indent=2).encode() + b"\n"
+    return {**kept, **taken}
+
+
 def _open_like(url: str) -> tuple[Like, Mapping[str, bytes]]:
     checkpoint = open_checkpoint(url)
     if wrong := [problem for problem in checkpoint.problems if problem.kind != "missing" or problem.subject == "config.json"]:
@@ -252,15 +315,15 @@ def _open_like(url: str) -> tuple[Like, Mapping[str, bytes]]:
 
 
 def _remembered(record: Mapping[str, Any]) -> Checkpoint:
-    """The release that a checkpoint was made of, as its record describes it: names, dtypes and shapes, in their files."""
+    """The release that a checkpoint was made of, as its record describes it: names, dtypes and shapes, in their files.
+
+    Raises:
+      StorageError: the record can't be read.
+    """
     root = str(record.get("source", ""))
     files: dict[str, list[Tensor]] = {}
-    try:
-        for name, held in record["tensors"].items():
-            tensor = Tensor(name, DTYPES[held["dtype"]], tuple(map(int, held["shape"])), f"{root}/{held['file']}", 0)
-            files.setdefault(str(held["file"]), []).append(tensor)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise StorageError(f"conversion.json: what it says of the release's tensors can't be read: {e}") from e
+    for tensor in tensors_of(record).values():
+        files.setdefault(tensor.path, []).append(dataclasses.replace(tensor, path=f"{root}/{tensor.path}"))
     shards = tuple(Shard(name, f"{root}/{name}", 0, "", tuple(tensors)) for name, tensors in files.items())
     return Checkpoint(root, dict(record["config"]), shards)
 
@@ -282,6 +345,7 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
         "tree": planned.source.tree.kind,
         "MaxText model": planned.plan.model or "",
         "config from": planned.like.root,
+        **{f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}" for number, adapter in enumerate(planned.adapters, 1)},
         "rounded": rounded,
     }
     return make_small_files(small, planned.like.config, edits, ("quantisation",), planned.like.root, facts, planned.plan.family)

@@ -7,10 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.config_json import full_keys
@@ -20,7 +17,7 @@ from weightbeam.model_mappings.naming import ModelNameError, Naming, name_model
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
 from weightbeam.pipelines import tables
 from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.keywords import keywords_of
+from weightbeam.pipelines.keywords import keywords_of, read_maxtext_yaml
 from weightbeam.pipelines.prepare import open_source
 from weightbeam.pipelines.shell import STDOUT, write_json
 
@@ -109,16 +106,8 @@ def _read(maxtext_model: str) -> dict[str, Any]:
       Refused: there is no such model, or the file can't be read.
     """
     option = f"--maxtext_model={maxtext_model}"
-    given: Any = {"model_name": maxtext_model}
-    if maxtext_model.endswith((".yml", ".yaml")):
-        try:
-            given = yaml.safe_load(Path(maxtext_model).read_text())
-        except OSError as e:
-            raise Refused(f"{option}: {e.strerror}") from e
-        except (UnicodeDecodeError, yaml.YAMLError) as e:
-            raise Refused(f"{option}: no YAML: {e}") from e
-        if not isinstance(given, dict):
-            raise Refused(f"{option}: it should hold keys and values, but is {type(given).__name__}")
+    named = maxtext_model.endswith((".yml", ".yaml"))
+    given = read_maxtext_yaml("--maxtext_model", maxtext_model) if named else {"model_name": maxtext_model}
     try:
         return full_keys(given)
     except MaxTextConfigError as e:

@@ -171,6 +171,23 @@ def read_lora(text: str) -> tuple[str, float]:
         raise Refused(f"--lora={e}") from e
 
 
+def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
+    """The keys that a file of MaxText's (`.yml`) says; `option` is what named it, for messages.
+
+    Raises:
+      Refused: it can't be read, or says no keys.
+    """
+    try:
+        given = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise Refused(f"{option}={file}: {e.strerror}") from e
+    except (UnicodeDecodeError, yaml.YAMLError) as e:
+        raise Refused(f"{option}={file}: no YAML: {e}") from e
+    if not isinstance(given, dict):
+        raise Refused(f"{option}={file}: it should hold keys and values, but is {type(given).__name__}")
+    return given
+
+
 def sharding_rules(given: object, model: str | None) -> Rules | None:
     """The rules that `sharding_rules` asks for, for the MaxText model that was named; None without any.
 

@@ -11,6 +11,7 @@ from typing import Any
 from weightbeam.formats.release import small_files
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage.token import name_secret
+from weightbeam.model_mappings.registry import UnknownFamilyError
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.prepare import open_adapters, open_source
@@ -51,6 +52,7 @@ def merge(
     output: str,
     *,
     lora: str | Sequence[str] = (),
+    family: str | None = None,
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = "128MiB",
     resume: bool = False,
@@ -65,6 +67,7 @@ def merge(
       source: the release: a folder, `gs://bucket/folder` or `hf://organisation/model[@revision]`.
       output: the folder of the new one; it must not be there yet.
       lora: adapters, `PATH[,weight]` each: a folder, `gs://` or `hf://`.
+      family: the table whose spellings of names count; by default as `config.json` says.
       max_shard_size: bytes of tensors in a file, such as `5GB`; by default the files stay as they are.
       unit_bytes: bound on the memory of a unit of work.
       resume: go on with a stopped merge.
@@ -79,17 +82,24 @@ def merge(
     """
     check_places("merge", source, output, beam)
     name_secret(hf_token_secret)
-    planned = plan(source, lora=lora, max_shard_size=max_shard_size, unit_bytes=unit_bytes)
+    planned = plan(source, lora=lora, family=family, max_shard_size=max_shard_size, unit_bytes=unit_bytes)
     return Merged(planned, carry_out(planned, output, resume, overwrite, beam, progress))
 
 
-def plan(source: str, *, lora: str | Sequence[str] = (), max_shard_size: int | str | None = None, unit_bytes: int | str = "128MiB") -> Merge:
+def plan(
+    source: str,
+    *,
+    lora: str | Sequence[str] = (),
+    family: str | None = None,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = "128MiB",
+) -> Merge:
     """Plans a merge; problems stay in the plan. See `merge`.
 
     Raises:
       Refused: there is nothing to plan.
     """
-    return plan_with(source, MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes)))
+    return plan_with(source, MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), family=family))
 
 
 def plan_with(source: str, options: MergeOptions) -> Merge:
@@ -101,7 +111,10 @@ def plan_with(source: str, options: MergeOptions) -> Merge:
     if not source:
         raise Refused("--source is missing: the release")
     checkpoint = open_source(source)
-    planned = plan_merge(options, checkpoint, open_adapters(options))
+    try:
+        planned = plan_merge(options, checkpoint, open_adapters(options))
+    except UnknownFamilyError as e:
+        raise Refused(str(e)) from e
     if planned.plan.problems:
         return planned
     try:

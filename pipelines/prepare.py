@@ -25,6 +25,7 @@ from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.tables import count
 from weightbeam.transforms.conversion import UNKNOWN_FAMILY, Conversion, Options, prepare
+from weightbeam.transforms.exporting import ExportOptions
 from weightbeam.transforms.merging import MergeOptions
 from weightbeam.transforms.mesh import MeshError
 
@@ -58,7 +59,7 @@ def plan_with(options: Options, checkpoint: Checkpoint) -> Conversion:
         raise Refused(str(e)) from e
 
 
-def open_adapters(options: Options | MergeOptions) -> list[Adapter]:
+def open_adapters(options: Options | MergeOptions | ExportOptions) -> list[Adapter]:
     """The adapters that `--lora` names.
 
     Raises:

@@ -20,6 +20,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from weightbeam.formats.adapters import Adapter, merge
+from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.safetensors import Checkpoint
@@ -40,8 +42,8 @@ from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.grid import Grid, Stored, cut_rows
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.quantizing import REASON, VALUES, Entry, find_quantised, in_blocks, job_for, keep_blocks, quantization_config, with_scales
-from weightbeam.transforms.rows import ReleasePlan, RowsUnit
+from weightbeam.transforms.quantizing import REASON, Entry, find_quantised, in_blocks, job_for, keep_blocks, quantization_config, with_scales
+from weightbeam.transforms.rows import VALUES, ReleasePlan, RowsUnit, made_here
 from weightbeam.transforms.units import Block, Fetch, element_box, find_twins, largest_first, pack
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("bfloat16", "float16", "float32")}
@@ -60,6 +62,8 @@ class ExportOptions:
     param_scan_axis: int | None = None
     max_shard_size: int | None = None
     unit_bytes: int = 128 << 20
+    lora: tuple[tuple[str, float], ...] = ()
+    family: str | None = None
     quantize: str | None = None  # one of `quantizing.FORMATS`: write the weights of linear layers so
 
 
@@ -101,6 +105,8 @@ class Export(ReleasePlan):
       units: the blocks of each unit.
       lossy: by tensor, why its values aren't the array's to the bit.
       config_edits: what of `config.json` has to change: `{field: value}`.
+      adapters: what is merged on the way.
+      merged: by the table's name, what adapters make of a tensor.
       quantised: the tensors, by the release's names, that are written as codes and scales.
       quantization: `quantization_config` as it will be; empty where nothing is quantised.
     """
@@ -116,6 +122,8 @@ class Export(ReleasePlan):
     lossy: Mapping[str, str]
     config_edits: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
+    merged: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     quantised: frozenset[str] = frozenset()
     quantization: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unpacked: frozenset[str] = frozenset()  # keys of the arrays whose chunks are unpacked first
@@ -163,7 +171,7 @@ class Export(ReleasePlan):
         jobs = []
         for name, boxes in rows_of(self.plan.arrays, self.grids, self.units[unit]).items():
             for box, inside in boxes:
-                jobs += [job_for(self.layout.tensors, given, self.quantised, box, inside) for given in self.names[name]]
+                jobs += [job_for(self.layout.tensors, given, self.quantised, box, inside, self.merged.get(name)) for given in self.names[name]]
         return RowsUnit(unit, tuple(fetches), tuple(jobs))
 
     @functools.cached_property
@@ -171,6 +179,8 @@ class Export(ReleasePlan):
         """Identifies the result: the checkpoint's files, the options, the table, the files that are written."""
         identity = Identity()
         identity.add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.like.config)
+        for adapter in self.adapters:
+            identity.add(adapter.identity)
         for array in self.plan.arrays:
             identity.add(array.key, array.shape, array.dtype.name, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
         for file in self.files.files if self.files else ():
@@ -181,10 +191,16 @@ class Export(ReleasePlan):
 
     @property
     def inputs(self) -> Sequence[str]:
-        return self.source.root, self.like.root
+        return self.source.root, self.like.root, *(adapter.root for adapter in self.adapters)
 
     def check(self) -> None:
         self.source.check()
+        for adapter in self.adapters:
+            adapter.files.check()
+
+    def unreadable(self) -> list[Problem]:
+        """The adapters' files whose end can't be read."""
+        return [problem for adapter in self.adapters for problem in adapter.files.unreadable()]
 
     def record(self) -> dict[str, Any]:
         """Where the release comes from."""
@@ -196,6 +212,7 @@ class Export(ReleasePlan):
             "family": self.plan.family,
             "model": self.plan.model,
             "tree": self.source.tree.kind,
+            "adapters": [adapter.record() for adapter in self.adapters],
             "options": dataclasses.asdict(self.options),
             "made_from": {key: self.source.record[key] for key in ("source", "plan", "options", "versions") if key in self.source.record},
             "versions": versions(),
@@ -211,6 +228,7 @@ class Export(ReleasePlan):
             "options": dataclasses.asdict(self.options),
             "source": self.source.stage(),
             "like": dataclasses.asdict(self.like),
+            "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "hash": self.hash,
         }
         return pack_inputs(inputs)
@@ -220,7 +238,9 @@ def load(inputs: Mapping[str, Any]) -> Export:
     """The export that `Export.stage` staged."""
     tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in inputs["like"]["tensors"].items()}
     like = Like(inputs["like"]["root"], inputs["like"]["config"], tensors)
-    return plan_export(ExportOptions(**inputs["options"]), load_checkpoint(inputs["source"]), like)
+    adapters = [Adapter(Checkpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
+    return plan_export(ExportOptions(**inputs["options"] | {"lora": lora}), load_checkpoint(inputs["source"]), like, adapters)
 
 
 def rows_of(arrays: Sequence[Array], grids: Sequence[Grid], blocks: Sequence[Block]) -> dict[str, list[tuple[Box, tuple[tuple[int, Piece], ...]]]]:
@@ -273,12 +293,12 @@ def _rows(piece: Piece) -> Iterator[Box]:
     yield piece.target.box
 
 
-def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like) -> Export:
+def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like, adapters: Sequence[Adapter] = ()) -> Export:
     """Plans an export. What stands against it is in `plan.problems`."""
     weights = source.weights
     config = Config(like.config)
     try:
-        family = family_of(config, options.maxtext_model or _said_model(source))
+        family = family_of(config, options.maxtext_model or _said_model(source), options.family)
         naming = name_model(family, config, options.maxtext_model or _said_model(source))
         given = _given(like, family)
         arrays, layout, problems = _arrays(options, source, family, config, naming.model, given)
@@ -299,6 +319,10 @@ def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like) -> 
         if original in names:
             names[original] += (given[copy][3],)
             dropped.pop(copy, None)
+    merging = merge({name: made_here(name, shape) for name, shape in shapes.items()}, adapters, family.aliases, str(config.get("model_type")))
+    merged = {name: merging.encodings[name] for name in merging.touched}
+    if not problems:
+        problems += [*merging.problems, *merging.in_vain(drops), *_needing_columns(merged)]
     dtypes = {name: _target_dtype(options, specs[name].dtype) for name in shapes}
     wanted = [(one, dtypes[name], shapes[name]) for name, ones in names.items() for one in ones]
     codes = _quantised(options, arrays, weights, names, wanted) if not problems else frozenset[str]()
@@ -306,18 +330,19 @@ def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like) -> 
         problems.append(Problem("quantised", source.root, "none of its weights is one that is quantised"))
     blocks = frozenset(name for name, ones in names.items() if codes.intersection(ones))
     dtypes |= dict.fromkeys(blocks, VALUES)  # what is quantised isn't rounded before
+    sizes = {name: dtype.itemsize + (VALUES.itemsize if name in merged else 0) + (name in blocks) for name, dtype in dtypes.items()}
     lossy = {given_name: reason for name, reason in _lossy(arrays, dtypes).items() for given_name in names[name]}
-    lossy |= dict.fromkeys(sorted(codes), REASON)
+    lossy |= {one: "merged in float32, rounded once" for name in merged for one in names[name]} | dict.fromkeys(sorted(codes), REASON)
     edits = _config_edits(config, family, arrays, shapes, given, dropped)
     files, grids, units, warnings, unpacked = None, (), (), [], frozenset[str]()
     if not problems:
         order = {held[3]: held[2] for held in given.values()}
         files = plan_files(with_scales(wanted, codes), order or None, options.max_shard_size)
         warnings += files.warnings
-        grids = tuple(_grid(array, weights[array.key], weights[array.key].chunk, dtypes, blocks) for array in arrays)
+        grids = tuple(_grid(array, weights[array.key], weights[array.key].chunk, sizes, blocks) for array in arrays)
         large = {grid.spec.key for grid in grids if _smallest_bytes(grid) > options.unit_bytes or weights[grid.spec.key].chunk_bytes > options.unit_bytes}
         unpacked = frozenset(key for key in large if can_unpack(weights[key]))
-        grids = tuple(_grid(a, weights[a.key], (1,) * len(a.shape), dtypes, blocks) if a.key in unpacked else g for a, g in zip(arrays, grids, strict=True))
+        grids = tuple(_grid(a, weights[a.key], (1,) * len(a.shape), sizes, blocks) if a.key in unpacked else g for a, g in zip(arrays, grids, strict=True))
         problems += _too_large(grids, options.unit_bytes)
         units = tuple(_units(options, arrays, grids)) if not problems else ()
     dropped = {given[name][3] if name in given else name: reason for name, reason in dropped.items()}
@@ -334,10 +359,19 @@ def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like) -> 
         lossy,
         edits,
         tuple(warnings),
-        codes,
-        quantization_config(wanted, codes) if codes else {},
-        unpacked,
+        tuple(adapters),
+        merged,
+        quantised=codes,
+        quantization=quantization_config(wanted, codes) if codes else {},
+        unpacked=unpacked,
     )
+
+
+def _needing_columns(merged: Mapping[str, Encoding]) -> Iterator[Problem]:
+    """Merged tensors of which a unit, which makes whole rows, can't make any box by itself: DoRA's norms over a column each."""
+    for name, encoding in merged.items():
+        if 0 in encoding.indivisible:
+            yield Problem("adapter", name, "DoRA on a weight that is stored transposed needs whole columns; merge it into the release, with weightbeam merge")
 
 
 def _said_model(source: OrbaxCheckpoint) -> str | None:
@@ -450,8 +484,8 @@ def _quantised(
     shapes = {name: shape for name, _, shape in wanted}
     coded = frozenset(name for name, ones in names.items() if codes.intersection(ones))
     held = [array for array in arrays if any(name in coded for part in array.parts for name in part.tensors)]
-    dtypes = dict.fromkeys(itertools.chain.from_iterable(part.tensors for array in held for part in array.parts), VALUES)
-    grids = [_grid(array, weights[array.key], weights[array.key].chunk, dtypes, coded) for array in held]
+    sizes = dict.fromkeys(itertools.chain.from_iterable(part.tensors for array in held for part in array.parts), 2 * VALUES.itemsize + 1)
+    grids = [_grid(array, weights[array.key], weights[array.key].chunk, sizes, coded) for array in held]
     amiss: set[str] = set()
     for group in find_twins(held, math.inf):
         cut = [list(_blocks(number, grids[number], options.unit_bytes // len(group))) for number in group]
@@ -479,17 +513,17 @@ def _config_edits(
     return edits
 
 
-def _grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], dtypes: Mapping[str, np.dtype], quantised: Container[str]) -> Grid:
+def _grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], sizes: Mapping[str, int], quantised: Container[str]) -> Grid:
     """How an array is cut into blocks: of whole grains, such as chunks as they are stored, and whole along the columns of its tensors.
 
-    Where a tensor is quantised, also of whole blocks of its rows.
+    Where a tensor is quantised, also of whole blocks of its rows. `sizes` are the bytes that an element of each tensor takes.
     """
     part = next(part for part in array.parts if part.rule.source)
     whole_axes, rows = cut_rows(part, array.dtype.itemsize, Stored())
     names = sorted(axis for axis in part.stack_axes if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole_axes)]))
     coded = any(name in quantised for part in array.parts for name in part.tensors)
-    target = max(dtypes[name].itemsize for part in array.parts for name in part.tensors) + coded
+    target = max(sizes[name] for part in array.parts for name in part.tensors)
     element_bytes = array.dtype.itemsize * (2 if stored.compressed else 1) + target
     spec = ArraySpec(array.key, array.shape, array.dtype, grain, grain)
     grid = Grid(spec, {}, whole_axes, growth, element_bytes, ())

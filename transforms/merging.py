@@ -29,8 +29,8 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.relation import View
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.quantizing import ROWS, VALUES, find_quantised, job_for, quantization_config, with_scales
-from weightbeam.transforms.rows import ReleasePlan, RowsUnit
+from weightbeam.transforms.quantizing import ROWS, find_quantised, job_for, quantization_config, with_scales
+from weightbeam.transforms.rows import VALUES, ReleasePlan, RowsUnit
 from weightbeam.transforms.units import Block, Fetch, largest_first, pack
 
 # By `quant_method`: the field of `quantization_config` that names modules which aren't quantised.
@@ -49,6 +49,7 @@ class MergeOptions:
     unit_bytes: int = 128 << 20
     dequantize: bool = False  # write every quantised weight as its values
     save_dtype: str | None = None  # of the values of quantised weights; None for the model's
+    family: str | None = None  # as `--family` names it: whose spellings of names count
     quantize: str | None = None  # one of `quantizing.FORMATS`: write the weights of linear layers so
 
 
@@ -175,7 +176,7 @@ def load(inputs: Mapping[str, Any]) -> Merge:
 def plan_merge(options: MergeOptions, checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> Merge:
     """Plans a merge. What stands against it is in `plan.problems`."""
     source = open_source(checkpoint)
-    aliases = _aliases(checkpoint)
+    aliases = _aliases(checkpoint, options.family)
     spelled = {rename(name, aliases): name for name in source.encodings}
     model_type = str(checkpoint.config.get("model_type", ""))
     merging = merge(source.renamed(aliases).encodings, adapters, aliases, model_type, source.lost)
@@ -222,11 +223,17 @@ def plan_merge(options: MergeOptions, checkpoint: Checkpoint, adapters: Sequence
     return Merge(options, checkpoint, tuple(adapters), plan, encodings, files, tuple(units), merged, quantization, codes, warnings=files.warnings)
 
 
-def _aliases(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Other spellings of the tensors' names, where the model is one that there is a table for."""
+def _aliases(checkpoint: Checkpoint, named: str | None) -> Mapping[str, str]:
+    """Other spellings of the tensors' names, where the model is one that there is a table for.
+
+    Raises:
+      UnknownFamilyError: the family was named, and there is none.
+    """
     try:
-        return family_of(Config(checkpoint.config), None).aliases
+        return family_of(Config(checkpoint.config), None, named).aliases
     except (ConfigError, UnknownFamilyError):
+        if named:
+            raise
         return {}
 
 

@@ -13,18 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from weightbeam.formats.encodings import quantizing
+from weightbeam.formats.encodings import Encoding, quantizing
 from weightbeam.formats.encodings.quantizing import BLOCK, CODES, SUFFIX, quantize, scale_shape, why_kept
 from weightbeam.formats.safetensors import Tensor
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import is_float
 from weightbeam.transforms.grid import Grid
-from weightbeam.transforms.rows import RowsJob
+from weightbeam.transforms.rows import VALUES, RowsJob
 
 FORMATS = ("fp8",)
 ROWS = BLOCK[0]
-VALUES = np.dtype(np.float32)  # what is quantised: nothing is rounded before
 REASON = "quantised to FP8, a scale for each 128 × 128 values"
 
 Entry = tuple[str, np.dtype, tuple[int, ...]]  # name, dtype, shape
@@ -38,10 +37,11 @@ class QuantizeJob(RowsJob):
       scales: where their scales go.
     """
 
-    scales: Tensor
+    scales: Tensor = dataclasses.field(kw_only=True)
 
     @property
-    def dtype(self) -> np.dtype:
+    def written(self) -> np.dtype:
+        """Of the values that are quantised."""
         return VALUES
 
     def write_as(self, values: np.ndarray) -> Iterator[tuple[Tensor, Box, np.ndarray]]:
@@ -53,7 +53,7 @@ class QuantizeJob(RowsJob):
         *leading, (start, stop), _ = self.box
         if not in_blocks(self.box, self.tensor.shape):
             raise ValueError(f"{self.tensor.name}: a box that doesn't begin and end at blocks: {self.box}")
-        codes, scales = quantize(values.reshape([high - low for low, high in self.box]), self.tensor.name)
+        codes, scales = quantize(self.finish(values).reshape([high - low for low, high in self.box]), self.tensor.name)
         yield self.tensor, self.box, codes
         yield self.scales, (*leading, (start // ROWS, -(-stop // ROWS)), (0, self.scales.shape[-1])), scales
 
@@ -79,9 +79,11 @@ def with_scales(tensors: Iterable[Entry], quantised: frozenset[str]) -> Iterator
             yield name, dtype, shape
 
 
-def job_for(written: Mapping[str, Tensor], name: str, quantised: frozenset[str], box: Box, pieces: tuple) -> RowsJob:
+def job_for(written: Mapping[str, Tensor], name: str, quantised: frozenset[str], box: Box, pieces: tuple, merged: Encoding | None = None) -> RowsJob:
     """Rows of a tensor to make, of whichever kind it is."""
-    return QuantizeJob(written[name], box, pieces, written[name + SUFFIX]) if name in quantised else RowsJob(written[name], box, pieces)
+    if name in quantised:
+        return QuantizeJob(written[name], box, pieces, merged, scales=written[name + SUFFIX])
+    return RowsJob(written[name], box, pieces, merged)
 
 
 def quantization_config(tensors: Iterable[Entry], quantised: frozenset[str]) -> dict[str, Any]:

@@ -9,15 +9,24 @@ from typing import Any, Protocol
 import numpy as np
 
 from weightbeam.formats import release_target
+from weightbeam.formats.encodings import Encoding, Plain
 from weightbeam.formats.release_target import Rows
-from weightbeam.formats.safetensors import INDEX, Tensor
+from weightbeam.formats.safetensors import INDEX, Tensor, read_boxes
 from weightbeam.formats.staging import Staging
-from weightbeam.model_mappings.boxes import Box, volume
+from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.transforms.arena import aligned
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.units import Block, Fetch, working_bytes
+
+VALUES = np.dtype(np.float32)
+MADE = "made here"  # in place of a file's path
+
+
+def made_here(name: str, shape: tuple[int, ...]) -> Encoding:
+    """A tensor that is made of something else before an adapter is added to it, as the base of an encoding."""
+    return Plain(Tensor(name, VALUES, shape, MADE, 0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,16 +37,24 @@ class RowsJob:
       tensor: where they go: `path` is the file's name in the release.
       box: of the tensor.
       pieces: what they are made of, each with the number of the fetch that holds its source.
+      merged: what adapters make of the tensor, as an encoding whose base is `made_here` of it; None where none reaches it.
     """
 
     tensor: Tensor
     box: Box
     pieces: tuple[tuple[int, Piece], ...]
+    merged: Encoding | None = None
     fill = None
 
     @property
-    def dtype(self) -> np.dtype:
+    def written(self) -> np.dtype:
+        """What the finished values have."""
         return self.tensor.dtype
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What is made of the pieces: float32 where an adapter is added to it, so that only the sum is rounded."""
+        return self.written if self.merged is None else VALUES
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -45,8 +62,23 @@ class RowsJob:
         return (1,) * len(self.box)
 
     def write_as(self, values: np.ndarray) -> Iterator[Rows]:
-        """The rows that are written, once the values are made."""
-        yield self.tensor, self.box, values
+        """The rows that are written, once the values are made.
+
+        Raises:
+          StorageError: an adapter can't be read.
+          ContentError: the values can't be right, or can't be written so.
+        """
+        yield self.tensor, self.box, self.finish(values)
+
+    def finish(self, values: np.ndarray) -> np.ndarray:
+        """The values with the adapters in them, of the dtype that is written."""
+        if self.merged is None:
+            return values
+        reads = self.merged.reads(self.box)
+        missing = [read for read in reads if read.tensor.path != MADE]
+        fetched, _ = read_boxes(missing)
+        rest, shaped = iter(fetched), values.reshape(extent(self.box))
+        return self.merged.decode([next(rest) if read.tensor.path != MADE else shaped for read in reads], self.box, self.written)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -159,6 +159,37 @@ def test_dtypes_and_a_padded_vocabulary(tmp_path: Path) -> None:
     assert config["vocab_size"] == LLAMA["vocab_size"]
 
 
+def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`config.json` of MaxText's configuration, the user's tokenizer, and what ends a text: transformers loads it and computes the same."""
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"]}
+    source = save(tmp_path / "hf", config, random_tensors(config, F32))
+    step = convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
+    items = shutil.copytree(step / "items", tmp_path / "trained")
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 2, "content": "</s>"}, {"id": 1, "content": "<s>"}]}))
+    (tmp_path / "tokens" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": {"content": "<s>"}}))
+    (tmp_path / "tokens" / "notes.txt").write_text("mine")
+    given = ("--maxtext_config", step / "maxtext.yml", "--tokenizer", tmp_path / "tokens", "--save_dtype", "float32")
+    made = export(items, tmp_path / "out", *given)
+    assert {name: values.shape for name, values in made.items()} == {name: values.shape for name, values in read_tensors(source).items()}
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"_from_model_config": True, "eos_token_id": 2, "bos_token_id": 1}
+    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "weightbeam.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    tokens = torch.arange(24).reshape(2, 12) % config["vocab_size"]
+    with torch.no_grad():
+        logits = [transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits for folder in (source, tmp_path / "out")]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+    (tmp_path / "bad.yml").write_text("decoder_block: chimera\n")
+    for wrong, message in (
+        (("--maxtext_config", step / "maxtext.yml", "--like", source), "both given"),
+        (("--maxtext_config", tmp_path / "bad.yml"), "nearest is"),
+        (("--maxtext_config", tmp_path / "none.yml"), "No such file"),
+        (("--like", source, "--tokenizer", tmp_path / "ours"), "holds no tokenizer"),
+    ):
+        assert call("export", items, tmp_path / "x", *wrong) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Said before any work, with nothing written: no like, another model's like, an output that is there, a place that the source lies in."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))

@@ -1,0 +1,40 @@
+"""`weightbeam export --lora`: adapters merged on the way from a checkpoint, as PEFT merges them into the release."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import call, convert, read_config, read_file, read_tensors
+
+MODELS = {"llama": ("--maxtext_model", "llama2-7b"), "mixtral": ("--maxtext_model", "mixtral-8x7b")}
+
+
+@pytest.mark.parametrize("case", ["dora", "modules_to_save", "bias-all", "experts", "v4-mixtral"])
+def test_as_peft_merges_into_the_release(written: Path, tmp_path: Path, case: str) -> None:
+    """From a float32 checkpoint, in units of a few rows; what no adapter reaches comes back as it was."""
+    folder = written / case
+    model = MODELS.get(read_config(folder / "base")["model_type"], ())
+    convert(folder / "base", tmp_path / "ckpt", "--save_dtype", "float32", *model)
+    assert call("export", tmp_path / "ckpt", tmp_path / "out", "--lora", folder / "adapter", "--unit_bytes", "40000") == 0
+    made, merged, base = read_tensors(tmp_path / "out"), read_file(folder / "merged.safetensors"), read_tensors(folder / "base")
+    assert made.keys() == base.keys()
+    assert any(values.tobytes() != base[name].tobytes() for name, values in made.items())
+    for name in made.keys() & merged.keys():
+        np.testing.assert_allclose(made[name], merged[name], rtol=3e-6, atol=3e-6, err_msg=name)
+
+
+def test_refused_before_anything_is_written(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An adapter of another model, and one that isn't there; half of one, or a second, is no mistake."""
+    convert(written / "plain" / "base", tmp_path / "ckpt", "--save_dtype", "float32", *MODELS["llama"])
+    for adapter, message in ((written / "experts" / "adapter", "adapter"), (tmp_path / "none", "none")):
+        assert call("export", tmp_path / "ckpt", tmp_path / "out", "--lora", adapter) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    both = ("--lora", f"{written / 'plain' / 'adapter'},0.5", "--lora", written / "second" / "adapter")
+    assert call("export", tmp_path / "ckpt", tmp_path / "out", *both) == 0
+    assert call("merge", written / "plain" / "base", tmp_path / "merged", *both) == 0
+    made = read_tensors(tmp_path / "out")
+    for name, values in read_tensors(tmp_path / "merged").items():
+        np.testing.assert_allclose(made[name], values, rtol=0, atol=5e-7 if "q_proj" in name else 0, err_msg=name)  # the query's factor, there and back
