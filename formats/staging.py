@@ -10,6 +10,7 @@ In a folder everything lies in one place, and a rename publishes it:
     <output>/<name>.<id>.orbax-checkpoint-tmp/      what will be <output>/<name>/, as it grows
         plan.json.gz, units/<plan>/<unit>.json      the staged plan and the ledger
         failure.txt                                 what Beam said of a failure
+        job.json                                    the job that is at work there, on another engine
     <output>/<name>.replaced-<id>/                  with a plan in it: whole, and about to be published; without: what it has replaced
 
 A bucket has no renames. There large objects, whose names are random, lie where they will be read; every other object is put
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 MARKER = "commit_success.txt"  # a checkpoint, or an item of one, is complete
 MARK = b"Checkpoint commit was successful"
 ITEMS = "items"
+JOB = "job.json"  # beside the staged plan: the job that is at work on it, where it can outlive its command
 PLAN, UNITS, FAILURE, ASIDE = "plan.json.gz", "units", "failure.txt", "aside"
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
 GROWING = ".orbax-checkpoint-tmp"  # how the name of a folder ends that isn't a checkpoint yet; Orbax's own word
@@ -428,7 +430,8 @@ class FolderStaging(Staging):
             raise self.taken_over()
         for path in [path for place in (sealed, sealed / ITEMS, sealed / ITEMS / SOURCE) for path in place.glob(f".*{TEMPORARY}")]:
             path.unlink(missing_ok=True)
-        (sealed / FAILURE).unlink(missing_ok=True)
+        for name in (FAILURE, JOB):
+            (sealed / name).unlink(missing_ok=True)
         shutil.rmtree(sealed / UNITS, ignore_errors=True)
         for place in (sealed / ITEMS, sealed):
             if place.exists():

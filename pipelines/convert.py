@@ -16,12 +16,12 @@ from typing import Any, Unpack
 
 from weightbeam.formats.links import HARD, LinkError
 from weightbeam.formats.orbax import plan_of, publish
-from weightbeam.formats.staging import ITEMS, BucketStaging, FolderStaging, Staging, staging_at
+from weightbeam.formats.staging import ITEMS, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.pipelines import report
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, option_keywords, read_options, takes_options
-from weightbeam.pipelines.output import alone, check_output, is_finished
+from weightbeam.pipelines.output import alone, check_output, is_finished, look_for_job
 from weightbeam.pipelines.plan import Plan
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.progress import Report, reporter
@@ -174,14 +174,7 @@ def carry_out(
     if conversion.units:  # Beam is imported before the output is taken: that takes a while, and may be interrupted
         importlib.import_module("weightbeam.pipelines.execution")
     start, written = time.monotonic(), 0
-
-    def look() -> None:
-        if isinstance(staging, BucketStaging) and staging.exists():
-            from weightbeam.pipelines.execution import check_job
-
-            check_job(staging, beam)
-
-    with alone(staging, look):
+    with alone(staging, look_for_job(staging, beam)):
         refuse(conversion, check_output(staging, conversion, *asked))  # again: now nobody else changes it
         if conversion.units:
             from weightbeam.pipelines.execution import run_units

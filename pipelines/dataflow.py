@@ -16,7 +16,7 @@ from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOption
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState, create_runner
 
-from weightbeam.formats.staging import Staging
+from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.progress import Report, quiet, seldom, watch_progress
 from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, memory_bound, thread_bytes
@@ -32,7 +32,6 @@ SYSTEM_BYTES = 1 << 30  # of a machine, for Dataflow's own processes (its guide 
 CORE_BYTES = {"standard": 3.75, "highmem": 6.5, "highcpu": 0.9}  # GiB: the least of any series of machines
 PROCESSES = "use_multiple_sdk_containers"  # the experiment that starts a process for each core; on unless it is forbidden
 NAME_LENGTH = 40  # characters of a job's name that are the model's
-JOB = "job.json"  # beside the staged plan: the job that is at work on it
 LOG = logging.getLogger("weightbeam")
 POLL = 30.0  # seconds between looks at a job's counters
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from apache_beam.runners.runner import PipelineResult
 
 from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.links import HARD, LinkError
-from weightbeam.formats.staging import Staging
+from weightbeam.formats.staging import JOB, Staging
 from weightbeam.formats.storage.token import secret
 from weightbeam.pipelines import dataflow
 from weightbeam.pipelines.errors import FailedError, RefusedError
@@ -23,22 +24,37 @@ from weightbeam.pipelines.options import make_pipeline, pipeline_options
 from weightbeam.pipelines.output import share_left
 from weightbeam.pipelines.progress import LINE_EVERY, Report, quiet, seldom, watch_progress
 from weightbeam.pipelines.report import threads_of
-from weightbeam.pipelines.runners import local
+from weightbeam.pipelines.runners import jobs, local, portable
 from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.transforms.assembly import stage
+from weightbeam.transforms.handshake import GREETINGS, GreetWorkers
 from weightbeam.transforms.staged import Movement, remember
-from weightbeam.transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, Stack, UnpackChunks, WriteChunks
+from weightbeam.transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, SayInstead, Stack, UnpackChunks, WriteChunks
 
 
-def build(pipeline: beam.Pipeline, conversion: Movement, staging: Staging, overwrite: bool = False, budget: int | None = None) -> beam.PCollection:
-    """The graph; `budget` bounds the bytes of the units that one process works on at a time."""
+def build(
+    pipeline: beam.Pipeline, conversion: Movement, staging: Staging, overwrite: bool = False, budget: int | None = None, greeted: bool = False
+) -> beam.PCollection:
+    """The graph.
+
+    Args:
+      pipeline: gets the stages.
+      conversion: what to do.
+      staging: where.
+      overwrite: replace what has the same place.
+      budget: bounds the bytes of the units that one process works on at a time.
+      greeted: begin with a handshake: the workers aren't this process.
+    """
     units, chunks = len(conversion.units), len(conversion.chunks)
-    if chunks:
-        numbered = pipeline | "Chunks" >> beam.Create([chunks]) | UnpackChunks(staging, conversion.hash, units)
+    if greeted:
+        counted = pipeline | "Greetings" >> beam.Create(range(GREETINGS)) | GreetWorkers(staging, conversion.hash, secret())
+        counted = counted | "Count" >> SayInstead(chunks or units)
     else:
-        numbered = pipeline | "Units" >> beam.Create([units])
+        counted = pipeline | ("Chunks" if chunks else "Units") >> beam.Create([chunks or units])
+    if chunks:
+        counted = counted | UnpackChunks(staging, conversion.hash, units)
     return (
-        numbered
+        counted
         | ExpandUnits(staging, conversion.hash)
         | ReadBoxes(staging, conversion.hash, budget, secret())
         | Dequantize()
@@ -50,8 +66,19 @@ def build(pipeline: beam.Pipeline, conversion: Movement, staging: Staging, overw
 
 
 def check_job(staging: Staging, rest: Sequence[str]) -> None:
-    """Makes sure that no job which was left to its own is at work there; see `dataflow.check_noted`."""
-    dataflow.check_noted(staging, pipeline_options(rest))
+    """Makes sure that no job which was left to its own is at work there.
+
+    Raises:
+      RefusedError: one is, or the engine doesn't let us see.
+    """
+    try:
+        noted = json.loads(staging.work.read(JOB))
+    except (OSError, ValueError):
+        noted = None
+    if isinstance(noted, dict) and "runner" in noted:
+        jobs.check_noted(staging, noted)
+    else:
+        dataflow.check_noted(staging, pipeline_options(rest))
 
 
 def run_units(
@@ -103,7 +130,8 @@ def execute(
       RefusedError: no such runner, a job is at work there, or the source's files can't be linked.
       FailedError: it failed on the way; what is done is kept.
     """
-    on_dataflow = options.view_as(StandardOptions).runner == dataflow.RUNNER
+    runner = options.view_as(StandardOptions).runner
+    on_dataflow, on_engine = runner == dataflow.RUNNER, runner in portable.RUNNERS
     if on_dataflow:
         dataflow.settle(options, conversion, str(staging.final))
         dataflow.check_alone(options)
@@ -122,11 +150,14 @@ def execute(
         remember(conversion)
         left = int(conversion.made_bytes * share_left(staging, conversion))
         with as_in_a_script():
-            build(pipeline, conversion, staging, overwrite, threads * conversion.unit_bytes)
+            build(pipeline, conversion, staging, overwrite, threads * conversion.unit_bytes, on_engine)
         if on_dataflow:
             dataflow.note_job(staging, options)
             return dataflow.run(pipeline, left, noise, report)
-        with watch_progress(left, _written(conversion, staging, left, options), "converting", report), quiet(noise), as_in_a_script():
+        written = _written(conversion, staging, left, options)
+        if on_engine:
+            return jobs.run(pipeline, staging, left, written, noise, report)
+        with watch_progress(left, written, "converting", report), quiet(noise), as_in_a_script():
             result = pipeline.run()
             result.wait_until_finish()
         return result

@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.links import COPY
 from weightbeam.formats.orbax import find_damage, is_checkpoint, plan_of
-from weightbeam.formats.staging import BucketStaging, FolderStaging, Staging, staging_at
+from weightbeam.formats.staging import JOB, BucketStaging, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import LocalFolder, Store, open_store, reason
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.errors import BusyError, RefusedError
@@ -47,6 +47,18 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
         except OSError as e:
             raise RefusedError(f"  output: {staging.output}: {reason(e)}") from e
         yield
+
+
+def look_for_job(staging: Staging, beam: Sequence[str]) -> Callable[[], None]:
+    """What `alone` should look at: whether a job of a command before this one, which is noted beside the plan, is still at work."""
+
+    def look() -> None:
+        if staging.exists() and staging.work.exists(JOB):
+            from weightbeam.pipelines.execution import check_job  # only now: it imports Beam
+
+            check_job(staging, beam)
+
+    return look
 
 
 def bring_back(output: str) -> None:

@@ -28,6 +28,7 @@ class Progress:
       done, total: bytes.
       seconds: since it began.
       finished: whether this is the last word of it.
+      state: what to say of a job on another engine while nothing is done yet; mostly empty.
     """
 
     doing: str
@@ -35,21 +36,25 @@ class Progress:
     total: int
     seconds: float
     finished: bool = False
+    state: str = ""
 
 
 Report = Callable[[Progress], None]  # is called in a thread of its own, one call at a time
 
 
 @contextlib.contextmanager
-def watch_progress(total: int, done: Callable[[], int], doing: str, report: Report | None) -> Iterator[None]:
-    """Context manager: a thread tells `report` four times a second how far `done()` has come towards `total` bytes, and once at the end."""
+def watch_progress(total: int, done: Callable[[], int], doing: str, report: Report | None, state: Callable[[], str] = str) -> Iterator[None]:
+    """Context manager: a thread tells `report` four times a second how far `done()` has come towards `total` bytes, and once at the end.
+
+    `state` says what else there is to say.
+    """
     if report is None:
         yield
         return
     stop, start = threading.Event(), time.monotonic()
 
     def tell(finished: bool = False) -> None:
-        report(Progress(doing, done(), total, time.monotonic() - start, finished))
+        report(Progress(doing, done(), total, time.monotonic() - start, finished, state()))
 
     def watch() -> None:
         tell()
@@ -89,7 +94,7 @@ class Bar:
             self._task = self._bar.add_task(now.doing, total=now.total)
             self._bar.start()
         assert self._task is not None
-        self._bar.update(self._task, completed=now.done)
+        self._bar.update(self._task, completed=now.done, description=f"{now.doing} ({now.state})" if now.state else now.doing)
         if now.finished:
             self._bar.stop()
             self._bar = None
@@ -106,7 +111,8 @@ class Lines:
             return
         self._last = now.seconds
         left = f", {now.seconds * max(0, now.total - now.done) / now.done:.0f} s left" if now.done else ""
-        text = f"{now.doing}: {human(now.done)} of {human(now.total)}, {human(now.done / now.seconds)}/s{left}"
+        rate = now.state or f"{human(now.done / now.seconds)}/s"
+        text = f"{now.doing}: {human(now.done)} of {human(now.total)}, {rate}{left}"
         print(text, file=self._stream, flush=True)
 
 

@@ -20,7 +20,7 @@ from weightbeam.formats.strict_json import JsonError
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.arguments import size
 from weightbeam.pipelines.errors import Busy, Failed, Refused
-from weightbeam.pipelines.output import alone
+from weightbeam.pipelines.output import alone, look_for_job
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.tables import count, human
@@ -129,7 +129,7 @@ def carry_out(planned: ReleasePlan, output: str, resume: bool, overwrite: bool, 
     for warning in planned.warnings:
         LOG.warning(warning)
     start = time.monotonic()
-    with alone(staging):
+    with alone(staging, look_for_job(staging, beam)):
         refuse(check_release(staging, planned, resume, overwrite))  # again: now nobody else changes it
         from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
 

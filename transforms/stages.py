@@ -136,6 +136,17 @@ class _ExpandFn(beam.DoFn):
                 yield number, number in self.done  # those too: so the assembly happens even if nothing else is left to do
 
 
+class SayInstead(beam.PTransform):
+    """Anything -> a number that was known before: what follows waits, and begins with it."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return pcoll | beam.Map(lambda _, number: number, self.number).with_output_types(int)
+
+
 class UnpackChunks(beam.PTransform):
     """How many large chunks there are -> how many units, once all chunks lie unpacked beside the plan; see `formats/unpacking.py`."""
 
@@ -150,7 +161,7 @@ class UnpackChunks(beam.PTransform):
             | beam.Reshuffle()
             | "Unpack" >> beam.ParDo(_UnpackFn(self.staging, self.plan_hash)).with_output_types(int)
             | "AllChunks" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
-            | "Units" >> beam.Map(lambda _, units: units, self.units).with_output_types(int)
+            | "Units" >> SayInstead(self.units)
         )
 
 

@@ -2,64 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from processes import ROOT, TIMEOUT, free_port, listening, running, wait_for
 from support import digests, given_arrays, restore
 
-ROOT = Path(__file__).parents[2]
 CASE = "qwen3-moe"
-TIMEOUT = 120  # seconds
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        return listening.getsockname()[1]
-
-
-@contextmanager
-def running(log: Path, *command: object) -> Iterator[subprocess.Popen]:
-    """A process and its children, until the end of the block; what they say is in `log`."""
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with log.open("w") as out:
-        process = subprocess.Popen([str(part) for part in command], stdout=out, stderr=out, cwd=ROOT, env=environment, start_new_session=True)
-    try:
-        yield process
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def wait_for(log: Path, text: str) -> str:
-    """Waits until a process has said `text`, a pattern; returns what it matched."""
-    deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
-        if found := re.search(text, log.read_text()):
-            return found[0]
-        time.sleep(0.1)
-    raise AssertionError(f"{log.name} never said {text}:\n{log.read_text()}")
-
-
-def listening(port: int) -> None:
-    """Waits until someone listens on a port."""
-    deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("localhost", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"nobody listens on {port}")
 
 
 def convert(source: Path, output: Path, *options: object) -> None:

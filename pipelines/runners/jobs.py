@@ -1,0 +1,278 @@
+"""A job on Flink, Spark, Prism or another engine with a job service: from its submission to its end, and a stop that ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import logging
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import apache_beam as beam
+import grpc
+from apache_beam.options.pipeline_options import (
+    FlinkRunnerOptions,
+    GoogleCloudOptions,
+    PipelineOptions,
+    PortableOptions,
+    SparkRunnerOptions,
+    StandardOptions,
+)
+from apache_beam.portability.api import beam_job_api_pb2, beam_job_api_pb2_grpc
+from apache_beam.runners.runner import PipelineResult, PipelineState
+
+from weightbeam.formats.staging import JOB, Staging
+from weightbeam.pipelines.errors import BusyError, RefusedError
+from weightbeam.pipelines.notebook import as_in_a_script
+from weightbeam.pipelines.progress import Report, quiet, watch_progress
+from weightbeam.pipelines.runners.failure import RunnerError
+from weightbeam.pipelines.runners.portable import RUNNERS
+
+ANSWER = 10.0  # seconds in which a service answers
+PATIENCE = 60.0  # seconds in which a cancelled job ends
+POLL = 2.0  # seconds between looks at a job's state
+QUIET = 60.0  # seconds without a byte, after which one may want to look at the engine
+LOG = logging.getLogger("weightbeam")
+
+
+class JobLostError(RunnerError):
+    """A job can't be asked for any more, and may go on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where a job is found again.
+
+    Attributes:
+      runner: that it was submitted with.
+      job_name: what the engine calls it.
+      output: what it writes.
+      endpoint: of the job service; empty where the command started one of its own.
+      master: of the cluster, where the command named it.
+    """
+
+    runner: str
+    job_name: str
+    output: str
+    endpoint: str = ""
+    master: str = ""
+
+    @classmethod
+    def of(cls, options: PipelineOptions) -> Site:
+        """By the options of a command."""
+        name, endpoint = options.view_as(StandardOptions).runner, options.view_as(PortableOptions).job_endpoint or ""
+        flink, spark = options.view_as(FlinkRunnerOptions).flink_master, options.view_as(SparkRunnerOptions).spark_master_url
+        master = {"FlinkRunner": flink, "SparkRunner": spark}.get(name) or ""
+        output = options.get_all_options().get("output") or ""
+        return cls(name, options.view_as(GoogleCloudOptions).job_name, output, endpoint, "" if master.startswith(("[", "local")) else master)
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether someone there answers also when the command is gone."""
+        return bool(self.endpoint or (self.runner == "FlinkRunner" and self.master))
+
+    @property
+    def how_to_end(self) -> str:
+        """What a person can do."""
+        if self.endpoint:
+            return f"it is {self.job_name} at the job service {self.endpoint}; cancel it on the engine's page, or restart the service"
+        return f"it is {self.job_name} of {self.master or 'the cluster'}; cancel it on the engine's page"
+
+    def active(self) -> Sequence[str]:
+        """The ids of the jobs of this name, and this output where the engine knows it, that haven't ended.
+
+        Raises:
+          OSError: the engine can't be asked.
+        """
+        if self.endpoint:
+            return [job.job_id for job in _ask(self.endpoint, "GetJobs", beam_job_api_pb2.GetJobsRequest()).job_info if self._is_alive(job)]
+        if self.can_be_asked:
+            return [job["jid"] for job in _flink_jobs(self.master) if job["name"] == self.job_name and job["state"] not in FLINK_ENDED]
+        raise OSError(f"{self.master} can't be asked for its jobs from here")
+
+    def _is_alive(self, job: beam_job_api_pb2.JobInfo) -> bool:
+        told = [job.pipeline_options.fields[f"beam:option:{option}:v1"].string_value for option in ("job_name", "output")]  # Prism calls every job `job`
+        return told == [self.job_name, self.output] and not PipelineState.is_terminal(beam_job_api_pb2.JobState.Enum.Name(job.state))
+
+    def cancel(self, job: str) -> None:
+        """Asks for a job's end. Raises OSError where nobody can be asked."""
+        if self.endpoint:
+            _ask(self.endpoint, "Cancel", beam_job_api_pb2.CancelJobRequest(job_id=job))
+        else:
+            request = urllib.request.Request(f"{_url(self.master)}/jobs/{job}?mode=cancel", method="PATCH")
+            urllib.request.urlopen(request, timeout=ANSWER).close()
+
+
+FLINK_ENDED = ("FAILED", "CANCELED", "FINISHED")  # docs/ops/rest_api of Flink 1.19, JobStatus
+
+
+def _url(master: str) -> str:
+    return master.rstrip("/") if "://" in master else f"http://{master}"
+
+
+def _flink_jobs(master: str) -> Sequence[Mapping[str, str]]:
+    with urllib.request.urlopen(f"{_url(master)}/jobs/overview", timeout=ANSWER) as answer:
+        return json.load(answer)["jobs"]
+
+
+def _ask(endpoint: str, question: str, request: Any) -> Any:
+    """Asks a job service. Raises OSError where it doesn't answer."""
+    with grpc.insecure_channel(endpoint) as channel:
+        try:
+            return getattr(beam_job_api_pb2_grpc.JobServiceStub(channel), question)(request, timeout=ANSWER, wait_for_ready=True)
+        except grpc.RpcError as e:
+            raise OSError(f"the job service at {endpoint} doesn't answer ({e.code().name.lower()})") from e  # type: ignore[attr-defined]
+
+
+# --- jobs that outlived their command -------------------------------------------------------------------------------------------
+
+
+def outlives(options: PipelineOptions) -> bool:
+    """Whether the workers are elsewhere, so that a job can go on without its command."""
+    if options.view_as(StandardOptions).runner not in RUNNERS:
+        return False
+    portable, site = options.view_as(PortableOptions), Site.of(options)
+    return portable.environment_type != "LOOPBACK" and site.endpoint != "embed" and bool(site.endpoint or site.master)
+
+
+def note(staging: Staging, site: Site) -> None:
+    """Says beside the staged plan which job is at work on it."""
+    staging.work.write(JOB, json.dumps(dataclasses.asdict(site)).encode())
+
+
+def forget(staging: Staging) -> None:
+    """Removes that note: the job has ended."""
+    with contextlib.suppress(OSError):
+        if staging.exists():
+            staging.work.delete(JOB)
+
+
+def check_noted(staging: Staging, noted: Mapping[str, Any]) -> None:
+    """Makes sure that a job which was noted isn't at work any more.
+
+    Raises:
+      BusyError: it is.
+      RefusedError: the engine doesn't let us see.
+    """
+    site, file = Site(**noted), staging.work.path(JOB)
+    try:
+        active = site.active()
+    except OSError as e:
+        raise RefusedError(f"  output: {staging.work}: a job may be at work there, and {e}: {site.how_to_end}; delete {file} if it is gone") from e
+    if active:
+        raise BusyError(f"  output: {staging.work}: a job is at work there: {site.how_to_end}, or wait for it")
+
+
+# --- a job ----------------------------------------------------------------------------------------------------------------------
+
+
+def run(pipeline: beam.Pipeline, staging: Staging, total: int, done: Callable[[], int], noise: io.StringIO, report: Report | None) -> PipelineResult:
+    """Submits a pipeline, and waits for its end.
+
+    Args:
+      pipeline: its options name a runner with a job service.
+      staging: where its plan is staged; while the job may be at work a note lies there.
+      total: bytes that it will write.
+      done: how many it has written.
+      noise: takes what Beam prints.
+      report: is told how far it has come.
+
+    Raises:
+      JobLostError: the engine can't be asked any more, and the job may go on.
+      KeyboardInterrupt: stopped; the job has ended, unless the message says how to end it.
+      Exception: it failed.
+    """
+    site, follows = Site.of(pipeline.options), outlives(pipeline.options)
+    before: Sequence[str] = ()
+    if follows:
+        with contextlib.suppress(OSError):
+            before = site.active()
+        note(staging, site)
+    state = State(done)
+    result: Any = None
+    try:
+        with watch_progress(total, done, "converting", report, state), quiet(noise), as_in_a_script():
+            result = state.result = pipeline.run()
+            result.wait_until_finish()
+    except KeyboardInterrupt:
+        if follows:
+            _stop(site, staging, before, result)
+        raise
+    except Exception as e:
+        if follows and result is not None and not _has_ended(result):
+            with contextlib.suppress(OSError):
+                if not set(site.active()) - set(before):
+                    forget(staging)
+                    raise
+            raise JobLostError(f"{e}\nthe engine can't be asked any more, and the job may go on: {site.how_to_end}") from e
+        if follows:
+            forget(staging)
+        raise
+    if follows:
+        forget(staging)
+    return result
+
+
+def _has_ended(result: Any) -> bool:
+    """Whether a job has come to an end, as far as its service answers."""
+    try:
+        return PipelineState.is_terminal(result.state)
+    except grpc.RpcError:
+        return False
+
+
+def _stop(site: Site, staging: Staging, before: Sequence[str], result: Any) -> None:
+    """Ends a job and waits for that.
+
+    Raises:
+      KeyboardInterrupt: it can't be ended, or one doesn't want to wait; the note stays, and the message says how.
+    """
+    told = f"the job goes on; {site.how_to_end}; until then --resume and --overwrite are refused"
+    try:
+        LOG.info("stopping: the job is cancelled")
+        deadline = time.monotonic() + PATIENCE
+        while jobs := _ours(site, before, result):
+            for job in jobs:
+                site.cancel(job)
+            if time.monotonic() > deadline:
+                raise KeyboardInterrupt(told)
+            time.sleep(0.5)
+    except (OSError, grpc.RpcError) as e:
+        raise KeyboardInterrupt(f"{e}; {told}") from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(told) from None
+    forget(staging)
+
+
+def _ours(site: Site, before: Sequence[str], result: Any) -> Sequence[str]:
+    """The jobs to end: those of this name that weren't there before, or what Beam's own job service has for us."""
+    if site.can_be_asked:
+        return [job for job in site.active() if job not in before]
+    if result is None:
+        return []
+    result.cancel()
+    return [] if _has_ended(result) else [site.job_name]
+
+
+class State:
+    """What to say of a job while nothing is written: its state, and after a while where to look."""
+
+    def __init__(self, done: Callable[[], int]):
+        self.result: Any = None
+        self._done, self._start, self._asked, self._known = done, time.monotonic(), float("-inf"), ""
+
+    def __call__(self) -> str:
+        if self.result is None:
+            return "submitting the job"
+        if time.monotonic() - self._asked > POLL:
+            self._asked = time.monotonic()
+            with contextlib.suppress(Exception):  # it's for show
+                self._known = f"the job is {str(self.result.state).lower()}"
+        if self._done():
+            return ""
+        late = time.monotonic() - self._start > QUIET
+        return f"{self._known}, no unit is done yet" + ("; look at the engine's page, and at what the worker pool says" if late else "")

@@ -1,0 +1,61 @@
+"""Clusters of two hosts, one of which is lost in the middle."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+from support import assert_same_bits, convert, restore
+
+from engines.clusters import Engine, FlinkHost, flink, spark
+from engines.commands import LONG, begin, ended, weightbeam
+
+pytestmark = LONG
+
+
+@pytest.fixture(scope="module")
+def local(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The arrays of a local conversion."""
+    return restore(convert(large, tmp_path_factory.mktemp("local") / "out"))
+
+
+def lose_a_host(engine: Engine, output: Path) -> None:
+    """Kills all that runs on the host of the cluster, once some units are done."""
+    wait_until(lambda: len(list(output.glob("*/units/*/*.json"))) >= 3, lambda: "no three units were done", every=0.01)
+    engine.hosts[-1].kill()
+
+
+def test_flink_without_retries(large: Path, local: dict, tmp_path: Path) -> None:
+    """The command fails and says which host was lost; with `--resume` the other one does what is left. A reshard there, too."""
+    with flink(tmp_path) as engine:
+        process, words = begin(large, tmp_path / "out", *engine.options)
+        lose_a_host(engine, tmp_path / "out")
+        told = ended(process, 1)
+        assert engine.hosts[-1].address in told
+        assert "--resume goes on from there" in told
+        half = [option for option in engine.options if not option.startswith("--parallelism")] + ["--parallelism=2"]
+        ended(weightbeam(*[word for word in words if word not in engine.options], *half, "--resume"))
+        assert_same_bits(restore(tmp_path / "out/0"), local)
+        ended(weightbeam("reshard", "--source", tmp_path / "out/0", "--output", tmp_path / "again", "--mesh", "fsdp=4", *half))
+        assert_same_bits(restore(tmp_path / "again/0"), local)
+
+
+def test_flink_with_retries(large: Path, local: dict, tmp_path: Path) -> None:
+    """With a restart strategy the job ends well by itself, once the host is back."""
+    with flink(tmp_path, retried=True) as engine, ExitStack() as stack:
+        process, _ = begin(large, tmp_path / "out", *engine.options)
+        lose_a_host(engine, tmp_path / "out")
+        stack.enter_context(FlinkHost(engine.hosts[-1], tmp_path).started(1))
+        ended(process)
+        assert_same_bits(restore(tmp_path / "out/0"), local)
+
+
+def test_spark(large: Path, local: dict, tmp_path: Path) -> None:
+    """Spark does a lost host's tasks again, on the other one."""
+    with spark(tmp_path) as engine:
+        process, _ = begin(large, tmp_path / "out", *engine.options)
+        lose_a_host(engine, tmp_path / "out")
+        ended(process)
+        assert_same_bits(restore(tmp_path / "out/0"), local)

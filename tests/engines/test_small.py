@@ -1,0 +1,85 @@
+"""Each engine in one process, with workers in processes of their own: the same bits as a local run, and a stop that is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import ROOT, free_port, wait_until
+from support import assert_same_bits, convert, read_tensors, restore
+
+from engines.clusters import Engine, flink_in_one_process, prism_with_pool, spark_in_one_process, worker_pool
+from engines.commands import LONG, begin, ended, weightbeam
+
+STARTS = [
+    pytest.param(flink_in_one_process, id="flink"),
+    pytest.param(spark_in_one_process, id="spark"),
+    pytest.param(prism_with_pool, id="prism", marks=LONG),
+]
+ABSENT = "raise ModuleNotFoundError(\"No module named 'weightbeam'\", name='weightbeam')"
+OTHER = f"__version__, __path__ = '0.0.1', [{str(ROOT / 'weightbeam')!r}]"
+SMALL = ("--unit_bytes", "40KB")
+
+
+@pytest.fixture(scope="module", params=STARTS)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with request.param(tmp_path_factory.mktemp("engine")) as started:
+        yield started
+
+
+def test_there_and_back(engine: Engine, source: Path, tmp_path: Path) -> None:
+    """Converted and exported there, bits equal to those of local runs."""
+    ended(weightbeam("convert", "--source", source, "--output", tmp_path / "ckpt", *SMALL, *engine.options))
+    assert_same_bits(restore(tmp_path / "ckpt/0"), restore(convert(source, tmp_path / "local", *SMALL)))
+    ended(weightbeam("export", "--source", tmp_path / "ckpt", "--output", tmp_path / "hf", *engine.options))
+    ended(weightbeam("export", "--source", tmp_path / "ckpt", "--output", tmp_path / "hf-local"))
+    assert_same_bits(read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "hf-local"))
+    assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "local", "hf", "hf-local"}  # no note, no lease
+
+
+def test_a_stop_ends_the_job(engine: Engine, large: Path, tmp_path: Path) -> None:
+    """The engine's job is over before the command is; what is done is kept, and nothing stands in the way of `--resume`."""
+    process, words = begin(large, tmp_path / "out", *engine.options)
+    process.send_signal(signal.SIGINT)
+    assert "--resume goes on from there" in ended(process, 130)
+    assert "CANCELLED" in engine.states()
+    assert "RUNNING" not in engine.states()
+    assert not (tmp_path / "out/0").exists()
+    ended(weightbeam(*words, "--resume"))
+    assert_same_bits(restore(tmp_path / "out/0"), restore(convert(large, tmp_path / "local")))
+
+
+@LONG
+def test_a_job_that_outlives_its_command(engine: Engine, large: Path, tmp_path: Path) -> None:
+    """Killed, the command can't end the job: `--resume` and `--overwrite` say so while it is at work; then it has published by itself."""
+    process, words = begin(large, tmp_path / "out", *engine.options)
+    os.killpg(engine.group, signal.SIGSTOP)  # the workers: so the job lasts
+    try:
+        process.kill()
+        for option in ("--resume", "--overwrite"):
+            told = ended(weightbeam(*words, option), 2)
+            assert "a job is at work there" in told
+            assert engine.endpoint in told
+    finally:
+        os.killpg(engine.group, signal.SIGCONT)
+    wait_until(lambda: "RUNNING" not in engine.states(), lambda: "the job never ended")
+    assert [path.name for path in (tmp_path / "out").iterdir() if not path.name.endswith("-lease")] == ["0"]
+    assert_same_bits(restore(tmp_path / "out/0"), restore(convert(large, tmp_path / "local")))
+
+
+@LONG
+@pytest.mark.parametrize(("module", "says"), [(ABSENT, "lacks Weightbeam"), (OTHER, "has Weightbeam 0.0.1, and the command")], ids=["none", "another"])
+def test_workers_without_the_package(engine: Engine, source: Path, tmp_path: Path, module: str, says: str) -> None:
+    """Told by host, where Flink alone would wait for minutes without a word."""
+    port = free_port()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/weightbeam.py").write_text(module)
+    with worker_pool(tmp_path / "pool.log", port, environment={"PYTHONPATH": str(tmp_path / "site")}):
+        unfit = dataclasses.replace(engine, pool=f"localhost:{port}")
+        told = ended(weightbeam("convert", "--source", source, "--output", tmp_path / "out", *unfit.options), 1, 60)
+    assert f"the worker on {socket.gethostname()} {says}" in told

@@ -1,0 +1,96 @@
+"""The handshake: before any unit, workers say that they can do the job, or by name of their host why they can't.
+
+Every other stage is unpickled by importing this package. A worker that lacks it then fails before it has opened its connection for
+data, for which Flink's side waits for minutes without a word (org.apache.beam.runners.fnexecution.data.GrpcDataService,
+`createOutboundAggregator`, 2.62.0). So this stage travels as source, which any Python can read, and its neighbours are Beam's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import sys
+from collections.abc import Iterator
+
+import apache_beam as beam
+from apache_beam.utils.python_callable import PythonCallableWithSource
+
+from weightbeam import __version__
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.transforms.staged import load_staged
+from weightbeam.transforms.stages import is_published
+
+GREETINGS = 32  # are dealt out to the workers: most of a few dozen get one
+
+
+class UnfitError(Exception):
+    """A worker can't do the job; the message names its host and what helps."""
+
+
+class GreetWorkers(beam.PTransform):
+    """Some numbers -> how many there were, once as many workers as got one have shown that they can do the job.
+
+    A worker must have this Python and this version of the package, the clients of the stores, and plan and output in sight.
+    """
+
+    def __init__(self, staging: Staging, plan_hash: str, secret: str | None = None):
+        super().__init__()
+        self.packed = pickle.dumps((staging, plan_hash, secret))
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        ours = {"version": __version__, "python": "{}.{}".format(*sys.version_info), "packed": self.packed}
+        there = functools.partial(PythonCallableWithSource(f"from __future__ import annotations\n{inspect.getsource(greet)}"), **ours)
+        return (
+            pcoll
+            | "Deal" >> beam.Reshuffle()
+            | "Greet" >> beam.FlatMap(there).with_output_types(int)
+            | "AllGreetings" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
+        )
+
+
+def greet(number: int, version: str, python: str, packed: bytes) -> Iterator[int]:
+    """The number, where this worker can do the job. Only its source goes to the worker: it names nothing of this module."""
+    import socket
+    import sys
+
+    worker = f"the worker on {socket.gethostname()}"
+    if (here := "{}.{}".format(*sys.version_info)) != python:
+        raise RuntimeError(f"{worker} has Python {here}, and the command runs in {python}; both must be the same")
+    try:
+        import weightbeam
+        from weightbeam.transforms import handshake
+    except ImportError as e:
+        raise RuntimeError(f"{worker} lacks Weightbeam ({e}); install weightbeam {version} in the Python of its worker pool, or run the image") from None
+    if weightbeam.__version__ != version:
+        raise RuntimeError(f"{worker} has Weightbeam {weightbeam.__version__}, and the command {version}; both must be the same")
+    handshake.check_place(worker, packed)
+    yield number
+
+
+_FIT: set[bytes] = set()  # what this process was found fit for
+
+
+def check_place(worker: str, packed: bytes) -> None:
+    """Makes sure that this process sees the plan and can write the output of a job.
+
+    Raises:
+      UnfitError: it can't.
+    """
+    if packed in _FIT:
+        return
+    try:
+        staging, plan_hash, secret = pickle.loads(packed)
+        name_secret(secret)
+        if not is_published(staging, plan_hash):  # else this bundle is a repeated one
+            load_staged(staging, plan_hash)
+            staging.output.check_writable()
+    except ImportError as e:
+        raise UnfitError(f"{worker} lacks a client of the storage ({e}); install 'weightbeam[gcp]' there, or run the image") from e
+    except StorageError as e:
+        raise UnfitError(f"{worker} doesn't see what the command sees: {e}; every host needs the same folders, or name gs://BUCKET/FOLDER") from e
+    except (OSError, RuntimeError) as e:
+        raise UnfitError(f"{worker}: {e}") from e
+    _FIT.add(packed)
