@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support import DEEPSEEK, random_tensors, save
+from facts import tiny
+from support import BF16, save
 
 from weightbeam.pipelines.arguments import parse
 from weightbeam.pipelines.options import check_options
@@ -66,7 +68,8 @@ def anchors(page: Path) -> set[str]:
 
 def test_the_code_of_the_page_on_jax_runs(tmp_path: Path) -> None:
     """All of it, in order, on two devices."""
-    save(tmp_path / "hf", DEEPSEEK, random_tensors(DEEPSEEK))
+    config = tiny.CONFIGS["qwen3"]
+    save(tmp_path / "hf", config, {name: np.ones(shape, BF16) for name, shape in tiny.shapes(config).items()})
     (tmp_path / "page.py").write_text(
         "from pathlib import Path\nrelease, checkpoint = 'hf', Path('ckpt').absolute()\n" + "\n".join(blocks(ROOT / "docs" / "jax.md", "python"))
     )

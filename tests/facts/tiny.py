@@ -26,6 +26,7 @@ CONFIGS: dict[str, dict] = {
     "qwen2": DENSE | dict(model_type="qwen2"),
     "qwen3": DENSE | dict(model_type="qwen3"),
     "qwen3_moe": DENSE | dict(model_type="qwen3_moe", num_experts=3, moe_intermediate_size=7, decoder_sparse_step=1, mlp_only_layers=[]),
+    "gemma": DENSE | dict(model_type="gemma", tie_word_embeddings=True),
     "mixtral": DENSE | dict(model_type="mixtral", num_local_experts=3),
     "deepseek_v2": LATENT | dict(model_type="deepseek_v2"),
     "deepseek_v2-lite": LATENT | dict(model_type="deepseek_v2", q_lora_rank=None),
