@@ -26,7 +26,6 @@ CONFIGS: dict[str, dict] = {
     "qwen2": DENSE | dict(model_type="qwen2"),
     "qwen3": DENSE | dict(model_type="qwen3"),
     "qwen3_moe": DENSE | dict(model_type="qwen3_moe", num_experts=3, moe_intermediate_size=7, decoder_sparse_step=1, mlp_only_layers=[]),
-    "gemma": DENSE | dict(model_type="gemma", tie_word_embeddings=True),
     "mixtral": DENSE | dict(model_type="mixtral", num_local_experts=3),
     "deepseek_v2": LATENT | dict(model_type="deepseek_v2"),
     "deepseek_v2-lite": LATENT | dict(model_type="deepseek_v2", q_lora_rank=None),
@@ -34,6 +33,7 @@ CONFIGS: dict[str, dict] = {
     "deepseek_v32": LATENT | dict(model_type="deepseek_v32", num_nextn_predict_layers=1, index_n_heads=11, index_head_dim=8),
     "kimi_k2": LATENT | dict(model_type="kimi_k2"),
 }
+PADDED = {"gemma": DENSE | dict(model_type="gemma", tie_word_embeddings=True)}  # MaxText has more rows of the vocabulary unless told otherwise
 FUSED = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")  # transformers v5 may hold their experts in one tensor
 
 Shapes = dict[str, tuple[int, ...]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from facts import layouts_of, load_headers
-from facts.tiny import CONFIGS, shapes
+from facts.tiny import CONFIGS, PADDED, shapes
 
 from weightbeam.model_mappings.config import Layout
 
@@ -18,6 +18,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 PLANS = {  # name: (config, fused experts, layout)
     **{f"{name}-scanned": (name, False, Layout()) for name in CONFIGS},
     **{f"{name}-unscanned": (name, False, Layout(scan=False)) for name in CONFIGS},
+    **{f"{name}-{'scanned' if scan else 'unscanned'}": (name, False, Layout(scan=scan)) for name in PADDED for scan in (True, False)},
     **{f"{name}-fused-scanned": (name, True, Layout()) for name in ("qwen3_moe", "mixtral", "deepseek_v3")},
     "llama3.1-scanned": ("llama", False, Layout(model="llama3.1-8b", vocab=20)),
     "llama3.1-unscanned": ("llama", False, Layout(scan=False, model="llama3.1-8b", vocab=20)),
@@ -56,7 +57,8 @@ def test_golden_plan(check, make_specs, name):
     if model in HEADERS:
         checked = check(HEADERS[model].config, HEADERS[model].tensors, layout)
     else:
-        checked = check(CONFIGS[model], make_specs(shapes(CONFIGS[model], is_fused)), layout)
+        config = (CONFIGS | PADDED)[model]
+        checked = check(config, make_specs(shapes(config, is_fused)), layout)
     assert checked.problems == []
     text = "\n".join(render(checked)) + "\n"
     file = GOLDEN / f"{name}.txt"
