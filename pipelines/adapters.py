@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,10 @@ class ExportedAdapter:
     rank: int
     alpha: float
     state: str = "done"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         about = f"{self.folder}: a PEFT adapter of rank {self.rank} with alpha {self.alpha:g}, {count(self.tensors, 'tensor')}, {human(self.size)}"

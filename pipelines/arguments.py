@@ -520,7 +520,8 @@ def add_shell(parser: argparse.ArgumentParser, json: bool, progress: bool) -> No
 
 
 SHELL = frozenset({"dry_run", "json", "progress", "quiet", "verbose", "log_file"})  # the names of `add_shell`
-WITHOUT_JSON, WITH_PROGRESS = {"watch", "help", "completion", "export"}, {"convert", "verify", "materialize", "diff", "export", "reshard"}
+WITHOUT_JSON = {"watch", "help", "completion"}
+WITH_PROGRESS = {"convert", "verify", "materialize", "diff", "export", "dequantize", "quantize", "merge", "reshard"}
 POSITIONALS = {  # by command: the options that words without an option stand for; other commands' are argparse's own
     "convert": ("source", "output"),
     "plan": ("source", "output"),

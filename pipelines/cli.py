@@ -24,7 +24,7 @@ from weightbeam.pipelines.streams import prepare_streams
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 IMPATIENCE = 1.0  # seconds in which a second Ctrl-C adds nothing to the first
-RESUMABLE = ("convert", "materialize", "export", "reshard")  # commands that keep what is done
+RESUMABLE = ("convert", "materialize", "export", "dequantize", "quantize", "merge", "reshard")  # commands that keep what is done
 
 
 def run() -> NoReturn:

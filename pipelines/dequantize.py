@@ -12,6 +12,7 @@ from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.merge import Merged, plan_with, say_ready
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import carry_out, check_places, read_sizes
+from weightbeam.pipelines.shell import say
 from weightbeam.transforms.exporting import DTYPES
 from weightbeam.transforms.merging import Merge, MergeOptions
 
@@ -60,8 +61,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Dequantises, and says what came of it; with `--dry_run` whether it could."""
     if args.dry_run:
         name_secret(args.hf_token_secret)
-        return say_ready(plan(**keywords_of(args, plan)), args)
-    print(dequantize(**keywords_of(args, dequantize), beam=rest))
+        return say_ready(plan(**keywords_of(args, plan)), args, rest)
+    say(args, dequantize(**keywords_of(args, dequantize), beam=rest))
     return 0
 
 

@@ -29,8 +29,9 @@ from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras, read_maxtext_yaml
 from weightbeam.pipelines.prepare import describe, open_adapters
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, refuse
-from weightbeam.pipelines.report import BASE_BYTES, thread_options, threads_of
+from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, refuse, say_plan, size_lines, to_dict
+from weightbeam.pipelines.report import thread_options, threads_of
+from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport, is_adapter, plan_adapter
 from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like, plan_export
@@ -58,6 +59,14 @@ class Exported:
     def folder(self) -> str:
         """Where the release is."""
         return self.written.folder
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return to_dict(self.export, self.written) | ({"page": self.page} if self.page else {})
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
         if self.page:
@@ -227,23 +236,16 @@ def plan(
 
 def plan_text(planned: Export, threads: int) -> str:
     """What an export would do, for a person: totals, what is rounded, left out and edited, and the command that does it."""
-    plan, files = planned.plan, planned.files
+    plan = planned.plan
     lines = [
         f"source      {planned.source.root}: {planned.source.tree.kind}, {count(len(planned.encodings), 'weight')}, {human(planned.source_bytes)}",
         f"like        {planned.like.root or 'the table alone'}",
         f"family      {plan.family}" + (f", MaxText's {plan.model}" if plan.model else "") + (f": {plan.note}" if plan.note else ""),
     ]
-    if files is not None:
-        lines.append(f"release     {count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}")
-        lines.append(f"units       {len(planned.units):,}, the largest takes {human(planned.unit_working_bytes)} of memory")
-        if planned.chunks:
-            nbytes = sum(planned.encodings[key].nbytes for key in planned.unpacked)
-            lines.append(
-                f"unpacked    {count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')} first, {human(nbytes)} of disk meanwhile"
-            )
-        lines.append(
-            f"memory      at most {human(threads * planned.unit_bytes + BASE_BYTES)}: {threads} threads × {human(planned.unit_bytes)} + {human(BASE_BYTES)}"
-        )
+    lines += size_lines(planned, threads)
+    if planned.chunks:
+        nbytes = sum(planned.encodings[key].nbytes for key in planned.unpacked)
+        lines.append(f"unpacked    {count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')} first, {human(nbytes)} of disk meanwhile")
     for title, reasons in (("rounded", planned.lossy), ("left out", plan.dropped)):
         for reason_, times in Counter(reasons.values()).most_common(5):
             lines.append(f"{title:12}{count(times, 'tensor')}: {reason_}")
@@ -352,18 +354,22 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def say_ready(planned: Export, args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """What a dry run says: the plan, and that it can be carried out, or all that stands against it."""
-    print(plan_text(planned, threads_of(thread_options(rest))))
-    refuse(planned.plan.problems)
-    print(f"ready       weightbeam {args.command} --source {planned.source.root} --output {args.output or 'FOLDER'}")
-    return 0
+    """What a dry run says."""
+    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest))), args)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Exports, and says what came of it; with `--dry_run` says what it would do."""
     if args.dry_run:
-        return say_ready(plan(**keywords_of(args, plan)), args, rest)
-    print(export(**keywords_of(args, export), beam=rest))
+        name_secret(args.hf_token_secret)
+        checkpoint = _open(args.source, args.step)
+        if is_adapter(checkpoint):
+            adapter = _plan_adapter(checkpoint, args.like, args.lora_alpha, args.maxtext_model)
+            refuse(adapter.problems)
+            print(f"ready       an adapter for PEFT of rank {adapter.rank} with alpha {adapter.alpha:g}, of {checkpoint.root}")
+            return 0
+        return say_ready(plan(**keywords_of(args, plan) | {"source": checkpoint}), args, rest)
+    say(args, export(**keywords_of(args, export), beam=rest))
     return 0
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightbeam.formats.printable import printable
 from weightbeam.formats.release import small_files
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage.token import name_secret
@@ -16,7 +18,9 @@ from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.prepare import open_adapters, open_source
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import Written, carry_out, check_places, check_release, find_place, make_small_files, read_sizes, refuse
+from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, say_plan, size_lines, to_dict
+from weightbeam.pipelines.report import thread_options, threads_of
+from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.merging import Merge, MergeOptions, plan_merge
 
@@ -37,6 +41,14 @@ class Merged:
     def folder(self) -> str:
         """Where the release is."""
         return self.written.folder
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return to_dict(self.merge, self.written)
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
         lines = [self.written.about(self.merge.layout)]
@@ -134,22 +146,25 @@ def make_small(planned: Merge, small: Mapping[str, bytes]) -> dict[str, bytes]:
     return make_small_files(small, planned.checkpoint.config, edits, ("quantisation",) if gone else (), planned.checkpoint.root, facts)
 
 
-def say_ready(planned: Merge, args: argparse.Namespace) -> int:
-    """What a dry run says: that it can be done, or all that stands against it."""
-    problems = list(planned.plan.problems)
-    if args.output and not problems:
-        problems = check_release(find_place(planned, args.output), planned, args.resume, args.overwrite)
-    refuse(problems)
-    print(f"ready: {planned.changes} of {planned.checkpoint.root} will be, {human(planned.target_bytes)} in all")
-    return 0
+def plan_text(planned: Merge, threads: int) -> str:
+    """What would be written, for a person."""
+    lines = [f"source      {planned.checkpoint.root}, {human(planned.source_bytes)}", *size_lines(planned, threads), f"changes     {planned.changes}"]
+    if planned.plan.dropped:
+        lines.append(f"left out    {count(len(planned.plan.dropped), 'tensor')}: codes and scales of weights that are written as their values")
+    return "\n".join(map(printable, [*lines, *(f"warning     {warning}" for warning in planned.warnings)]))
+
+
+def say_ready(planned: Merge, args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """What a dry run says."""
+    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest))), args)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Merges, and says what came of it; with `--dry_run` whether it could."""
     if args.dry_run:
         name_secret(args.hf_token_secret)
-        return say_ready(plan(**keywords_of(args, plan)), args)
-    print(merge(**keywords_of(args, merge), beam=rest))
+        return say_ready(plan(**keywords_of(args, plan)), args, rest)
+    say(args, merge(**keywords_of(args, merge), beam=rest))
     return 0
 
 

@@ -16,6 +16,7 @@ from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.merge import Merged
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import carry_out, check_places, read_sizes
+from weightbeam.pipelines.shell import say
 from weightbeam.transforms.exporting import Export
 from weightbeam.transforms.merging import Merge, MergeOptions
 from weightbeam.transforms.quantizing import FORMATS
@@ -98,8 +99,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.dry_run:
         name_secret(args.hf_token_secret)
         planned = plan(**keywords_of(args, plan))
-        return export.say_ready(planned, args, rest) if isinstance(planned, Export) else merge.say_ready(planned, args)
-    print(quantize(**keywords_of(args, quantize), beam=rest))
+        return export.say_ready(planned, args, rest) if isinstance(planned, Export) else merge.say_ready(planned, args, rest)
+    say(args, quantize(**keywords_of(args, quantize), beam=rest))
     return 0
 
 

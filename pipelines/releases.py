@@ -23,6 +23,8 @@ from weightbeam.pipelines.errors import Busy, Failed, Refused
 from weightbeam.pipelines.output import alone, look_for_job
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
+from weightbeam.pipelines.report import BASE_BYTES
+from weightbeam.pipelines.shell import STDOUT, say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.rows import ReleasePlan
@@ -51,6 +53,76 @@ class Written:
         rate = f" ({human(files.size / self.seconds)}/s)" if self.seconds else ""
         what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}"
         return f"{self.folder}: {what} in {self.seconds:.1f} s{rate}"
+
+
+def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, Any]:
+    """What `--json` writes of a release that is planned or written."""
+    plan, files = planned.plan, planned.files
+    tensors = files.tensors if files else {}
+    about = {
+        "inputs": [url for url in planned.inputs if url],
+        "family": plan.family,
+        "model": plan.model,
+        "tensors": {name: {"dtype": t.dtype.name, "shape": t.shape, "file": t.path, "lossy": planned.lossy.get(name)} for name, t in tensors.items()},
+        "files": {file.name: file.size for file in files.files} if files else {},
+        "left_out": dict(plan.dropped),
+        "config_edits": dict(planned.config_edits),
+        "problems": [{"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message} for p in plan.problems],
+        "warnings": list(planned.warnings),
+        "note": plan.note,
+        "units": len(planned.units),
+        "bytes": {"source": planned.source_bytes, "target": planned.target_bytes},
+        "memory": {"unit_bytes": planned.unit_bytes, "largest_unit_bytes": planned.unit_working_bytes},
+    }
+    return about if written is None else about | {"output": written.folder, "seconds": written.seconds, "state": written.state}
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What a dry run says.
+
+    Attributes:
+      release: what would be written.
+      text: the same for a person.
+    """
+
+    release: ReleasePlan
+    text: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return to_dict(self.release)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def say_plan(planned: ReleasePlan, text: str, args: argparse.Namespace) -> int:
+    """What a dry run prints: the plan, all that stands against it, and else the command that carries it out.
+
+    Raises:
+      Refused: something stands against it.
+    """
+    say(args, Planned(planned, text))
+    problems = list(planned.plan.problems)
+    if args.output and not args.output.startswith("hf://") and not problems:
+        problems = check_release(find_place(planned, args.output), planned, args.resume, args.overwrite)
+    refuse(problems)
+    if args.json != STDOUT and not args.quiet:
+        print(f"ready       weightbeam {args.command} --source {planned.inputs[0]} --output {args.output or 'FOLDER'}")
+    return 0
+
+
+def size_lines(planned: ReleasePlan, threads: int) -> list[str]:
+    """What a release takes, for a person: its files, the units, the memory."""
+    if (files := planned.files) is None:
+        return []
+    bound = human(threads * planned.unit_bytes + BASE_BYTES)
+    return [
+        f"release     {count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}",
+        f"units       {len(planned.units):,}, the largest takes {human(planned.unit_working_bytes)} of memory",
+        f"memory      at most {bound}: {threads} threads × {human(planned.unit_bytes)} + {human(BASE_BYTES)}",
+    ]
 
 
 def read_sizes(max_shard_size: int | str | None, unit_bytes: int | str) -> dict[str, Any]:

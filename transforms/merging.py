@@ -29,7 +29,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.relation import View
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.quantizing import ROWS, find_quantised, job_for, quantization_config, with_scales
+from weightbeam.transforms.quantizing import REASON, ROWS, find_quantised, job_for, quantization_config, with_scales
 from weightbeam.transforms.rows import VALUES, ReleasePlan, RowsUnit
 from weightbeam.transforms.units import Block, Fetch, largest_first, pack
 
@@ -84,10 +84,17 @@ class Merge(ReleasePlan):
 
     kind = "merge"
     chunks: ClassVar[Sequence[object]] = ()  # a release has nothing to unpack
+    config_edits: ClassVar[Mapping[str, Any]] = {}  # beside those of the quantisation
 
     def unpack(self, number: int, place: Store) -> int:
         """Never called."""
         raise IndexError(number)
+
+    @functools.cached_property
+    def lossy(self) -> dict[str, str]:
+        """By tensor, why its values aren't the release's to the bit."""
+        reasons = {name: f"{encoding.label}, rounded once" for name, encoding in self.encodings.items() if encoding.label}
+        return reasons | dict.fromkeys(self.quantised, REASON)
 
     @property
     def changes(self) -> str:

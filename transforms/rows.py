@@ -121,6 +121,8 @@ class ReleasePlan:
       units: the blocks of each unit.
       small: the release's small files as they will be; not staged.
       warnings: what the user should know.
+      lossy: by tensor, why its values aren't the source's to the bit.
+      config_edits: what of `config.json` has to change: `{field: value}`.
     """
 
     options: WritingOptions
@@ -129,6 +131,8 @@ class ReleasePlan:
     units: tuple[tuple[Block, ...], ...]
     small: Mapping[str, bytes]
     warnings: tuple[str, ...]
+    lossy: Mapping[str, str]
+    config_edits: Mapping[str, Any]
 
     @property
     def layout(self) -> FileLayout:
@@ -144,6 +148,11 @@ class ReleasePlan:
     @property
     def inputs(self) -> Sequence[str]:
         """URLs of all that the release is made of; it can't take the place of any."""
+        raise NotImplementedError
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of what is read."""
         raise NotImplementedError
 
     @property

@@ -241,6 +241,30 @@ def test_stopped_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "ckpt", "back"}
 
 
+def test_plans_and_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan export …` is `export --dry_run`; `--json -` prints nothing else; merge, dequantize and quantize alike."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32")
+    capsys.readouterr()
+    assert call("plan", "export", step, tmp_path / "out", "--json", "-") == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["problems"] == []
+    assert planned["tensors"]["model.norm.weight"]["dtype"] == "bfloat16"
+    assert planned["tensors"]["model.norm.weight"]["lossy"]
+    assert call("plan", "export", step, tmp_path / "out") == 0
+    assert f"weightbeam export --source {step / 'items'} --output {tmp_path / 'out'}" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    assert call("export", step, tmp_path / "out", "--json", "-") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["output"], made["state"]) == (str(tmp_path / "out"), "done")
+    assert planned.items() <= made.items()
+    assert call("plan", "export", step, tmp_path / "out") == 2  # the output counts
+    assert "exists" in capsys.readouterr().err
+    assert call("plan", "quantize", source, "--json", tmp_path / "q.json", "-q") == 0
+    assert json.loads((tmp_path / "q.json").read_text())["tensors"]["model.layers.0.mlp.up_proj.weight_scale_inv"]["shape"] == [1, 1]
+    assert capsys.readouterr().out == ""
+
+
 def test_as_a_library(tmp_path: Path) -> None:
     """`weightbeam.export`: a value that says what came of it, typed errors, nothing printed."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
