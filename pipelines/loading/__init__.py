@@ -1,13 +1,22 @@
 """Weights where a program wants them: `open` reads any box of any array as numpy, `load` puts whole trees onto a JAX mesh.
 
+    source.py      what arrays come from
+    release.py     a release, as MaxText's arrays or as it is
+    checkpoint.py  an Orbax checkpoint, ours or anyone's
+    opening.py     what a user names, opened as one of them
+
     indexing.py    a numpy index as a box
-    sources.py     a release or an Orbax checkpoint, as arrays of which any box can be made
-    tree.py        `open`: these arrays as a lazy tree
+    tree.py        `open`: arrays as a lazy tree
+
     schedule.py    who reads what in which step: boxes and integers, without JAX
+    exchange.py    how slices travel between devices: integers, too
     abstract.py    which arrays a program asks for, and the tree that they become
-    mesh.py        JAX: shardings, and the programs that exchange and place
+    mesh.py        JAX: meshes, and how arrays lie on their devices
+    placing.py     JAX: the programs that exchange slices and put blocks into their places
+    scratch.py     buffers that are used again
     agreement.py   several processes: an error of one is an error of all
     load.py        `load`: the steps, one after the other, reading ahead
+
     maxtext.py     MaxText's loader, replaced by this one
     report.py      what `plan --load` prints
 

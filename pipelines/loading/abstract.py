@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Problem, is_float
-from weightbeam.pipelines.loading.sources import Described
+from weightbeam.pipelines.loading.source import Described
 
 if TYPE_CHECKING:
     import jax

@@ -20,10 +20,12 @@ from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.loading.abstract import Abstract, Target, every_parameter, mismatches, read_tree
 from weightbeam.pipelines.loading.agreement import Agreement
-from weightbeam.pipelines.loading.mesh import bits, empty_arrays, exchange, layout_of, named_sharding, open_mesh, place, settle
+from weightbeam.pipelines.loading.mesh import layout_of, named_sharding, open_mesh
+from weightbeam.pipelines.loading.opening import choose, find_source
+from weightbeam.pipelines.loading.placing import bits, empty_arrays, exchange, place, settle
 from weightbeam.pipelines.loading.schedule import AHEAD, MIN_REMOTE_RUN, MIN_RUN, UNIT_BYTES, Block, Layout, Step, boxes_of, make_steps
 from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
-from weightbeam.pipelines.loading.sources import Source, Wanted, choose, find_source
+from weightbeam.pipelines.loading.source import Source, Wanted
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.report import count
 from weightbeam.transforms.conversion import rules_of

@@ -14,8 +14,8 @@ from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines import tables
 from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.loading.release import Release
 from weightbeam.pipelines.loading.schedule import AHEAD, MIN_REMOTE_RUN, MIN_RUN, UNIT_BYTES, Layout, Step, make_steps, read_bytes
-from weightbeam.pipelines.loading.sources import Release
 from weightbeam.pipelines.report import BASE_BYTES
 from weightbeam.transforms.conversion import Conversion, rules_of
 from weightbeam.transforms.load import effective_ways

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from weightbeam.model_mappings.boxes import Box, whole
-from weightbeam.pipelines.loading.sources import Described, Source
+from weightbeam.pipelines.loading.source import Described, Source
 from weightbeam.transforms.grid import cut_axis
 
 UNIT_BYTES = 128 << 20  # of memory that a process needs for a step
@@ -178,19 +178,20 @@ def boxes_of(block: Block, process: int) -> list[Box]:
     return [box for share in block.shares(process) for _, box in share.parts]
 
 
-def find_ways(shape: Sequence[int], order: Sequence[int], grain: Sequence[int], devices: int) -> tuple[int, ...]:
+def find_ways(shape: Sequence[int], order: Sequence[int], grain: Sequence[int], layout: Layout) -> tuple[int, ...]:
     """Into how many slices to cut each axis of a block, so that each device reads one: along the source's slowest axes first.
 
-    Where the sizes have too few factors, an axis is padded; where that would be too much, some devices share a slice.
+    Where the sizes have too few factors, an axis is padded that the layout doesn't cut; where that would be too much, some devices
+    share a slice.
     """
-    ways, left = [1] * len(shape), devices
+    ways, left = [1] * len(shape), len(layout.processes)
     pieces = [-(-size // step) for size, step in zip(shape, grain, strict=True)]
     for axis in order:
         ways[axis] = math.gcd(pieces[axis], left)
         left //= ways[axis]
     for axis in order:
         finer = ways[axis] * left
-        if left > 1 and -(-pieces[axis] // finer) * finer <= (1 + MAX_PADDING) * pieces[axis]:
+        if left > 1 and layout.counts[axis] == 1 and -(-pieces[axis] // finer) * finer <= (1 + MAX_PADDING) * pieces[axis]:
             ways[axis], left = finer, 1
     return tuple(ways)
 
@@ -237,7 +238,7 @@ def _blocks(key: str, described: Described, layout: Layout, extent: tuple[int, .
         part = tuple(min(n, size - at) for at, n, size in zip(start, extent, layout.shard, strict=True))
         block = Block(key, layout, start, part, ways, described.grain)
         if ways is not None and part != extent:  # the last one, cut short
-            block = dataclasses.replace(block, ways=find_ways(block.shape, _order(described), described.grain, len(layout.processes)))
+            block = dataclasses.replace(block, ways=find_ways(block.shape, _order(described), described.grain, layout))
         yield block
 
 
@@ -260,7 +261,7 @@ def make_blocks(key: str, source: Source, layout: Layout, nbytes: int, min_run: 
         if read > MAX_AMPLIFICATION * entire.nbytes or not contiguous:
             extent = cut(described, layout, nbytes, exchanged=True)
             shape = tuple(count * n for count, n in zip(layout.counts, extent, strict=True))
-            ways = find_ways(shape, _order(described), described.grain, len(layout.processes))
+            ways = find_ways(shape, _order(described), described.grain, layout)
             if math.prod(ways) > 1:
                 return list(_blocks(key, described, layout, extent, ways))
     return list(_blocks(key, described, layout, direct, None))

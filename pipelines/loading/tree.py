@@ -10,7 +10,8 @@ import numpy as np
 
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.pipelines.loading.indexing import find_box
-from weightbeam.pipelines.loading.sources import Source, Wanted, choose, find_source
+from weightbeam.pipelines.loading.opening import choose, find_source
+from weightbeam.pipelines.loading.source import Source, Wanted
 from weightbeam.pipelines.report import human, shape_text
 from weightbeam.transforms.conversion import rules_of
 from weightbeam.transforms.mesh import Rules

@@ -1,21 +1,28 @@
-"""One process of a job that loads: `python member.py PROCESS PROCESSES PORT REQUEST`, where a request is JSON.
+"""One process of a job that loads: `python member.py PROCESS PROCESSES PORT REQUEST`, where a request is a file of JSON.
 
-    {"devices": of all processes, "loads": [{"source": …, "mesh": [names, sizes] or text, "options": {…}, "fault": [process, kind]}, …]}
+    {"devices": of all processes, "loads": [{"source": …, "mesh": [names, sizes], "options": {…}, "fault": [process, kind], "values": false}, …]}
 
-Prints JSON, for each load what this process holds of each array, `{"shards": {key: [[index, digest], …]}, "read": bytes, "programs": …}`,
-or `{"refused": message}`, `{"failed": message}`. A process of its own, since the number of devices is settled when JAX starts.
+Prints JSON, a line for each load, of what this process holds of each array, `{"shards": {key: [[index, digest], …]}, "read": bytes,
+"programs": …}`, or `{"refused": message}`, `{"failed": message}`; with `values` the bytes of a shard in place of its digest.
+A process of its own, since the number of devices is settled when JAX starts.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # programs are compiled in a third of the time
+PROGRAMS: list[str] = []  # that were compiled
 
 
 def read_bytes() -> int:
@@ -23,8 +30,18 @@ def read_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def main(process: int, processes: int, port: str, request: dict[str, Any]) -> list[dict[str, Any]]:
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={request['devices'] // processes}"
+def digest(array: np.ndarray) -> list:
+    """As `support.digest`, which imports more than a member needs."""
+    return [list(array.shape), array.dtype.name, hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()]
+
+
+def values(array: np.ndarray) -> list:
+    """All of it."""
+    return [list(array.shape), array.dtype.name, base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()]
+
+
+def main(process: int, processes: int, port: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={request['devices'] // processes} {FAST}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
@@ -32,10 +49,7 @@ def main(process: int, processes: int, port: str, request: dict[str, Any]) -> li
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=100)
     jax.monitoring.register_event_duration_secs_listener(note_program)
-    return [run(process, wanted) for wanted in request["loads"]]
-
-
-PROGRAMS: list[str] = []  # that were compiled
+    return (run(process, wanted) for wanted in request["loads"])
 
 
 def note_program(event: str, *_: Any, **__: Any) -> None:
@@ -44,46 +58,49 @@ def note_program(event: str, *_: Any, **__: Any) -> None:
 
 
 def run(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
-    """One load."""
+    """One load. A mesh of fewer devices than there are has the first of them."""
     import jax
-    from support import digest
 
-    from weightbeam.pipelines.errors import FailedError, RefusedError
+    from weightbeam.pipelines.errors import Failed, Refused
     from weightbeam.pipelines.loading import load as loading
     from weightbeam.pipelines.loading.abstract import read_tree
 
     mesh = wanted["mesh"]
     if not isinstance(mesh, str):
         names, sizes = mesh
-        mesh = jax.sharding.Mesh(np.array(jax.devices(), dtype=object).reshape(sizes), names)
+        mesh = jax.sharding.Mesh(np.array(jax.devices(), dtype=object)[: np.prod(sizes)].reshape(sizes), names)
     PROGRAMS.clear()
     before, plain = read_bytes(), loading.Loading._read
     if wanted.get("fault", [None])[0] == process:
-        break_reading(loading, wanted["fault"][1])
+        break_reading(loading, wanted["fault"][1], wanted["source"])
     try:
         tree = loading.load(wanted["source"], mesh=mesh, **wanted.get("options", {}))
-    except RefusedError as e:
+    except Refused as e:
         return {"refused": str(e)}
-    except FailedError as e:
+    except Failed as e:
         return {"failed": str(e)}
     finally:
         loading.Loading._read = plain
     read, compiled = read_bytes() - before, len(PROGRAMS)
     keys = [target.key for target in read_tree(tree).targets]
+    tell = values if wanted.get("values") else digest
     shards = {
-        key: [[[[cut.start or 0, cut.stop] for cut in shard.index], digest(np.asarray(shard.data))] for shard in array.addressable_shards]
+        key: [[[[cut.start or 0, cut.stop] for cut in shard.index], tell(np.asarray(shard.data))] for shard in array.addressable_shards]
         for key, array in zip(keys, jax.tree.leaves(tree), strict=True)
     }
     return {"shards": shards, "read": read, "programs": compiled}
 
 
-def break_reading(loading: Any, kind: str) -> None:
-    """Has this process fail, or die, in the middle of its reading."""
+def break_reading(loading: Any, kind: str, source: str) -> None:
+    """Has this process fail, or die, in the middle of its reading; or cuts a file short, after the plan was made."""
     plain, calls = loading.Loading._read, []
 
     def broken(self: Any, *arguments: Any) -> Any:
         calls.append(1)
-        if len(calls) == 3:
+        if kind == "cuts":
+            for path in Path(source).glob("*.safetensors"):
+                os.truncate(path, path.stat().st_size // 2)
+        elif len(calls) == 3:
             if kind == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("the disk is on fire")
@@ -93,5 +110,5 @@ def break_reading(loading: Any, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    told = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
-    print(json.dumps(told), flush=True)
+    for told in main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(Path(sys.argv[4]).read_text())):
+        print(json.dumps(told), flush=True)

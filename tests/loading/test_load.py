@@ -1,9 +1,14 @@
-"""`load`: the bits of a conversion on every mesh, by one process and by several, each byte read once; and no process waits for one that failed."""
+"""`load`: the bits of a conversion on every mesh, by one process and by several, each byte read once; and no process waits for one that failed.
+
+A job of one, two or four processes starts once and has all the loads that are asked of it, so that JAX starts seven times in all.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,37 +19,46 @@ from typing import Any
 import numpy as np
 import pytest
 import support
-from support import BF16, F32, FP8, HERE, QWEN3_MOE, convert, digest, given, given_arrays, random_tensors, reference, restore, save, split
+from support import BF16, DEEPSEEK, F32, FP8, HERE, QWEN3_MOE, convert, digest, given, given_arrays, random_tensors, reference, restore, save, split
 
 from weightbeam.model_mappings.plan import PARAMETERS
 
-MESHES = [[["fsdp"], [8]], [["fsdp", "tensor"], [4, 2]], [["tensor", "fsdp", "expert"], [2, 2, 2]]]
+MESHES = [[["fsdp"], [1]], [["fsdp"], [8]], [["fsdp", "tensor"], [4, 2]], [["tensor", "fsdp", "expert"], [2, 2, 2]]]
 UNEVEN = QWEN3_MOE | dict(  # large enough to be read in shares; sizes that eight devices don't divide
     vocab_size=1000, hidden_size=256, num_attention_heads=12, num_key_value_heads=4, head_dim=48, num_experts=6, moe_intermediate_size=136,
     num_hidden_layers=3,
 )  # fmt: skip
+QUANTISED = QWEN3_MOE | dict(
+    hidden_size=128, vocab_size=500, moe_intermediate_size=96, quantization_config=dict(quant_method="fp8", weight_block_size=[32, 32])
+)
+DEEP = DEEPSEEK | dict(num_hidden_layers=61, first_k_dense_replace=3, n_routed_experts=8)
+STEPS = dict(unit_bytes=600_000)  # many of them
+
+Told = dict[str, list[dict[str, Any]]]  # for each load, by its name, what each process told; one that died told nothing
 
 
-def start(processes: int, loads: list[dict[str, Any]], devices: int = 8) -> list[subprocess.Popen[str]]:
-    """The processes of a job."""
+def run_job(processes: int, loads: Mapping[str, Mapping[str, Any]], folder: Path) -> tuple[Told, list[subprocess.CompletedProcess[str]]]:
+    """What the processes of a job tell of each load, and how they ended."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
+    request = folder / f"request-{processes}.json"
+    request.write_text(json.dumps({"devices": 8, "loads": list(loads.values())}, default=str))
     environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"}
-    request = json.dumps({"devices": devices, "loads": loads})
-    script = [sys.executable, str(HERE / "loading" / "member.py")]
-    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return [subprocess.Popen([*script, str(process), str(processes), port, request], env=environment, **pipes) for process in range(processes)]
-
-
-def job(processes: int, loads: list[dict[str, Any]], devices: int = 8) -> list[list[dict[str, Any]]]:
-    """What each process tells of each load."""
-    told = []
-    for process in start(processes, loads, devices):
-        out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err[-3000:]
-        told.append(json.loads(next(line for line in out.splitlines() if line.startswith("[{"))))
-    return told
+    command = [sys.executable, str(HERE / "loading" / "member.py")]
+    told: Told = {name: [] for name in loads}
+    started, ended = [], []
+    for process in range(processes):  # files, since one that waits for a pipe to be read keeps the others waiting
+        files = [(folder / f"{processes}-{process}.{kind}").open("w+") for kind in ("out", "err")]
+        arguments = [*command, str(process), str(processes), port, str(request)]
+        started.append((subprocess.Popen(arguments, stdout=files[0], stderr=files[1], env=environment), *files))
+    for process, *files in started:
+        process.wait(timeout=500)
+        out, err = (file.seek(0) or file.read() for file in files)
+        ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+        for name, line in zip(loads, (line for line in out.splitlines() if line.startswith("{")), strict=False):
+            told[name].append(json.loads(line))
+    return told, ended
 
 
 def assert_holds(told: Mapping[str, Any], wanted: Mapping[str, np.ndarray]) -> None:
@@ -57,94 +71,166 @@ def assert_holds(told: Mapping[str, Any], wanted: Mapping[str, np.ndarray]) -> N
             assert digest(values[tuple(slice(*cut) for cut in index)]) == found, (key, index)
 
 
-@pytest.fixture(scope="module")
-def uneven(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+class Job:
+    """A job of so many processes: its loads, and what was told of them.
+
+    Attributes:
+      wanted: the arrays of each load, by its name.
+      cases: MaxText's cases among the loads: the layout of each.
+      stored: bytes of the release that bytes are counted of.
+    """
+
+    def __init__(self, processes: int, folder: Path, cases: Path):
+        self.processes, self.folder = processes, folder
+        self.wanted: dict[str, Mapping[str, np.ndarray]] = {}
+        self.cases: dict[str, tuple[str, str]] = {}
+        self._loads: dict[str, Mapping[str, Any]] = {}
+        source, arrays = _uneven(folder)
+        self.stored = sum(path.stat().st_size for path in source.iterdir())
+        for mesh in MESHES if processes == 1 else MESHES[1:]:
+            self._add(f"uneven on {mesh[1]}", arrays, source=source, mesh=mesh, options=STEPS if mesh == MESHES[2] else {})
+        self._add("uneven again", arrays, source=source, mesh=MESHES[2], options=STEPS)
+        if processes == 2:
+            quantised, step, stored = _quantised(folder)
+            self._add("quantised", stored, source=quantised, mesh=MESHES[2], options=dict(unit_bytes=1_000_000, vocab_size=512))
+            self._add("stored", stored, source=step, mesh=MESHES[3], options=dict(unit_bytes=1_000_000))
+            deep = save(folder / "deep", DEEP, random_tensors(DEEP))
+            self._add("deep", {}, source=deep, mesh=MESHES[1], options=dict(unit_bytes=200_000))
+            cut = Path(shutil.copytree(source, folder / "cut"))
+            self._add("cut short", {}, source=cut, mesh=MESHES[1], options=STEPS, fault=[0, "cuts"])
+            self._add("fails", {}, source=source, mesh=MESHES[1], options=STEPS, fault=[1, "fails"])
+            self._add("after it", arrays, source=source, mesh=MESHES[1], options=STEPS)
+            self._add("dies", {}, source=source, mesh=MESHES[1], options=STEPS, fault=[1, "dies"])
+        else:
+            self._add_cases(cases)
+        self.told, self.ended = run_job(processes, self._loads, folder)
+
+    def _add(self, name: str, wanted: Mapping[str, np.ndarray], **load: Any) -> None:
+        self._loads[name], self.wanted[name] = load, wanted
+
+    def _add_cases(self, folder: Path) -> None:
+        """Cases and meshes are dealt out; four processes have a quarter of them, since each takes them a program to compile."""
+        number = 0
+        for case, about in given().items():
+            for layout in [layout for layout in ("scanned", "unscanned") if layout in about and case != "deepseek3-mtp-standalone"]:
+                options = dict(
+                    maxtext_model=about["maxtext_model"],
+                    vocab_size=about["vocab"],
+                    scan_layers=layout == "scanned",
+                    save_dtype="float32" if case.endswith("-fp32") else "bfloat16",
+                )
+                number += 1
+                if self.processes == 1 or number % 4 == 0:
+                    mesh = MESHES[number % 4] if self.processes == 1 else MESHES[1 + number % 3]
+                    name = f"{case} {layout} {mesh[1]}"
+                    self.cases[name] = case, layout
+                    self._add(name, {}, source=folder / case, mesh=mesh, options=options, values=True)
+
+
+def _uneven(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
     tensors = random_tensors(UNEVEN)
     rng = np.random.default_rng(1)
     for name in ("model.layers.2.mlp.experts.3.up_proj.weight", "lm_head.weight"):  # every pattern, NaNs of every kind among them
         tensors[name] = rng.integers(0, 1 << 16, tensors[name].shape, np.uint16).view(BF16)
-    folder = save(tmp_path_factory.mktemp("uneven") / "hf", UNEVEN, *split(tensors, 2))
-    wanted = reference(UNEVEN, {name: np.nan_to_num(values) for name, values in tensors.items()}, BF16)
+    source = save(folder / "uneven", UNEVEN, *split(tensors, 2))
+    with np.errstate(invalid="ignore"):
+        wanted = reference(UNEVEN, {name: np.nan_to_num(values) for name, values in tensors.items()}, BF16)
     wanted["decoder.logits_dense.kernel"] = tensors["lm_head.weight"].T
     wanted["decoder.layers.moe_block.wi_1"][3, 2] = tensors["model.layers.2.mlp.experts.3.up_proj.weight"].T
-    return folder, wanted
+    return source, wanted
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_bits_and_bytes(uneven: tuple[Path, dict[str, np.ndarray]], processes: int) -> None:
-    """On three meshes, in one step and in many: the arrays of plain numpy, and each process reads its share of the bytes and little else."""
-    folder, wanted = uneven
-    in_steps = dict(source=str(folder), mesh=MESHES[1], options=dict(unit_bytes=600_000))
-    at_once = [dict(source=str(folder), mesh=mesh) for mesh in MESHES[::2]] if processes < 4 else []
-    members = job(processes, [in_steps, *at_once, in_steps])
-    stored = sum(path.stat().st_size for path in folder.iterdir())
-    for member in members:
-        for told in member:
-            assert_holds(told, wanted)
-        assert member[-1]["read"] < stored / processes * 1.05 + 100_000  # headers, and arrays too small to share
-        assert member[-1]["programs"] == 0  # those of the first are there
-        assert 3 < member[0]["programs"] <= 20
-
-
-def test_all_cases_have_maxtexts_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Every family, scanned and unscanned. Arrays that MaxText promotes to float32 are those of test_maxtext_bits."""
-    folder = support.generate(tmp_path_factory) / "cases"
-    runs = [(case, layout) for case in given() if case != "deepseek3-mtp-standalone" for layout in ("scanned", "unscanned") if layout in given()[case]]
-    loads = []
-    for case, layout in runs:
-        options = dict(
-            maxtext_model=given()[case]["maxtext_model"],
-            vocab_size=given()[case]["vocab"],
-            scan_layers=layout == "scanned",
-            save_dtype="float32" if case.endswith("-fp32") else "bfloat16",
-        )
-        loads.append(dict(source=str(folder / case), mesh="fsdp=1", options=options))
-    (member,) = job(1, loads, devices=1)
-    for (case, layout), told in zip(runs, member, strict=True):
-        wanted = given_arrays(case, layout)
-        found = {key.removeprefix(PARAMETERS): shards[0][1] for key, shards in told["shards"].items()}
-        assert {key for key in found if not key.startswith("params.")} == set(wanted)
-        differing = {key for key, value in wanted.items() if found[key] != value and value[1] == loads[runs.index((case, layout))]["options"]["save_dtype"]}
-        assert not differing, (case, layout)
-
-
-def test_quantised_padded_and_stored(tmp_path: Path) -> None:
-    """FP8 in blocks, a padded vocabulary, and an Orbax checkpoint of it in other chunks than the mesh has; by two processes."""
-    config = QWEN3_MOE | dict(
-        hidden_size=128, vocab_size=500, moe_intermediate_size=96, quantization_config=dict(quant_method="fp8", weight_block_size=[32, 32])
-    )
-    tensors = random_tensors(config)
+def _quantised(folder: Path) -> tuple[Path, Path, dict[str, np.ndarray]]:
+    """FP8 in blocks, an Orbax checkpoint of it in other chunks than the mesh has, and what stock Orbax restores of that."""
+    tensors = random_tensors(QUANTISED)
     rng = np.random.default_rng(2)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         blocks = tuple(-(-size // 32) for size in tensors[name].shape)
         tensors[name], tensors[f"{name}_scale_inv"] = tensors[name].astype(FP8), rng.random(blocks, F32)
-    folder = save(tmp_path / "hf", config, *split(tensors, 2))
-    step = convert(folder, tmp_path / "out", "--vocab_size", "512", "--mesh", "fsdp=2,expert=2")
-    options = dict(unit_bytes=1_000_000)
-    loads = [dict(source=str(folder), mesh=MESHES[1], options=options | dict(vocab_size=512)), dict(source=str(step), mesh=MESHES[2], options=options)]
-    wanted = restore(step)
-    for member in job(2, loads):
-        for told in member:
-            assert_holds(told, wanted)
+    source = save(folder / "quantised", QUANTISED, *split(tensors, 2))
+    step = convert(source, folder / "converted", "--vocab_size", "512", "--mesh", "fsdp=2,expert=2")
+    return source, step, restore(step)
 
 
-def test_an_error_of_one_is_an_error_of_all(uneven: tuple[Path, dict[str, np.ndarray]]) -> None:
+JOBS: dict[int, Job] = {}
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The job of as many processes as the test's parameter says; it runs once."""
+    if request.param not in JOBS:
+        JOBS[request.param] = Job(request.param, tmp_path_factory.mktemp("job"), support.generate(tmp_path_factory) / "cases")
+    return JOBS[request.param]
+
+
+def of(*processes: int) -> pytest.MarkDecorator:
+    """The jobs that a test looks at; those of one job go to one of pytest-xdist's processes."""
+    return pytest.mark.parametrize("job", [pytest.param(n, marks=pytest.mark.xdist_group(f"job-{n}")) for n in processes], indirect=True)
+
+
+@of(1, 2, 4)
+def test_bits(job: Job) -> None:
+    """On every mesh, in one step and in many: the arrays of plain numpy, or those that stock Orbax restores."""
+    for name, wanted in job.wanted.items():
+        if wanted:
+            assert len(job.told[name]) == job.processes, job.ended[0].stderr[-3000:]
+            for told in job.told[name]:
+                assert_holds(told, wanted)
+
+
+@of(1, 2, 4)
+def test_each_byte_is_read_once(job: Job) -> None:
+    for told in job.told["uneven again"]:
+        assert told["read"] < job.stored / job.processes * 1.05 + 100_000  # headers, and arrays too small to share
+
+
+@of(1, 4)
+def test_all_cases_have_maxtexts_bits(job: Job) -> None:
+    """Every family, scanned and unscanned. Arrays that MaxText promotes to float32 are those of test_maxtext_bits."""
+    assert len(job.cases) > (40 if job.processes == 1 else 8)
+    for name, (case, layout) in job.cases.items():
+        wanted, stored = given_arrays(case, layout), "float32" if case.endswith("-fp32") else "bfloat16"
+        members = job.told[name]
+        assert len(members) == job.processes, (name, members)
+        assert {key.removeprefix(PARAMETERS) for key in members[0]["shards"] if key.startswith(PARAMETERS)} == set(wanted), name
+        for key, (shape, dtype, sha256) in wanted.items():
+            if dtype == stored:
+                shards = [shard for member in members for shard in member["shards"][PARAMETERS + key]]
+                assert digest(put_together(shape, shards)) == [shape, dtype, sha256], (name, key)
+
+
+def put_together(shape: list[int], shards: list[Any]) -> np.ndarray:
+    """An array of all its shards."""
+    array = np.zeros(shape, shards[0][1][1])
+    for index, (extent, dtype, data) in shards:
+        array[tuple(slice(*cut) for cut in index)] = np.frombuffer(base64.b64decode(data), dtype).reshape(extent)
+    return array
+
+
+@of(2)
+def test_compiled_programs(job: Job) -> None:
+    """61 layers, dense ones and experts: a program for each kind of block, not for each block; and none that gathers an array on each device."""
+    for told in job.told["deep"]:
+        assert 5 < told["programs"] <= 20
+    assert all(told["programs"] == 0 for told in job.told["uneven again"])  # those of the first are there
+    assert not any("rematerialization" in ended.stderr for ended in job.ended)
+
+
+@of(2)
+def test_an_error_of_one_is_an_error_of_all(job: Job) -> None:
     """The others are told which process failed and why; all can go on to another load."""
-    folder, wanted = uneven
-    load: dict[str, Any] = dict(source=str(folder), mesh="fsdp=8", options=dict(unit_bytes=600_000))
-    first, second = job(2, [load | dict(fault=[1, "fails"]), load])
-    assert first[0] == {"failed": "process 1 of 2 failed, so nothing was loaded: the disk is on fire"}
-    assert second[0]["failed"].endswith("the disk is on fire")
-    for member in (first, second):
-        assert_holds(member[1], wanted)
+    first, second = job.told["fails"]
+    assert first == {"failed": "process 1 of 2 failed, so nothing was loaded: the disk is on fire"}
+    assert second["failed"].endswith("the disk is on fire")
+    for told in job.told["cut short"]:
+        assert ".safetensors" in told["failed"]
+        assert "ends" in told["failed"] or "bytes" in told["failed"]
 
 
-def test_nobody_waits_for_a_dead_process(uneven: tuple[Path, dict[str, np.ndarray]]) -> None:
+@of(2)
+def test_nobody_waits_for_a_dead_process(job: Job) -> None:
     """It was killed: the other ends too, with words about it, as soon as JAX's heartbeat misses it."""
-    load = dict(source=str(uneven[0]), mesh="fsdp=8", options=dict(unit_bytes=600_000), fault=[1, "dies"])
-    first, second = start(2, [load])
-    out, err = first.communicate(timeout=200)
-    second.communicate(timeout=200)
+    first, second = job.ended
     assert second.returncode == -9
-    assert first.returncode != 0 or "failed" in out
-    assert "unhealthy" in err or "may have stopped" in out
+    assert first.returncode != 0 or "failed" in job.told["dies"][0]
+    assert "unhealthy" in first.stderr or "may have stopped" in first.stdout

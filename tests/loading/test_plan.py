@@ -11,10 +11,10 @@ from support import DEEPSEEK_V3, FP8, LLAMA_8B, QWEN3_MOE, call, headers_only, r
 
 from weightbeam.formats.safetensors import open_checkpoint
 from weightbeam.model_mappings.boxes import volume
-from weightbeam.pipelines.loading import sources
+from weightbeam.pipelines.loading import release
+from weightbeam.pipelines.loading.release import Release
 from weightbeam.pipelines.loading.report import layout_on, plan_load
 from weightbeam.pipelines.loading.schedule import boxes_of, make_steps
-from weightbeam.pipelines.loading.sources import Release
 from weightbeam.transforms.conversion import prepare, rules_of
 from weightbeam.transforms.execution import plan_boxes
 from weightbeam.transforms.mesh import Mesh, partition_spec
@@ -74,7 +74,7 @@ def test_the_cost_of_boxes_is_that_of_their_reads(tmp_path: Path, mixed: bool) -
 def test_a_full_size_mixture_of_experts_is_planned_by_kinds_of_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight layers of DeepSeek-V3 have 3,840 tensors of experts; what reading them costs is spelled out for a few dozen boxes of one each."""
     spelled_out: list[int] = []
-    monkeypatch.setattr(sources, "fetches_for", lambda wanted: spelled_out.append(len(boxes := list(wanted))) or fetches_for(boxes))
+    monkeypatch.setattr(release, "fetches_for", lambda wanted: spelled_out.append(len(boxes := list(wanted))) or fetches_for(boxes))
     conversion = prepare(Options(), headers_only(DEEPSEEK_V3 | dict(num_hidden_layers=8)))
     planned = plan_load(conversion, Mesh.parse("fsdp=64"), 16)
     assert planned.host_bytes * 16 < 1.01 * conversion.source_bytes

@@ -1,0 +1,90 @@
+"""An Orbax checkpoint as a source, ours or anyone's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorstore as ts
+
+from weightbeam.formats.orbax import METADATA, open_arrays, record_of
+from weightbeam.formats.orbax_source import leaves
+from weightbeam.formats.safetensors import Empty
+from weightbeam.formats.storage import StorageError, Store
+from weightbeam.model_mappings.boxes import Box, extent, volume
+from weightbeam.model_mappings.trees import TreeError, recognise
+from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
+
+
+class Orbax:
+    """An Orbax checkpoint.
+
+    Whatever wrote it, its weights have MaxText's names (`model_mappings/trees.py`); all else, such as an optimizer's state, has its own.
+
+    Raises:
+      StorageError: it can't be opened, or is of a kind whose weights aren't plain arrays.
+    """
+
+    def __init__(self, items: Store, as_is: bool = False):
+        self.url = items.url
+        opened = open_arrays(items)
+        names = {} if as_is else _names(items)
+        self._stores = {names.get(key, key): store for key, store in opened.items()}
+        axes = record_of(items).get("axes", {})
+        self.arrays: Mapping[str, Described] = {key: self._described(store, axes.get(key)) for key, store in self._stores.items()}
+
+    @staticmethod
+    def _described(store: ts.TensorStore, axes: Sequence[str | None] | None) -> Described:
+        shape, dtype = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)
+        chunk = tuple(store.chunk_layout.read_chunk.shape or shape)
+        names = tuple(axes) if axes is not None and len(axes) == len(shape) else (None,) * len(shape)
+        order = tuple(axis for axis, (size, step) in enumerate(zip(shape, chunk, strict=True)) if step < size)
+        return Described(shape, dtype, names, None, order, chunk, 3 * dtype.itemsize)  # a chunk as it is stored, decoded, and what is made
+
+    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
+        makers = list(results or [empty] * len(wanted))
+        plain = [self.arrays[want.key].dtype == want.dtype for want in wanted]
+        made = [(maker if same else empty)(extent(want.box), self.arrays[want.key].dtype) for want, maker, same in zip(wanted, makers, plain, strict=True)]
+        reads = [self._read(key, box, into) for (key, box, _), into in zip(wanted, made, strict=True)]
+        try:
+            for read in reads:
+                read.result()
+        except ValueError as e:  # TensorStore's, of whatever went wrong
+            raise StorageError(f"{self.url}: {e}") from e
+        nbytes = sum(self.cost(key, [box]).nbytes for key, box, _ in wanted)
+        for number, (want, maker) in enumerate(zip(wanted, makers, strict=True)):
+            if not plain[number]:
+                made[number] = cast(made[number], want.dtype, want.key, maker)
+        return made, nbytes
+
+    def _read(self, key: str, box: Box, into: np.ndarray) -> ts.WriteFutures:
+        """Begins to read a box into an array."""
+        part = self._stores[key][tuple(slice(*span) for span in box)]
+        return ts.array(into, copy=False, write=True).write(part[ts.d[:].translate_to[0]] if box else part)
+
+    def cost(self, key: str, boxes: Sequence[Box]) -> Cost:
+        array = self.arrays[key]
+        chunks = set()
+        for box in boxes:
+            if volume(box):
+                touched = [range(start // step, -(-stop // step)) for (start, stop), step in zip(box, array.grain, strict=True)]
+                chunks |= set(itertools.product(*touched))
+        sizes = (tuple((at * step, min((at + 1) * step, size)) for at, step, size in zip(chunk, array.grain, array.shape, strict=True)) for chunk in chunks)
+        return Cost(sum(map(volume, sizes)) * array.dtype.itemsize, len(chunks))
+
+    def stacked(self, key: str) -> tuple[int, ...]:
+        return ()
+
+    def twins(self) -> list[list[str]]:
+        return [[key] for key in self.arrays]
+
+
+def _names(items: Store) -> dict[str, str]:
+    """MaxText's name of each weight, by its key in the checkpoint."""
+    try:
+        tree = recognise(leaves(json.loads(items.read(METADATA))))
+    except TreeError as e:
+        raise StorageError(f"{items}: {e}; weightbeam.open(…, as_is=True) opens its arrays under their own names") from e
+    return {key: name for name, key in tree.weights.items()}

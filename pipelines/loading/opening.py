@@ -1,0 +1,80 @@
+"""What a user names as a source, opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from weightbeam.formats.adapters import merge
+from weightbeam.formats.orbax import find_items
+from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
+from weightbeam.formats.sources import open_source
+from weightbeam.formats.storage import open_store
+from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.keywords import read_options
+from weightbeam.pipelines.loading.checkpoint import Orbax
+from weightbeam.pipelines.loading.release import Release, Tensors
+from weightbeam.pipelines.loading.source import Source
+from weightbeam.pipelines.prepare import describe, open_adapters, plan_with, reading, refuse
+from weightbeam.pipelines.tables import count
+from weightbeam.transforms.options import Options
+
+CHOICES = frozenset(
+    {"scan_layers", "param_scan_axis", "save_dtype", "sharding_rules", "maxtext_model", "vocab_size", "mtp", "multimodal", "lora", "family", "allow_links"}
+)  # of `weightbeam convert`'s options those that say what the tree is, and what is in it
+
+
+def choose(given: Mapping[str, Any]) -> Options:
+    """The options of a plan that keywords ask for, each as on the command line.
+
+    Raises:
+      TypeError: there is no such option.
+      Refused: a value can't be meant.
+    """
+    if unknown := sorted(given.keys() - CHOICES):
+        raise TypeError(f"unknown options: {', '.join(unknown)}; those that say what the tree is are {', '.join(sorted(CHOICES))}")
+    values = dict(given)
+    if not isinstance(dtype := values.get("save_dtype", ""), str | None):
+        values["save_dtype"] = np.dtype(dtype).name
+    return read_options(values)
+
+
+def find_source(where: str, options: Options, as_is: bool = False) -> Source:
+    """The arrays of a release or of an Orbax checkpoint.
+
+    Args:
+      where: a folder, `gs://…`, or `hf://…`; of an Orbax checkpoint its root, a step, or the item.
+      options: for a release's plan.
+      as_is: the tensors of a release, or the arrays of a checkpoint, under their own names; else MaxText's arrays.
+
+    Raises:
+      Refused: there is none, or problems stand against it: all of them.
+    """
+    with reading(where):
+        store = open_store(where)
+        store.check_readable()
+        if not any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
+            if options.lora:
+                raise Refused(
+                    f"lora={options.lora[0][0]}: an adapter is merged into a release, and {where} is none; `weightbeam reshard --lora` merges MaxText's"
+                )
+            return Orbax(find_items(store), as_is)
+        checkpoint = open_checkpoint(store, options.allow_links)
+    if as_is:
+        return _as_it_is(checkpoint, options)
+    conversion = plan_with(options, checkpoint)
+    refuse(conversion, conversion.plan.problems)
+    return Release(conversion)
+
+
+def _as_it_is(checkpoint: Checkpoint, options: Options) -> Tensors:
+    """A release's own tensors, with adapters merged into them."""
+    source = open_source(checkpoint)
+    adapters = open_adapters(options)
+    if adapters:
+        source = source.merged(merge(source.encodings, adapters, {}, checkpoint.config.get("model_type", ""), source.lost))
+    if problems := [*checkpoint.problems, *source.problems]:
+        raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    return Tensors(checkpoint.root, source.encodings)

@@ -1,0 +1,106 @@
+"""What arrays come from: a `Source` has arrays by name, of which any box can be made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from weightbeam.formats.encodings import ContentError
+from weightbeam.formats.safetensors import Empty
+from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.plan import is_float
+from weightbeam.transforms.stack import copy
+
+
+class Wanted(NamedTuple):
+    """A box of an array, to be made in a dtype."""
+
+    key: str
+    box: Box
+    dtype: np.dtype
+
+
+class Cost(NamedTuple):
+    """What reading takes: bytes, and contiguous runs or chunks that hold them."""
+
+    nbytes: int
+    runs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """An array of a source, known but not read.
+
+    Attributes:
+      shape, dtype: of the array; of a release those that a conversion would store.
+      axes: MaxText's logical name of each axis, None where it has none or none is known.
+      lossy: why its values aren't the stored ones to the bit; None where they are.
+      order: the axes that can be cut without reading more, in the order in which to cut: the slowest in the source first.
+      grain: extents that are read whole.
+      element_bytes: working memory for each element: as stored, as decoded, and as made.
+      position: of its first byte, for the order of reading.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[str | None, ...]
+    lossy: str | None
+    order: tuple[int, ...]
+    grain: tuple[int, ...]
+    element_bytes: int
+    position: tuple[str, int] = ("", 0)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Source(Protocol):
+    """Arrays by name; `url` says where they are."""
+
+    url: str
+    arrays: Mapping[str, Described]
+
+    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
+        """Boxes of arrays, and the bytes that were read. `empty` makes what is read on the way, `results` what is returned, one for each.
+
+        Raises:
+          StorageError: a file can't be read, or ends too early.
+          ContentError: what it holds can't be right, or isn't a value of the dtype.
+        """
+        ...
+
+    def cost(self, key: str, boxes: Sequence[Box]) -> Cost:
+        """What reading these boxes of an array in one go takes."""
+        ...
+
+    def stacked(self, key: str) -> tuple[int, ...]:
+        """The axes of an array whose index selects a tensor (layers, experts), where all of its tensors are stored alike.
+
+        What a box costs doesn't depend on where along these axes it lies.
+        """
+        ...
+
+    def twins(self) -> list[list[str]]:
+        """The arrays in groups: those of a group are to be cut alike and made together, so that no byte is read twice."""
+        ...
+
+
+def cast(values: np.ndarray, dtype: np.dtype, key: str, empty: Empty = np.empty) -> np.ndarray:
+    """The values in another dtype: floats by one cast from float32, integers if each of them fits.
+
+    Raises:
+      ContentError: an integer doesn't fit.
+    """
+    made = empty(values.shape, dtype)
+    if values.dtype == dtype or (is_float(values.dtype) and is_float(dtype)):
+        copy(values, made)
+        return made
+    np.copyto(made, values, casting="unsafe")
+    if not np.array_equal(made, values):
+        raise ContentError(f"{key} holds integers that aren't {dtype.name}'s: {values.min()} to {values.max()}")
+    return made
