@@ -14,8 +14,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
+import yaml
 from apache_beam.portability.api import beam_job_api_pb2, beam_job_api_pb2_grpc
-from processes import free_port, listening, running, wait_for
+from processes import ROOT, free_port, listening, running, wait_for
 
 from engines.programs import jars, need, prism
 
@@ -147,20 +148,17 @@ def flink_in_one_process(folder: Path) -> Iterator[Engine]:
         yield Engine(endpoint, f"localhost:{port}", more=("--parallelism=2",), group=group)
 
 
-def flink_settings(manager: str, rpc: int, rest: int, folder: Path, retried: bool) -> dict[str, object]:
-    """What a session cluster's configuration file says."""
-    retries = {"restart-strategy.type": "fixed-delay", "restart-strategy.fixed-delay.attempts": 10, "restart-strategy.fixed-delay.delay": "2s"}
+def flink_settings(manager: str, folder: Path, retried: bool) -> dict[str, object]:
+    """What a session cluster's configuration file says: deploy/flink's settings, in a network of the test's own."""
+    deployed = yaml.safe_load((ROOT / "deploy/flink/deployment.yaml").read_text().partition("\n---")[0])["spec"]["flinkConfiguration"]
     return {
+        **deployed,
         "jobmanager.rpc.address": manager,
-        "jobmanager.rpc.port": rpc,
-        "jobmanager.bind-host": manager,
+        "jobmanager.bind-host": "0.0.0.0",
         "rest.address": manager,
-        "rest.bind-address": manager,
-        "rest.port": rest,
-        "taskmanager.numberOfTaskSlots": 2,
-        "classloader.resolve-order": "parent-first",
+        "rest.bind-address": "0.0.0.0",
         "io.tmp.dirs": folder,
-        **(retries if retried else {"restart-strategy.type": "none"}),
+        **({} if retried else {"restart-strategy.type": "none"}),
     }
 
 
@@ -202,18 +200,17 @@ class FlinkHost:
 
 @contextmanager
 def flink(folder: Path, hosts: int = 2, retried: bool = False) -> Iterator[Engine]:
-    """A session cluster: a job manager, and hosts with two slots each."""
+    """A session cluster: a job manager on a host of its own, and hosts with a task manager and a pool each."""
     with ExitStack() as stack:
-        here, places = stack.enter_context(network(hosts))
-        rpc, rest = free_port(), free_port()
-        settings = flink_settings(here, rpc, rest, folder, retried)
+        manager, *places = stack.enter_context(network(1 + hosts))[1]
+        settings = flink_settings(manager.address, folder, retried)
         (folder / "flink-conf.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
         main = ("org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint", "--configDir", folder)
-        stack.enter_context(running(folder / "manager.log", *JAVA, "-Xmx512m", "-cp", f"{jars('flink')}/*", *main))
-        listening(rest, here)
+        stack.enter_context(running(folder / "manager.log", *manager.command(*JAVA, "-Xmx512m", "-cp", f"{jars('flink')}/*", *main)))
+        listening(8081, manager.address)
         for host in places:
             stack.enter_context(FlinkHost(host, folder).started())
-        endpoint = stack.enter_context(job_server(folder / "jobs.log", folder, "flink", FLINK_DRIVER, f"--flink-master={here}:{rest}"))
+        endpoint = stack.enter_context(job_server(folder / "jobs.log", folder, "flink", FLINK_DRIVER, f"--flink-master={manager.address}:8081"))
         yield Engine(endpoint, f"localhost:{POOL}", places, (f"--parallelism={2 * hosts}",))
 
 

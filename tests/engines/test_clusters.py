@@ -28,7 +28,7 @@ def lose_a_host(engine: Engine, output: Path) -> None:
 
 
 def test_flink_without_retries(large: Path, local: dict, tmp_path: Path) -> None:
-    """The command fails and says which host was lost; with `--resume` the other one does what is left. A reshard there, too."""
+    """The command fails and says which host was lost; with `--resume` the other one does what is left."""
     with flink(tmp_path) as engine:
         process, words = begin(large, tmp_path / "out", *engine.options)
         lose_a_host(engine, tmp_path / "out")
@@ -38,8 +38,6 @@ def test_flink_without_retries(large: Path, local: dict, tmp_path: Path) -> None
         half = [option for option in engine.options if not option.startswith("--parallelism")] + ["--parallelism=2"]
         ended(weightbeam(*[word for word in words if word not in engine.options], *half, "--resume"))
         assert_same_bits(restore(tmp_path / "out/0"), local)
-        ended(weightbeam("reshard", "--source", tmp_path / "out/0", "--output", tmp_path / "again", "--mesh", "fsdp=4", *half))
-        assert_same_bits(restore(tmp_path / "again/0"), local)
 
 
 def test_flink_with_retries(large: Path, local: dict, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from support import assert_same_bits, convert, read_tensors, restore
 
 from engines.clusters import Engine, flink_in_one_process, prism_with_pool, spark_in_one_process, worker_pool
 from engines.commands import LONG, begin, ended, weightbeam
+from weightbeam.pipelines.api import HOMES
 
 STARTS = [
     pytest.param(flink_in_one_process, id="flink"),
@@ -40,6 +41,16 @@ def test_there_and_back(engine: Engine, source: Path, tmp_path: Path) -> None:
     ended(weightbeam("export", "--source", tmp_path / "ckpt", "--output", tmp_path / "hf-local"))
     assert_same_bits(read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "hf-local"))
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "local", "hf", "hf-local"}  # no note, no lease
+
+
+@LONG
+def test_reshard(engine: Engine, source: Path, tmp_path: Path) -> None:
+    """A checkpoint for another mesh, its bits as they were."""
+    if "reshard" not in HOMES:
+        pytest.skip("there is no `reshard` yet")
+    convert(source, tmp_path / "ckpt")
+    ended(weightbeam("reshard", "--source", tmp_path / "ckpt/0", "--output", tmp_path / "again", "--mesh", "fsdp=4", *engine.options))
+    assert_same_bits(restore(tmp_path / "again/0"), restore(tmp_path / "ckpt/0"))
 
 
 def test_a_stop_ends_the_job(engine: Engine, large: Path, tmp_path: Path) -> None:
