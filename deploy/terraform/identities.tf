@@ -114,6 +114,21 @@ resource "google_secret_manager_secret_iam_member" "releases_webhook" {
   member    = google_service_account.watcher.member
 }
 
+# Training runs are read, by the watcher and by its workers, and never written to.
+resource "google_storage_bucket_iam_member" "runs" {
+  for_each = { for pair in setproduct(keys(local.converters), var.run_buckets) : join("/", pair) => { account = pair[0], bucket = pair[1] } }
+  bucket   = each.value.bucket
+  role     = "roles/storage.objectViewer"
+  member   = local.converters[each.value.account].member
+}
+
+# A token that may write is the watcher's alone: workers have no use for it.
+resource "google_secret_manager_secret_iam_member" "publish_token" {
+  secret_id = google_secret_manager_secret.publish_token.id
+  role      = "roles/secretmanager.secretAccessor"
+  member    = google_service_account.watcher.member
+}
+
 # The watcher's jobs run as the worker.
 resource "google_service_account_iam_member" "watcher_as_worker" {
   service_account_id = google_service_account.worker.name

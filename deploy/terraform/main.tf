@@ -79,6 +79,16 @@ resource "google_secret_manager_secret" "hub_token" {
   depends_on = [google_project_service.enabled]
 }
 
+resource "google_secret_manager_secret" "publish_token" {
+  secret_id = "weightbeam-publish-token"
+
+  replication {
+    auto {}
+  }
+
+  depends_on = [google_project_service.enabled]
+}
+
 # A webhook's URL is a secret too: who has it can write there.
 resource "google_secret_manager_secret" "releases_webhook" {
   secret_id = "weightbeam-releases-webhook"

@@ -32,3 +32,8 @@ output "releases_webhook" {
   description = "The secret that a version with the URL of a webhook may be added to."
   value       = google_secret_manager_secret.releases_webhook.id
 }
+
+output "publish_token" {
+  description = "The secret that a version with a token of the hub that may write may be added to."
+  value       = google_secret_manager_secret.publish_token.id
+}

@@ -36,6 +36,21 @@ resource "google_cloud_run_v2_job" "watch" {
         }
 
         dynamic "env" {
+          for_each = var.publish_token ? [google_secret_manager_secret.publish_token.secret_id] : []
+
+          content {
+            name = "HF_TOKEN"
+
+            value_source {
+              secret_key_ref {
+                secret  = env.value
+                version = "latest"
+              }
+            }
+          }
+        }
+
+        dynamic "env" {
           for_each = var.releases_webhook ? [google_secret_manager_secret.releases_webhook.secret_id] : []
 
           content {
@@ -53,7 +68,7 @@ resource "google_cloud_run_v2_job" "watch" {
     }
   }
 
-  depends_on = [google_secret_manager_secret_iam_member.hub_token, google_secret_manager_secret_iam_member.releases_webhook, google_storage_bucket_iam_member.objects]
+  depends_on = [google_secret_manager_secret_iam_member.hub_token, google_secret_manager_secret_iam_member.publish_token, google_secret_manager_secret_iam_member.releases_webhook, google_storage_bucket_iam_member.objects, google_storage_bucket_iam_member.runs]
 }
 
 resource "google_cloud_run_v2_job_iam_member" "scheduler" {

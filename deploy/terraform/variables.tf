@@ -74,3 +74,20 @@ variable "hub_token" {
   type        = bool
   default     = false
 }
+
+variable "run_buckets" {
+  description = "Buckets of training runs that the watcher follows: it may read them, and nothing else. The run's own account keeps its rights."
+  type        = set(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for name in var.run_buckets : can(regex("^[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]$", name))])
+    error_message = "A bucket's name has 3 to 63 lower-case letters, digits, hyphens, underscores and dots, without gs://."
+  }
+}
+
+variable "publish_token" {
+  description = "Whether the secret has a version with a token of the hub that may write, for runs that are published there."
+  type        = bool
+  default     = false
+}

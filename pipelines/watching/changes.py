@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weightbeam.pipelines.diff import Comparison
 from weightbeam.transforms.differences import Difference
 
 JSON, PICTURE = "changes.json", "changes.png"
@@ -33,7 +32,7 @@ def relative(difference: Difference) -> float:
     return math.sqrt(max(0.0, squares) / difference.left) if difference.left else math.inf
 
 
-def summarise(found: Comparison) -> dict[str, dict[str, Any]]:
+def summarise(found: Mapping[str, Difference | None]) -> dict[str, dict[str, Any]]:
     """What there is to say of each tensor that is on both sides, the older side being the first.
 
     Returns:
@@ -41,8 +40,8 @@ def summarise(found: Comparison) -> dict[str, dict[str, Any]]:
       `not_finite` (whether an element of the second is NaN or infinite).
     """
     tensors = {}
-    for name, verdict in found.tensors.items():
-        if (difference := verdict.difference) is not None:
+    for name, difference in found.items():
+        if difference is not None:
             tensors[name] = {
                 "relative": relative(difference),
                 "largest": difference.largest,

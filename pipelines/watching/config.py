@@ -53,7 +53,7 @@ class Target:
         return self.options.__dict__
 
 
-EXPORT, RESHARD = "export", "reshard"  # what a step can be made into, by the command that does it
+EXPORT, QUANTIZE, RESHARD = "export", "quantize", "reshard"  # what a step can be made into, by the command that does it
 ADAPTER, MERGED = "adapter", "merged"  # what becomes of a LoRA run's steps
 OURS = {"source", "output", "like", "step", "resume", "overwrite", "create_pr", "hf_token_secret", "help", "config", "state"} | SHELL  # not a target's to say
 
@@ -64,7 +64,7 @@ class RunTarget:
 
     Attributes:
       name: of the user's choice.
-      kind: `export` or `reshard`.
+      kind: `export`, `quantize` or `reshard`.
       arguments: the options as that command takes them.
       lora: for a LoRA run whether the adapter is published, or the model that it is merged into.
       output: where it goes, a folder below which each step has one, `gs://…`, or `hf://owner/name`; None for below the configuration's output.
@@ -139,15 +139,15 @@ def _read_run_target(given: Any) -> RunTarget:
       ValueError: every problem of it.
     """
     if not isinstance(given, dict):
-        raise ValueError("should be a mapping: name, and options of weightbeam export, or of reshard with kind: reshard")
+        raise ValueError("should be a mapping: name, and options of weightbeam export, or of another kind's command: quantize, reshard")
     commands: dict[str, argparse.ArgumentParser] = next(action for action in make_parser()._actions if action.dest == "command").choices  # type: ignore[assignment]
     asked = dict(given)
     name, kind, output = asked.pop("name", None), asked.pop("kind", EXPORT), asked.pop("output", None)
     problems = []
     if not isinstance(name, str) or not NAME.fullmatch(name):
         problems.append("name: should be lower-case letters, digits, dots and dashes")
-    if kind not in (EXPORT, RESHARD):
-        raise ValueError("; ".join([*problems, f"kind: should be {EXPORT} or {RESHARD}"]))
+    if kind not in (EXPORT, QUANTIZE, RESHARD):
+        raise ValueError("; ".join([*problems, f"kind: should be {EXPORT}, {QUANTIZE} or {RESHARD}"]))
     if kind not in commands:
         raise ValueError("; ".join([*problems, f"kind: this version of Weightbeam has no weightbeam {kind}"]))
     lora = asked.pop("lora") if asked.get("lora") in (ADAPTER, MERGED) else ADAPTER

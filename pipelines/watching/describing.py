@@ -6,12 +6,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from weightbeam.formats.adapters.adapter import open_adapter
 from weightbeam.formats.hub_publishing import CARD
+from weightbeam.formats.safetensors import BoxRead, read_boxes
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.diff import diff
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.watching import changes
+from weightbeam.pipelines.watching.config import ADAPTER
 from weightbeam.pipelines.watching.places import REPORT
+from weightbeam.transforms.differences import compare
 
 SECTION = "## The training run"
 
@@ -32,13 +37,14 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     before = about.get("before")
     compared: dict[str, dict[str, dict[str, Any]]] = {}
     notes: list[str] = []
-    for what, other in (("before", before and before["url"]), ("like", about.get("like"))):
+    is_adapter = about.get("lora") == ADAPTER
+    for what, other in (("before", before and before["url"]), ("like", None if is_adapter else about.get("like"))):
         if other and (what == "before" or _has_weights(other)):
             try:
-                compared[what] = changes.summarise(diff(other, release.url, progress=False))
+                compared[what] = _compare(other, release.url, is_adapter)
             except Refused as e:
                 notes.append(f"not compared with {other}: {str(e).strip().splitlines()[0]}")
-    every = compared.get("before") or compared.get("like") or changes.summarise(diff(release.url, release.url, progress=False))
+    every = compared.get("before") or compared.get("like") or _compare(release.url, release.url, is_adapter)
     odd = changes.not_finite(every)
     names = {"before": f"step {before['step']}" if before else "", "like": str(about.get("like"))}
     said = {what: {"than": names[what], "tensors": changes.as_json(found)} for what, found in compared.items()}
@@ -56,6 +62,18 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     _write_card(release, about, [*warnings, *sentences, *notes], bool(drawn))
     release.write(REPORT, json.dumps({**about, "warnings": warnings, "changes": sentences}, indent=1).encode())
     return {"warnings": warnings, "said": sentences}
+
+
+def _compare(old: str, new: str, is_adapter: bool) -> dict[str, dict[str, Any]]:
+    """What changed from one to the other, tensor by tensor; `diff` takes models, and adapters are small."""
+    if not is_adapter:
+        found = diff(old, new, progress=False)
+        return changes.summarise({name: verdict.difference for name, verdict in found.tensors.items()})
+    (before, after) = ({tensor.name: tensor for shard in open_adapter(url).files.shards for tensor in shard.tensors} for url in (old, new))
+    same = [name for name in after if name in before and before[name].shape == after[name].shape]
+    reads = [BoxRead(side[name], whole(side[name].shape)) for name in same for side in (before, after)]
+    values, _ = read_boxes(reads)
+    return changes.summarise({name: compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)})
 
 
 def _has_weights(url: str) -> bool:

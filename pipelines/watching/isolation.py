@@ -203,7 +203,28 @@ def plan_export(arguments: Sequence[str]) -> dict[str, Any]:
         told = hashlib.sha256(json.dumps([checkpoint.files, adapter.base, adapter.rank, adapter.alpha]).encode()).hexdigest()
         nbytes = sum(array.nbytes for array in checkpoint.weights.values())
         return {"plan": told, "family": "an adapter", "target_bytes": nbytes, "warnings": [], "lora": True}
-    planned = export.plan(**keywords | {"source": checkpoint})
+    return _planned(export.plan(**keywords | {"source": checkpoint}))
+
+
+def plan_quantize(arguments: Sequence[str]) -> dict[str, Any]:
+    """Plans the quantisation of a checkpoint; see `plan_export`."""
+    from weightbeam.formats.orbax_source import open_orbax
+    from weightbeam.pipelines import quantize
+
+    keywords = _keywords("quantize", arguments, quantize.plan)
+    keywords.pop("beam")
+    _opened(open_orbax, keywords["source"])
+    return _planned(quantize.plan(**keywords))
+
+
+def _planned(planned: Any) -> dict[str, Any]:
+    """What is worth knowing of a planned export.
+
+    Raises:
+      RefusedError: it has problems.
+    """
+    from weightbeam.pipelines.releases import refuse
+
     refuse(planned.plan.problems)
     reasons = Counter(planned.lossy.values())
     rounded = "; ".join(f"{count(number, 'tensor')}: {why}" for why, number in reasons.items())
@@ -248,6 +269,14 @@ def verify_export(arguments: Sequence[str]) -> dict[str, Any]:
     return compare_export(args.source, args.checkpoint, args.maxtext_model, args.sample)
 
 
+def quantize(arguments: Sequence[str]) -> dict[str, Any]:
+    """Quantises, or goes on with it."""
+    from weightbeam.pipelines.quantize import quantize
+
+    print(quantize(**_keywords("quantize", arguments, quantize) | {"progress": False}))
+    return {}
+
+
 def merge(arguments: Sequence[str]) -> dict[str, Any]:
     """Merges an adapter into a release, or goes on with it."""
     from weightbeam.pipelines.merge import merge
@@ -262,20 +291,27 @@ def plan_reshard(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
       RefusedError: it has problems.
     """
-    from weightbeam.formats.orbax_source import open_orbax
+    import importlib
 
-    source = next(argument.partition("=")[2] for argument in arguments if argument.startswith("--source="))
-    checkpoint = _opened(open_orbax, source)
-    told = hashlib.sha256(json.dumps([checkpoint.files, sorted(arguments)]).encode()).hexdigest()
-    nbytes = sum(array.nbytes for array in checkpoint.weights.values())
-    return {"plan": told, "family": checkpoint.tree.kind, "target_bytes": nbytes, "warnings": []}
+    from weightbeam.formats.orbax_source import open_orbax
+    from weightbeam.pipelines.releases import refuse
+
+    home: Any = importlib.import_module("weightbeam.pipelines.reshard")
+    keywords = _keywords("reshard", arguments, home.plan)
+    keywords.pop("beam")
+    _opened(open_orbax, keywords["source"])
+    made = home.plan(**keywords)
+    refuse(made.problems)
+    planned = made.planned
+    return {"plan": planned.hash, "family": planned.tree.kind, "target_bytes": planned.target_bytes, "warnings": list(planned.warnings)}
 
 
 def reshard(arguments: Sequence[str]) -> dict[str, Any]:
     """Writes a checkpoint's parameters anew, or goes on with it."""
-    import weightbeam
+    import importlib
 
-    print(weightbeam.reshard(**_keywords("reshard", arguments, weightbeam.reshard) | {"progress": False}))
+    home: Any = importlib.import_module("weightbeam.pipelines.reshard")
+    print(home.reshard(**_keywords("reshard", arguments, home.reshard) | {"progress": False}))
     return {}
 
 

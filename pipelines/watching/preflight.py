@@ -55,22 +55,20 @@ def _find_problems(feed: RunFeed, dry_run: bool) -> list[str]:
             waits = growing_steps(feed.store)
             hint = "its first step isn't committed yet; start again when it is" if waits else "is it the folder that holds them, such as RUN/checkpoints?"
             return [*problems, f"{run.checkpoints}: has no steps; {hint}"]
-        newest = read_step(feed.store, run.name, steps[-1])
+        newest = None if feed.is_known() else read_step(feed.store, run.name, steps[-1])
     except OSError as e:
         message = str(e) if isinstance(e, StorageError) else f"{run.checkpoints}: {reason(e)}"
         return [*problems, message]
-    if newest is None:  # it has gone while it was looked at
+    if newest is None:  # all is known to be well, or it has gone while it was looked at
         return problems
     if newest.updated > now() + TOLERANCE:
-        warn(f"{newest.url} was committed at {newest.updated:%Y-%m-%d %H:%M} UTC, which this machine's clock will show in {newest.updated - now()}")
-    feed.histories(run.name)
-    if not feed.is_known():
-        with feed.apart() as apart:
-            for target in feed.targets:
-                task = feed.plan(newest.url, target)
-                outcome = apart.run(task.work, task.arguments, PLAN_SECONDS)
-                if outcome.status == isolation.REFUSED:
-                    problems.append(f"run {run.name}, target {target.name}: step {newest.number}: {outcome.message}")
+        warn(f"{newest.url} was committed at {newest.updated:%Y-%m-%d %H:%M} UTC by the run's clock, and it is {now():%Y-%m-%d %H:%M} by this machine's")
+    with feed.apart() as apart:
+        for target in feed.targets:
+            task = feed.plan(newest.url, target)
+            outcome = apart.run(task.work, task.arguments, PLAN_SECONDS)
+            if outcome.status == isolation.REFUSED:
+                problems.append(f"run {run.name}, target {target.name}: step {newest.number}: {outcome.message}")
     return problems
 
 

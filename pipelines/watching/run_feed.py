@@ -18,7 +18,7 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_st
 from weightbeam.pipelines.errors import FailedError
 from weightbeam.pipelines.tables import human
 from weightbeam.pipelines.watching import isolation
-from weightbeam.pipelines.watching.config import MERGED, RESHARD, Config, Run, RunTarget
+from weightbeam.pipelines.watching.config import MERGED, QUANTIZE, RESHARD, Config, Run, RunTarget
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
 from weightbeam.pipelines.watching.isolation import Apart
 from weightbeam.pipelines.watching.notices import warn
@@ -48,7 +48,7 @@ class Mark:
     """The name of an empty file that says what is settled, so that one listing tells it of thousands of steps.
 
     Attributes:
-      updated: when the step was committed, in seconds since 1970.
+      updated: when the step was committed, in milliseconds since 1970.
       step, seen: which, as a listing of the run shows it.
       state: of the history.
       asked: identifies the target's options.
@@ -97,6 +97,7 @@ class RunFeed(Feed):
             below = config.output.url if flat else (config.output / run.name / target.name).url
             self.places[target.name] = open_place(target.output or below, scratch)
         self._there: list[Seen] = []
+        self._is_fresh = False  # whether nobody has gone by that listing yet
         self._marks: set[Mark] = set()
         self._open: set[str] = set()
         self._seen: dict[str, Seen] = {}  # by history's key
@@ -116,6 +117,7 @@ class RunFeed(Feed):
 
     def is_known(self) -> bool:
         """Whether something of this run was settled before."""
+        self._read_marks()
         return bool(self._marks)
 
     def look(self) -> list[Seen]:
@@ -130,13 +132,15 @@ class RunFeed(Feed):
             raise
         except OSError as e:
             raise StorageError(f"{self.run.checkpoints}: {reason(e)}") from e
+        self._is_fresh = True
         return self._there
 
     def versions(self, name: str) -> Iterable[Step]:
         """The newest step that isn't settled, again and again: meanwhile the run goes on, and deletes what is old."""
         tried: set[tuple[int, str]] = set()
         while True:
-            fresh = [seen for seen in self.run.steps.wanted(self.look()) if (seen.number, seen.mark) not in tried and not self._is_settled(seen)]
+            there, self._is_fresh = self._there if self._is_fresh else self.look(), False
+            fresh = [seen for seen in self.run.steps.wanted(there) if (seen.number, seen.mark) not in tried and not self._is_settled(seen)]
             if not fresh:
                 return
             tried.add((fresh[0].number, fresh[0].mark))
@@ -186,7 +190,7 @@ class RunFeed(Feed):
         if any(mark.step == version.number and mark.seen != version.mark for mark in published):
             return f"step {version.number} was written anew: another checkpoint of this number was published before"
         last = max(published, default=None)
-        if last and version.number < last.step and version.updated.timestamp() > last.updated:
+        if last and version.number < last.step and _milliseconds(version.updated) > last.updated:
             return f"the run went back: step {last.step} was published before"
         return None
 
@@ -206,7 +210,7 @@ class RunFeed(Feed):
         target = self.target(history)
         seen = self._seen.get(history.key)
         mark = Mark(
-            int(datetime.datetime.fromisoformat(first["updated"]).timestamp()),
+            _milliseconds(datetime.datetime.fromisoformat(first["updated"])),
             first["step"],
             seen.mark if seen else first["seen"],
             str(history.state),
@@ -248,12 +252,11 @@ class RunFeed(Feed):
 
     def plan(self, source: str, target: Target) -> Task:
         assert isinstance(target, RunTarget)
-        if target.kind == RESHARD:
-            return Task(isolation.plan_reshard, self._arguments(source, target))
-        return Task(isolation.plan_export, self._arguments(source, target))
+        works = {RESHARD: isolation.plan_reshard, QUANTIZE: isolation.plan_quantize}
+        return Task(works.get(target.kind, isolation.plan_export), self._arguments(source, target))
 
     def _arguments(self, source: str, target: RunTarget) -> list[str]:
-        like = [f"--like={self.run.like}"] if self.run.like and target.kind != RESHARD else []
+        like = [f"--like={self.run.like}"] if self.run.like else []
         return [f"--source={source}", *like, *(["--state=params"] if target.kind == RESHARD else []), *target.arguments]
 
     def foresee(self, facts: Mapping[str, Any]) -> str:
@@ -285,14 +288,17 @@ class RunFeed(Feed):
         work.make()
         output = f"--output={release.url}"
         common = [*self._arguments(source, target), output]
-        compared = "every element"
+        compared: str | None = None
         if target.kind == RESHARD:
             yield Task(isolation.reshard, [*common, "--resume", *self._config.runner_arguments()])
-            yield Task(isolation.verify_reshard, [source, release.url], "verified")
+            if self._config.verify:
+                yield Task(isolation.verify_reshard, [source, release.url], "verified")
+                compared = "every element"
+        elif target.kind == QUANTIZE:
+            yield Task(isolation.quantize, [*common, "--resume", *self._config.runner_arguments()])
         elif facts.get("lora"):
             work.delete_folder()
             work.make()
-            compared = None
             if target.lora == MERGED:
                 adapter = (work / "adapter").url
                 yield Task(isolation.export, [*self._arguments(source, target), f"--output={adapter}"])
@@ -336,7 +342,7 @@ class RunFeed(Feed):
         return sorted(mark for mark in self._marks if mark.state == PUBLISHED and mark.key.rpartition("-")[0] == target)
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:
-        return None if facts.get("verified") else "not compared: " + ("verify is 0" if not self._config.verify else "an adapter")
+        return None if facts.get("verified") else "not compared: " + ("verify is 0" if not self._config.verify else "an adapter, or quantised")
 
     def notice(self, history: History) -> str | None:
         return "; ".join(history.facts.get("changes", {}).get("warnings", [])) or None
@@ -360,7 +366,7 @@ class RunFeed(Feed):
         first = history.first
         others = [mark for mark in self._published(first["target"]) if mark.key != history.key]
         there = {(seen.number, seen.mark) for seen in self._there}
-        updated = datetime.datetime.fromisoformat(first["updated"]).timestamp()
+        updated = _milliseconds(datetime.datetime.fromisoformat(first["updated"]))
         return all(mark.updated <= updated for mark in others) or all(mark.step <= first["step"] for mark in others if (mark.step, mark.seen) in there)
 
     def _point(self, history: History) -> None:
@@ -396,7 +402,8 @@ class RunFeed(Feed):
         deadline = time.monotonic() + (GRACE if patient else 0.0)
         while True:
             try:
-                there = next((seen for seen in self.look() if seen.number == first["step"]), None)
+                self._there = list_steps(self.store)
+                there = next((seen for seen in self._there if seen.number == first["step"]), None)
                 step = read_step(self.store, self.run.name, there) if there else None
             except OSError:
                 return None  # it can't be told
@@ -410,6 +417,10 @@ class RunFeed(Feed):
 
     def clear(self, history: History) -> None:
         self._work(history).delete_folder()
+
+
+def _milliseconds(when: datetime.datetime) -> int:
+    return int(when.timestamp() * 1000)
 
 
 def _asked(target: Target) -> str:

@@ -299,7 +299,7 @@ class FakeGcs(Server):
         content = json.loads(call.body)
         sources = []
         for part in content["sourceObjects"]:
-            sources.append(self._find(bucket, part["name"], str(part["generation"]) if "generation" in part else None))
+            sources.append(self._find(bucket, part["name"], None if part.get("generation") is None else str(part["generation"])))
             self._check(part.get("objectPreconditions", {}), sources[-1])
         if not 1 <= len(sources) <= 32:
             raise RefusedError(400, "invalid", "The number of source components provided must be between 1 and 32.")

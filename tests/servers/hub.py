@@ -145,6 +145,8 @@ class FakeHub(Server):
             ("POST", "/api/repos/create", self._create),
             ("POST", "/api/validate-yaml", self._validate),
             ("POST", MODEL + "/branch/([^/]+)", self._branch),
+            ("DELETE", MODEL + "/branch/([^/]+)", self._unbranch),
+            ("GET", MODEL + "/discussions", self._discussions),
             ("POST", MODEL + "/preupload/([^/]+)", self._preupload),
             ("POST", "/([^/]+/[^/]+).git/info/lfs/objects/batch", self._batch),
             ("POST", MODEL + "/commit/([^/]+)", self._receive),
@@ -411,6 +413,18 @@ class FakeHub(Server):
             raise DeniedError(409, "", "Reference already exists")
         repository.branches[branch] = repository.head
         return json_reply(200, {})
+
+    def _unbranch(self, call: Call, token: str | None, name: str, branch: str) -> Reply:
+        repository = self._may_write(token, name)
+        if repository.branches.pop(branch, None) is None:
+            raise DeniedError(404, "RevisionNotFound", f"Invalid rev id: {branch}")
+        return json_reply(200, {})
+
+    def _discussions(self, call: Call, token: str | None, name: str) -> Reply:
+        pulls = self._repository(token, name).pulls
+        about = dict(status="open", isPullRequest=True, author=dict(name="tester"), repo=dict(name=name))
+        found = [about | dict(title=made.title, num=number, createdAt=isotime(made.date)) for number, made in enumerate(pulls, 1)]
+        return json_reply(200, dict(discussions=found, count=len(found), start=0))
 
     def _preupload(self, call: Call, token: str | None, name: str, revision: str) -> Reply:
         """Which files go to LFS: by name or size, as `.gitattributes` says; and what git has of those that are there."""

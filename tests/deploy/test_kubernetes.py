@@ -1,0 +1,32 @@
+"""The CronJob runs a command that there is, as an account that the Terraform makes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weightbeam.pipelines.arguments import parse
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def documents() -> dict[str, Any]:
+    return {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes" / "follow.yaml").read_text())}
+
+
+def test_the_cron_job() -> None:
+    made = documents()
+    pod = made["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    args, rest = parse(container["args"])
+    assert (container["command"], args.command, args.once, rest) == (["weightbeam"], "watch", True, [])
+    assert pod["serviceAccountName"] == made["ServiceAccount"]["metadata"]["name"]
+    assert len(made["CronJob"]["spec"]["schedule"].split()) == 5
+    account = made["ServiceAccount"]["metadata"]["annotations"]["iam.gke.io/gcp-service-account"].partition("@")[0]
+    assert f'account_id   = "{account}"' in (DEPLOY / "terraform" / "identities.tf").read_text()
+    secrets = [env["valueFrom"]["secretKeyRef"]["name"] for env in container["env"] if "valueFrom" in env]
+    assert secrets == re.findall(r"create secret generic (\S+)", (DEPLOY / "README.md").read_text())
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}

@@ -1,0 +1,513 @@
+"""`weightbeam watch --run` beside a run that stock Orbax writes: each committed step once, whole, with the bits of an export of a quiet copy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import training_run
+import transformers
+import yaml
+from safetensors.numpy import save_file
+from servers.gcs import FakeGcs
+from servers.hub import FakeHub
+from servers.server import Fault
+from support import F32, LLAMA, assert_same_bits, call, convert, flatten, random_tensors, read_file, read_tensors, save
+
+import weightbeam as wb
+from weightbeam.formats.storage import hub as storage
+from weightbeam.formats.storage import open_store
+from weightbeam.pipelines.watching import changes
+from weightbeam.pipelines.watching.records import RUNS
+from weightbeam.pipelines.watching.runs import list_steps
+
+PATIENCE = 120  # seconds that anything may take
+TOKEN, REPO = "hf_of_a_test", "me/tuned"
+WHOLE = ["discovered", "planned", "converting", "verified", "published"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A release, and the state with which a run of it begins: the weights, and something of an optimizer."""
+    folder = tmp_path_factory.mktemp("model")
+    like = save(folder / "like", LLAMA | dict(architectures=["LlamaForCausalLM"], dtype="float32"), random_tensors(LLAMA, F32))
+    step = convert(like, folder / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
+    state = training_run.load_state(step)
+    state["opt_state"] = [{"count": np.int32(0), "mu": state["params"]}, None]
+    return like, state
+
+
+def write(root: Path, *steps: int, model: tuple[Path, dict[str, Any]], seed: int = 0, keep: int | None = None, **changed: Any) -> None:
+    """Steps of a run, committed; `changed` are weights of the last one."""
+    checkpoints = training_run.manager(str(root), keep)
+    for step in steps:
+        state = training_run.weights_of(model[1], step, seed)
+        for key, values in changed.items():
+            held = state["params"]["params"]["decoder"]
+            held[key] = values(held[key])
+        training_run.save(checkpoints, step, state)
+        checkpoints.wait_until_finished()
+    checkpoints.close()
+
+
+def exported(step: Path, like: Path, folder: Path, **options: Any) -> dict[str, np.ndarray]:
+    """The tensors of an export of a step."""
+    wb.export(str(step), str(folder), like=str(like), progress=False, **options)
+    return read_tensors(folder)
+
+
+def watch(run: Any, like: Path, output: Any, *options: str) -> int:
+    return call("watch", "--run", run, "--like", like, "--output", output, *(options or ["--once"]))
+
+
+def records(output: str | Path, name: str = "run") -> list[list[dict[str, Any]]]:
+    """Each history of a run, in the order of their beginnings."""
+    store = open_store(str(output)) / RUNS / name
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in store.list():
+        if file.name.endswith(".json") and "/0" in file.name:
+            found.setdefault(file.name.partition("/")[0], []).append(json.loads(store.read(file.name)))
+    return sorted(found.values(), key=lambda history: history[0]["time"])
+
+
+def states(output: str | Path, name: str = "run") -> dict[str, list[str]]:
+    """The states of each history, by its step; a further one of the same step with a `+`."""
+    found: dict[str, list[str]] = {}
+    for history in records(output, name):
+        step = history[0]["commit"]
+        found[f"{step}+" if step in found else step] = [record["state"] for record in history]
+    return found
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Everything in a folder, with what any touch would change."""
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_ctime_ns, path.stat().st_nlink) for path in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    with FakeHub() as server:
+        server.allow(TOKEN)
+        server.writers.add(TOKEN)
+        for name, value in (server.env(TOKEN) | {"HF_HUB_DISABLE_XET": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(storage, "_locations", storage._Locations())  # another hub, with the same commits
+        monkeypatch.setattr(storage, "_INFO", {})
+        yield server
+
+
+def tensors_on(hub: FakeHub, branch: str, folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of a branch."""
+    folder.mkdir(parents=True)
+    for name, blob in hub.repositories[REPO].branches[branch].files.items():
+        if name.endswith(".safetensors"):
+            (folder / name).write_bytes(bytes(blob.data))
+    return read_tensors(folder)
+
+
+# --- one look -------------------------------------------------------------------------------------------------------------------
+
+
+def test_each_step_is_published_with_what_changed(model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest first; exact bits; a report, a card, JSON and a picture beside them; transformers loads it; the run isn't touched; once."""
+    like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
+    write(run, 10, 20, model=model)
+    before = snapshot(run)
+    assert watch(run, like, output, "--dry_run") == 0
+    assert "would be exported: " in capsys.readouterr().out
+    assert not output.exists()
+    assert watch(run, like, output) == 0
+    assert states(output) == {"step-20": WHOLE, "step-10": WHOLE}
+    assert snapshot(run) == before
+    for step in (10, 20):
+        assert_same_bits(read_tensors(output / f"step-{step}"), exported(run / str(step), like, tmp_path / f"quiet-{step}"))
+    assert json.loads((output / "hf.json").read_text())["checkpoint"] == str(output / "step-20")
+    write(run, 30, model=model)
+    assert watch(run, like, output) == 0
+    report = json.loads((output / "step-30" / "run.json").read_text())
+    assert (report["run"], report["step"], report["before"]) == (str(run), 30, {"step": 20, "url": str(output / "step-20")})
+    assert report["compared"] == "100% of the elements"
+    found = json.loads((output / "step-30" / "changes.json").read_text())
+    now, then = read_tensors(output / "step-30"), read_tensors(output / "step-20")
+    assert found["before"]["tensors"].keys() == now.keys()
+    for name, said in found["before"]["tensors"].items():
+        wanted = np.linalg.norm((now[name].astype(np.float64) - then[name]).ravel()) / np.linalg.norm(then[name].astype(np.float64).ravel())
+        assert said["relative"] == pytest.approx(wanted, rel=1e-6, abs=1e-12), name
+        assert said["largest"] == pytest.approx(float(np.abs(now[name].astype(np.float64) - then[name]).max()))
+    assert found["unchanged"] == ["model.norm.weight"]
+    assert found["like"]["than"] == str(like)
+    card = (output / "step-30" / "README.md").read_text()
+    facts = [f"run | {run}", "step | 30", f"commit | {report['weights']}", "rounded | 2 tensors: divided", "what changed | unchanged since step 20"]
+    assert [said for said in facts if f"| {said}" not in card] == []
+    assert (output / "step-30" / "changes.png").read_bytes().startswith(b"\x89PNG")
+    assert "unchanged since step 20: model.norm.weight" in records(output)[-1][-1]["reason"]
+    with torch.no_grad():
+        transformers.LlamaForCausalLM.from_pretrained(output / "step-30")(torch.arange(8)[None])
+    listed = sorted(path.name for path in output.iterdir())
+    assert watch(run, like, output) == 0
+    assert sorted(path.name for path in output.iterdir()) == listed == [".weightbeam", "hf.json", "step-10", "step-20", "step-30"]
+    assert not list((output / ".weightbeam" / "work").iterdir())
+    assert states(output) == {"step-20": WHOLE, "step-10": WHOLE, "step-30": WHOLE}
+
+
+def test_a_run_that_goes_back(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """It begins again at step 1, and writes step 2 anew: another checkpoint, told as such; what was published stays."""
+    like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
+    write(run, 1, 2, 3, model=model)
+    assert watch(run, like, output) == 0
+    first = read_tensors(output / "step-2")
+    shutil.rmtree(run / "2")
+    shutil.rmtree(run / "3")
+    write(run, 2, model=model, seed=1)
+    assert watch(run, like, output) == 0
+    (anew,) = list(output.glob("step-2-*"))
+    assert_same_bits(read_tensors(output / "step-2"), first)
+    assert_same_bits(read_tensors(anew), exported(run / "2", like, tmp_path / "quiet"))
+    assert "step 2 was written anew" in records(output)[-1][0]["reason"]
+    assert json.loads((output / "hf.json").read_text())["checkpoint"] == str(anew)
+    assert json.loads((anew / "run.json").read_text())["before"]["step"] == 1
+
+
+def test_nan_is_in_the_notice(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
+
+    def spoil(held: dict[str, Any]) -> dict[str, Any]:
+        kernel = held["kernel"].copy()
+        kernel[0, 0] = np.nan
+        return {"kernel": kernel}
+
+    write(run, 1, model=model, logits_dense=spoil)
+    assert watch(run, like, output) == 0
+    assert records(output)[0][-1]["reason"] == "NaN or infinite elements in lm_head.weight"
+    found = json.loads((output / "step-1" / "changes.json").read_text())
+    assert found["not_finite"] == ["lm_head.weight"]
+    assert found["like"]["tensors"]["lm_head.weight"]["relative"] == "nan"
+
+
+def test_what_is_kept(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """The last two and every third, of what was published; nothing of it comes back, and the run keeps its own."""
+    like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
+    about = dict(checkpoints=str(run), like=str(like), keep=dict(last=2, every=3), steps=dict(every=1), targets=[dict(name="f32")])
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about], verify=0)))
+    for step in (3, 4, 5, 6, 7):
+        write(run, step, model=model)
+        assert call("watch", "--config", file, "--once") == 0
+    assert call("watch", "--config", file, "--once") == 0
+    assert sorted(path.name for path in (tmp_path / "out" / "run" / "f32").iterdir()) == [".weightbeam", "step-3", "step-6", "step-7"]
+    assert {step: found[-1] for step, found in states(tmp_path / "out").items()} == {
+        "step-3": "published", "step-4": "removed", "step-5": "removed", "step-6": "published", "step-7": "published",
+    }  # fmt: skip
+    assert len(list(run.iterdir())) == 5
+    assert all(record["reason"].startswith("not compared") for history in records(tmp_path / "out") for record in history if record["state"] == "verified")
+
+
+def test_steps_that_are_asked_for(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Multiples, a list, the newest; what grows is none."""
+    run = tmp_path / "run"
+    write(run, 1, 2, 3, 4, model=model)
+    (run / "6.orbax-checkpoint-tmp").mkdir()
+    (run / "7").mkdir()  # as Orbax leaves what is being deleted
+    there = list_steps(open_store(str(run)))
+    assert [seen.number for seen in there] == [1, 2, 3, 4]
+    from weightbeam.pipelines.watching.config import read_steps
+
+    for given, wanted in (("every", [4, 3, 2, 1]), ("newest", [4]), ({"every": 2}, [4, 2]), ([3, 9], [3])):
+        assert [seen.number for seen in read_steps(given).wanted(there)] == wanted
+    for wrong in ("some", [], [-1], {"every": 0}, 5):
+        with pytest.raises(ValueError, match="should be every, newest"):
+            read_steps(wrong)
+
+
+def test_a_lora_run(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Its steps hold the factors only: each becomes PEFT's adapter, or the release with it merged in."""
+    like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
+    rng, factors = np.random.default_rng(0), {}
+    for layer in range(2):
+        factors[f"base_model.model.model.layers.{layer}.self_attn.v_proj.lora_A.weight"] = rng.standard_normal((4, 32), np.float32)
+        factors[f"base_model.model.model.layers.{layer}.self_attn.v_proj.lora_B.weight"] = rng.standard_normal((16, 4), np.float32)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(factors, adapter / "adapter_model.safetensors")
+    peft.LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj"], task_type="CAUSAL_LM", base_model_name_or_path=str(like)).save_pretrained(adapter)
+    step = convert(like, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b", "--lora", str(adapter), "--adapter_only", "true")
+    checkpoints = training_run.manager(str(run), None)
+    training_run.save(checkpoints, 5, training_run.load_state(step), {"lora_rank": 4, "lora_alpha": 8})
+    checkpoints.close()
+    targets = [dict(name="adapter"), dict(name="merged", lora="merged")]
+    about = dict(checkpoints=str(run), like=str(like), targets=[target | dict(maxtext_model="llama2-7b") for target in targets])
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about])))
+    assert call("watch", "--config", file, "--once") == 0
+    out = tmp_path / "out" / "run"
+    assert_same_bits(read_file(out / "adapter" / "step-5" / "adapter_model.safetensors"), factors)
+    wb.merge(str(like), str(tmp_path / "merged"), lora=str(out / "adapter" / "step-5"), progress=False)
+    assert_same_bits(read_tensors(out / "merged" / "step-5"), read_tensors(tmp_path / "merged"))
+    base = transformers.LlamaForCausalLM.from_pretrained(like)
+    assert peft.PeftModel.from_pretrained(base, out / "adapter" / "step-5").peft_config["default"].r == 4
+
+
+# --- buckets, and the hub -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
+    with FakeGcs("run", "out") as server:
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def upload(gcs: FakeGcs, folder: Path, name: str) -> None:
+    """As Orbax leaves a step in a bucket: the marker last."""
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == "commit_success.txt", -len(path.parts)))
+    for path in files:
+        gcs.put("run", f"{name}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+
+
+def test_a_run_in_a_bucket_into_a_bucket(model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs) -> None:
+    """Ten thousand steps: a look is one listing of the run. Nothing is written there. `run.json` comes last."""
+    like, run = model[0], tmp_path / "run"
+    write(run, 10_000, model=model)
+    for step in range(1, 10_000):
+        for mark in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+            gcs.put("run", f"tuned/checkpoints/{step}/{mark}", b"{}")
+    upload(gcs, run / "10000", "tuned/checkpoints/10000")
+    held = dict(gcs.objects["run"])
+    file = tmp_path / "watch.yaml"
+    about = dict(checkpoints="gs://run/tuned/checkpoints", like=str(like), steps="newest", targets=[dict(name="f32", output="gs://out/tuned")])
+    file.write_text(yaml.safe_dump(dict(output="gs://out/records", runs=[about])))
+    assert call("watch", "--config", file, "--once") == 0
+    assert gcs.objects["run"] == held
+    published = {name.removeprefix("tuned/step-10000/"): one for name, one in gcs.objects["out"].items() if name.startswith("tuned/step-10000/")}
+    assert max(published, key=lambda name: published[name].generation) == "run.json"
+    assert not [name for name in gcs.objects["out"] if "/work/" in name]
+    (tmp_path / "down").mkdir()
+    for name, one in published.items():
+        (tmp_path / "down" / name).write_bytes(bytes(one.data))
+    assert_same_bits(read_tensors(tmp_path / "down"), exported(run / "10000", like, tmp_path / "quiet"))
+    gcs.log.clear()
+    assert call("watch", "--config", file, "--once") == 0
+    of_run = [entry for entry in gcs.log if entry.name.startswith("run/")]
+    assert {entry.kind for entry in of_run} == {"list"}
+    assert len([entry for entry in of_run if entry.name == "run/tuned/checkpoints/"]) <= 20 + 1  # pages of 1,000 marks, and whether there is such a folder
+    assert len(of_run) <= 21
+    assert states("gs://out/records", "tuned") == {"step-10000": WHOLE}
+
+
+def test_a_step_that_is_deleted_while_it_is_read(model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs) -> None:
+    """It is gone: nothing of it is published, nothing staged is left, and the newest step is taken."""
+    like, run, output = model[0], tmp_path / "run", tmp_path / "out"
+    write(run, 1, 2, model=model)
+    upload(gcs, run / "1", "tuned/checkpoints/1")
+    gcs.faults = [Fault("slow", seconds=1.5, matching="%2Fd%2F|/d/")]
+
+    def delete() -> None:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline and not any(states(output, "tuned").get("step-1", [])[2:]):
+            time.sleep(0.05)
+        with gcs.lock:
+            for name in [name for name in gcs.objects["run"] if name.startswith("tuned/checkpoints/1/")]:
+                del gcs.objects["run"][name]
+        upload(gcs, run / "2", "tuned/checkpoints/2")
+        gcs.faults = []
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    assert watch("gs://run/tuned/checkpoints", like, output) == 0
+    thread.join()
+    assert states(output, "tuned") == {"step-1": ["discovered", "planned", "converting", "gone"], "step-2": WHOLE}
+    assert sorted(path.name for path in output.iterdir()) == [".weightbeam", "hf.json", "step-2"]
+    assert not list((output / ".weightbeam" / "work").iterdir())
+
+
+def test_a_step_on_the_hub_is_a_branch(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub) -> None:
+    """And the newest is `main`: one commit each, once. A card that somebody has edited is kept."""
+    like, run = model[0], tmp_path / "run" / "checkpoints"
+    write(run, 1, 2, model=model)
+    assert watch(run, like, f"hf://{REPO}") == 0
+    repository = hub.repositories[REPO]
+    assert set(repository.branches) == {"main", "step-1", "step-2"}
+    assert [commit.title.partition(" (")[0] for commit in repository.head.history()] == ["Step 2 of run", "initial commit"]
+    for step in (1, 2):
+        assert repository.branches[f"step-{step}"].title.startswith(f"Step {step} of run (")
+        assert_same_bits(tensors_on(hub, f"step-{step}", tmp_path / f"hub-{step}"), exported(run / str(step), like, tmp_path / f"quiet-{step}"))
+    assert f"| run | {run} |" in bytes(repository.head.files["README.md"].data).decode()
+    assert watch(run, like, f"hf://{REPO}") == 0
+    assert len(repository.head.history()) == 2
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card" / "README.md").write_text("# Mine\n")
+    hub.commit(REPO, tmp_path / "card")
+    write(run, 3, model=model)
+    assert watch(run, like, f"hf://{REPO}") == 0
+    assert repository.head.title.startswith("Step 3 of run (")
+    assert bytes(repository.head.files["README.md"].data) == b"# Mine\n"
+    assert "changes.json" in repository.head.files
+    assert not list((tmp_path / "cache" / "weightbeam" / "watch").glob("*/.weightbeam/work/*"))
+
+
+def test_a_pull_request(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub) -> None:
+    like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
+    write(run, 1, model=model)
+    about = dict(checkpoints=str(run), like=str(like), targets=[dict(name="f32", output=f"hf://{REPO}", create_pr=True)])
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about])))
+    assert call("watch", "--config", file, "--once") == 0
+    assert call("watch", "--config", file, "--once") == 0
+    assert [made.title.partition(" (")[0] for made in hub.repositories[REPO].pulls] == ["Step 1 of run"]
+    assert set(hub.repositories[REPO].branches) == {"main"}
+    assert records(tmp_path / "out")[0][-1]["pages"] == [f"{hub.url}/{REPO}/discussions/1"]
+
+
+# --- beside a run ---------------------------------------------------------------------------------------------------------------
+
+
+def start(command: list[str], printed: Path) -> subprocess.Popen[bytes]:
+    out = printed.open("ab")
+    return subprocess.Popen([sys.executable, *command], stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+def follow_a_run(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs, kills: int, seed: int) -> None:
+    """A run of asynchronous saves with `max_to_keep=2`, and a watcher, both killed again and again; then the invariants."""
+    rng, like, run = random.Random(seed), model[0], tmp_path / "run" / "checkpoints"
+    state = tmp_path / "state"
+    write(state, 0, model=model)
+    output = {"folder": str(tmp_path / "out"), "bucket": "gs://out/tuned", "hub": f"hf://{REPO}"}[place]
+    write(run, 0, model=model)
+    follow = ["-m", "weightbeam.pipelines.watch", "--run", str(run), "--like", str(like), "--output", output, "--interval", "1s"]
+    first = 1
+    for turn in range(kills):
+        train = [training_run.__file__, "--state", str(state / "0"), "--root", str(run), "--steps", f"{first}:1000", "--seconds", "0.7"]
+        with contextlib.ExitStack() as stack:
+            both = [stack.enter_context(start(command, tmp_path / f"printed-{name}")) for name, command in (("run", train), ("watch", follow))]
+            try:
+                time.sleep(rng.uniform(7, 10) if turn else 12)
+            finally:
+                for process in rng.sample(both, 2):
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+                    time.sleep(rng.uniform(0, 0.3))
+        first = max([int(path.name) for path in run.iterdir() if path.name.isdigit()]) + 1
+    held = snapshot(run)
+    assert watch(run, like, output) in (0, 1)
+    assert snapshot(run) == held
+    root = output if place != "hub" else next((tmp_path / "cache" / "weightbeam" / "watch").iterdir())
+    told = records(root)
+    assert all(record["state"] != "failed" for history in told for record in history), told
+    published = {history[0]["step"]: history for history in told if history[-1]["state"] == "published"}
+    assert len(published) == sum(history[-1]["state"] == "published" for history in told)
+    assert max(int(path.name) for path in run.iterdir() if path.name.isdigit()) in published
+    assert all([record["state"] for record in history].count("published") <= 1 for history in told)
+    assert {history[-1]["state"] for history in told} <= {"published", "gone"}
+    if place == "folder":
+        assert {path.name for path in Path(output).glob("step-*")} == {f"step-{step}" for step in published}
+    elif place == "hub":
+        repository = hub.repositories[REPO]
+        assert set(repository.branches) == {"main", *(f"step-{step}" for step in published)}
+        titles = [commit.title for commit in repository.head.history()[:-1]]
+        assert len(titles) == len(set(titles))
+    else:
+        whole = {name.split("/")[1] for name in gcs.objects["out"] if name.startswith("tuned/step-") and name.endswith("/run.json")}
+        assert whole == {f"step-{step}" for step in published}
+    for step in sorted(published):
+        quiet = tmp_path / f"quiet-{step}"
+        write(quiet, step, model=(like, training_run.load_state(state / "0")))
+        folder = tmp_path / f"got-{step}"
+        if place == "folder":
+            found = read_tensors(Path(output) / f"step-{step}")
+        elif place == "hub":
+            found = tensors_on(hub, f"step-{step}", folder)
+        else:
+            folder.mkdir()
+            for name in [name for name in gcs.objects["out"] if name.startswith(f"tuned/step-{step}/") and name.endswith(".safetensors")]:
+                (folder / name.rpartition("/")[2]).write_bytes(bytes(gcs.objects["out"][name].data))
+            found = read_tensors(folder)
+        assert_same_bits(found, exported(quiet / str(step), like, tmp_path / f"quiet-export-{step}"))
+    last = max(int(path.name) for path in run.iterdir() if path.name.isdigit())
+    restored = flatten(training_run.load_state(run / str(last))["params"])
+    assert_same_bits(restored, flatten(training_run.weights_of(training_run.load_state(state / "0"), last)["params"]))
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket", "hub"])
+def test_beside_a_run_that_goes_on(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs) -> None:
+    follow_a_run(place, tmp_path, model, hub, gcs, kills=2, seed=0)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------------
+
+
+def test_everything_wrong_is_said_at_the_start(model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str], gcs: FakeGcs) -> None:
+    """Nothing is written, and no run is begun: no steps, no folder, another model's release, two runs into one place, a bucket that can't be written."""
+    like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
+    write(run, 1, model=model)
+    (tmp_path / "empty").mkdir()
+    other = save(tmp_path / "other", LLAMA | dict(hidden_size=64), random_tensors(LLAMA | dict(hidden_size=64), F32))
+    diloco = training_run.manager(str(tmp_path / "diloco"), None)
+    training_run.save(diloco, 1, {"inner_state": {"x": np.zeros((2, 3), np.float32)}, "params": {"x": np.zeros(3, np.float32)}})
+    diloco.close()
+    gcs.read_only = ["out/"]
+    runs = [
+        dict(checkpoints=str(run), name="a", like=str(like), targets=[dict(name="one", output=str(tmp_path / "same"))]),
+        dict(checkpoints=str(run), name="b", like=str(other), targets=[dict(name="one", output=str(tmp_path / "same"))]),
+        dict(checkpoints=str(tmp_path / "empty"), name="c", like=str(like)),
+        dict(checkpoints=str(tmp_path / "none"), name="d", like=str(like)),
+        dict(checkpoints=str(tmp_path / "diloco"), name="e", like=str(like)),
+        dict(checkpoints=str(run), name="f", like=str(like), targets=[dict(name="one", output="gs://out/x"), dict(name="two", output=str(run / "in"))]),
+    ]
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=runs)))
+    assert call("watch", "--config", file, "--once") == 2
+    said = capsys.readouterr().err
+    wanted = ["run b, target one: is published into", f"{tmp_path}/empty: has no steps", f"{tmp_path}/none: no such folder", "a DiLoCo state", "gs://out/x",
+              "roles/storage.objectUser", "in which nothing is ever written", "run b, target one: step 1: "]  # fmt: skip
+    assert [text for text in wanted if text not in said] == []
+    assert "Traceback" not in said
+    assert not list((tmp_path / "out").rglob("*.json"))
+    assert {path.name for path in run.iterdir()} == {"1"}
+    assert watch(run, like, tmp_path / "mine") == 0
+    write(tmp_path / "second" / "checkpoints", 1, model=model)
+    assert watch(tmp_path / "second" / "checkpoints", like, tmp_path / "mine") == 2
+    assert "two runs can't be published into one place" in capsys.readouterr().err
+
+
+def test_everything_wrong_with_a_run_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "watch.yaml"
+    target = dict(name="A B", save_dtype="int8", wheels=4, create_pr=True)
+    run = dict(checkpoints="hf://a/b", steps="some", keep=dict(last=0), targets=[target], colour="red")
+    file.write_text(yaml.safe_dump(dict(output="/x", runs=[run])))
+    assert call("watch", "--config", file, "--once") == 2
+    said = capsys.readouterr().err
+    places = ["runs.0.checkpoints:", "runs.0.steps:", "keep.last", "name: should be", "save_dtype:", "wheels: no such option", "create_pr:", "runs.0.colour"]
+    assert [place for place in places if place not in said] == []
+    for options in (["--run", "/r"], ["--every", "3"], ["--config", file, "--run", "/r"], ["--run", "/r", "--output", "hf://nobody"]):
+        assert call("watch", *options, "--once") == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_kinds_and_layers() -> None:
+    """Experts are one kind, what lies in no layer is apart, a NaN stays one."""
+
+    def changed(value: float, bad: bool = False) -> dict[str, Any]:
+        return dict(relative=value, largest=value, share=1.0, not_finite=bad)
+
+    tensors = {
+        "model.layers.0.mlp.experts.0.up_proj.weight": changed(0.1), "model.layers.0.mlp.experts.1.up_proj.weight": changed(0.3),
+        "model.layers.1.mlp.experts.0.up_proj.weight": changed(0.2, bad=True), "lm_head.weight": changed(0.4),
+    }  # fmt: skip
+    kinds, layers, cells = changes.grid_of(tensors)
+    assert kinds == ["mlp.experts.*.up_proj.weight", "lm_head.weight"]
+    assert layers == [-1, 0, 1]
+    assert cells["mlp.experts.*.up_proj.weight", 0] == 0.3
+    assert np.isnan(cells["mlp.experts.*.up_proj.weight", 1])
+    assert cells["lm_head.weight", -1] == 0.4
