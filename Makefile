@@ -40,6 +40,8 @@ bench-full: .venv-bench ## convert a sparse DeepSeek-V3 at its full size: half a
 dataflow-dry-run: .venv/test ## submit a small conversion to test servers, and print the Dataflow job
 	PYTHONPATH=.:tests $(RUN)/python tests/submission.py
 
+.venv/core .venv/test .venv-bench: export PYTHONWARNINGS = ignore # setuptools has thirty lines to say of every editable install
+
 .venv/core: pyproject.toml
 	$(NEW_ENVIRONMENT) .venv
 	$(RUN)/python -m pip install --quiet --upgrade pip
