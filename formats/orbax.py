@@ -29,16 +29,17 @@ from weightbeam.formats.references import Reference, find_faults, read_reference
 from weightbeam.formats.staging import GROWING, ITEMS, LOCK, MARKER, Staging
 from weightbeam.formats.storage import TEMPORARY, StorageError, Store, open_store
 from weightbeam.formats.strict_json import parse_json
-from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.formats.zarr import ArraySpec, EncodedChunk, Format
 from weightbeam.model_mappings.boxes import Box
 
 STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())  # the scalar that MaxText's TrainState keeps beside the parameters
 METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
+ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"  # of an item: what its arrays were, and the leaves that are texts
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
-def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format) -> str:
-    """Writes the shards of a unit durably, into a database all or none of them, and enters the unit in the ledger.
+def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format, copies: Sequence[EncodedChunk] = ()) -> str:
+    """Writes the shards of a unit durably, and chunks that are encoded already, into a database all or none of them; enters the unit in the ledger.
 
     Returns:
       The attempt that counts: this one, or an earlier one that was first.
@@ -49,7 +50,7 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
     staging.check()
     attempt = staging.attempt()
     try:
-        _write(staging, attempt, shards, format)
+        _write(staging, attempt, shards, format, copies)
         staging.check()
     except Exception as e:
         if staging.is_staged():
@@ -57,7 +58,7 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
         staging.sweep(f"{ocdbt.ATTEMPT}{attempt}")
         raise staging.taken_over() from e
     shares: dict[str, int] = {}
-    for spec, box, values in shards:
+    for spec, box, values in (*shards, *((copy.spec, copy.box, copy.values) for copy in copies)):
         shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values)
     # Once it is entered it may count, and be published by whoever has taken over: from here on nothing of it is removed.
     entry = staging.enter(unit, {"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}})
@@ -66,13 +67,17 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
     return entry["attempt"]
 
 
-def _write(staging: Staging, attempt: str, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format) -> None:
+def _write(staging: Staging, attempt: str, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format, copies: Sequence[EncodedChunk]) -> None:
     shared = ocdbt.context()
     transaction = ts.Transaction(atomic=True) if format.use_ocdbt else None
     kvstore = ocdbt.database(staging.items / f"{ocdbt.ATTEMPT}{attempt}") if format.use_ocdbt else staging.shards.kvstore()
     futures = []
     for spec, same in itertools.groupby(shards, key=lambda shard: shard[0]):
         futures += zarr.write_shards(kvstore, spec, format, [(box, values) for _, box, values in same], shared, transaction)
+    if copies:
+        store = ts.KvStore.open(kvstore, context=shared).result()
+        store = store if transaction is None else store.with_transaction(transaction)
+        futures += [store.write(copy.key, copy.encoded) for copy in copies]
     for future in futures:
         future.result()
     if transaction is not None:
@@ -90,23 +95,34 @@ class Contents:
       specs: every array.
       format: how it is stored.
       units: how many units the plan has; their ids count from 0.
-      scan_layers: what MaxText looks for in the custom metadata.
+      scan_layers: what MaxText looks for in the custom metadata; None where nobody knows.
       record: where the checkpoint comes from (`formats/provenance.py`), without digests.
       references: the chunks that no unit makes: ranges of files in `items/source/`.
       bare: whether the arrays are the whole tree, without the step and the (empty) optimizer state of a TrainState.
       custom: more custom metadata.
-      files: what else lies beside the record, by name.
+      files: what else lies beside the record, or below the item or another one, by name.
+      tree: every leaf, as Orbax's `tree_metadata` has it; None for MaxText's TrainState of parameters alone.
+      metadata: of arrays whose chunks were copied, what describes them.
+      handlers: Orbax's names for the handlers of other items.
     """
 
     specs: Sequence[ArraySpec]
     format: Format
     units: int
-    scan_layers: bool
+    scan_layers: bool | None
     record: Mapping[str, Any]
     references: Sequence[Reference] = ()
     bare: bool = False
     custom: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    tree: Mapping[str, Any] | None = None
+    metadata: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    handlers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arrays(self) -> list[ArraySpec]:
+        """Every array that is stored, with the step where it is a scalar of ours."""
+        return [*self.specs] if self.bare or self.tree is not None else [*self.specs, STEP]
 
 
 def assemble(staging: Staging, contents: Contents, overwrite: bool = False) -> None:
@@ -140,14 +156,17 @@ def publish(staging: Staging, overwrite: bool = False) -> None:
 
 def _complete(staging: Staging, contents: Contents) -> None:
     """Makes a whole checkpoint of what is staged, the markers last."""
-    specs, format, items = contents.specs, contents.format, staging.items
+    format, items = contents.format, staging.items
     done, ledger = staging.done(), staging.ledger()
     if missing := set(range(contents.units)) - set(ledger):
         raise ocdbt.IncompleteError(f"{len(missing)} of {contents.units} units are missing, e.g. {sorted(missing)[:3]}")
-    everything = [*specs] if contents.bare else [*specs, STEP]
+    everything = contents.arrays
     plain = dataclasses.replace(format, compression="none")  # how the step is stored
-    objects = [(f"{spec.key}/{format.metadata_name}", zarr.metadata_json(spec, plain if spec is STEP else format)) for spec in everything]
-    if STEP in everything:
+    objects = [
+        (f"{spec.key}/{format.metadata_name}", contents.metadata.get(spec.key) or zarr.metadata_json(spec, plain if spec is STEP else format))
+        for spec in everything
+    ]
+    if everything[-1] is STEP:
         objects.append((list(zarr.keys(STEP, format))[1], np.int64(staging.step).tobytes()))
     if format.use_ocdbt:
         attempts = {f"{ocdbt.ATTEMPT}{entry['attempt']}" for entry in ledger.values()}
@@ -175,12 +194,13 @@ def _complete(staging: Staging, contents: Contents) -> None:
             staging.put(f"{ITEMS}/{key}", value)
         _check_files(items, everything, format)
     _check_same(staging, done)  # the merge may have made the folder anew
-    staging.put(f"{ITEMS}/{METADATA}", _json(_tree_metadata(specs, format, contents.bare)))
+    staging.put(f"{ITEMS}/{METADATA}", _json(_tree_metadata(contents)))
     record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
     staging.put(RECORD, record_json(record))
     for name, content in contents.files.items():
         staging.put(name, content)
-    about = _json(_checkpoint_metadata({"scan_layers": contents.scan_layers, **contents.custom, "weightbeam": summary(record)}))
+    scan = {} if contents.scan_layers is None else {"scan_layers": contents.scan_layers}
+    about = _json(_checkpoint_metadata({**scan, **contents.custom, "weightbeam": summary(record)}, contents.handlers))
     staging.put(f"{ITEMS}/{CHECKPOINT_METADATA}", about)  # where MaxText looks for scan_layers: load_parameters_path is the item
     staging.put(CHECKPOINT_METADATA, about)
     _check_same(staging, done)
@@ -203,7 +223,8 @@ def _check_references(items: Store, references: Sequence[Reference]) -> None:
 def _check_files(items: Store, specs: Sequence[ArraySpec], format: Format) -> None:
     """Without a database every key is a file: all of them, and no others."""
     wanted = {key for spec in specs for key in zarr.keys(spec, format)}
-    held = {file.name for file in items.list()} - {METADATA, CHECKPOINT_METADATA, MARKER}  # of an assembly that was stopped
+    held = {file.name for file in items.list()} - {METADATA, CHECKPOINT_METADATA, MARKER, STRINGS}  # of an assembly that was stopped
+    held = {name for name in held if not name.startswith(f"{ARRAY_METADATAS}/")}
     for stray in [key for key in held - wanted if key.endswith((".__lock", TEMPORARY))]:  # TensorStore's and ours, of writes that were killed
         items.delete(stray)
         held.remove(stray)
@@ -227,12 +248,12 @@ def is_checkpoint(step: Store) -> bool:
     return any((step / name).exists(METADATA) for name in step.folders())
 
 
-def find_damage(step: Store, specs: Sequence[ArraySpec], format: Format) -> str:
+def find_damage(step: Store, everything: Sequence[ArraySpec], format: Format) -> str:
     """What is missing of a published checkpoint, as far as its index and the sizes of its files tell; empty if nothing is.
 
     No array is read.
     """
-    items, everything = step / ITEMS, [*specs, STEP]
+    items = step / ITEMS
     sizes = {file.name: file.size for file in items.list()}
     if gone := sorted({METADATA, CHECKPOINT_METADATA, MARKER} - sizes.keys()):
         return f"{items.path(gone[0])} is gone"
@@ -278,28 +299,27 @@ def _json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value).encode()
 
 
-def _tree_metadata(specs: Sequence[ArraySpec], format: Format, bare: bool) -> dict[str, Any]:
-    """`_METADATA`: the tree of MaxText's TrainState, or a bare one; every array as a numpy array, so that no device mesh is baked in."""
+def _tree_metadata(contents: Contents) -> dict[str, Any]:
+    """`_METADATA`: every array as a numpy array, so that no device mesh is baked in."""
 
     def entry(path: tuple[str, ...], kind: str, skip: bool = False) -> tuple[str, Any]:
         keys = [{"key": key, "key_type": 2} for key in path]  # 2: a dict's key
         return str(path), {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": skip}}
 
-    tree = [] if bare else [entry(("opt_state",), "Dict", skip=True), entry((STEP.key,), "scalar")]
-    tree += [entry(tuple(spec.key.split(".")), "np.ndarray") for spec in specs]
+    state = [] if contents.bare else [entry(("opt_state",), "Dict", skip=True), entry((STEP.key,), "scalar")]
     return {
-        "tree_metadata": dict(tree),
-        "use_ocdbt": format.use_ocdbt,
-        "use_zarr3": format.use_zarr3,
+        "tree_metadata": contents.tree or dict([*state, *(entry(tuple(spec.key.split(".")), "np.ndarray") for spec in contents.specs)]),
+        "use_ocdbt": contents.format.use_ocdbt,
+        "use_zarr3": contents.format.use_zarr3,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
 
 
-def _checkpoint_metadata(custom: Mapping[str, Any]) -> dict[str, Any]:
+def _checkpoint_metadata(custom: Mapping[str, Any], handlers: Mapping[str, Any]) -> dict[str, Any]:
     now = time.time_ns()
     return {
-        "item_handlers": {"items": HANDLER},
+        "item_handlers": {"items": HANDLER, **handlers},
         "metrics": {},
         "performance_metrics": {},
         "init_timestamp_nsecs": now,
@@ -336,6 +356,16 @@ def find_items(where: str | Path | Store) -> Store:
     if not steps and (stopped := sorted(filter(_is_unpublished, folders))):
         found += f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
     raise StorageError(f"{store}: {found}")
+
+
+def check_committed(store: Store) -> None:
+    """Checks that a step, or an item, is whole. In a folder Orbax names it when it is; in a bucket a marker says so.
+
+    Raises:
+      StorageError: it is still being written, or its writing was broken off.
+    """
+    if store.url.startswith("gs://") and (items := find_items(store)) and not items.exists(MARKER) and not items.parent.exists(MARKER):
+        raise StorageError(f"{items}: has no {MARKER}: it is still being written, or was broken off; wait, or take another step")
 
 
 def _item_of(store: Store) -> Store | None:

@@ -27,6 +27,7 @@ from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.trees import Tree, TreeError, recognise
 
+TEXT = "string"  # the value_type of leaves that lie in a file of their own
 LIGHT = 64 << 20  # bytes; a stored shard of chunks up to this is read whole
 
 
@@ -153,7 +154,6 @@ class OrbaxCheckpoint:
       custom: the custom metadata of its step.
       record: `conversion.json`; empty where it isn't ours.
       arrays: by their keys.
-      tree: which of them are weights.
     """
 
     root: str
@@ -162,7 +162,15 @@ class OrbaxCheckpoint:
     custom: Mapping[str, Any]
     record: Mapping[str, Any]
     arrays: Mapping[str, OrbaxArray]
-    tree: Tree
+
+    @functools.cached_property
+    def tree(self) -> Tree:
+        """Which of the arrays are weights.
+
+        Raises:
+          TreeError: it isn't known.
+        """
+        return recognise(_paths(self.metadata, self.arrays))
 
     @property
     def weights(self) -> dict[str, OrbaxArray]:
@@ -190,8 +198,7 @@ def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
         key: OrbaxArray(staged["root"], key, driver, use_ocdbt, tuple(shape), _dtype(dtype), tuple(chunk), compressed)
         for key, (driver, use_ocdbt, shape, dtype, chunk, compressed) in staged["arrays"].items()
     }
-    tree = recognise(_paths(staged["metadata"], arrays))
-    return OrbaxCheckpoint(staged["root"], staged["files"], staged["metadata"], staged["custom"], staged["record"], arrays, tree)
+    return OrbaxCheckpoint(staged["root"], staged["files"], staged["metadata"], staged["custom"], staged["record"], arrays)
 
 
 def _dtype(name: str) -> np.dtype:
@@ -204,11 +211,11 @@ def identify(items: Store) -> str:
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
-def open_orbax(where: str | Path | Store) -> OrbaxCheckpoint:
+def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckpoint:
     """Opens a checkpoint given by its root (with one step), a step, or the item itself.
 
     Raises:
-      StorageError: there is none, it is damaged, or its tree isn't one whose weights can be taken.
+      StorageError: there is none, it is damaged, or (but for `any_tree`) its tree isn't one whose weights can be taken.
     """
     items = find_items(where)
     forget(str(items))
@@ -231,21 +238,23 @@ def open_orbax(where: str | Path | Store) -> OrbaxCheckpoint:
             grain = shard if math.prod(shard) * dtype.itemsize <= LIGHT else read
             grain = tuple(min(n, size) if size else 1 for n, size in zip(grain, store.shape, strict=True))
             arrays[key] = OrbaxArray(str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed)
-        tree = recognise(_paths(metadata, arrays))
+        checkpoint = OrbaxCheckpoint(str(items), files, metadata, item_metadata(items), record_of(items), arrays)
+        if not any_tree:
+            _ = checkpoint.tree
     except TreeError as e:
         raise StorageError(f"{items}: {e}") from e
     except StorageError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise StorageError(f"{items}: can't be read: {_brief(e) or type(e).__name__}") from e
-    return OrbaxCheckpoint(str(items), files, metadata, item_metadata(items), record_of(items), arrays, tree)
+    return checkpoint
 
 
 def leaves(metadata: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The paths of the arrays of a tree; leaves that hold none (empty dicts, None) left out."""
+    """The paths of the arrays of a tree; leaves that hold none (empty dicts, None, texts) left out."""
     found = []
     for entry in metadata["tree_metadata"].values():
-        if not entry["value_metadata"].get("skip_deserialize"):
+        if not entry["value_metadata"].get("skip_deserialize") and entry["value_metadata"].get("value_type") != TEXT:
             found.append(tuple(str(key["key"]) for key in entry["key_metadata"]))
     return found
 

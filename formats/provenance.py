@@ -29,7 +29,7 @@ from weightbeam.model_mappings.boxes import Box
 RECORD = "conversion.json"
 LIBRARIES = ("apache-beam", "tensorstore", "numpy", "ml_dtypes")
 
-LONG = ("shards", "axes", "config", "tensors", "dropped")  # fields that stand in the record only
+LONG = ("shards", "axes", "config", "tensors", "dropped", "source_digests")  # fields that stand in the record only
 
 Digest = int
 

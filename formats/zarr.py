@@ -49,6 +49,25 @@ class ArraySpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A shard as another checkpoint stores it, to be written as it is.
+
+    Attributes:
+      spec: the array that it goes to.
+      key: of the shard there.
+      box: of the array.
+      encoded: the bytes as they are stored.
+      values: what they mean, for the array's digest.
+    """
+
+    spec: ArraySpec
+    key: str
+    box: Box
+    encoded: bytes
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Format:
     """How a checkpoint is stored, in MaxText's words.
 
@@ -79,7 +98,7 @@ def metadata(spec: ArraySpec, format: Format) -> dict[str, Any]:
         return {
             "shape": list(spec.shape),
             "chunks": list(spec.shard),
-            "dtype": "bfloat16" if spec.dtype.name == "bfloat16" else spec.dtype.str,
+            "dtype": spec.dtype.name if spec.dtype.kind == "V" else spec.dtype.str,  # those of ml_dtypes have no spelling of numpy's
             "compressor": {"id": "zstd", "level": 1} if zstd else None,
             "filters": None,
             "order": "C",

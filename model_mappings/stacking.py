@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,14 @@ from weightbeam.model_mappings.rules import Rule, Stack, Window
 
 Path = tuple[str, ...]
 Shape = tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """An array of the old tree."""
+
+    key: str
+    shape: Shape
+
 
 PARAMS = "params"  # the collection of the parameters
 MODULES = "nnx_aux"  # the root of the state of NNX modules, whose layers are stacked on axis 0
@@ -140,7 +149,7 @@ class Stacks:
         return 0 if MODULES in root else min(self.axis, rank)
 
 
-def restack(arrays: Mapping[Path, Shape], before: Stacks, after: Stacks) -> Iterator[Moved]:
+def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> Iterator[Moved]:
     """The arrays of a tree in another layout, in an order of their own; each array of the old tree is used once and whole.
 
     Raises:
@@ -151,10 +160,10 @@ def restack(arrays: Mapping[Path, Shape], before: Stacks, after: Stacks) -> Iter
         if not after.has(target, stack):
             where |= {(stack.source, int(stack.layers[index])): (target, index) for index in np.ndindex(stack.layers.shape)}
     moving: dict[Path, list[tuple[Path, Path]]] = {}  # a stack's target -> (root, rest) of each of its arrays
-    for path, shape in arrays.items():
+    for path, held in arrays.items():
         found = before.find(path)
         if found is None or after.has(found[1], before.by_target[found[1]]):
-            yield _kept(path, shape, found, before, after)
+            yield _kept(path, held, found, before, after)
         else:
             start, target = found
             if variables := sorted(before.collections.intersection(path[:start])):
@@ -171,41 +180,43 @@ def restack(arrays: Mapping[Path, Shape], before: Stacks, after: Stacks) -> Iter
                 yield _take(root, rest, target, layers[0], before, arrays)
 
 
-def _kept(path: Path, shape: Shape, found: tuple[int, Path] | None, before: Stacks, after: Stacks) -> Moved:
+def _kept(path: Path, held: Held, found: tuple[int, Path] | None, before: Stacks, after: Stacks) -> Moved:
     """An array that keeps its place; its stacked axes may move."""
+    key, shape = held
     count = before.by_target[found[1]].layers.ndim if found else 0
     if not found or not count:
-        return Moved(path, path, same(".".join(path), shape))
+        return Moved(path, path, same(key, shape))
     rank = len(shape) - count
     here, there = before.at(path[: found[0]], rank), after.at(path[: found[0]], rank)
     _check(path, shape, here, before.by_target[found[1]])
     others = [axis for axis in range(len(shape)) if not here <= axis < here + count]
     order = [*others[:there], *range(here, here + count), *others[there:]]
-    return Moved(path, path, same(".".join(path), shape, None if here == there else order), tuple(range(there, there + count)))
+    return Moved(path, path, same(key, shape, None if here == there else order), tuple(range(there, there + count)))
 
 
 def _gather(
-    root: Path, rest: Path, target: Path, layers: Sequence[tuple[Path, tuple[int, ...]]], stack: Stack, arrays: Mapping[Path, Shape], after: Stacks
+    root: Path, rest: Path, target: Path, layers: Sequence[tuple[Path, tuple[int, ...]]], stack: Stack, arrays: Mapping[Path, Held], after: Stacks
 ) -> Moved:
     """The layers of an array that lay each by itself, stacked."""
     paths = [(*root, *one, *rest) for one, _ in layers]
     if missing := [path for path in paths if path not in arrays]:
         raise StackingError(paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}")
-    if other := [path for path in paths if arrays[path] != arrays[paths[0]]]:
-        raise StackingError(paths[0], f"its layers can't be stacked: {arrays[paths[0]]} here, {arrays[other[0]]} in {'.'.join(other[0])}")
-    keys = np.array([".".join(path) for path in paths], dtype=object).reshape(stack.layers.shape)
-    at = after.at(root, len(arrays[paths[0]]))
-    return Moved((*root, *target, *rest), paths[0], stacked(keys, arrays[paths[0]], at), tuple(range(at, at + stack.layers.ndim)))
+    shape = arrays[paths[0]].shape
+    if other := [path for path in paths if arrays[path].shape != shape]:
+        raise StackingError(paths[0], f"its layers can't be stacked: {shape} here, {arrays[other[0]].shape} in {'.'.join(other[0])}")
+    keys = np.array([arrays[path].key for path in paths], dtype=object).reshape(stack.layers.shape)
+    at = after.at(root, len(shape))
+    return Moved((*root, *target, *rest), paths[0], stacked(keys, shape, at), tuple(range(at, at + stack.layers.ndim)))
 
 
-def _take(root: Path, rest: Path, target: Path, layer: tuple[Path, tuple[int, ...]], before: Stacks, arrays: Mapping[Path, Shape]) -> Moved:
+def _take(root: Path, rest: Path, target: Path, layer: tuple[Path, tuple[int, ...]], before: Stacks, arrays: Mapping[Path, Held]) -> Moved:
     """One layer of a stacked array, by itself."""
     held, index = layer
     path = (*root, *held, *rest)
-    stack, shape = before.by_target[held], arrays[path]
+    stack, (key, shape) = before.by_target[held], arrays[path]
     at = before.at(root, len(shape) - stack.layers.ndim)
     _check(path, shape, at, stack)
-    return Moved((*root, *target, *rest), path, taken(".".join(path), shape, at, index))
+    return Moved((*root, *target, *rest), path, taken(key, shape, at, index))
 
 
 def _check(path: Path, shape: Shape, at: int, stack: Stack) -> None:
@@ -214,7 +225,7 @@ def _check(path: Path, shape: Shape, at: int, stack: Stack) -> None:
         raise StackingError(path, f"its shape {shape} has no axes {wanted} of layers from axis {max(at, 0)} on")
 
 
-def unused(arrays: Iterable[Path], moved: Iterable[Moved]) -> list[Path]:
+def unused(arrays: Mapping[Path, Held], moved: Iterable[Moved]) -> list[Path]:
     """The arrays of the old tree that nothing is made of."""
     keys = set(itertools.chain.from_iterable(one.part.tensors for one in moved))
-    return [path for path in arrays if ".".join(path) not in keys]
+    return [path for path, held in arrays.items() if held.key not in keys]

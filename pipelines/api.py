@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.plan import plan as plan
     from weightbeam.pipelines.progress import Progress as Progress
     from weightbeam.pipelines.quantize import quantize as quantize
+    from weightbeam.pipelines.reshard import reshard as reshard
     from weightbeam.pipelines.verify import verify as verify
 
 HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it lies in
     "plan": "plan",
     "convert": "convert",
     "export": "export",
+    "reshard": "reshard",
     "verify": "verify",
     "load": "loading.load",
     "open": "loading.tree",

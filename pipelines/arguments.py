@@ -128,6 +128,18 @@ Exit status: 0 the same within the tolerance, 1 not, 2 they can't be compared.
 """
 
 
+RESHARD = """\
+Writes an Orbax checkpoint anew: cut for another mesh, with layers stacked or apart, in another dtype or storage, with or without
+the optimizer. The checkpoint may be anyone's: one of Weightbeam's, of MaxText's training with all of its state, of post-training.
+Chunks that fit already are copied as they are encoded; each other chunk is decoded once. As a Beam pipeline.
+
+  weightbeam reshard ckpt ckpt64 --mesh fsdp=64
+  weightbeam reshard run/checkpoints/1000 served --state params --save_dtype bfloat16 --scan_layers false --like hf://Qwen/Qwen3-8B
+
+Exit status: 0 done, 1 failed on the way, 2 refused before any work.
+"""
+
+
 EXPORT = """\
 Writes an Orbax checkpoint as a Hugging Face release: safetensors files and index, config.json, tokenizer and the other small
 files. The checkpoint may be one of Weightbeam's, of MaxText's converter, or one that MaxText's training wrote. What it remembers
@@ -492,6 +504,33 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
 
 
+def add_reshard(parser: argparse.ArgumentParser) -> None:
+    """The options of a reshard; None stands for what the checkpoint has."""
+    add = parser.add_argument_group("what is written").add_argument
+    add("--source", metavar="URL", help="the Orbax checkpoint, anyone's: its root, a step or an item, in a folder or in gs://")
+    add("--output", metavar="URL", help="a folder or gs://bucket/folder for the new one; it must not hold that step yet")
+    add("--step", type=natural, metavar="N", help="which step, where the source has several; and the one that is written (default: the source's)")
+    add("--state", choices=("full", "params"), default="full", help="params leaves out the optimizer and the rest, and calls the weights params.params")
+    add("--save_dtype", choices=("keep", "bfloat16", "float32"), default="keep", help="dtype of the weights; computed in float32, cast once")
+    add("--moment_dtype", choices=("keep", "bfloat16", "float32"), default="keep", help="dtype of the optimizer's moments")
+    add("--resume", action="store_true", default=False, help="go on with a stopped one")
+    add("--overwrite", action="store_true", default=False, help="replace a checkpoint, or throw a stopped one away")
+    add = parser.add_argument_group("layout").add_argument
+    add("--mesh", action="append", metavar="AXES", help="the mesh that loads it, such as fsdp=64; may be repeated (default: chunks stay as they are)")
+    add("--scan_layers", type=boolean, metavar="true|false", help="stack the layers of a kind in one array, or take them apart (default: as they are)")
+    add("--param_scan_axis", type=natural, metavar="N", help="where the stacked axis goes (default: where it is)")
+    add("--like", metavar="URL", help="a release of the model, if the checkpoint doesn't remember one: its table names axes and layers")
+    add("--maxtext_model", metavar="NAME", help="the MaxText model, where config.json can't settle it")
+    add("--family", metavar="NAME|FILE.py", help="the table, as for convert (default: by config.json)")
+    add("--sharding_rules", metavar="FILE", help="your logical_axis_rules, as for convert")
+    add = parser.add_argument_group("storage").add_argument
+    add("--use_ocdbt", type=boolean, metavar="true|false", help="one database, or a folder for each array (Pathways: false; default: as the source)")
+    add("--use_zarr3", type=boolean, metavar="true|false", help="zarr version 3 or 2 (Pathways: false; default: as the source)")
+    add("--compression", choices=("none", "zstd"), help="of every array (default: as it is where chunks are copied, else none)")
+    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+
+
 def add_watching(parser: argparse.ArgumentParser) -> None:
     """The options that aren't of the configuration."""
     add = parser.add_argument
@@ -532,6 +571,7 @@ POSITIONALS = {  # by command: the options that words without an option stand fo
     "dequantize": ("source", "output"),
     "quantize": ("source", "output"),
     "merge": ("source", "output"),
+    "reshard": ("source", "output"),
     "fit": ("source", "maxtext_model"),
     "help": ("topic",),
     "completion": ("shell",),
@@ -546,6 +586,7 @@ USAGES = {
     "dequantize": "SOURCE OUTPUT [options]",
     "quantize": "SOURCE OUTPUT [options]",
     "merge": "SOURCE OUTPUT --lora PATH [options]",
+    "reshard": "CHECKPOINT OUTPUT [options]",
     "fit": "SOURCE MODEL [options]",
     "diff": "A B [options]",
     "help": "[TOPIC]",
@@ -576,6 +617,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_fit(command("fit", "compare a release with a MaxText configuration, field by field", FIT))
     add_verification(command("verify", "compare a checkpoint with its source, element by element", VERIFY))
     add_export(command("export", "write a checkpoint as a Hugging Face release", EXPORT))
+    add_reshard(command("reshard", "write a checkpoint anew, for another mesh or layout", RESHARD))
     add_dequantization(command("dequantize", "write a quantised release as an ordinary one", DEQUANTIZE))
     add_quantization(command("quantize", "write a release in FP8", QUANTIZE))
     add_merge(command("merge", "merge PEFT adapters into a release", MERGE))

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
-import logging
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-from weightbeam.formats.links import HARD, LinkError
-from weightbeam.formats.orbax import plan_of, publish
-from weightbeam.formats.staging import ITEMS, FolderStaging, Staging, staging_at
-from weightbeam.formats.storage import StorageError, Store
+from weightbeam.formats.links import HARD
+from weightbeam.formats.storage import Store
 from weightbeam.pipelines import report
-from weightbeam.pipelines.errors import Failed, Refused
+from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
+from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, option_keywords, read_options, takes_options
-from weightbeam.pipelines.output import alone, check_output, is_finished, look_for_job
+from weightbeam.pipelines.output import check_output
 from weightbeam.pipelines.plan import Plan
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
-from weightbeam.pipelines.progress import Report, reporter
+from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
-from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.conversion import Conversion
-
-LOG = logging.getLogger("weightbeam")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,49 +154,14 @@ def carry_out(
     in_place: bool = False,
 ) -> Converted:
     """Carries a planned conversion out, or refuses to; see `convert`, and `check_output` for `in_place`."""
-    staging = _staging(output, conversion)
-    asked = (resume, overwrite, link, in_place)
-    refuse(conversion, [*conversion.plan.problems, *check_output(staging, conversion, *asked)])
-    refuse(conversion, conversion.unreadable())
-    items = staging.final / ITEMS
-    if resume and is_finished(staging, conversion):
-        with alone(staging):  # and takes away what a killed process left
-            return Converted(conversion, items, state="nothing to do")
-    for warning in report.warnings_of(conversion):
-        LOG.warning(warning)
-    if conversion.units:  # Beam is imported before the output is taken: that takes a while, and may be interrupted
-        importlib.import_module("weightbeam.pipelines.execution")
-    start, written = time.monotonic(), 0
-    with alone(staging, look_for_job(staging, beam)):
-        refuse(conversion, check_output(staging, conversion, *asked))  # again: now nobody else changes it
-        if conversion.units:
-            from weightbeam.pipelines.execution import run_units
-
-            asked = {name: value for name, value in vars(conversion.options).items() if name != "sharding_rules"}
-            ours: dict[str, Any] = {"source": conversion.checkpoint.root, "output": output} | asked | {"mesh": list(conversion.options.mesh)}
-            counted = run_units(conversion, staging, beam, ours, resume, overwrite, link, sha256, reporter(progress))
-            if counted is None:
-                return Converted(conversion, items, state="running")  # the job that was started publishes it
-            written = counted
-        else:
-            _publish_index(conversion, staging, resume, overwrite, link, sha256)
-    if plan_of(staging.final) != conversion.hash:
-        raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
-    how = f"--link {link}" if isinstance(staging, FolderStaging) else "copied into the bucket"
-    return Converted(conversion, items, time.monotonic() - start, written, link=how)
-
-
-def _publish_index(conversion: Conversion, staging: Staging, resume: bool, overwrite: bool, link: str, sha256: bool) -> None:
-    """A conversion without units: every array is virtual, and a pipeline would have nothing to do."""
-    try:
-        if stage(conversion, staging, resume, link, sha256):
-            conversion.assemble(staging, overwrite)
-        else:
-            publish(staging, overwrite)
-    except LinkError as e:
-        raise Refused(f"  link: {e}") from e
-    except (OSError, ValueError) as e:
-        raise Failed(f"  {e}") from e
+    asked = {name: value for name, value in vars(conversion.options).items() if name != "sharding_rules"}
+    ours: dict[str, Any] = {"source": conversion.checkpoint.root, "output": output} | asked | {"mesh": list(conversion.options.mesh)}
+    how = Carrying(resume, overwrite, link, sha256, in_place)
+    made = carry_checkpoint(
+        conversion, output, ours, how, lambda problems: refuse(conversion, problems), report.warnings_of(conversion), beam, progress
+    )  # fmt: skip
+    said = f"--link {link}" if made.in_folder else "copied into the bucket"
+    return Converted(conversion, made.items, made.seconds, made.written, made.state, said if made.state == "done" else HARD)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -222,7 +180,7 @@ def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str
     say(args, Plan(conversion, threads, output=args.output, as_command=command))
     problems = list(conversion.plan.problems)
     if args.output:
-        problems += check_output(_staging(args.output, conversion), conversion, args.resume, args.overwrite, getattr(args, "link", HARD))
+        problems += check_output(find_place(args.output, conversion), conversion, args.resume, args.overwrite, getattr(args, "link", HARD))
     refuse(conversion, problems)
 
 
@@ -232,13 +190,6 @@ def check_places(beam: Sequence[str], command: str, places: Mapping[str, str | N
         from weightbeam.pipelines.options import check_options
 
         check_options(beam, command, places)
-
-
-def _staging(output: str, conversion: Conversion) -> Staging:
-    try:
-        return staging_at(output, conversion.options.step, conversion.hash)
-    except StorageError as e:
-        raise Refused(f"--output={e}") from e
 
 
 if __name__ == "__main__":

@@ -9,17 +9,59 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.links import COPY
 from weightbeam.formats.orbax import find_damage, is_checkpoint, plan_of
 from weightbeam.formats.staging import JOB, BucketStaging, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import LocalFolder, Store, open_store, reason
-from weightbeam.model_mappings.plan import Problem
+from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.tables import human
-from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.staged import load
+from weightbeam.transforms.staged import Movement, load
+
+
+class CheckpointPlan(Movement, Protocol):
+    """A plan whose result is an Orbax checkpoint: of a conversion, or of a reshard."""
+
+    @property
+    def options(self) -> Any:
+        """The user's; a dataclass."""
+        ...
+
+    @property
+    def plan(self) -> Plan:
+        """The arrays, and what stands against it."""
+        ...
+
+    def unreadable(self) -> list[Problem]:
+        """What of the source can't be read to its end."""
+        ...
+
+    @property
+    def specs(self) -> Sequence[ArraySpec]:
+        """Every array as it is stored."""
+        ...
+
+    @property
+    def format(self) -> Format: ...
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """URLs of all that the checkpoint is made of."""
+        ...
+
+    @property
+    def linked_bytes(self) -> int:
+        """Bytes of the source's files that become part of the checkpoint."""
+        ...
+
+    def was_touched(self, since: Any) -> bool:
+        """Whether the source changed since a plan with the same hash was made."""
+        ...
+
 
 ANOTHER = "choose another --output or --step"
 
@@ -76,12 +118,12 @@ def bring_back(output: str) -> None:
                     pass
 
 
-def share_left(staging: Staging, conversion: Conversion) -> float:
+def share_left(staging: Staging, conversion: CheckpointPlan) -> float:
     """The share of the units that are still to do."""
     return 1 - len(staging.done()) / max(1, len(conversion.units))
 
 
-def check_output(staging: Staging, conversion: Conversion, resume: bool, overwrite: bool, link: str, in_place: bool = False) -> list[Problem]:
+def check_output(staging: Staging, conversion: CheckpointPlan, resume: bool, overwrite: bool, link: str, in_place: bool = False) -> list[Problem]:
     """What stands against writing a conversion there, the place's own refusals among it.
 
     Args:
@@ -106,7 +148,7 @@ def check_output(staging: Staging, conversion: Conversion, resume: bool, overwri
         return [Problem("output", str(staging.output), reason(e).removeprefix(f"{staging.final}: "))]
 
 
-def is_finished(staging: Staging, conversion: Conversion) -> bool:
+def is_finished(staging: Staging, conversion: CheckpointPlan) -> bool:
     """Whether the very checkpoint that is wanted is published, and nothing is staged beside it."""
     return not staging.exists() and plan_of(staging.final) == conversion.hash
 
@@ -125,11 +167,10 @@ def _find_unfit(staging: Staging) -> list[Problem]:
     return []
 
 
-def _find_problems(staging: Staging, conversion: Conversion, resume: bool, overwrite: bool, link: str, in_place: bool) -> list[Problem]:
+def _find_problems(staging: Staging, conversion: CheckpointPlan, resume: bool, overwrite: bool, link: str, in_place: bool) -> list[Problem]:
     """What lies there already, and whether there is room."""
     if resume and is_finished(staging, conversion):
-        specs = [grid.spec for grid in conversion.grids]
-        damage = find_damage(staging.final, specs, conversion.format)
+        damage = find_damage(staging.final, conversion.specs, conversion.format)
         return _problem(staging.final, f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew") if damage else []
     if (source := _find_source(staging, conversion)) and not in_place:
         return _problem(staging.final, f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}")
@@ -151,19 +192,17 @@ def _find_problems(staging: Staging, conversion: Conversion, resume: bool, overw
     return _check_room(staging, conversion, resume, link) if isinstance(staging, FolderStaging) else []
 
 
-def _find_source(staging: Staging, conversion: Conversion) -> str:
+def _find_source(staging: Staging, planned: CheckpointPlan) -> str:
     """A file or folder of the source that lies where the checkpoint goes, or where it is made; empty if there is none."""
     places = [staging.final, *staging.beside()]
-    for files in (conversion.checkpoint, *(adapter.files for adapter in conversion.adapters)):
+    for url in planned.inputs:
         if isinstance(staging, BucketStaging):
-            if any(f"{files.root}/".startswith(f"{place}/") for place in places):
-                return files.root
-        elif os.path.isabs(files.root):
-            roots = [os.path.realpath(place.url) for place in places]
-            for path in (files.root, *(shard.path for shard in files.shards)):
-                real = Path(os.path.realpath(path))
-                if any(real.is_relative_to(root) for root in roots):
-                    return path
+            if any(f"{url}/".startswith(f"{place}/") for place in places):
+                return url
+        elif os.path.isabs(url):
+            real = Path(os.path.realpath(url))
+            if any(real.is_relative_to(os.path.realpath(place.url)) for place in places):
+                return url
     return ""
 
 
@@ -188,11 +227,11 @@ def _why_not_replace(staging: Staging) -> str:
     return ""
 
 
-def _check_room(staging: FolderStaging, conversion: Conversion, resume: bool, link: str) -> list[Problem]:
+def _check_room(staging: FolderStaging, conversion: CheckpointPlan, resume: bool, link: str) -> list[Problem]:
     """Whether the disk has room for what is left to write."""
     needed = int(conversion.made_bytes * (share_left(staging, conversion) if resume else 1))
-    if conversion.virtual_bytes and link == COPY:
-        needed += sum(shard.size for shard in conversion.checkpoint.shards)
+    if link == COPY:
+        needed += conversion.linked_bytes
     output = staging.output.folder
     free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.exists())).free
     if free < needed:
@@ -200,7 +239,7 @@ def _check_room(staging: FolderStaging, conversion: Conversion, resume: bool, li
     return []
 
 
-def _difference(staging: Staging, wanted: Conversion) -> str:
+def _difference(staging: Staging, wanted: CheckpointPlan) -> str:
     """What differs between the plan that is staged and the one that is wanted; empty if nothing does."""
     if not staging.is_staged():
         return "it is complete but for its name" if plan_of(staging.checkpoint) not in (None, wanted.hash) else ""
@@ -208,11 +247,10 @@ def _difference(staging: Staging, wanted: Conversion) -> str:
         staged = load(staging.read_plan())
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
         return "it was staged by another version of Weightbeam, or is damaged"
+    if staged.kind != wanted.kind:
+        return f"it is of weightbeam {staged.kind}"
     if staged.hash == wanted.hash:
-        before = {shard.path: shard for shard in staged.checkpoint.shards}  # not in the hash: the source may have moved, times and all
-        pairs = [(before[shard.path], shard) for shard in wanted.checkpoint.shards if shard.path in before]
-        replaced = any(old.inode != new.inode or old.was_touched(new) for old, new in pairs)
-        return "the source's files have changed" if replaced else ""
+        return "the source's files have changed" if wanted.was_touched(staged) else ""
     options = vars(wanted.options)
     changed = [f"--{name} was {_shown(old)}, is {_shown(options[name])}" for name, old in vars(staged.options).items() if options[name] != old]
     return "; ".join(changed) or "the source's files have changed"

@@ -18,7 +18,7 @@ import numpy as np
 from weightbeam.formats.adapters import Adapter, Folding, Merging, fold, merge
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.links import SOURCE, identify, put_source
-from weightbeam.formats.orbax import Contents, assemble, write_unit
+from weightbeam.formats.orbax import STEP, Contents, assemble, write_unit
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
 from weightbeam.formats.release import keep_files
@@ -26,7 +26,7 @@ from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, Checkpoin
 from weightbeam.formats.sources import Source, open_source
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store, open_store
-from weightbeam.formats.zarr import Format
+from weightbeam.formats.zarr import ArraySpec, Format
 from weightbeam.model_mappings.adapters import RANK
 from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
@@ -137,6 +137,24 @@ class Conversion:
         return total
 
     @property
+    def specs(self) -> list[ArraySpec]:
+        """Every array as it is stored, the step among them."""
+        arrays = [grid.spec for grid in self.grids]
+        return arrays if self.folding else [*arrays, STEP]
+
+    @property
+    def inputs(self) -> list[str]:
+        """URLs of all that the checkpoint is made of: the source, the adapters, and their files, which may be links to elsewhere."""
+        folders = (self.checkpoint, *(adapter.files for adapter in self.adapters))
+        return [url for files in folders for url in (files.root, *(shard.path for shard in files.shards))]
+
+    def was_touched(self, since: Conversion) -> bool:
+        """Whether a file of the source was replaced since it was planned with; that isn't in the hash, as the source may have moved, times and all."""
+        before = {shard.path: shard for shard in since.checkpoint.shards}
+        pairs = [(before[shard.path], shard) for shard in self.checkpoint.shards if shard.path in before]
+        return any(old.inode != new.inode or old.was_touched(new) for old, new in pairs)
+
+    @property
     def target_bytes(self) -> int:
         """Bytes of the arrays."""
         return sum(array.nbytes for array in self.plan.arrays)
@@ -150,6 +168,11 @@ class Conversion:
     def virtual_bytes(self) -> int:
         """Bytes of the arrays that stay in the source's files."""
         return sum(array.nbytes for array, placement in zip(self.plan.arrays, self.placements, strict=False) if placement.spec)  # none without --virtual
+
+    @property
+    def linked_bytes(self) -> int:
+        """Bytes of the source's files that become part of a virtual checkpoint."""
+        return sum(shard.size for shard in self.checkpoint.shards) if self.virtual_bytes else 0
 
     @property
     def made_bytes(self) -> int:
@@ -215,14 +238,15 @@ class Conversion:
         if self.virtual_bytes:
             put_source(staging.shards / SOURCE, self.checkpoint, link, hashed)
 
-    def write(self, staging: Staging, unit: Unit, made: Sequence[np.ndarray]) -> None:
-        """Writes the shards of a unit into a database of their own, and enters the unit in the ledger."""
+    def write(self, staging: Staging, unit: Unit, made: Sequence[np.ndarray]) -> int:
+        """Writes the shards of a unit into a database of their own, and enters the unit in the ledger; returns their bytes."""
         shards = [
             (job.spec, box, of_job[index])
             for job, of_job in zip(unit.jobs, made, strict=True)
             for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
         ]
         write_unit(staging, unit.id, shards, self.format)
+        return sum(array.nbytes for array in made)
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:
         """Makes the published checkpoint of the units that are done and of the source's files.

@@ -16,7 +16,7 @@ from collections.abc import Container, Iterable, Sequence
 from weightbeam.formats.zarr import INDEX_ENTRY_BYTES, ArraySpec, Format
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Array
-from weightbeam.transforms.mesh import Mesh, Rules, partition_spec
+from weightbeam.transforms.mesh import Assignment, Mesh, Rules, partition_spec
 
 MIN_CHUNK, MAX_CHUNK = 1 << 20, 4 << 20  # bytes
 MIN_RUN = 4096  # bytes; a tensor is cut so that its contiguous runs aren't shorter
@@ -165,26 +165,57 @@ def make_grid(
     Raises:
       UnitBytesError: the smallest unit needs more.
     """
+    part = next((part for part in array.parts if part.rule.source), array.parts[0])
+    whole, rows = cut_rows(part, array.dtype.itemsize, stored)
+    names = sorted(axis for axis in selecting_axes(array) if any(f.kind == "name" for f in part.target_axes[axis]))
+    growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole)]))
+    reading = Reading(whole, growth, stored.element_bytes, stored.tensor_bytes)
+    return cut_array(array, partition_spec(array.names, rules), reading, meshes, unit_bytes, format, experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How a unit reads what an array is made of.
+
+    Attributes:
+      whole, growth: as of a `Grid`.
+      element_bytes: memory for each element before it is stacked.
+      tensor_bytes: memory for each tensor, whatever the share of it that is read.
+    """
+
+    whole: frozenset[int]
+    growth: tuple[int, ...]
+    element_bytes: int
+    tensor_bytes: int = 0
+
+
+def cut_array(
+    array: Array, assignments: Sequence[Assignment] | None, reading: Reading, meshes: Sequence[Mesh], unit_bytes: int, format: Format, experts: int = 0
+) -> Grid:
+    """Cuts an array for `meshes`, where its axes are assigned to these axes of a mesh; None where nobody knows, and it is cut evenly.
+
+    Raises:
+      UnitBytesError: the smallest unit needs more than `unit_bytes`.
+    """
     shape, itemsize = array.shape, array.dtype.itemsize
-    assignments = partition_spec(array.names, rules)
+    whole, growth = reading.whole, reading.growth
     selecting = selecting_axes(array)
     packed = not meshes and format.use_zarr3 and array.nbytes > MIN_PACKED
     if meshes:
-        finest, warnings = finest_shard(array, assignments, meshes)
+        finest, warnings = (_even_shard(array, meshes), ()) if assignments is None else finest_shard(array, assignments, meshes)
     else:
         least, with_experts = (MIN_PACKED_CHUNK, experts > 0) if packed else (MIN_LOOSE_CHUNK, False)
-        finest, warnings = _common_shard(array, assignments, with_experts, least), ()
+        finest, warnings = _common_shard(array, assignments or (None,) * len(shape), with_experts, least), ()
     uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting  # a ragged last chunk does no harm
-    part = next((part for part in array.parts if part.rule.source), array.parts[0])
-    whole, rows = cut_rows(part, itemsize, stored)
-    names = sorted(axis for axis in selecting if any(f.kind == "name" for f in part.target_axes[axis]))
-    growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(shape)) if axis not in whole)]))
 
-    element_bytes = stored.element_bytes + itemsize * (2 if packed or format.compression != "none" else 1)  # encoding makes a copy
-    spec, partition = ArraySpec(array.key, shape, array.dtype, shape, shape), {mesh.text: assignments for mesh in meshes}
-    grid = Grid(spec, partition, whole, growth, element_bytes, warnings, selecting, stored.tensor_bytes)
+    element_bytes = reading.element_bytes + itemsize * (2 if packed or format.compression != "none" else 1)  # encoding makes a copy
+    spec = ArraySpec(array.key, shape, array.dtype, shape, shape)
+    partition = {mesh.text: tuple(assignments) for mesh in meshes} if assignments is not None else {}
+    grid = Grid(spec, partition, whole, growth, element_bytes, warnings, selecting, reading.tensor_bytes)
 
-    if not packed and array.nbytes <= MIN_CHUNK and not any(mesh.ways(axes) > 1 for mesh in meshes for axes in assignments):
+    ways = [mesh.ways(axes) for mesh in meshes for axes in assignments or ()]
+    sharded = max(ways, default=1) > 1 or (assignments is None and bool(meshes) and finest != list(shape))
+    if not packed and array.nbytes <= MIN_CHUNK and not sharded:
         chunk = list(shape)
     else:
         chunk = [1 if axis in selecting else finest[axis] for axis in range(len(shape))]
@@ -205,10 +236,23 @@ def finest_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) ->
         for axis, size in enumerate(array.shape):
             ways = mesh.ways(assignments[axis])
             if size % ways:
-                warnings.append(f"{array.key}: {array.names[axis]} = {size} doesn't divide over {mesh.text}; MaxText will refuse that mesh")
+                name = array.names[axis] or f"axis {axis}"
+                warnings.append(f"{array.key}: {name} = {size} doesn't divide over {mesh.text}; MaxText will refuse that mesh")
             else:
                 finest[axis] = math.gcd(finest[axis], size // ways)
     return finest, tuple(warnings)
+
+
+def _even_shard(array: Array, meshes: Sequence[Mesh]) -> list[int]:
+    """The greatest extents that divide an array into equal parts, as many as each mesh has devices: along its longest axes."""
+    finest = list(array.shape)
+    for mesh in meshes:
+        devices = mesh.devices
+        for axis in sorted(range(len(finest)), key=lambda axis: -array.shape[axis]):
+            ways = math.gcd(array.shape[axis], devices)
+            finest[axis] = math.gcd(finest[axis], array.shape[axis] // ways)
+            devices //= ways
+    return finest
 
 
 def _common_shard(array: Array, assignments: Sequence, experts: bool, least: int) -> list[int]:

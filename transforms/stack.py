@@ -90,7 +90,7 @@ def _meet(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[i
             picks += [slice(None), slice(None)]
             lengths += [(stop - start) // size, size]
     left = [axis for axis, index in enumerate([*numbers, *within]) if isinstance(index, slice)]
-    region = made[(*numbers, *within)].transpose([left.index(axis) for axis in order])
+    region = made[(*numbers, *within, ...)].transpose([left.index(axis) for axis in order])
     return np.reshape(source, lengths, copy=False), np.reshape(region, split, copy=False)[(*picks, ...)]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from weightbeam.formats import orbax, release_target
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
-from weightbeam.transforms import conversion, exporting, merging
+from weightbeam.transforms import conversion, exporting, merging, resharding
 from weightbeam.transforms.inputs import unpack_inputs
 from weightbeam.transforms.units import Block, Fetch
 
@@ -88,8 +88,8 @@ class Movement(Protocol):
         """Puts there what has to be there before the first unit."""
         ...
 
-    def write(self, staging: Staging, unit: Any, made: Sequence[np.ndarray]) -> None:
-        """Writes what a unit has made durably, and enters the unit in the ledger."""
+    def write(self, staging: Staging, unit: Any, made: Sequence[np.ndarray]) -> int:
+        """Writes what a unit has made durably, and enters the unit in the ledger; returns the bytes, of values."""
         ...
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:
@@ -106,6 +106,7 @@ _LOADERS: Mapping[str, Callable[[Mapping[str, Any]], Movement]] = {
     "convert": conversion.load,
     "export": exporting.load,
     "merge": merging.load,
+    "reshard": resharding.load,
 }
 
 

@@ -100,8 +100,7 @@ class _WriteChunksFn(StageFn):
     def run(self, work: Work) -> int:
         if work.unit.is_done:
             return 0
-        load_staged(self.staging, self.plan_hash).write(self.staging, work.unit, work.shards)
-        nbytes = total_bytes(work.shards)
+        nbytes = load_staged(self.staging, self.plan_hash).write(self.staging, work.unit, work.shards)
         work.shards = []
         WRITTEN.add(nbytes)
         return nbytes

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.api import maxtext_config as maxtext_config
     from weightbeam.pipelines.api import open as open
     from weightbeam.pipelines.api import plan as plan
+    from weightbeam.pipelines.api import reshard as reshard
     from weightbeam.pipelines.api import verify as verify
 
 __version__ = "0.2.0.dev0"

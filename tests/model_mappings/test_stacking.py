@@ -8,7 +8,7 @@ from facts import config_of, load_trees
 
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.registry import family_of
-from weightbeam.model_mappings.stacking import StackingError, Stacks, restack, unused
+from weightbeam.model_mappings.stacking import Held, StackingError, Stacks, restack, unused
 
 TREES = load_trees()
 BOTH = [(name, name.replace("scan", "unscan")) for name in TREES if name.endswith("--scan") and name.replace("--scan", "--unscan") in TREES]
@@ -19,6 +19,10 @@ def stacks(tree, scan, axis=1):
     config = Config(config_of(tree))
     layout = Layout(scan=scan, scan_axis=axis, mtp=tree.mtp, multimodal=tree.multimodal, model=tree.model, vocab=tree.vocab)
     return Stacks.of(family_of(config, tree.model).stacks(config, layout), axis)
+
+
+def held(shapes):
+    return {path: Held(".".join(path), shape) for path, shape in shapes.items()}
 
 
 def arrays(tree):
@@ -33,12 +37,12 @@ def test_every_model_is_restacked_as_maxtext_builds_it(scanned, unscanned):
     tree = TREES[scanned]
     one, other = arrays(tree), arrays(TREES[unscanned])
     before, after = stacks(tree, True), stacks(tree, False)
-    for held, wanted, way in ((one, other, (before, after)), (other, one, (after, before))):
-        moved = list(restack(held, *way))
+    for shapes, wanted, way in ((one, other, (before, after)), (other, one, (after, before))):
+        moved = list(restack(held(shapes), *way))
         assert {array.path: array.part.shape for array in moved} == wanted
         assert len(moved) == len(wanted)
-        assert not unused(held, moved)
-        assert sum(array.part.elements for array in moved) == sum(map(np.prod, held.values()))
+        assert not unused(held(shapes), moved)
+        assert sum(array.part.elements for array in moved) == sum(map(np.prod, shapes.values()))
 
 
 def test_trees_have_both_layouts():
@@ -49,46 +53,46 @@ def test_moments_and_modules_follow_their_weights():
     """The state of NNX modules is stacked on axis 0, everything else on the weights' axis; what has no layers stays."""
     tree = TREES["llama3.1-8b--scan"]
     before, after = stacks(tree, True), stacks(tree, False)
-    held = {
+    shapes = {
         ("nnx_aux", "model", "decoder", "layers", "dropout", "rngs", "key"): (32, 4),
         ("nnx_aux", "model", "decoder", "rngs", "key"): (4,),
         ("opt_state", "0", "count"): (),
         ("step",): (),
     }
-    moved = {".".join(array.path): array for array in restack(held, before, after)}
+    moved = {".".join(array.path): array for array in restack(held(shapes), before, after)}
     assert len(moved) == 32 + 3
     one = moved["nnx_aux.model.decoder.layers_7.dropout.rngs.key"]
     assert one.part.shape == (4,)
     assert [axis.start for axis in one.part.source_box()] == [7, 0]
-    back = list(restack({array.path: array.part.shape for array in moved.values()}, after, before))
-    assert {array.path: array.part.shape for array in back} == held
+    back = list(restack(held({array.path: array.part.shape for array in moved.values()}), after, before))
+    assert {array.path: array.part.shape for array in back} == shapes
 
 
 def test_the_stacked_axis_moves():
     tree = TREES["llama3.1-8b--scan"]
     path = ("params", "params", "decoder", "layers", "mlp", "wi_0", "kernel")
-    (moved,) = restack({path: (8, 32, 6)}, stacks(tree, True, 1), stacks(tree, True, 0))
+    (moved,) = restack(held({path: (8, 32, 6)}), stacks(tree, True, 1), stacks(tree, True, 0))
     assert moved.part.shape == (32, 8, 6)
     assert moved.axes == (0,)
-    (moved,) = restack({path: (8, 32, 6)}, stacks(tree, True, 1), stacks(tree, True, 2))
+    (moved,) = restack(held({path: (8, 32, 6)}), stacks(tree, True, 1), stacks(tree, True, 2))
     assert moved.part.shape == (8, 6, 32)
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("shapes", "said"),
     [
         ({"params.params.decoder.layers_0.mlp.wi_0.kernel": (8, 6)}, "31 of its 32 layers are missing"),
         ({f"params.params.decoder.layers_{i}.mlp.wi_0.kernel": (8, 6 + (i == 3)) for i in range(32)}, "can't be stacked"),
     ],
 )
-def test_layers_that_dont_fit_are_refused(held, said):
+def test_layers_that_dont_fit_are_refused(shapes, said):
     tree = TREES["llama3.1-8b--scan"]
     with pytest.raises(StackingError, match=said):
-        list(restack({tuple(key.split(".")): shape for key, shape in held.items()}, stacks(tree, False), stacks(tree, True)))
+        list(restack(held({tuple(key.split(".")): shape for key, shape in shapes.items()}), stacks(tree, False), stacks(tree, True)))
 
 
 def test_an_array_without_layers_is_refused():
     tree = TREES["llama3.1-8b--scan"]
-    held = {("opt_state", "0", "v_row", "params", "decoder", "layers", "mlp", "wi_0", "kernel"): (8, 6)}
+    shapes = {("opt_state", "0", "v_row", "params", "decoder", "layers", "mlp", "wi_0", "kernel"): (8, 6)}
     with pytest.raises(StackingError, match="no axes \\(32,\\) of layers"):
-        list(restack(held, stacks(tree, True), stacks(tree, False)))
+        list(restack(held(shapes), stacks(tree, True), stacks(tree, False)))

@@ -1,0 +1,61 @@
+"""Chunks that are copied as they are encoded: nothing is decoded but for the digest, and nothing encoded again."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from weightbeam.formats import ocdbt
+from weightbeam.formats.orbax_source import OrbaxArray
+from weightbeam.formats.storage import StorageError, open_store
+from weightbeam.formats.zarr import ArraySpec, EncodedChunk
+
+
+def copy_spec(metadata: str, key: str, dtype: np.dtype) -> ArraySpec | None:
+    """An array `key` whose chunks are those that the zarr metadata describe; None where their keys aren't the usual ones."""
+    about: dict[str, Any] = json.loads(metadata)
+    shape = tuple(about["shape"])
+    if about.get("zarr_format") == 2:
+        shard = chunk = tuple(about["chunks"])
+        usual = about.get("dimension_separator", ".") == "."
+    else:
+        shard = chunk = tuple(about["chunk_grid"]["configuration"]["chunk_shape"])
+        if about["codecs"] and about["codecs"][0]["name"] == "sharding_indexed":
+            chunk = tuple(about["codecs"][0]["configuration"]["chunk_shape"])
+        encoding = about["chunk_key_encoding"]
+        usual = encoding["name"] == "default" and encoding.get("configuration", {}).get("separator", "/") == "/"
+    return ArraySpec(key, shape, dtype, chunk, shard) if usual and all(shard) else None
+
+
+def read_chunk(array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int, ...]) -> EncodedChunk:
+    """Reads a chunk as it is encoded, and decodes it to see that it is whole.
+
+    Raises:
+      StorageError: it is missing or damaged.
+    """
+    is_zarr3 = array.driver == "zarr3"
+    name = "/".join(("c", *map(str, index))) if is_zarr3 else ".".join(map(str, index)) or "0"
+    got = _store(array.items, array.use_ocdbt).read(f"{array.key}/{name}").result()
+    if got.state != "value":
+        raise StorageError(f"{array.items}: {array.key}/{name} is missing")
+    memory = ts.Context()  # of its own: a store in memory belongs to its context
+    store = ts.KvStore.open("memory://", context=memory).result()
+    store.write(name, got.value).result()
+    store.write("zarr.json" if is_zarr3 else ".zarray", metadata.encode()).result()
+    box = spec.shard_box(index)
+    try:
+        opened = ts.open({"driver": array.driver, "kvstore": "memory://"}, open=True, context=memory).result()
+        values = opened[tuple(slice(start, stop) for start, stop in box)].read().result()
+    except ValueError as e:
+        raise StorageError(f"{array.items}: {array.key}/{name}: damaged: {str(e).partition(' [source locations=')[0]}") from e
+    return EncodedChunk(spec, f"{spec.key}/{name}", box, got.value, np.asarray(values))
+
+
+@functools.lru_cache(maxsize=2)
+def _store(items: str, use_ocdbt: bool) -> ts.KvStore:
+    store = open_store(items)
+    return ts.KvStore.open(ocdbt.database(store) if use_ocdbt else store.kvstore(), context=ocdbt.context()).result()

@@ -1,0 +1,136 @@
+"""What the commands have in common that write an Orbax checkpoint: its place, and carrying the plan out."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats.links import HARD, LinkError
+from weightbeam.formats.orbax import plan_of, publish
+from weightbeam.formats.staging import ITEMS, FolderStaging, Staging, staging_at
+from weightbeam.formats.storage import StorageError, Store
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines.errors import Failed, Refused
+from weightbeam.pipelines.output import CheckpointPlan, alone, check_output, is_finished, look_for_job
+from weightbeam.pipelines.progress import Report, reporter
+from weightbeam.transforms.assembly import stage
+
+LOG = logging.getLogger("weightbeam")
+
+
+@dataclasses.dataclass(frozen=True)
+class Carrying:
+    """How a plan is carried out.
+
+    Attributes:
+      resume: go on with what is staged.
+      overwrite: replace a checkpoint, or throw away what is staged.
+      link: how the source's files get into a virtual checkpoint.
+      sha256: read them once, and record their hashes.
+      in_place: the source may be part of the checkpoint that is replaced; see `check_output`.
+    """
+
+    resume: bool = False
+    overwrite: bool = False
+    link: str = HARD
+    sha256: bool = False
+    in_place: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Where a checkpoint is.
+
+    Attributes:
+      items: its item.
+      in_folder: whether that is in a folder, not in a bucket.
+      seconds: that it took.
+      written: bytes that this process wrote.
+      state: `done`, `nothing to do`, or `running`, where a job goes on without this process.
+    """
+
+    items: Store
+    in_folder: bool
+    seconds: float = 0.0
+    written: int = 0
+    state: str = "done"
+
+
+def find_place(output: str, planned: CheckpointPlan) -> Staging:
+    """The place of a checkpoint.
+
+    Raises:
+      Refused: nothing can be written there.
+    """
+    try:
+        return staging_at(output, planned.options.step, planned.hash)
+    except StorageError as e:
+        raise Refused(f"--output={e}") from e
+
+
+def carry_checkpoint(
+    planned: CheckpointPlan,
+    output: str,
+    ours: Mapping[str, Any],
+    how: Carrying,
+    refuse: Callable[[Sequence[Problem]], None],
+    warnings: Iterable[str],
+    beam: Sequence[str],
+    progress: bool | str | Report,
+) -> Made:
+    """Carries a plan out, or refuses to.
+
+    Args:
+      planned: what to do.
+      output: where.
+      ours: the command's own options, for who looks at the job.
+      how: see there.
+      refuse: raises `Refused` with problems, if there are any.
+      warnings: what the user should know before.
+      beam: Beam's options.
+      progress: whether to show it, or what is told of it.
+    """
+    staging = find_place(output, planned)
+    asked = (how.resume, how.overwrite, how.link, how.in_place)
+    refuse([*planned.plan.problems, *check_output(staging, planned, *asked)])
+    refuse(planned.unreadable())
+    items, in_folder = staging.final / ITEMS, isinstance(staging, FolderStaging)
+    if how.resume and is_finished(staging, planned):
+        with alone(staging):  # and takes away what a killed process left
+            return Made(items, in_folder, state="nothing to do")
+    for warning in warnings:
+        LOG.warning(warning)
+    if planned.units:  # Beam is imported before the output is taken: that takes a while, and may be interrupted
+        importlib.import_module("weightbeam.pipelines.execution")
+    start, written = time.monotonic(), 0
+    with alone(staging, look_for_job(staging, beam)):
+        refuse(check_output(staging, planned, *asked))  # again: now nobody else changes it
+        if planned.units:
+            from weightbeam.pipelines.execution import run_units
+
+            counted = run_units(planned, staging, beam, ours, how.resume, how.overwrite, how.link, how.sha256, reporter(progress))
+            if counted is None:
+                return Made(items, in_folder, state="running")  # the job that was started publishes it
+            written = counted
+        else:
+            _publish_index(planned, staging, how)
+    if plan_of(staging.final) != planned.hash:
+        raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
+    return Made(items, in_folder, time.monotonic() - start, written)
+
+
+def _publish_index(planned: CheckpointPlan, staging: Staging, how: Carrying) -> None:
+    """A plan without units: every array is virtual, and a pipeline would have nothing to do."""
+    try:
+        if stage(planned, staging, how.resume, how.link, how.sha256):
+            planned.assemble(staging, how.overwrite)
+        else:
+            publish(staging, how.overwrite)
+    except LinkError as e:
+        raise Refused(f"  link: {e}") from e
+    except (OSError, ValueError) as e:
+        raise Failed(f"  {e}") from e

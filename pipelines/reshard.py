@@ -1,0 +1,362 @@
+"""`weightbeam reshard`: any Orbax checkpoint into another one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightbeam.formats.orbax import METADATA, check_committed
+from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
+from weightbeam.formats.orbax_state import surroundings
+from weightbeam.formats.printable import printable
+from weightbeam.formats.release import ARCHIVE
+from weightbeam.formats.safetensors import DTYPE_NAMES
+from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.formats.storage.token import name_secret
+from weightbeam.model_mappings.maxtext_config import FILE
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
+from weightbeam.pipelines.convert import check_places
+from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.export import find_like
+from weightbeam.pipelines.keywords import check_options_of, keywords_of
+from weightbeam.pipelines.output import check_output
+from weightbeam.pipelines.prepare import describe, reading
+from weightbeam.pipelines.progress import Report
+from weightbeam.pipelines.report import BASE_BYTES, thread_options, threads_of
+from weightbeam.pipelines.shell import say
+from weightbeam.pipelines.tables import count, human
+from weightbeam.transforms.mesh import MeshError
+from weightbeam.transforms.resharding import DTYPES, FULL, KEEP, PARAMS, Reshard, ReshardOptions, plan_reshard
+from weightbeam.transforms.tree import Model
+
+MODEL_ITEM = "model_params"  # where Tunix and MaxText's training engine keep the weights, beside the optimizer's item
+
+
+@dataclasses.dataclass(frozen=True)
+class Resharded:
+    """What came of a reshard.
+
+    Attributes:
+      planned: what was planned.
+      path: where the checkpoint is: MaxText's `load_parameters_path` or `load_full_state_path`.
+      seconds: that it took.
+      written: bytes that this process wrote.
+      state: `done`, `nothing to do`, or `running`.
+    """
+
+    planned: Reshard
+    path: str
+    seconds: float = 0.0
+    written: int = 0
+    state: str = "done"
+
+    def __str__(self) -> str:
+        step = self.path.rpartition("/")[0]
+        if self.state == "nothing to do":
+            return f"{step} is finished already; nothing to do"
+        if self.state == "running":
+            return f"{step} will appear when the job is done"
+        planned = self.planned
+        rate = f" ({human(self.written / self.seconds)}/s)" if self.written and self.seconds else ""
+        lines = [f"{self.path}: {count(len(planned.plan.arrays), 'array')}, {human(planned.target_bytes)} in {self.seconds:.1f} s{rate}"]
+        lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in _rounded(planned).items()]
+        if planned.plan.dropped:
+            lines.append(f"{count(len(planned.plan.dropped), 'array')} left out: {', '.join(sorted(set(planned.plan.dropped.values())))}")
+        option = "load_parameters_path" if planned.options.state == PARAMS else "load_full_state_path"
+        scan = "" if planned.tree.scan is None else f" scan_layers={str(planned.tree.scan).lower()}"
+        lines.append(f"in MaxText: {option}={self.path}{scan}")
+        lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return {**plan_dict(self.planned), "path": self.path, "state": self.state, "seconds": self.seconds, "written": self.written}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardPlan:
+    """What a reshard would do.
+
+    Attributes:
+      planned: the plan.
+      threads: that a local run would have.
+      output: where it would go; empty where nobody said.
+    """
+
+    planned: Reshard
+    threads: int = 4
+    output: str = ""
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What stands against it."""
+        return self.planned.plan.problems
+
+    def __str__(self) -> str:
+        return plan_text(self.planned, self.threads)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` writes."""
+        return plan_dict(self.planned)
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+
+def reshard(
+    source: str,
+    output: str,
+    *,
+    like: str | None = None,
+    state: str = FULL,
+    save_dtype: str = KEEP,
+    moment_dtype: str = KEEP,
+    scan_layers: bool | None = None,
+    param_scan_axis: int | None = None,
+    mesh: str | Sequence[str] | None = None,
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    maxtext_model: str | None = None,
+    family: str | None = None,
+    use_ocdbt: bool | None = None,
+    use_zarr3: bool | None = None,
+    compression: str | None = None,
+    unit_bytes: int | str = "128MiB",
+    step: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    hf_token_secret: str | None = None,
+    beam: Sequence[str] = (),
+    progress: bool | str | Report = True,
+) -> Resharded:
+    """Writes an Orbax checkpoint anew: for other meshes, with layers stacked or apart, in another dtype or storage, with or without the optimizer.
+
+    Args:
+      source: the checkpoint, anyone's: its root, a step or the item, in a folder or in `gs://`.
+      output: a folder or `gs://bucket/folder`; it must not hold that step yet.
+      like: a release of the model, whose table says what the axes are called and where layers go, if the checkpoint doesn't remember one.
+      state: `full` keeps everything; `params` the weights alone, as `params.params`, whatever the tree calls them.
+      save_dtype: of the weights: `keep`, `bfloat16` or `float32`.
+      moment_dtype: of the optimizer's moments, likewise.
+      scan_layers: layers stacked or each by itself; None as they are.
+      param_scan_axis: where they are stacked; None as they are.
+      mesh: the target meshes; None leaves chunks as they are where they can be copied.
+      sharding_rules: logical axis rules, as for `convert`.
+      maxtext_model, family: as for `convert`.
+      use_ocdbt, use_zarr3: None for what the source has.
+      compression: `none` or `zstd`; None keeps chunks that are copied as they are, and compresses no others.
+      unit_bytes: bound on the memory of a unit of work.
+      step: which step, where the source has several; and the one that is written, by default the source's.
+      resume, overwrite, hf_token_secret, beam, progress: as for `convert`.
+
+    Raises:
+      Refused: it can't be done; nothing was written. `problems` has all of them.
+      Failed: it failed on the way; what is done is kept for `resume`.
+    """
+    check_places(beam, "reshard", {"source": source, "output": output})
+    name_secret(hf_token_secret)
+    if not output:
+        raise Refused("--output is missing: the folder that the checkpoint should lie in")
+    planned = plan(
+        source, like=like, state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, scan_layers=scan_layers, param_scan_axis=param_scan_axis,
+        mesh=mesh, sharding_rules=sharding_rules, maxtext_model=maxtext_model, family=family, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3,
+        compression=compression, unit_bytes=unit_bytes, step=step,
+    ).planned  # fmt: skip
+    asked = {name: value for name, value in dataclasses.asdict(planned.options).items() if name != "sharding_rules"}
+    ours = {"source": source, "output": output} | asked | {"mesh": list(planned.options.mesh)}
+    made = carry_checkpoint(planned, output, ours, Carrying(resume, overwrite), refuse, planned.warnings, beam, progress)
+    return Resharded(planned, str(made.items), made.seconds, made.written, made.state)
+
+
+def plan(
+    source: str,
+    *,
+    like: str | None = None,
+    state: str = FULL,
+    save_dtype: str = KEEP,
+    moment_dtype: str = KEEP,
+    scan_layers: bool | None = None,
+    param_scan_axis: int | None = None,
+    mesh: str | Sequence[str] | None = None,
+    sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
+    maxtext_model: str | None = None,
+    family: str | None = None,
+    use_ocdbt: bool | None = None,
+    use_zarr3: bool | None = None,
+    compression: str | None = None,
+    unit_bytes: int | str = "128MiB",
+    step: int | None = None,
+) -> ReshardPlan:
+    """Plans a reshard; problems stay in the plan. See `reshard`.
+
+    Raises:
+      Refused: there is nothing to plan.
+    """
+    for name, value, known in (
+        ("state", state, (FULL, PARAMS)),
+        ("save_dtype", save_dtype, (KEEP, *DTYPES)),
+        ("moment_dtype", moment_dtype, (KEEP, *DTYPES)),
+    ):
+        if value not in known:
+            raise Refused(f"--{name}={value} should be {', '.join(known)}")
+    shared = {
+        "mesh": mesh, "sharding_rules": sharding_rules, "scan_layers": scan_layers, "param_scan_axis": param_scan_axis, "maxtext_model": maxtext_model,
+        "family": family, "use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3, "compression": compression, "unit_bytes": unit_bytes,
+    }  # fmt: skip
+    given = check_options_of(shared, maxtext_model)
+    checkpoint = _open(source, step, state)
+    number = open_store(checkpoint.root).parent.name
+    options = ReshardOptions(
+        state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, step=step if step is not None else int(number) if number.isdecimal() else 0, **given
+    )
+    with reading(source):
+        around = surroundings(checkpoint)
+        try:
+            return ReshardPlan(plan_reshard(options, checkpoint, around, find_model(checkpoint, like)))
+        except MeshError as e:
+            raise Refused(str(e)) from e
+
+
+def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
+    """The checkpoint that `--source` names, and `--step` where it has several.
+
+    Raises:
+      Refused: there is none, it isn't whole, or it can't be read.
+    """
+    if not source:
+        raise Refused("--source is missing: the Orbax checkpoint")
+    try:
+        place = open_store(source)
+        if step is not None and str(step) in place.folders() and not place.exists(METADATA):
+            place = place / str(step)
+        if state == PARAMS and (item := _model_item(place)):
+            place = item
+        check_committed(place)
+        return open_orbax(place, any_tree=True)
+    except StorageError as e:
+        raise Refused(str(e)) from e
+
+
+def _model_item(place: Store) -> Store | None:
+    """The item that holds the weights of a step that has others beside it."""
+    return place / MODEL_ITEM if (place / MODEL_ITEM).exists(METADATA) else None
+
+
+def find_model(checkpoint: OrbaxCheckpoint, like: str | None) -> Model:
+    """What the checkpoint remembers of its model, or what the release says that it should be like."""
+    step = open_store(checkpoint.root).parent
+    files = {name: step.read(name) for name in (ARCHIVE, FILE) if step.exists(name)}
+    made = checkpoint.record.get("options")
+    said = made.get("maxtext_model") if isinstance(made, dict) else None
+    name = said or checkpoint.record.get("model")
+    if like is None and not isinstance(checkpoint.record.get("config"), dict):
+        return Model(name=name if isinstance(name, str) else None, files=files)
+    form, _ = find_like(checkpoint, like)
+    shapes = {name: shape for name, (_, shape, _) in form.tensors.items()}
+    remembered = {} if like is None else {"config": dict(form.config), "tensors": _tensors(form.tensors), "like": form.root}
+    return Model(dict(form.config), shapes, name if isinstance(name, str) else None, remembered, files)
+
+
+def _tensors(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> dict[str, Any]:
+    """A release's tensors as a record has them."""
+    from weightbeam.transforms.exporting import read_dtype
+
+    return {name: {"dtype": DTYPE_NAMES[read_dtype(dtype)], "shape": list(shape), "file": file} for name, (dtype, shape, file) in tensors.items()}
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raises `Refused` with all problems, if there are any."""
+    if problems:
+        raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+
+
+def _rounded(planned: Reshard) -> Counter[str]:
+    return Counter(array.lossy for array in planned.plan.arrays if array.lossy)
+
+
+def plan_text(planned: Reshard, threads: int) -> str:
+    """What a reshard would do, for a person: what is copied, re-cut or unpacked, what is rounded or left out, the bound on memory."""
+    plan, tree = planned.plan, planned.tree
+    layout = {True: "scanned", False: "unscanned", None: "no layers known"}[tree.scan]
+    largest = max((array.chunk_bytes for array in planned.source.arrays.values()), default=0)
+    lines = [
+        f"source      {planned.source.root}: {tree.kind}, {count(len(planned.source.arrays), 'array')}, {human(planned.source_bytes)}",
+        f"            its largest chunk is {human(largest)}",
+        f"target      {count(len(plan.arrays), 'array')}, {human(planned.target_bytes)}, {layout}, "
+        f"{' and '.join(planned.options.mesh) or 'chunks for any mesh where they are cut anew'}",
+    ]
+    ways = {
+        "copied": "as they are encoded",
+        "re-cut": "read and written once",
+        "unpacked": "chunks that no unit can hold, decoded once into files beside the checkpoint",
+    }
+    for name, (arrays, nbytes) in sorted(planned.by_way().items()) if planned.ways else ():
+        lines.append(f"{name:12}{count(arrays, 'array')}, {human(nbytes)}: {ways[name]}")
+    if planned.units:
+        lines.append(f"units       {len(planned.units):,}, the largest takes {human(planned.unit_working_bytes)} of memory")
+    if planned.chunks:
+        scratch = sum(planned.source.arrays[key].nbytes for key in planned.unpacked)
+        lines.append(f"unpacked    {count(len(planned.chunks), 'chunk')} first, {human(scratch)} of disk meanwhile")
+    bound = threads * planned.unit_bytes + BASE_BYTES
+    lines.append(f"memory      at most {human(bound)}: {threads} threads × {human(planned.unit_bytes)} + {human(BASE_BYTES)}")
+    lines += [f"rounded     {count(times, 'array')}: {reason}" for reason, times in _rounded(planned).items()]
+    lines += [f"left out    {count(times, 'array')}: {reason}" for reason, times in Counter(plan.dropped.values()).items()]
+    lines += [f"warning     {warning}" for warning in planned.warnings]
+    return "\n".join(map(printable, lines))
+
+
+def plan_dict(planned: Reshard) -> dict[str, Any]:
+    """The same for programs, with every array."""
+    arrays = {
+        array.key: {
+            "shape": list(array.shape), "dtype": array.dtype.name, "way": way.name, "chunk": list(way.grid.spec.chunk), "shard": list(way.grid.spec.shard),
+            "lossy": array.lossy, "axes": list(array.names),
+        }
+        for array, way in zip(planned.plan.arrays, planned.ways, strict=False)  # none where there are problems
+    }  # fmt: skip
+    return {
+        "source": planned.source.root,
+        "tree": planned.tree.kind,
+        "scan_layers": planned.tree.scan,
+        "plan": planned.hash,
+        "arrays": arrays,
+        "bytes": {
+            "source": planned.source_bytes,
+            "target": planned.target_bytes,
+            "unpacked": sum(planned.source.arrays[key].nbytes for key in planned.unpacked),
+        },
+        "units": len(planned.units),
+        "unit_bytes": planned.unit_working_bytes,
+        "left_out": dict(planned.plan.dropped),
+        "problems": [dataclasses.asdict(problem) for problem in planned.plan.problems],
+        "warnings": list(planned.warnings),
+    }
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Reshards, and says what came of it; with `--dry_run` says what it would do."""
+    if args.dry_run:
+        check_places(rest, "reshard", {"source": args.source, "output": args.output})
+        shown = dataclasses.replace(plan(**keywords_of(args, plan)), threads=threads_of(thread_options(rest)), output=args.output or "")
+        say(args, shown)
+        problems = list(shown.problems)
+        if args.output and not problems:
+            problems += check_output(find_place(args.output, shown.planned), shown.planned, args.resume, args.overwrite, "")
+        refuse(problems)
+        return 0
+    say(args, reshard(**keywords_of(args, reshard), beam=rest))
+    return 0
+
+
+if __name__ == "__main__":
+    from weightbeam.pipelines.cli import main
+
+    sys.exit(main(["reshard", *sys.argv[1:]]))

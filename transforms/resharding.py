@@ -1,0 +1,529 @@
+"""A reshard, planned: an Orbax checkpoint into another one. Chunks for another mesh, layers stacked or apart, other dtypes, other trees.
+
+Each array of the new checkpoint goes one of three ways, and the plan says which:
+
+    copied      chunk, dtype and codec are right already: its chunks are copied as they are encoded
+    re-cut      a unit reads whole chunks of the source and writes whole shards of the target
+    unpacked    a chunk of the source doesn't fit into a unit, as those of 1 to 2 GiB that MaxText's training writes: it is decoded
+                once, as a stream, into files, and the units read from these
+
+A block of an array is a multiple of the source's chunk and of the target's shard on every axis, so that no chunk is read twice:
+
+    source chunk (256, 1, 1024)     target shard (64, 2, 4096)     block (256, 2, 4096): 8 chunks become 4 shards
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from weightbeam.formats import orbax
+from weightbeam.formats.copying import copy_spec, read_chunk
+from weightbeam.formats.orbax import ARRAY_METADATAS, STRINGS, Contents
+from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
+from weightbeam.formats.orbax_state import Surroundings, array_metadatas
+from weightbeam.formats.provenance import versions
+from weightbeam.formats.staging import ITEMS, Staging
+from weightbeam.formats.storage import Store
+from weightbeam.formats.unpacking import UnpackedArray, can_unpack, chunks, unpack
+from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.model_mappings.boxes import Box, extent
+from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
+from weightbeam.transforms.grid import Grid, Reading, UnitBytesError, count_experts, cut_array, largest_divisor
+from weightbeam.transforms.inputs import Identity, pack_inputs
+from weightbeam.transforms.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
+from weightbeam.transforms.tree import Kept, Model, Tree, make_tree
+from weightbeam.transforms.units import Block, Fetch, Job, element_box, expand_unit, largest_first, pack, working_bytes
+
+KEEP, FULL, PARAMS = "keep", "full", "params"
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+NONE, ZSTD = "none", "zstd"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardOptions:
+    """What the user asked for, as far as it changes a byte or a chunk's key; None stands for what the source has."""
+
+    state: str = FULL
+    save_dtype: str = KEEP
+    moment_dtype: str = KEEP
+    scan_layers: bool | None = None
+    param_scan_axis: int | None = None
+    mesh: tuple[str, ...] = ()
+    sharding_rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] | None = None
+    maxtext_model: str | None = None
+    family: str | None = None
+    use_ocdbt: bool | None = None
+    use_zarr3: bool | None = None
+    compression: str | None = None
+    unit_bytes: int = 128 << 20
+    step: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How an array is made.
+
+    Attributes:
+      grid: of the new array.
+      name: copied, re-cut or unpacked.
+      grain: the extents of the source's chunk on the array's axes.
+      layers: how many arrays share a chunk of the source; they are made together.
+    """
+
+    grid: Grid
+    name: str
+    grain: tuple[int, ...]
+    layers: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardUnit:
+    """A unit of work: what to read and what to make of it, and the chunks that are copied.
+
+    Attributes:
+      copies: array's key, spec and the index of a chunk, which is copied as it is encoded.
+    """
+
+    id: int
+    fetches: tuple[Fetch, ...]
+    jobs: tuple[Job, ...]
+    copies: tuple[tuple[str, ArraySpec, tuple[int, ...]], ...]
+    working_bytes: int
+    is_done = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshard:
+    """The plan of a reshard.
+
+    Attributes:
+      options, source, around, model: the inputs.
+      tree: the arrays of the new checkpoint, and its metadata.
+      plan: the same arrays, what is left out, and the problems.
+      ways: one for each array; empty if the plan has problems.
+      units: the blocks of each unit.
+      warnings: what the user should know.
+    """
+
+    options: ReshardOptions
+    source: OrbaxCheckpoint
+    around: Surroundings
+    model: Model
+    tree: Tree
+    plan: Plan
+    ways: tuple[Way, ...]
+    units: tuple[tuple[Block, ...], ...]
+    warnings: tuple[str, ...] = ()
+
+    kind = "reshard"
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.options.unit_bytes
+
+    @property
+    def unit_working_bytes(self) -> int:
+        """Memory of the largest unit."""
+        return max(map(working_bytes, self.units), default=0)
+
+    @functools.cached_property
+    def format(self) -> Format:
+        """How the checkpoint is stored; arrays that are copied keep their codec."""
+        return _format(self.options, self.source)
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        return tuple(way.grid for way in self.ways)
+
+    @property
+    def specs(self) -> list[ArraySpec]:
+        """Every array as it is stored."""
+        own = [way.grid.spec for way in self.ways]
+        return own if self.options.state == FULL else [*own, orbax.STEP]
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.plan.arrays)
+
+    @property
+    def made_bytes(self) -> int:
+        return self.target_bytes
+
+    @functools.cached_property
+    def source_bytes(self) -> int:
+        """Bytes of the arrays that are read."""
+        return sum(self.source.arrays[key].nbytes for key in {key for array in self.plan.arrays for part in array.parts for key in part.tensors})
+
+    def by_way(self) -> dict[str, tuple[int, int]]:
+        """The arrays and bytes that go each way."""
+        found: dict[str, tuple[int, int]] = {}
+        for array, way in zip(self.plan.arrays, self.ways, strict=True):
+            arrays, nbytes = found.get(way.name, (0, 0))
+            found[way.name] = arrays + 1, nbytes + array.nbytes
+        return found
+
+    @functools.cached_property
+    def unpacked(self) -> frozenset[str]:
+        """The keys of the source's arrays whose chunks are unpacked first."""
+        arrays = zip(self.plan.arrays, self.ways, strict=True) if self.ways else ()
+        return frozenset(key for array, way in arrays if way.name == "unpacked" for part in array.parts for key in part.tensors)
+
+    @functools.cached_property
+    def chunks(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The chunks to unpack before the first unit: each array's key and the chunk's index."""
+        return [(key, index) for key in sorted(self.unpacked) for index in chunks(self.source.arrays[key])]
+
+    def unpack(self, number: int, place: Store) -> int:
+        """Unpacks a chunk; returns the bytes that were decoded."""
+        key, index = self.chunks[number]
+        return unpack(self.source.arrays[key], index, place)
+
+    def expand(self, unit: int, place: Store) -> ReshardUnit:
+        """A unit, spelled out; `place` is where the plan is at work."""
+        blocks = self.units[unit]
+        copied = [block for block in blocks if self.ways[block.array].name == "copied"]
+        others = [block for block in blocks if self.ways[block.array].name != "copied"]
+        encodings = {key: UnpackedArray(array, place.url) if key in self.unpacked else array for key, array in self.source.arrays.items()} if others else {}
+        made = expand_unit(unit, others, self.plan.arrays, self.grids, encodings, np.dtype(np.float32))
+        copies = [
+            (self.plan.arrays[block.array].parts[0].tensors[0], self.ways[block.array].grid.spec, index)
+            for block in copied
+            for index in itertools.product(*(range(start, stop) for start, stop in block.shards))
+        ]
+        return ReshardUnit(unit, made.fetches, made.jobs, tuple(copies), made.working_bytes + working_bytes(copied))
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Identifies the result: the source's files, the options, each array and what it is made of, the chunks, the units."""
+        identity = Identity()
+        identity.add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.model.config)
+        for array in self.plan.arrays:
+            parts = [(part.tensors, repr(part.rule), part.layers.tolist()) for part in array.parts]
+            identity.add(array.key, array.shape, array.dtype.name, parts)
+        for way in self.ways:
+            identity.add(way.name, way.grid.spec.chunk, way.grid.spec.shard)
+        for unit in self.units:
+            identity.add([(block.array, block.shards) for block in unit])
+        return identity.hash
+
+    linked_bytes: ClassVar[int] = 0  # every array is made
+
+    def was_touched(self, since: Reshard) -> bool:
+        """Never, since the hash knows the source's files."""
+        return False
+
+    def unreadable(self) -> list[Problem]:
+        """Nothing: the source was opened already."""
+        return []
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """URLs of all that the checkpoint is made of; it can't take the place of any."""
+        return (self.source.root,)
+
+    def check(self) -> None:
+        """Raises StorageError if the source isn't what was planned."""
+        self.source.check()
+
+    def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
+        """Puts the source's small files there."""
+        for name, data in self.model.files.items():
+            staging.aside.write(name, data)
+
+    def write(self, staging: Staging, unit: ReshardUnit, made: Sequence[np.ndarray]) -> int:
+        """Writes the shards of a unit, and the chunks that are copied, and enters the unit in the ledger."""
+        shards = [
+            (job.spec, box, of_job[index])
+            for job, of_job in zip(unit.jobs, made, strict=True)
+            for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
+        ]
+        copies = [read_chunk(self.source.arrays[key], self.around.zarr[key], spec, index) for key, spec, index in unit.copies]
+        orbax.write_unit(staging, unit.id, shards, self.format, copies)
+        return sum(values.nbytes for _, _, values in shards) + sum(copy.values.nbytes for copy in copies)
+
+    def assemble(self, staging: Staging, overwrite: bool) -> None:
+        """Makes the published checkpoint of the units that are done.
+
+        Raises:
+          StorageError: the source changed meanwhile.
+          ocdbt.IncompleteError: units are missing, or don't hold what they should.
+        """
+        self.check()
+        if not staging.is_complete():
+            staging.gather()
+        orbax.assemble(staging, self._contents(), overwrite)
+
+    def _contents(self) -> Contents:
+        specs = [way.grid.spec for way in self.ways]
+        shapes = {spec.key: (spec.shard, spec.chunk) for spec in specs}
+        renamed = {array.key: array.parts[0].tensors[0] for array in self.plan.arrays}
+        extras = {key: self.around.extras[old] for key, old in renamed.items() if old in self.around.extras}
+        copied = {
+            way.grid.spec.key: self.around.zarr[array.parts[0].tensors[0]].encode()
+            for array, way in zip(self.plan.arrays, self.ways, strict=True)
+            if way.name == "copied"
+        }
+        files: dict[str, bytes] = {}
+        full = self.options.state == FULL
+        if full:
+            files |= self.around.files
+            if extras:
+                files[f"{ITEMS}/{ARRAY_METADATAS}/process_0"] = array_metadatas(extras, shapes)
+            if self.around.strings:
+                files[f"{ITEMS}/{STRINGS}"] = self.around.strings.encode()
+        custom = {key: value for key, value in self.source.custom.items() if key not in ("scan_layers", "weightbeam")}
+        return Contents(
+            specs,
+            self.format,
+            len(self.units),
+            self.tree.scan,
+            self.record(),
+            custom=custom,
+            files=files,
+            tree=self.tree.metadata if full else None,
+            metadata=copied,
+            handlers=self.around.handlers if full else {},
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Where the checkpoint comes from: what the source remembers of its release, and the source itself."""
+        before = self.source.record
+        kept = {key: before[key] for key in ("source", "shards", "family", "model", "config", "tensors", "dropped") if key in before}
+        made = before.get("options") if isinstance(before.get("options"), dict) else {}
+        asked = {key: value for key, value in dataclasses.asdict(self.options).items() if value is not None and value != KEEP}
+        layout = {"scan_layers": self.tree.scan, "param_scan_axis": self.tree.scan_axis, "use_ocdbt": self.format.use_ocdbt, "use_zarr3": self.format.use_zarr3}
+        return {
+            **kept,
+            **self.model.remembered,
+            "command": self.kind,
+            "plan": self.hash,
+            "options": {**made, **asked, **{key: value for key, value in layout.items() if value is not None}},
+            "resharded_from": {"checkpoint": self.source.root, "files": self.source.files, "plan": before.get("plan"), "tree": self.tree.kind},
+            "versions": versions(),
+            "axes": {array.key: array.names for array in self.plan.arrays},
+            "lossy": {**before.get("lossy", {}), **{array.key: array.lossy for array in self.plan.arrays if array.lossy}},
+            "left_out": dict(self.plan.dropped),
+            "source_digests": before.get("digests", {}),
+        }
+
+    def stage(self) -> bytes:
+        """The inputs, compressed; `load` makes the same plan of them."""
+        inputs = {
+            "kind": self.kind,
+            "options": dataclasses.asdict(self.options),
+            "source": self.source.stage(),
+            "around": self.around.stage(),
+            "model": self.model.stage(),
+            "hash": self.hash,
+        }
+        return pack_inputs(inputs)
+
+
+def load(inputs: Mapping[str, Any]) -> Reshard:
+    """The reshard that `Reshard.stage` staged."""
+    said = inputs["options"]
+    rules = said["sharding_rules"]
+    rules = None if rules is None else tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
+    options = ReshardOptions(**{**said, "mesh": tuple(said["mesh"]), "sharding_rules": rules})
+    return plan_reshard(options, load_checkpoint(inputs["source"]), Surroundings.load(inputs["around"]), Model.load(inputs["model"]))
+
+
+def plan_reshard(options: ReshardOptions, source: OrbaxCheckpoint, around: Surroundings, model: Model) -> Reshard:
+    """Plans a reshard. What stands against it is in `plan.problems`.
+
+    Raises:
+      MeshError: a mesh can't be read.
+    """
+    rules = model_rules(options.maxtext_model or model.name) if options.sharding_rules is None else options.sharding_rules
+    meshes = [Mesh.parse(text, axes_in(rules)) for text in options.mesh]
+    tree, problems = make_tree(source, model, options.state == PARAMS, options.scan_layers, options.param_scan_axis, options.family, options.maxtext_model)
+    arrays = tuple(_array(kept, source, options) for kept in tree.arrays)
+    problems += _lossless_only(arrays, source)
+    ways: tuple[Way, ...] = ()
+    units: list[tuple[Block, ...]] = []
+    warnings: list[str] = []
+    if not problems:
+        planner = _Planner(options, source, around, rules, meshes, count_experts(arrays))
+        ways = tuple(planner.way(kept, array) for kept, array in zip(tree.arrays, arrays, strict=True))
+        problems, warnings = planner.problems, list(dict.fromkeys(planner.warnings))
+        if not problems:
+            units = largest_first(pack(list(_blocks(arrays, ways, source, options.unit_bytes)), options.unit_bytes))
+    if options.state == FULL and options.save_dtype != KEEP and any(kept.role == "moment" for kept in tree.arrays):
+        warnings.append(f"training goes on with weights in {options.save_dtype} from here; --state params makes a copy for other uses")
+    plan = Plan(tree.family, arrays, tree.left_out, tuple(problems), tree.note, "", model.name)
+    return Reshard(options, source, around, model, tree, plan, ways if not problems else (), tuple(units), tuple(warnings))
+
+
+def _format(options: ReshardOptions, source: OrbaxCheckpoint) -> Format:
+    """How the arrays that are re-cut are stored."""
+    first = next(iter(source.arrays.values()), None)
+    use_ocdbt = first.use_ocdbt if first and options.use_ocdbt is None else options.use_ocdbt is not False
+    use_zarr3 = first.driver == "zarr3" if first and options.use_zarr3 is None else options.use_zarr3 is not False
+    return Format(use_ocdbt, use_zarr3, options.compression or NONE)
+
+
+def _array(kept: Kept, source: OrbaxCheckpoint, options: ReshardOptions) -> Array:
+    """An array of the new checkpoint: its dtype, and whether that rounds."""
+    stored = source.arrays[kept.part.tensors[0]].dtype
+    asked = {"weight": options.save_dtype, "moment": options.moment_dtype}.get(kept.role, KEEP)
+    dtype = DTYPES[asked] if asked != KEEP and is_float(stored) else stored
+    lossy = None if dtype == stored or holds(dtype, stored) else f"{stored.name}, rounded to {dtype.name}"
+    return Array(kept.key, kept.part.shape, dtype, kept.names, (kept.part,), None, lossy)
+
+
+def _lossless_only(arrays: Sequence[Array], source: OrbaxCheckpoint) -> list[Problem]:
+    """Arrays whose sources differ in dtype: they can't be one array."""
+    problems = []
+    for array in arrays:
+        if len(dtypes := sorted({source.arrays[key].dtype.name for key in array.parts[0].tensors})) > 1:
+            message = f"its layers have {' and '.join(dtypes)}: they can't be stacked as they are; choose a --save_dtype"
+            problems.append(Problem("dtype", array.key, message, is_array=True))
+    return problems
+
+
+class _Planner:
+    """Chooses the chunks of each array, and the way to them."""
+
+    def __init__(self, options: ReshardOptions, source: OrbaxCheckpoint, around: Surroundings, rules: Rules, meshes: Sequence[Mesh], experts: int):
+        self.options, self.source, self.around, self.rules, self.meshes, self.experts = options, source, around, rules, meshes, experts
+        self.format = _format(options, source)
+        self.problems: list[Problem] = []
+        self.warnings: list[str] = []
+
+    def way(self, kept: Kept, array: Array) -> Way:
+        """The way of an array."""
+        part = array.parts[0]
+        stored = self.source.arrays[part.tensors[0]]
+        assignments = self._assignments(kept, array, stored)
+        if assignments is None and self.meshes and array.nbytes > 1 << 20:
+            self.warnings.append("nothing says which axes of the arrays a mesh shards: they are cut evenly; --like names the release, which tells")
+        if (spec := self._as_it_is(array, part, stored, assignments)) is not None:
+            return Way(Grid(spec, {}, frozenset(), (), 2 * array.dtype.itemsize, ()), "copied", spec.shard)
+        grain, layers = _grain(part, stored)
+        growth = tuple(reversed(range(len(array.shape))))
+        held = stored.dtype.itemsize * (2 if stored.compressed else 1)
+        reading = Reading(frozenset(), growth, held)
+        try:
+            grid = cut_array(array, assignments, reading, self.meshes, self.options.unit_bytes, self.format, self.experts)
+        except UnitBytesError as e:
+            self.problems.append(Problem("memory", f"--unit_bytes={self.options.unit_bytes}", str(e)))
+            return Way(Grid(ArraySpec(array.key, array.shape, array.dtype, array.shape, array.shape), {}, frozenset(), growth, 1, ()), "re-cut", grain)
+        self.warnings += grid.warnings
+        grid = _in_step(grid, grain)
+        if layers * grid.working_bytes(_least(grid, grain)) <= self.options.unit_bytes and stored.chunk_bytes <= self.options.unit_bytes:
+            return Way(grid, "re-cut", grain, layers)
+        if not all(can_unpack(self.source.arrays[key]) for key in part.tensors):
+            needed = max(layers * grid.working_bytes(_least(grid, grain)), 2 * stored.chunk_bytes)
+            message = f"its chunks {stored.chunk} are compressed so that they can't be decoded in parts: a unit needs {needed:,} bytes; raise --unit_bytes"
+            self.problems.append(Problem("memory", array.key, message, is_array=True))
+        unpacked = dataclasses.replace(grid, element_bytes=grid.element_bytes + stored.dtype.itemsize)  # read in parts, and put together
+        return Way(unpacked, "unpacked", (1,) * len(array.shape))
+
+    def _assignments(self, kept: Kept, array: Array, stored: OrbaxArray) -> Sequence[Assignment] | None:
+        """The mesh axes of each axis: by its logical names, else as it was sharded before; None where nobody knows."""
+        if len(kept.names) == len(array.shape) and any(kept.names):
+            return partition_spec(kept.names, self.rules)
+        if not array.shape:
+            return ()
+        before = self.around.partitions.get(stored.key)
+        if before is None:
+            return None
+        axes: list[Assignment] = [None] * len(array.shape)
+        for axis, mesh_axes in enumerate(before):
+            if mesh_axes:
+                for target in array.parts[0].axes_of(axis):
+                    axes[target] = mesh_axes
+        return axes
+
+    def _as_it_is(self, array: Array, part: Part, stored: OrbaxArray, assignments: Sequence[Assignment] | None) -> ArraySpec | None:
+        """The chunks of an array that can be copied as they are; None where it has to be re-cut."""
+        is_same = part.shape == stored.shape and part.keys.shape == () and part.rule.axes.left == part.rule.axes.right  # type: ignore[attr-defined]
+        if not is_same or array.dtype != stored.dtype or self.format.driver != stored.driver:
+            return None
+        if self.options.compression is not None and (self.options.compression == ZSTD) != stored.compressed:
+            return None
+        spec = copy_spec(self.around.zarr[stored.key], array.key, array.dtype)
+        if spec is None or 2 * math.prod(spec.shard) * array.dtype.itemsize > self.options.unit_bytes:
+            return None
+        for mesh in self.meshes:
+            for axis, (size, chunk) in enumerate(zip(spec.shape, spec.chunk, strict=True)):
+                ways = mesh.ways(assignments[axis]) if assignments is not None else 1
+                if size % ways or ((chunk < size or ways > 1) and (size // ways) % chunk):
+                    return None
+            if assignments is None and mesh.devices > 1 and math.prod(spec.shape) > 1:
+                return None
+        return spec
+
+
+def _grain(part: Part, stored: OrbaxArray) -> tuple[tuple[int, ...], int]:
+    """The extents of the source's chunk on the array's axes, and how many layers it holds besides, which are arrays of their own here."""
+    grain = [1] * len(part.shape)
+    layers = 1
+    for axis, chunk in enumerate(stored.chunk):
+        held = part.axes_of(axis)
+        for target in held:
+            grain[target] = chunk
+        if not held and part.window_shape[axis] < stored.shape[axis]:
+            layers *= min(chunk, stored.shape[axis])
+    return tuple(grain), layers
+
+
+def _in_step(grid: Grid, grain: Sequence[int]) -> Grid:
+    """Where a mesh leaves it open how an axis is cut, chunks that go with the source's: a multiple of them, or a divisor."""
+    if grid.spec.chunk != grid.spec.shard:
+        return grid
+    chunk = list(grid.spec.chunk)
+    for axis, (size, step) in enumerate(zip(grid.spec.shape, grain, strict=True)):
+        if chunk[axis] < size and size % chunk[axis]:  # ragged: no mesh asked for it
+            chunk[axis] = chunk[axis] // step * step if chunk[axis] >= step else largest_divisor(step, chunk[axis])
+    return dataclasses.replace(grid, spec=dataclasses.replace(grid.spec, chunk=tuple(chunk), shard=tuple(chunk)))
+
+
+def _least(grid: Grid, grain: Sequence[int]) -> list[int]:
+    """The extents of the smallest block: whole chunks of the source and whole shards of the target."""
+    return [min(size, math.lcm(shard, step)) for size, shard, step in zip(grid.spec.shape, grid.spec.shard, grain, strict=True)]
+
+
+def _blocks(arrays: Sequence[Array], ways: Sequence[Way], source: OrbaxCheckpoint, unit_bytes: int) -> Iterator[tuple[Block, ...]]:
+    """Cuts arrays into blocks; those that take layers of one chunk of the source are cut alike, and belong together."""
+    groups: dict[object, list[int]] = {}
+    for number, (array, way) in enumerate(zip(arrays, ways, strict=True)):
+        together: object = number
+        if way.layers > 1:
+            part = array.parts[0]
+            stored = source.arrays[part.tensors[0]]
+            cut = [axis for axis in range(len(stored.shape)) if not part.axes_of(axis)]
+            together = stored.key, tuple(part.starts[axis] // stored.chunk[axis] for axis in cut)
+        groups.setdefault(together, []).append(number)
+    for group in groups.values():
+        cut = [list(_cut(number, ways[number], unit_bytes // len(group))) for number in group]
+        yield from zip(*cut, strict=True)
+
+
+def _cut(number: int, way: Way, unit_bytes: int) -> Iterator[Block]:
+    """Blocks of one array, as large as a unit may be, longest along its last axes."""
+    spec = way.grid.spec
+    least = _least(way.grid, way.grain)
+    counts = [-(-n // shard) for n, shard in zip(least, spec.shard, strict=True)]
+    steps = list(counts)
+    for axis in reversed(range(len(counts))):
+        extents = [min(n * shard, size) for n, shard, size in zip(counts, spec.shard, spec.shape, strict=True)]
+        most = max(1, unit_bytes // max(1, way.grid.working_bytes(extents)))
+        whole = -(-spec.grid[axis] // steps[axis])  # how many of the smallest blocks there are
+        counts[axis] = steps[axis] * -(-whole // -(-whole // min(most, whole)))  # blocks of about equal length
+        if counts[axis] < spec.grid[axis]:
+            break
+    starts = [range(0, total, count) for total, count in zip(spec.grid, counts, strict=True)]
+    for at, first in enumerate(itertools.product(*starts)):
+        shards: Box = tuple((low, min(low + n, total)) for low, n, total in zip(first, counts, spec.grid, strict=True))
+        yield Block(number, shards, way.grid.working_bytes(extent(element_box(spec, shards))), (spec.key, at))

@@ -1,0 +1,291 @@
+"""The tree of a new checkpoint: which arrays it has, what each is made of, and what it is to a training state."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats.orbax_source import TEXT, OrbaxArray, OrbaxCheckpoint, leaves
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.naming import name_model
+from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float, key_of
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.stacking import Copy, Held, Path, StackingError, Stacks, restack, same, unused
+from weightbeam.model_mappings.trees import VALUE, TreeError, is_scanned
+
+OPTIMIZERS = ("opt_state", "optimizer", "optimizer_state")
+EMBEDDING = f"{PARAMETERS}token_embedder.embedding"
+TOWERS = (f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")
+MTP = f"{PARAMETERS}mtp_block."
+AXES = (1, 0, 2, 3)  # where layers may be stacked, MaxText's default first
+DICT = 2  # Orbax's number for the key of a dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is known of a checkpoint's model.
+
+    Attributes:
+      config: `config.json`; empty where nobody knows.
+      shapes: of the release's tensors, by name.
+      name: MaxText's, where it was said.
+      remembered: what a record should say of the release, where it is new.
+      files: the step's small files.
+    """
+
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    name: str | None = None
+    remembered: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+    def stage(self) -> dict[str, Any]:
+        """As JSON."""
+        return vars(self) | {"files": {name: base64.b64encode(data).decode() for name, data in self.files.items()}}
+
+    @classmethod
+    def load(cls, staged: Mapping[str, Any]) -> Model:
+        """What `stage` staged."""
+        shapes = {name: tuple(shape) for name, shape in staged["shapes"].items()}
+        return cls(**{**staged, "shapes": shapes, "files": {name: base64.b64decode(data) for name, data in staged["files"].items()}})
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An array of the new checkpoint.
+
+    Attributes:
+      key: Orbax's dotted key.
+      role: weight, moment (an array of the optimizer that has its weight's shape), or other.
+      names: MaxText's logical names of the axes; none where nobody knows them.
+      part: what it is made of.
+    """
+
+    key: str
+    role: str
+    names: tuple[str | None, ...]
+    part: Copy
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """The new tree.
+
+    Attributes:
+      arrays: in the order of the old tree.
+      metadata: `tree_metadata` of Orbax: each leaf, with the kinds of its keys.
+      kind: what wrote the old one.
+      scan, scan_axis: whether layers are stacked, and where; None where nobody knows.
+      family, note: the table that was used, and what was inferred; empty without one.
+      left_out: arrays of the old tree, with the reason.
+    """
+
+    arrays: tuple[Kept, ...] = ()
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kind: str = ""
+    scan: bool | None = None
+    scan_axis: int | None = None
+    family: str = ""
+    note: str = ""
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def make_tree(
+    source: OrbaxCheckpoint, model: Model, params_only: bool, scan: bool | None, scan_axis: int | None, family_name: str | None, model_name: str | None
+) -> tuple[Tree, list[Problem]]:
+    """The new tree, and what stands against it.
+
+    Args:
+      source: the old checkpoint.
+      model: what is known of its model.
+      params_only: the weights alone, below `params.params`, whatever the old tree calls them.
+      scan, scan_axis: the layout that is wanted; None for what the source has.
+      family_name, model_name: the table that the user named, and MaxText's model.
+    """
+    paths = {".".join(path): path for path in leaves(source.metadata)}
+    try:
+        weights, kind = dict(source.tree.weights), source.tree.kind
+    except TreeError as e:
+        if params_only:
+            return Tree(), [Problem("tree", source.root, f"{e}; --state full keeps it as it is", is_array=True)]
+        weights, kind = {}, "a tree of its own"
+    if params_only:
+        arrays = {tuple(name.split(".")): Held(key, source.arrays[key].shape) for name, key in weights.items()}
+    else:
+        arrays = {path: Held(key, source.arrays[key].shape) for key, path in paths.items()}
+    is_weight = set(weights.values()) or {key for key, path in paths.items() if path[0] not in (*OPTIMIZERS, "nnx_aux", "step")}
+    layouts = _Layouts(source, model, weights, family_name, model_name)
+    wanted_scan, wanted_axis = layouts.scan if scan is None else scan, layouts.axis if scan_axis is None else scan_axis
+    is_moving = wanted_scan != layouts.scan or (bool(wanted_scan) and scan_axis is not None and scan_axis != layouts.axis)
+    problems = layouts.check(scan, scan_axis, is_moving)
+    if problems:
+        return Tree(kind=kind), problems
+    names = layouts.names(wanted_scan, wanted_axis)
+
+    def kept(path: Path, part: Copy) -> Kept:
+        old = part.tensors[0]
+        stored = source.arrays[old]
+        is_moment = paths[old][0] in OPTIMIZERS and part.shape != () and is_float(stored.dtype)
+        role = "weight" if old in is_weight else "moment" if is_moment else "other"
+        found = _named(path, names)
+        return Kept(".".join(path), role, found if len(found) == len(part.shape) else (None,) * len(part.shape), part)
+
+    if is_moving:
+        before, after = layouts.stacks(layouts.scan, layouts.axis), layouts.stacks(wanted_scan, wanted_axis)
+        try:
+            moved = list(restack(arrays, before, after))
+            problems += [
+                Problem("unused", ".".join(path), "no rule says what becomes of it in the other layout", is_array=True) for path in unused(arrays, moved)
+            ]
+            problems += _loose_layers(one.path for one in moved if one.path == one.like and not before.find(one.path))
+            empty = {path: Held("", _empty_shape(path, before)) for path, _ in ([] if params_only else _empty(source))}
+            bare = {one.path: one.like for one in restack(empty, before, after)}
+        except StackingError as e:
+            return Tree(kind=kind), [Problem("unused", ".".join(e.path), str(e), is_array=True)]
+    else:
+        moved = [_Same(path, path, same(*held)) for path, held in arrays.items()]
+        bare = {path: path for path, _ in ([] if params_only else _empty(source))}
+    made = tuple(kept(one.path, one.part) for one in moved)
+    metadata = {} if params_only else _metadata(source, {one.path: one.like for one in moved}, bare)
+    dropped = "not a weight (--state params)"
+    left_out = {key: dropped for key in paths if key not in is_weight} if params_only else {}
+    known = layouts.family
+    return Tree(made, metadata, kind, wanted_scan, wanted_axis, known.name if known else "", layouts.note, left_out), problems
+
+
+@dataclasses.dataclass(frozen=True)
+class _Same:
+    path: Path
+    like: Path
+    part: Copy
+
+
+class _Layouts:
+    """The layout that a checkpoint has, and what its family's table says of others."""
+
+    def __init__(self, source: OrbaxCheckpoint, model: Model, weights: Mapping[str, str], family_name: str | None, model_name: str | None):
+        self.source, self.weights = source, {name: source.arrays[key] for name, key in weights.items()}
+        self.family: Family | None = None
+        self.reason, self.note = "", ""
+        said = source.custom.get("scan_layers")
+        self.scan: bool | None = said if isinstance(said, bool) else is_scanned(weights) if weights else None
+        made = source.record.get("options")
+        axis = made.get("param_scan_axis") if isinstance(made, dict) else None
+        self.axis: int | None = axis if isinstance(axis, int) else None
+        self.ambiguous: Sequence[int] = ()
+        if not model.config:
+            self.reason = "nothing says which model it is; --like names a release of it"
+            return
+        self.config = Config(model.config)
+        try:
+            family = family_of(self.config, model_name or model.name, family_name)
+            naming = name_model(family, self.config, model_name or model.name)
+            self.layout = layout_of(self.weights, self.scan, naming.model, model.shapes)
+            if self.scan and self.axis is None:
+                fitting = list(_fitting_axes(family, self.config, self.layout, self.weights))
+                self.axis = fitting[0] if fitting else None
+                self.ambiguous = fitting if len(fitting) > 1 else ()
+            self.family, self.note = family, family.note(self.config, self.layout)
+        except (ConfigError, UnknownFamilyError) as e:
+            self.reason = str(e)
+
+    def check(self, scan: bool | None, axis: int | None, is_moving: bool) -> list[Problem]:
+        """What stands against the layout that is wanted."""
+        option = "--scan_layers" if scan is not None and scan != self.scan else "--param_scan_axis"
+        if is_moving and self.family is None:
+            return [Problem("option", option, f"where the layers' arrays go follows from the model's table, but {self.reason}")]
+        if is_moving and self.scan and self.axis is None:
+            return [Problem("option", option, "the checkpoint's shapes aren't those of its config.json, wherever the layers are stacked")]
+        if is_moving and self.ambiguous:
+            choices = " or ".join(map(str, self.ambiguous))
+            return [Problem("option", option, f"its layers may be stacked on axis {choices}: the shapes fit both, and the checkpoint doesn't say")]
+        wanted = "scanned" if scan else "unscanned"
+        if is_moving and scan is not None and self.family and wanted not in self.family.layouts:
+            return [Problem("option", option, f"MaxText has {self.family.name} models {' and '.join(self.family.layouts)} only")]
+        return []
+
+    def stacks(self, scan: bool | None, axis: int | None) -> Stacks:
+        """The stacks of a layout."""
+        assert self.family is not None
+        layout = dataclasses.replace(self.layout, scan=bool(scan), scan_axis=1 if axis is None else axis)
+        return Stacks.of(self.family.stacks(self.config, layout), layout.scan_axis)
+
+    def names(self, scan: bool | None, axis: int | None) -> dict[Path, tuple[str | None, ...]]:
+        """The logical names of arrays in a layout, by their paths below `params.params`."""
+        if self.family is not None:
+            layout = dataclasses.replace(self.layout, scan=bool(scan), scan_axis=1 if axis is None else axis)
+            return {tuple(path.split("/")[1:]): parts[0].names for path, parts in expand(self.family, self.config, layout).items()}
+        axes = self.source.record.get("axes")
+        if not isinstance(axes, dict):
+            return {}
+        return {tuple(key.split(".")[2:]): tuple(names) for key, names in axes.items() if isinstance(names, list)}
+
+
+def layout_of(weights: Mapping[str, OrbaxArray], scan: bool | None, model: str | None, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    """The layout that a checkpoint is in, by the names of its weights and the rows of its embedding."""
+    return Layout(
+        scan=bool(scan),
+        vocab=weights[EMBEDDING].shape[0] if EMBEDDING in weights and len(weights[EMBEDDING].shape) == 2 else None,
+        mtp=any(key.startswith(MTP) for key in weights),
+        multimodal=any(key.startswith(TOWERS) for key in weights),
+        model=model,
+        shapes=shapes,
+    )
+
+
+def _fitting_axes(family: Family, config: Config, layout: Layout, weights: Mapping[str, OrbaxArray]) -> Iterator[int]:
+    """The axes on which the layers may be stacked, by the shapes of the weights; of those that come to the same only the first."""
+    seen = []
+    for axis in AXES:
+        parts = {key_of(path): same[0] for path, same in expand(family, config, dataclasses.replace(layout, scan_axis=axis)).items()}
+        places = {key: part.target_axes for key, part in parts.items()}
+        if all(key in parts and parts[key].shape == stored.shape for key, stored in weights.items()) and places not in seen:
+            seen.append(places)
+            yield axis
+
+
+def _named(path: Path, names: Mapping[Path, tuple[str | None, ...]]) -> tuple[str | None, ...]:
+    """The logical names of the weight that a path ends with."""
+    path = path[:-1] if path[-1:] == (VALUE,) else path
+    return next((names[path[start:]] for start in range(len(path)) if path[start:] in names), ())
+
+
+def _loose_layers(paths: Iterator[Path]) -> list[Problem]:
+    """Arrays that seem to belong to a layer, though the table knows no layers there."""
+    problems = []
+    for path in paths:
+        if any(component.rpartition("_")[0].endswith("layers") or component.endswith("layers") for component in path):
+            message = "it seems to be a layer's, but the table has no layers there; --state params takes the weights alone"
+            problems.append(Problem("unused", ".".join(path), message, is_array=True))
+    return problems
+
+
+def _empty(source: OrbaxCheckpoint) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """The leaves without an array: None, empty dicts, texts."""
+    for entry in source.metadata["tree_metadata"].values():
+        about = entry["value_metadata"]
+        if about.get("skip_deserialize") or about.get("value_type") == TEXT:
+            yield tuple(str(key["key"]) for key in entry["key_metadata"]), entry
+
+
+def _empty_shape(path: Path, stacks: Stacks) -> tuple[int, ...]:
+    found = stacks.find(path)
+    return stacks.by_target[found[1]].layers.shape if found else ()
+
+
+def _metadata(source: OrbaxCheckpoint, arrays: Mapping[Path, Path], bare: Mapping[Path, Path]) -> dict[str, Any]:
+    """`tree_metadata`: every leaf as it was, by its new path; arrays without the mesh that they lay on."""
+    before = {tuple(str(key["key"]) for key in entry["key_metadata"]): entry for entry in source.metadata["tree_metadata"].values()}
+    found = {}
+    for path, like in {**arrays, **bare}.items():
+        entry = before[like]
+        kinds = [key["key_type"] for key in entry["key_metadata"]]
+        keys = [{"key": name, "key_type": kinds[at] if path[: at + 1] == like[: at + 1] else DICT} for at, name in enumerate(path)]
+        value = dict(entry["value_metadata"])
+        if path in arrays:
+            value = {"value_type": "scalar" if value.get("value_type") == "scalar" else "np.ndarray", "skip_deserialize": False}
+        found[str(path)] = {"key_metadata": keys, "value_metadata": value}
+    return found
