@@ -267,9 +267,8 @@ def find_model(checkpoint: OrbaxCheckpoint, like: str | None) -> Model:
 
 def _tensors(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> dict[str, Any]:
     """A release's tensors as a record has them."""
-    from weightbeam.transforms.exporting import read_dtype
-
-    return {name: {"dtype": DTYPE_NAMES[read_dtype(dtype)], "shape": list(shape), "file": file} for name, (dtype, shape, file) in tensors.items()}
+    dtypes = {dtype.name: name for dtype, name in DTYPE_NAMES.items()}
+    return {name: {"dtype": dtypes[dtype], "shape": list(shape), "file": file} for name, (dtype, shape, file) in tensors.items()}
 
 
 def refuse(problems: Sequence[Problem]) -> None:

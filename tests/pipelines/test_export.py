@@ -18,6 +18,7 @@ from huggingface_hub.utils import close_session
 from safetensors.numpy import load_file
 from servers.hub import FakeHub
 from support import BF16, F32, LLAMA, QWEN3_MOE, call, convert, given, random_tensors, read_config, read_tensors, save
+from trained import SHARED, TRAINED, trained_like
 
 import weightbeam as wb
 
