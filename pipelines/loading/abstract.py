@@ -112,7 +112,10 @@ def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Prob
         if is_float(array.dtype) != is_float(target.dtype):
             problems.append(_problem("dtype", target.key, f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}"))
         if target.sharding is None:
-            problems.append(_problem("sharding", target.key, "no sharding: give the tree's leaves one, or name a mesh"))
+            why = "no sharding: give the tree's leaves one, or name a mesh"
+            if not array.has_axes:
+                why = "its logical axes aren't known, so that a mesh doesn't say how it lies: give the tree's leaves a sharding"
+            problems.append(_problem("sharding", target.key, why))
         else:
             try:
                 target.sharding.shard_shape(target.shape)

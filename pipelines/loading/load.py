@@ -107,7 +107,8 @@ def _shard(abstract: Abstract, source: Source, mesh: Mesh, rules: Any) -> Abstra
     """Shardings by logical axis rules for the targets that have none."""
     targets = []
     for target in abstract.targets:
-        if target.sharding is None and (array := source.arrays.get(target.key)) is not None and array.shape == target.shape:
+        array = source.arrays.get(target.key)
+        if target.sharding is None and array is not None and array.shape == target.shape and (array.has_axes or mesh.size == 1 or len(array.shape) < 2):
             target = dataclasses.replace(target, sharding=named_sharding(target.shape, array.axes, mesh, rules))
         targets.append(target)
     return dataclasses.replace(abstract, targets=tuple(targets))

@@ -55,6 +55,11 @@ class Described:
     position: tuple[str, int] = ("", 0)
 
     @property
+    def has_axes(self) -> bool:
+        """Whether its logical axes are known."""
+        return any(self.axes)
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 

@@ -1,0 +1,137 @@
+"""Orbax checkpoints of any writer, virtual ones, buckets and the hub: `open` and `load` have the same arrays of all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax.traverse_util import unflatten_dict
+from jax.sharding import SingleDeviceSharding
+from servers.gcs import FakeGcs
+from servers.hub import FakeHub
+from support import BF16, HERE, LLAMA, assert_same_bits, convert, digest, flatten, random_tensors, reference, restore, save, split
+
+import weightbeam as wb
+
+TRAINED = HERE.parent.parent / "shared" / "maxtext" / "trained"
+MODEL = LLAMA | dict(vocab_size=512)
+
+
+def wanted() -> dict[str, np.ndarray]:
+    return reference(MODEL, random_tensors(MODEL), BF16)
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return unflatten_dict({tuple(key.split(".")): value for key, value in flat.items()})
+
+
+def abstract(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    here = SingleDeviceSharding(jax.devices()[0])
+    return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
+
+
+def loaded(source: Path | str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {key: np.asarray(value) for key, value in flatten(wb.load(str(source), nested(abstract(arrays)))).items()}
+
+
+WRITERS = {  # whose trees have the weights below this, and what lies beside them
+    "parameters": ("params.params.{}", {}),
+    "training state": ("params.params.{}", {"opt_state.mu.a": 1, "step": 0}),
+    "nnx": ("{}.value", {"rngs.default.count.value": 1}),
+    "nnx training state": ("model.{}.value", {"optimizer.step.value": 3}),
+    "training engine": ("model_params.{}.value", {"opt_state.count": 2}),
+    "reinforcement learning": ("base.{}.value", {}),
+    "bare": ("{}", {}),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_anyones_checkpoint_has_maxtexts_names(tmp_path: Path, writer: str) -> None:
+    """As stock Orbax saves each of the trees that MaxText and its tools write; `as_is` keeps their own keys."""
+    name, beside = WRITERS[writer]
+    tree = {name.format(key): values for key, values in wanted().items()} | {key: np.array([value]) for key, value in beside.items()}
+    ocp.PyTreeCheckpointer().save(tmp_path / "ckpt", nested(tree))
+    opened = wb.open(tmp_path / "ckpt")
+    assert {f"params.params.{key}" for key in wanted()} <= set(opened)
+    assert_same_bits(loaded(tmp_path / "ckpt", wanted()), wanted())
+    as_is = wb.open(tmp_path / "ckpt", as_is=True)
+    assert_same_bits({key: np.asarray(array) for key, array in as_is.items()}, tree)
+
+
+@pytest.mark.parametrize("key", ["decoder.layers.0.mlp.wi_0.kernel.array.qvalue", "params.aqt.decoder.mlp.qrhs.frozen"])
+def test_trees_without_plain_weights_are_refused(tmp_path: Path, key: str) -> None:
+    """With the reason; their arrays can be opened as they are."""
+    ocp.PyTreeCheckpointer().save(tmp_path / "ckpt", nested({key: np.zeros((2, 3), np.int8)}))
+    with pytest.raises(wb.Refused, match="as_is=True"):
+        wb.open(tmp_path / "ckpt")
+    assert wb.open(tmp_path / "ckpt", as_is=True)[key].shape == (2, 3)
+
+
+def test_leaves_of_a_strangers_checkpoint_need_shardings(tmp_path: Path) -> None:
+    """Nothing is replicated by default: logical axes are known of our checkpoints only."""
+    ocp.PyTreeCheckpointer().save(tmp_path / "ckpt", nested({f"params.params.{key}": values for key, values in wanted().items()}))
+    leaves = {key: jax.ShapeDtypeStruct(values.shape, values.dtype) for key, values in wanted().items()}
+    with pytest.raises(wb.Refused, match=r"embedding: its logical axes aren't known"):
+        wb.load(str(tmp_path / "ckpt"), nested(leaves))
+
+
+@pytest.mark.skipif(not TRAINED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
+@pytest.mark.parametrize("run", ["llama-fsdp8", "llama-fsdp8-paramonly-unscanned", "llama-linen-paramonly-unscanned", "qwen3moe-fsdp4-tensor2"])
+def test_what_maxtexts_training_wrote(run: str) -> None:
+    """The bits of the parameters, by MaxText's names; a state's optimizer is there, too."""
+    told = json.loads((TRAINED / run / "digests.json").read_text())["params"]
+    opened = wb.open(TRAINED / run)
+    for key, (shape, dtype, _, sha256) in told.items():
+        array = opened[wb_name(key)]
+        assert digest(np.asarray(array)) == [shape, dtype, sha256], key
+
+
+def wb_name(key: str) -> str:
+    """MaxText's name of a weight whose key in the checkpoint may have `.value`, and lack the collection."""
+    return "params.params." + key.removesuffix(".value").removeprefix("params.").removeprefix("params.")
+
+
+def test_a_virtual_checkpoint(tmp_path: Path) -> None:
+    """Its chunks are ranges of the release's files."""
+    source = save(tmp_path / "hf", MODEL, *split(random_tensors(MODEL), 2))
+    step = convert(source, tmp_path / "out", "--virtual", "--link", "copy", "--scan_layers", "false", "--maxtext_model", "llama2-7b")
+    arrays = restore(step)
+    assert_same_bits(loaded(tmp_path / "out", arrays), arrays)
+
+
+REMOTE = """
+import json, sys
+import jax, numpy as np
+import weightbeam as wb
+from support import digests, flatten
+told = []
+wb.convert("hf://org/model", "gs://bucket/ckpt", mesh="fsdp=2")
+for url in ("hf://org/model", "gs://bucket/ckpt"):
+    tree = wb.load(url, mesh="fsdp=1")
+    told.append(digests({key: np.asarray(value) for key, value in flatten(tree["params"]["params"]).items()}))
+print(json.dumps(told))
+"""
+
+
+def test_buckets_and_the_hub(tmp_path: Path) -> None:
+    """A release on the hub, and a checkpoint in a bucket, by ranges; a load has each byte of the hub's files sent once."""
+    source = save(tmp_path / "hf", MODEL, *split(random_tensors(MODEL), 2))
+    with FakeGcs("bucket") as gcs, FakeHub() as hub:
+        hub.add("org/model", source)
+        environment = os.environ | gcs.env() | hub.env() | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "JAX_PLATFORMS": "cpu"}
+        ran = subprocess.run([sys.executable, "-c", REMOTE], env=environment, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        stored = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        assert hub.cdn.log.sent < 2 * stored * 1.01  # by the conversion, and by the load
+    told = [digest(values) for values in wanted().values()]
+    for made in json.loads(ran.stdout.splitlines()[-1]):
+        assert [made[key] for key in wanted()] == told
