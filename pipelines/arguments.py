@@ -38,8 +38,8 @@ The last line says whether the conversion can go ahead, and the command.
   weightbeam plan ~/models/Qwen3-8B
   weightbeam plan hf://deepseek-ai/DeepSeek-V3 --mesh fsdp=64 --workers 1,10,100
 
-With --workers it simulates the conversion on so many workers of Dataflow, from a bucket or the hub into a bucket: the
-time, the cost, and what limits them. `weightbeam help running` says what it assumes.
+With --workers it simulates the conversion on so many workers of Dataflow, or of Flink
+with --runner=FlinkRunner, from a bucket or the hub into a bucket: the time, the cost, and what limits them. `weightbeam help running` says what it assumes.
 
 `weightbeam plan COMMAND …` plans another command, such as `weightbeam plan materialize ckpt new`.
 
@@ -380,7 +380,12 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 def add_simulation(parser: argparse.ArgumentParser) -> None:
     """The options of a plan that say on what the conversion would run."""
     add = parser.add_argument_group("simulation").add_argument
-    add("--workers", type=counts, metavar="N,N,…", help="say how long it takes on N workers of Dataflow, such as 1,10,100, and what that costs")
+    add(
+        "--workers",
+        type=counts,
+        metavar="N,N,…",
+        help="simulate it on N workers, such as 1,10,100: time and cost, on Dataflow or --runner's cluster",
+    )
     add("--worker_gbps", type=amount, default=GBPS, metavar="GBPS", help="a worker's network in Gbit/s (10^9 bits), each way")
     add("--worker_hour_price", type=amount, default=HOUR_PRICE, metavar="PRICE", help="of a worker with 2 vCPUs and 8 GB, in any currency")
 

@@ -20,7 +20,7 @@ from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.shell import STDOUT, say, write_json, write_text
 from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.makespan import Estimate, Worker, efforts_of, estimate
+from weightbeam.transforms.makespan import Estimate, efforts_of, estimate
 
 UNKNOWN = "unknown"  # the family of a plan that found none
 
@@ -166,7 +166,7 @@ def plan(
 
     Args:
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
-      workers: numbers of workers on Dataflow for which the conversion is simulated.
+      workers: numbers of workers for which the conversion is simulated, on the engine that `--runner` in `beam` names, else on Dataflow.
       worker_gbps: a worker's network in Gbit/s (10^9 bits), each way.
       worker_hour_price: of a worker with 2 vCPUs and 8 GB, in any currency.
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
@@ -180,8 +180,7 @@ def plan(
     threads = report.threads_of(report.thread_options(beam))
     estimates: list[Estimate] = []
     if workers and not conversion.plan.problems:
-        worker_threads = report.threads_of(report.thread_options(beam), report.THREADS_PER_CORE * Worker.cores)
-        worker = Worker(worker_gbps, worker_hour_price, worker_threads)
+        worker = report.worker_of(beam, worker_gbps, worker_hour_price)
         efforts, files = list(efforts_of(conversion)), len(conversion.checkpoint.shards)
         estimates = [estimate(efforts, number, worker, files, conversion.checkpoint.root.startswith("hf://")) for number in workers]
     return Plan(conversion, threads, tuple(estimates))

@@ -16,7 +16,7 @@ from weightbeam.model_mappings.maxtext_config import scalar
 from weightbeam.model_mappings.plan import PARAMETERS, Plan
 from weightbeam.pipelines.tables import Block, Table, count, duration, human, shape_text
 from weightbeam.transforms.conversion import Conversion, rules_of
-from weightbeam.transforms.makespan import Estimate
+from weightbeam.transforms.makespan import CLUSTER_SLOTS, CLUSTER_START, Estimate, Worker
 from weightbeam.transforms.mesh import base_rules, model_rules
 from weightbeam.transforms.options import Options
 
@@ -46,6 +46,17 @@ def thread_options(arguments: Sequence[str]) -> dict[str, int | None]:
     for option in ("--direct_num_workers", "--number_of_worker_harness_threads"):
         parser.add_argument(option, type=int)
     return vars(parser.parse_known_args(list(arguments))[0])
+
+
+def worker_of(arguments: Sequence[str], gbps: float, hour_price: float) -> Worker:
+    """A worker of the engine that `--runner` names, for a simulation; without Beam. It is Dataflow's where no cluster is named."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--runner", default="")
+    runner = parser.parse_known_args(list(arguments))[0].runner.rpartition(".")[2].lower().removesuffix("runner")
+    engine = {"flink": "Flink", "spark": "Spark", "portable": "a cluster"}.get(runner)
+    if engine is None:
+        return Worker(gbps, hour_price, threads_of(thread_options(arguments), THREADS_PER_CORE * Worker.cores))
+    return Worker(gbps, hour_price, threads_of(thread_options(arguments), CLUSTER_SLOTS), engine=engine, start=CLUSTER_START)
 
 
 def collapse(lines: Iterable[str]) -> list[str]:
@@ -128,13 +139,15 @@ def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
     yield from ("", totals)
 
 
-def estimate_blocks(estimates: Iterable[Estimate]) -> Iterator[Block]:
-    """How long a conversion takes on how many workers."""
+def estimate_blocks(estimates: Sequence[Estimate]) -> Iterator[Block]:
+    """How long a conversion takes on how many workers; there is at least one number of them."""
     rows = Table(">workers", ">time", ">of it units", ">vCPU hours", ">cost", "limited by")
     for each in estimates:
         times = duration(each.wall_seconds), duration(each.unit_seconds)
         rows.add_row(f"{each.workers:,}", *times, f"{each.vcpu_hours:,.1f}", f"{each.cost:,.2f}", each.limit)
-    yield from ("", "simulated, on workers of Dataflow:", rows)
+    worker = estimates[0].worker
+    about = f"{count(worker.threads, 'unit')} at a time, {worker.gbps:g} Gbit/s each way, {worker.start:g} s until they work"
+    yield from ("", f"simulated, on workers of {worker.engine}, {about}:", rows)
 
 
 def model_text(plan: Plan) -> str:

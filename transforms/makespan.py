@@ -1,4 +1,4 @@
-"""How long a conversion takes on N workers of Dataflow, and what it costs: a simulation, from what each unit reads, decodes, copies and writes.
+"""How long a conversion takes on N workers of Dataflow or of a cluster, and what it costs: a simulation, from what each unit reads, decodes, copies and writes.
 
 Rates of the processor are measured, on one core each (`benchmarks/results.json`, 2026-11-21); what a service takes or allows is
 its documentation's, or an estimate, and says so. Nothing was measured on Dataflow itself.
@@ -34,7 +34,9 @@ TRANSPOSE, COPY = 4.2e9, 8.5e9  # bytes made: each row becomes a column, or runs
 TRANSFER = 1.1e9
 
 # Of the services.
-START = 240.0  # seconds until a worker works: its machine, the image, the plan. An estimate
+START = 240.0  # seconds until a worker of Dataflow works: its machine, the image, the plan. An estimate
+CLUSTER_START = 12.0  # seconds until a job works on a cluster that is there: measured on Flink, its submission and the workers' start
+CLUSTER_SLOTS = 2  # of a worker there, as deploy/flink and deploy/spark have them
 LATENCY = 0.05  # seconds until a bucket answers. An estimate
 IN_TURN = 5  # requests of a unit that wait for each other, counted likewise: read, manifest, data, manifest, ledger
 OBJECTS = 3  # that a unit writes: data, manifest, ledger
@@ -65,19 +67,23 @@ class Effort:
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """A worker of Dataflow.
+    """A worker of an engine.
 
     Attributes:
       gbps: of its network, in Gbit/s (10^9 bits), in each direction.
       hour_price: in any currency.
-      threads: units that it works on at a time.
+      threads: units that it works on at a time: threads, or slots.
       cores: vCPUs; each is taken for a core of the machine that the rates were measured on.
+      engine: what it works for.
+      start: seconds from the job's submission until it works.
     """
 
     gbps: float
     hour_price: float
     threads: int
     cores: int = 2
+    engine: str = "Dataflow"
+    start: float = START
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +97,7 @@ class Estimate:
       vcpu_hours: paid for.
       cost: in the currency of the price.
       limit: what takes longest.
+      worker: each of them.
     """
 
     workers: int
@@ -99,6 +106,7 @@ class Estimate:
     vcpu_hours: float
     cost: float
     limit: str
+    worker: Worker
 
 
 def efforts_of(conversion: Conversion) -> Iterator[Effort]:
@@ -191,7 +199,7 @@ def estimate(efforts: Sequence[Effort], workers: int, worker: Worker, files: int
         ((-(-resolves // HUB_RESOLVES) - 1) * HUB_WINDOW, "files that the hub gives"),
     )
     assembly = len(efforts) * (MERGE + ASSEMBLY_ANSWERS * LATENCY)
-    _, limit = max((seconds, limit), (START, "start-up"), (assembly, "assembly"))
-    wall = START + seconds + assembly
+    _, limit = max((seconds, limit), (worker.start, "start-up"), (assembly, "assembly"))
+    wall = worker.start + seconds + assembly
     hours = workers * wall / 3600
-    return Estimate(workers, wall, seconds, hours * worker.cores, hours * worker.hour_price, limit)
+    return Estimate(workers, wall, seconds, hours * worker.cores, hours * worker.hour_price, limit, worker)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ from pathlib import Path
 import grpc
 import yaml
 from apache_beam.portability.api import beam_job_api_pb2, beam_job_api_pb2_grpc
-from processes import ROOT, free_port, listening, running, wait_for
+from processes import ROOT, free_port, listening, running, wait_for, wait_until
 
 from engines.programs import jars, need, prism
 
@@ -229,15 +231,24 @@ def spark_in_one_process(folder: Path) -> Iterator[Engine]:
         yield Engine(endpoint, f"localhost:{port}", group=group)
 
 
+def alive_workers(page: str) -> int:
+    """How many workers a master has, as its page tells programs; 0 while there is no page."""
+    try:
+        with urllib.request.urlopen(page, timeout=5) as answer:
+            return json.load(answer)["aliveworkers"]
+    except OSError:
+        return 0
+
+
 @contextmanager
 def spark(folder: Path, hosts: int = 2) -> Iterator[Engine]:
     """A standalone cluster: a master, and hosts with two cores each; the driver is the job server."""
     home = jars("spark").parent  # what Spark calls so: the folder in which `jars` lies
     with ExitStack() as stack:
         here, places = stack.enter_context(network(hosts))
-        port, settings = free_port(), {"SPARK_HOME": str(home), "SPARK_LOCAL_DIRS": str(folder), "SPARK_SCALA_VERSION": "2.12"}
+        port, page, settings = free_port(), free_port(), {"SPARK_HOME": str(home), "SPARK_LOCAL_DIRS": str(folder), "SPARK_SCALA_VERSION": "2.12"}
         start = (*JAVA, "-Xmx384m", "-cp", f"{home}/jars/*")
-        master = ("org.apache.spark.deploy.master.Master", "--host", here, "--port", port, "--webui-port", free_port())
+        master = ("org.apache.spark.deploy.master.Master", "--host", here, "--port", port, "--webui-port", page)
         stack.enter_context(running(folder / "master.log", *start, *master, environment=settings))
         listening(port, here)
         for host in places:
@@ -246,7 +257,7 @@ def spark(folder: Path, hosts: int = 2) -> Iterator[Engine]:
             log = folder / f"{host.name}.log"
             stack.enter_context(worker_pool(folder / f"{host.name}.pool.log", POOL, host))
             stack.enter_context(running(log, *host.command(*start, *main), environment=settings))
-            wait_for(log, "Successfully registered with master")
+        wait_until(lambda: alive_workers(f"http://{here}:{page}/json/") == hosts, lambda: "the workers didn't come to the master")
         conf = {
             "spark.driver.host": here,
             "spark.driver.bindAddress": here,

@@ -14,6 +14,7 @@ import yaml
 from processes import ROOT
 
 from engines.programs import HERE, jars
+from weightbeam.transforms.makespan import CLUSTER_SLOTS
 
 ENGINES = ("flink", "spark")
 PORT = 50000  # of a worker pool
@@ -91,6 +92,12 @@ def test_the_same_settings_on_one_machine(engine: str) -> None:
         wanted = {key: value for key, value in documents("flink")[0]["spec"]["flinkConfiguration"].items() if ".port" not in key}
         told = yaml.safe_load(compose("flink")["manager"]["environment"]["FLINK_PROPERTIES"])
         assert {key: str(value) for key, value in told.items()} == wanted | {"jobmanager.rpc.address": "manager"}
+
+
+def test_the_plan_knows_the_slots() -> None:
+    assert documents("flink")[0]["spec"]["flinkConfiguration"]["taskmanager.numberOfTaskSlots"] == str(CLUSTER_SLOTS)
+    (worker,) = (container for container in containers("spark") if container["name"] == "worker")
+    assert worker["args"][:2] == ["--cores", str(CLUSTER_SLOTS)]
 
 
 def test_the_operator_takes_it() -> None:
