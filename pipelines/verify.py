@@ -18,10 +18,14 @@ import apache_beam as beam
 import tensorstore as ts
 
 from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of
+from weightbeam.formats.orbax_source import open_orbax
 from weightbeam.formats.printable import printable
-from weightbeam.formats.storage import Store
+from weightbeam.formats.release_target import RECORD
+from weightbeam.formats.safetensors import is_release
+from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.plan import PARAMETERS, Array
+from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.notebook import as_in_a_script
@@ -52,6 +56,7 @@ class Verification:
       findings: of each array that was compared, by its key.
       wrong: arrays that are missing, unexpected or of another shape, and what is wrong with each.
       sample: the share of each array's tensors that was compared.
+      export: the release, where it is the one that is judged: an export of the checkpoint.
     """
 
     checkpoint: str
@@ -59,6 +64,7 @@ class Verification:
     findings: Mapping[str, Finding]
     wrong: tuple[tuple[str, str], ...]
     sample: float = 1.0
+    export: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -118,7 +124,8 @@ class Verification:
         kinds = Counter("different" if found.different else "rounded" if found.rounded else "exact" for found in self.findings.values())
         compared = sum(found.compared for found in self.findings.values())
         part = f", a sample of {self.sample:.3g}" if self.sample < 1 else ""
-        lines = [f"{compared:,} elements of {count(len(self.findings), 'array')} compared{part}"]
+        judged = f" with {printable(self.export)}, which was exported of them" if self.export else ""
+        lines = [f"{compared:,} elements of {count(len(self.findings), 'array')} compared{judged}{part}"]
         texts = dict(exact="exact", rounded="rounded once, as the plan says", different="different")
         for kind, text in texts.items():
             if kinds[kind]:
@@ -151,8 +158,10 @@ def verify(
     """Compares every element of a checkpoint with the tensors it was made of, in a way of its own. What differs doesn't raise: see `ok` and `check`.
 
     Args:
-      checkpoint: an Orbax checkpoint, ours or MaxText's converter's: its root, a step or an item, in a folder or in `gs://`.
-      source: a folder, `gs://…` or `hf://…`; None for the files of a virtual checkpoint.
+      checkpoint: an Orbax checkpoint, ours or MaxText's converter's: its root, a step or an item, in a folder or in `gs://`. Or a release that
+        was exported, which is compared with the checkpoint it was made of.
+      source: a folder, `gs://…` or `hf://…`; None for what the checkpoint says, and for the files of a virtual checkpoint. Of a release that was
+        exported, the checkpoint.
       lora: adapters that were merged, where they aren't where the checkpoint says.
       sample: compare only this share of each array's tensors, but one at least.
       maxtext_model, scan_layers, param_scan_axis: None for what the checkpoint says.
@@ -167,15 +176,35 @@ def verify(
     if not 0 < sample <= 1:
         raise Refused(f"sample={sample} should be a number above 0 and up to 1")
     given = {"scan_layers": scan_layers, "param_scan_axis": param_scan_axis, "maxtext_model": maxtext_model, "lora": read_loras(lora)}
-    items, conversion, wrong = plan_verification(checkpoint, source, given, hf_token_secret, beam)
-    findings = execute(conversion, items, {key for key, _ in wrong}, sample, beam, reporter(progress))
-    return Verification(str(items), conversion, findings, wrong, sample)
+    subject = plan_verification(checkpoint, source, given, hf_token_secret, beam)
+    findings = execute(subject, sample, beam, reporter(progress))
+    return subject.found(findings, sample)
 
 
-def plan_verification(
-    checkpoint: str, source: str | None, given: Mapping[str, Any], hf_token_secret: str | None = None, beam: Sequence[str] = ()
-) -> tuple[Store, Conversion, tuple[tuple[str, str], ...]]:
-    """The checkpoint's items, the conversion that they should be the result of, and the arrays that are missing, unexpected or of another shape.
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is compared.
+
+    Attributes:
+      items: the checkpoint's.
+      conversion: of the release into such a checkpoint.
+      wrong: arrays that are missing, unexpected or of another shape.
+      keys: where the release is what is judged: the checkpoint's key of each array.
+    """
+
+    items: Store
+    conversion: Conversion
+    wrong: tuple[tuple[str, str], ...]
+    keys: Mapping[str, str] | None = None
+
+    def found(self, findings: Mapping[str, Finding], sample: float) -> Verification:
+        """The same with what was found."""
+        export = None if self.keys is None else self.conversion.checkpoint.root
+        return Verification(str(self.items), self.conversion, findings, self.wrong, sample, export)
+
+
+def plan_verification(checkpoint: str, source: str | None, given: Mapping[str, Any], hf_token_secret: str | None = None, beam: Sequence[str] = ()) -> Subject:
+    """Looks at both sides, and plans the conversion of the release.
 
     Raises:
       Refused: it can't be compared.
@@ -186,6 +215,8 @@ def plan_verification(
     if not checkpoint:
         raise Refused("--checkpoint is missing: what was made of the source")
     with reading(checkpoint):
+        if (pair := find_export(checkpoint, source)) is not None:
+            return _plan_export(*pair, given)
         items = find_items(checkpoint)
         found = check_files(items)
         if found:
@@ -203,17 +234,72 @@ def plan_verification(
     refuse(conversion, conversion.plan.problems)
     with reading(checkpoint):
         wrong = (*compare_trees(conversion, stores), *find_metadata_faults(items, stores, conversion.plan.arrays, record_of(items)))
-    return items, conversion, wrong
+    return Subject(items, conversion, wrong)
+
+
+def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
+    """The release and the checkpoint it was exported of, where that is what should be judged, whichever is named first; else None.
+
+    A release that stands where the checkpoint should is an export. One that stands where it should is one if its record says that it was made
+    of this checkpoint.
+
+    Raises:
+      Refused: a release stands alone, and doesn't say what it was made of; or adapters were merged on the way.
+      StorageError: one of them can't be looked at.
+    """
+    try:
+        stands_first = is_release(open_store(checkpoint))
+    except StorageError:  # which is told where the checkpoint is looked for
+        return None
+    if stands_first:
+        release, made_of = checkpoint, source
+        record = read_record(release)
+        if not made_of and not isinstance(made_of := record.get("source"), str):
+            raise Refused(f"--source is missing: {release} doesn't say which checkpoint it was exported of")
+    elif source and (record := read_record(source)).get("command") == "export":
+        release, made_of = source, checkpoint
+        items, origin = find_items(checkpoint), record.get("made_from")
+        plan = record_of(items).get("plan")
+        if record.get("source") != str(items) and (plan is None or not isinstance(origin, dict) or origin.get("plan") != plan):
+            return None
+    else:
+        return None
+    if record.get("adapters"):
+        raise Refused(f"{release}: adapters were merged into it while it was exported; weightbeam diff compares it with another release")
+    return release, made_of
+
+
+def read_record(release: str) -> Mapping[str, Any]:
+    """What `weightbeam.json` in a release says; nothing where there is none."""
+    try:
+        found = json.loads(open_store(release).read(RECORD))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Subject:
+    """Plans the comparison of an export with its checkpoint: the conversion back of what its headers say, by the same table."""
+    opened = open_orbax(checkpoint)
+    items, keys = open_store(opened.root), dict(opened.tree.weights)
+    stores = open_arrays(items)
+    weights = {name: stores[key] for name, key in keys.items()}
+    options = options_of(items, weights, {"scan_layers": is_scanned(weights), **{name: value for name, value in given.items() if value is not None}})
+    options = dataclasses.replace(options, lora=(), adapter_only=False)
+    conversion = prepare(options, open_source(release))
+    refuse(conversion, conversion.plan.problems)
+    return Subject(items, conversion, tuple(compare_trees(conversion, weights)), keys)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether all of it is right."""
     if args.dry_run:
         given = {name: getattr(args, name) for name in ("scan_layers", "param_scan_axis", "maxtext_model")} | {"lora": read_loras(args.lora)}
-        items, conversion, wrong = plan_verification(args.checkpoint, args.source, given, args.hf_token_secret, rest)
+        subject = plan_verification(args.checkpoint, args.source, given, args.hf_token_secret, rest)
+        conversion = subject.conversion
         nbytes = human(sum(compared_bytes(array, args.sample) for array in conversion.plan.arrays))
-        print(f"would compare {count(len(conversion.plan.arrays), 'array')}, {nbytes}, of {items} with {conversion.checkpoint.root}")
-        Verification(str(items), conversion, {}, wrong, args.sample).check()
+        print(f"would compare {count(len(conversion.plan.arrays), 'array')}, {nbytes}, of {subject.items} with {conversion.checkpoint.root}")
+        subject.found({}, args.sample).check()
         return 0
     found = verify(**keywords_of(args, verify), beam=rest)
     say(args, found)
@@ -238,12 +324,13 @@ def compared_bytes(array: Array, sample: float) -> int:
     return compared_elements(array, sample) * array.dtype.itemsize
 
 
-def execute(conversion: Conversion, items: Store, skipped: set[str], sample: float, rest: Sequence[str], report: Report | None = None) -> dict[str, Finding]:
+def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report | None = None) -> dict[str, Finding]:
     """Runs the comparison as a pipeline.
 
     Raises:
       Failed: it failed on the way.
     """
+    conversion, skipped = subject.conversion, {key for key, _ in subject.wrong}
     todo = [number for number, task in enumerate(tasks(conversion)) if conversion.plan.arrays[task.array].key not in skipped]
     nbytes = sum(compared_bytes(array, sample) for array in conversion.plan.arrays if array.key not in skipped)
     remember(conversion)
@@ -254,7 +341,7 @@ def execute(conversion: Conversion, items: Store, skipped: set[str], sample: flo
             pipeline = make_pipeline(pipeline_options(rest))
             before = COMPARED.total
             with watch_progress(nbytes, lambda: COMPARED.total - before, "comparing", report), quiet(noise), as_in_a_script():
-                _ = pipeline | beam.Create(todo) | CompareArrays(conversion.stage(), conversion.hash, items, sample, file)
+                _ = pipeline | beam.Create(todo) | CompareArrays(conversion.stage(), conversion.hash, subject.items, sample, file, subject.keys)
                 pipeline.run().wait_until_finish()
             return read_findings(file, len(todo))
         except Exception as e:

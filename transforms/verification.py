@@ -4,6 +4,9 @@ Nothing of the way in takes part: no unit, no piece, no view, no chunk grid. An 
 its axes are split, turned around and merged as the rule's axes say, and what results is compared in the tensor's layout.
 Only the headers, the tables themselves and the decoding of quantised tensors are shared with the conversion; that the
 tables are right is shown by verifying checkpoints that MaxText's own converter wrote.
+
+An export is judged by the same layouts the other way: the array's elements with the operations undone, cast once, are what the tensor
+should hold.
 """
 
 from __future__ import annotations
@@ -189,8 +192,8 @@ class Layouts:
         return found.transpose([order.index(factor) for axis in self.left for factor in axis])
 
 
-def compare(array: Array, share: Share, store: ts.TensorStore, encoding: Encoding, scan_axis: int) -> Finding:
-    """Compares one tensor's share of an array, slab by slab."""
+def compare(array: Array, share: Share, store: ts.TensorStore, encoding: Encoding, scan_axis: int, exported: bool = False) -> Finding:
+    """Compares one tensor's share of an array, slab by slab; the tensor is what should be right where it was `exported`."""
     layouts, steps = Layouts.of(share, scan_axis), tuple(slice(None, None, step) for step in share.part.steps)
     finding = Finding(array.key, 0, 0, False, None)
     odd, is_zero = 0, len(encoding.shape) > 1
@@ -199,8 +202,14 @@ def compare(array: Array, share: Share, store: ts.TensorStore, encoding: Encodin
         stored, _ = read_boxes(encoding.reads(box))
         values = encoding.decode(stored, box, np.dtype(np.float32))[steps]
         found = layouts.read(store, slab).reshape(values.shape)
-        expected, rounded = _expected(values, share.part, encoding, found.dtype)
-        count, index = _count_wrong(expected, found)
+        if exported:
+            expected, rounded = _exported(found, share.part, encoding)
+            wrong = _differs(expected, values) if encoding.label is None else _is_no_code(expected, values)
+            found = values
+        else:
+            expected, rounded = _expected(values, share.part, encoding, found.dtype)
+            wrong = _differs(expected, found)
+        count, index = _count(wrong)
         first = None
         if index is not None:
             place = tuple(low + i * step for (low, _), i, step in zip(box, index, share.part.steps, strict=True))
@@ -214,9 +223,30 @@ def compare(array: Array, share: Share, store: ts.TensorStore, encoding: Encodin
     return finding + Finding(array.key, 0, 0, False, None, *strange)
 
 
-def _count_wrong(expected: np.ndarray, found: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
+def _exported(stored: np.ndarray, part: Part, encoding: Encoding) -> tuple[np.ndarray, bool]:
+    """What the tensor of an export should hold, and whether that is rounded: the operations undone in float32, one cast; of codes what was quantised."""
+    dtype = encoding.weight.dtype
+    if part.rule.integer:
+        return stored, False
+    values = stored.astype(np.float32)
+    for op in reversed(part.rule.ops):
+        values = op.inverse.apply(values)
+    rounded = encoding.label is not None or any(not op.is_exact for op in part.rule.ops) or not holds(dtype, stored.dtype)
+    return values if encoding.label is not None else values.astype(dtype), rounded
+
+
+def _is_no_code(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Where values of float8_e4m3fn codes aren't those nearest to what was quantised: off by more than half a step of three bits.
+
+    Or by more than half the smallest step, which is 2⁻⁹ of a scale; no scale is larger than that of the largest magnitude here.
+    """
+    wide, other = expected.astype(np.float64), found.astype(np.float64)
+    scale = np.max(np.abs(wide), initial=0.0) / 448
+    return ~(np.abs(wide - other) <= np.maximum(np.abs(wide) * (2**-4 * 1.001), scale * 2**-10 * 1.001))
+
+
+def _count(wrong: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
     """How many elements differ, and the index of the first."""
-    wrong = _differs(expected, found)
     count = int(np.count_nonzero(wrong))
     return count, tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape)) if count else None
 
@@ -254,7 +284,7 @@ def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> Finding
         for start in range(region[0].start, region[0].stop, step) if region else (0,):
             slab = (range(start, min(start + step, region[0].stop)), *region[1:]) if region else ()
             found = np.asarray(store[tuple(slice(r.start, r.stop) for r in slab)].read().result())
-            count, index = _count_wrong(np.full(found.shape, array.fill, np.float32).astype(found.dtype), found)
+            count, index = _count(_differs(np.full(found.shape, array.fill, np.float32).astype(found.dtype), found))
             first = None
             if index is not None:
                 place = tuple(r.start + i for r, i in zip(slab, index, strict=True))
@@ -317,25 +347,28 @@ def compared_elements(array: Array, sample: float) -> int:
     return math.prod(array.shape) * sum(is_compared(number, sample) for number in range(numbers)) // max(1, numbers)
 
 
-def run_task(task: Task, conversion: Conversion, store: ts.TensorStore, sample: float) -> Finding:
-    """Compares; of the shares only every so many, if `sample` is less than 1."""
+def run_task(task: Task, conversion: Conversion, store: ts.TensorStore, sample: float, exported: bool = False) -> Finding:
+    """Compares; of the shares only every so many, if `sample` is less than 1. What pads an array isn't compared with an export, which hasn't got it."""
     array = conversion.plan.arrays[task.array]
     axis = conversion.options.param_scan_axis
     finding = Finding(array.key, 0, 0, False, None)
     for number, share in enumerate(itertools.islice(shares(array), task.first, task.last), task.first):
         if is_compared(number, sample):
-            finding += compare(array, share, store, conversion.encodings[share.tensor], axis)
-    if task.first == 0 and array.fill is not None:
+            finding += compare(array, share, store, conversion.encodings[share.tensor], axis, exported)
+    if task.first == 0 and array.fill is not None and not exported:
         finding += compare_fill(array, store, axis)
     return finding
 
 
 class CompareArrays(beam.PTransform):
-    """Numbers of tasks -> a file with all findings, which `read_findings` reads."""
+    """Numbers of tasks -> a file with all findings, which `read_findings` reads.
 
-    def __init__(self, staged: bytes, plan_hash: str, items: Store, sample: float, report: Path):
+    With `keys`, the checkpoint's key of each array, it is the release that is judged: an export of the checkpoint.
+    """
+
+    def __init__(self, staged: bytes, plan_hash: str, items: Store, sample: float, report: Path, keys: Mapping[str, str] | None = None):
         super().__init__()
-        self.fn = _CompareFn(staged, plan_hash, items, sample)
+        self.fn = _CompareFn(staged, plan_hash, items, sample, keys)
         self.report = report
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
@@ -349,8 +382,8 @@ class CompareArrays(beam.PTransform):
 
 
 class _CompareFn(beam.DoFn):
-    def __init__(self, staged: bytes, plan_hash: str, items: Store, sample: float):
-        self.staged, self.plan_hash, self.items, self.sample = staged, plan_hash, items, sample
+    def __init__(self, staged: bytes, plan_hash: str, items: Store, sample: float, keys: Mapping[str, str] | None):
+        self.staged, self.plan_hash, self.items, self.sample, self.keys = staged, plan_hash, items, sample, keys
 
     def setup(self) -> None:
         self.stores = open_arrays(self.items)
@@ -359,7 +392,9 @@ class _CompareFn(beam.DoFn):
 
     def process(self, number: int) -> Iterator[bytes]:
         task = self.tasks[number]
-        finding = run_task(task, self.conversion, self.stores[self.conversion.plan.arrays[task.array].key], self.sample)
+        key = self.conversion.plan.arrays[task.array].key
+        store = self.stores[key if self.keys is None else self.keys[key]]
+        finding = run_task(task, self.conversion, store, self.sample, self.keys is not None)
         COMPARED.add(finding.compared * self.conversion.plan.arrays[task.array].dtype.itemsize)
         yield pickle.dumps(finding)
 

@@ -99,6 +99,7 @@ def test_what_maxtexts_training_wrote(tmp_path: Path, run: str) -> None:
         assert (list(made[name].shape), made[name].dtype.name) == (shape, kind)
         if "llama" not in run or "q_proj" not in name:  # the query's factor: MaxText multiplies, and rounds to bfloat16 first
             assert hashlib.sha256(made[name].tobytes()).hexdigest() == digest, name
+    assert call("verify", "--source", source, "--checkpoint", tmp_path / "out", "--maxtext_model", TRAINED[run]) == 0
 
 
 @pytest.mark.parametrize(("config", "kind"), [(LLAMA, "LlamaForCausalLM"), (QWEN3_MOE, "Qwen3MoeForCausalLM")], ids=["llama", "qwen3_moe"])
@@ -243,6 +244,28 @@ def test_plans_and_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture
     assert call("plan", "quantize", source, "--json", tmp_path / "q.json", "-q") == 0
     assert json.loads((tmp_path / "q.json").read_text())["tensors"]["model.layers.0.mlp.up_proj.weight_scale_inv"]["shape"] == [1, 1]
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("made", ["export", "quantize"])
+def test_verify_judges_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str) -> None:
+    """Whichever side is named first: rounded as the table and the dtypes say; a changed element is named."""
+    config = LLAMA | {"hidden_size": 160}
+    source = save(tmp_path / "hf", config, random_tensors(config, F32))
+    step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32", "--vocab_size", "80", "--mesh", "fsdp=2")
+    assert call(made, step, tmp_path / "out", *(("--save_dtype", "bfloat16") if made == "export" else ())) == 0
+    assert call("plan", tmp_path / "out", "--maxtext_model", "llama2-7b") == 0  # its headers, by the same table
+    for arguments in ((tmp_path / "out",), ("--source", step, "--checkpoint", tmp_path / "out"), ("--source", tmp_path / "out", "--checkpoint", step)):
+        capsys.readouterr()
+        assert call("verify", *arguments) == 0
+        assert "12 rounded once" in capsys.readouterr().out or made == "quantize"
+    file = tmp_path / "out" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    name = "model.norm.weight" if made == "export" else "model.layers.1.mlp.up_proj.weight"
+    data[start + json.loads(data[8:start])[name]["data_offsets"][0]] ^= 0x11
+    file.write_bytes(data)
+    assert call("verify", "--source", step, "--checkpoint", tmp_path / "out") == 1
+    assert f"{name}[0" in capsys.readouterr().err
 
 
 def test_as_a_library(tmp_path: Path) -> None:
