@@ -64,14 +64,14 @@ class Family:
 
     @property
     def support(self) -> str:
-        """What is supported, in a line: layouts, towers, what the table was compared with, and what isn't supported."""
-        parts = [" and ".join(self.layouts) + ("" if len(self.layouts) > 1 else " only"), f"compared with MaxText's {', '.join(self.checked)}"]
-        extras = [
+        """What is supported, in a line: layouts, towers, and what isn't. What the table was compared with stands in docs/families.md."""
+        parts = [
+            " and ".join(self.layouts) + ("" if len(self.layouts) > 1 else " only"),
             self.towers and f"{self.towers} (--multimodal true)",
             "multi-token prediction (--mtp true)" if self.mtp else "",
             self.missing and f"without {self.missing}",
         ]
-        return "; ".join([parts[0], *filter(None, extras), parts[1]])
+        return "; ".join(filter(None, parts))
 
     def types_of(self, model: str) -> tuple[str, ...]:
         """The `model_type`s that MaxText's `model` may stand for; empty where it isn't of this family."""

@@ -88,7 +88,7 @@ class OrbaxInspection(Inspection):
     custom: Mapping[str, Any]
 
     def blocks(self) -> Iterator[Block]:
-        rows = Table("array", "shape", "dtype", "chunk", "shard", ">arrays", ">bytes", spare=("shard", "arrays", "dtype"))
+        rows = Table("array", "shape", "dtype", "chunk", "shard", ">arrays", ">bytes", spare=("shard", "arrays", "dtype", "bytes"))
         groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
         for array in self.arrays:
             spec = array.spec

@@ -127,12 +127,17 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def _gather(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...] | str]:
-    """Neighbouring rows whose names begin with the same two words, below a line with all that their names have in common."""
+    """Neighbouring rows whose names begin alike, below a line with all that their names have in common.
+
+    Alike is two words beyond those that all names with a dot share.
+    """
+    shared = _common([words for name, *_ in rows if (words := name.split(".")[:-1])])
+    depth = 2 + (len(shared.split(".")) if shared else 0)
     start = 0
     while start < len(rows):
         words = rows[start][0].split(".")
         stop = start + 1
-        while stop < len(rows) and len(words) > 2 and rows[stop][0].split(".")[:2] == words[:2]:
+        while stop < len(rows) and len(words) > depth and rows[stop][0].split(".")[:depth] == words[:depth]:
             stop += 1
         common = _common([row[0].split(".")[:-1] for row in rows[start:stop]]) if stop - start > 1 else ""
         if common:
