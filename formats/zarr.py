@@ -121,7 +121,7 @@ def metadata(spec: ArraySpec, format: Format) -> dict[str, Any]:
     return {
         "shape": list(spec.shape),
         "data_type": spec.dtype.name,
-        "fill_value": 0,
+        "fill_value": False if spec.dtype == bool else 0,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(spec.shard)}},
         "chunk_key_encoding": {"name": "default"},
         "codecs": codecs,

@@ -170,7 +170,8 @@ def reshard(
         mesh=mesh, sharding_rules=sharding_rules, maxtext_model=maxtext_model, family=family, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3,
         compression=compression, unit_bytes=unit_bytes, step=step,
     ).planned  # fmt: skip
-    asked = {name: value for name, value in dataclasses.asdict(planned.options).items() if name != "sharding_rules"}
+    unknown = {"sharding_rules", "state", "moment_dtype"}  # to Beam, which takes what convert takes
+    asked = {name: value for name, value in vars(planned.options).items() if name not in unknown}
     ours = {"source": source, "output": output} | asked | {"mesh": list(planned.options.mesh)}
     made = carry_checkpoint(planned, output, ours, Carrying(resume, overwrite), refuse, planned.warnings, beam, progress)
     return Resharded(planned, str(made.items), made.seconds, made.written, made.state)

@@ -30,12 +30,14 @@ from weightbeam.formats.orbax import ARRAY_METADATAS, STRINGS, Contents
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.orbax_state import Surroundings, array_metadatas
 from weightbeam.formats.provenance import versions
+from weightbeam.formats.release_target import UNPACKED
 from weightbeam.formats.staging import ITEMS, Staging
 from weightbeam.formats.storage import Store
 from weightbeam.formats.unpacking import UnpackedArray, can_unpack, chunks, unpack
 from weightbeam.formats.zarr import ArraySpec, Format
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
 from weightbeam.transforms.grid import Grid, Reading, UnitBytesError, count_experts, cut_array, largest_divisor
 from weightbeam.transforms.inputs import Identity, pack_inputs
@@ -238,7 +240,7 @@ class Reshard:
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
         """Puts the source's small files there."""
         for name, data in self.model.files.items():
-            staging.aside.write(name, data)
+            staging.aside.write(name, self.tree.maxtext.encode() if name == FILE and self.tree.maxtext else data)
 
     def write(self, staging: Staging, unit: ReshardUnit, made: Sequence[np.ndarray]) -> int:
         """Writes the shards of a unit, and the chunks that are copied, and enters the unit in the ledger."""
@@ -261,6 +263,7 @@ class Reshard:
         self.check()
         if not staging.is_complete():
             staging.gather()
+            staging.work.delete_folder(UNPACKED)
         orbax.assemble(staging, self._contents(), overwrite)
 
     def _contents(self) -> Contents:

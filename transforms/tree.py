@@ -10,6 +10,7 @@ from typing import Any
 from weightbeam.formats.orbax_source import TEXT, OrbaxArray, OrbaxCheckpoint, leaves
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.maxtext_config import maxtext_config
 from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
@@ -81,6 +82,7 @@ class Tree:
       scan, scan_axis: whether layers are stacked, and where; None where nobody knows.
       family, note: the table that was used, and what was inferred; empty without one.
       left_out: arrays of the old tree, with the reason.
+      maxtext: `maxtext.yml`, where the layout that it names has changed; empty otherwise.
     """
 
     arrays: tuple[Kept, ...] = ()
@@ -91,6 +93,7 @@ class Tree:
     family: str = ""
     note: str = ""
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    maxtext: str = ""
 
 
 def make_tree(
@@ -152,8 +155,9 @@ def make_tree(
     metadata = {} if params_only else _metadata(source, {one.path: one.like for one in moved}, bare)
     dropped = "not a weight (--state params)"
     left_out = {key: dropped for key in paths if key not in is_weight} if params_only else {}
-    known = layouts.family
-    return Tree(made, metadata, kind, wanted_scan, wanted_axis, known.name if known else "", layouts.note, left_out), problems
+    family = layouts.family.name if layouts.family else ""
+    maxtext = layouts.maxtext(wanted_scan, wanted_axis) if is_moving else ""
+    return Tree(made, metadata, kind, wanted_scan, wanted_axis, family, layouts.note, left_out, maxtext), problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +175,8 @@ class _Layouts:
         self.family: Family | None = None
         self.reason, self.note = "", ""
         said = source.custom.get("scan_layers")
-        self.scan: bool | None = said if isinstance(said, bool) else is_scanned(weights) if weights else None
+        has_layers = any("layers" in component for key in weights for component in key.split("."))
+        self.scan: bool | None = said if isinstance(said, bool) else is_scanned(weights) if has_layers else None
         made = source.record.get("options")
         axis = made.get("param_scan_axis") if isinstance(made, dict) else None
         self.axis: int | None = axis if isinstance(axis, int) else None
@@ -182,8 +187,8 @@ class _Layouts:
         self.config = Config(model.config)
         try:
             family = family_of(self.config, model_name or model.name, family_name)
-            naming = name_model(family, self.config, model_name or model.name)
-            self.layout = layout_of(self.weights, self.scan, naming.model, model.shapes)
+            self.naming = name_model(family, self.config, model_name or model.name)
+            self.layout = layout_of(self.weights, self.scan, self.naming.model, model.shapes)
             if self.scan and self.axis is None:
                 fitting = list(_fitting_axes(family, self.config, self.layout, self.weights))
                 self.axis = fitting[0] if fitting else None
@@ -207,17 +212,27 @@ class _Layouts:
             return [Problem("option", option, f"MaxText has {self.family.name} models {' and '.join(self.family.layouts)} only")]
         return []
 
+    def _in(self, scan: bool | None, axis: int | None) -> Layout:
+        return dataclasses.replace(self.layout, scan=bool(scan), scan_axis=1 if axis is None else axis)
+
     def stacks(self, scan: bool | None, axis: int | None) -> Stacks:
         """The stacks of a layout."""
         assert self.family is not None
-        layout = dataclasses.replace(self.layout, scan=bool(scan), scan_axis=1 if axis is None else axis)
+        layout = self._in(scan, axis)
         return Stacks.of(self.family.stacks(self.config, layout), layout.scan_axis)
+
+    def maxtext(self, scan: bool | None, axis: int | None) -> str:
+        """What MaxText must be told of a layout; empty where `config.json` doesn't say it all."""
+        assert self.family is not None
+        try:
+            return maxtext_config(self.family, self.config, self._in(scan, axis), self.naming).to_yaml()
+        except ConfigError:
+            return ""
 
     def names(self, scan: bool | None, axis: int | None) -> dict[Path, tuple[str | None, ...]]:
         """The logical names of arrays in a layout, by their paths below `params.params`."""
         if self.family is not None:
-            layout = dataclasses.replace(self.layout, scan=bool(scan), scan_axis=1 if axis is None else axis)
-            return {tuple(path.split("/")[1:]): parts[0].names for path, parts in expand(self.family, self.config, layout).items()}
+            return {tuple(path.split("/")[1:]): parts[0].names for path, parts in expand(self.family, self.config, self._in(scan, axis)).items()}
         axes = self.source.record.get("axes")
         if not isinstance(axes, dict):
             return {}

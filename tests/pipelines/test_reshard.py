@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
-from support import assert_same_bits, convert, digest, digests, given, restore
+import yaml
+from support import LLAMA, assert_same_bits, convert, digest, digests, given, random_tensors, restore, save
 from trained import SHARED, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays
 from weightbeam.formats.orbax_source import open_orbax
 from weightbeam.pipelines.cli import main
+from weightbeam.pipelines.reshard import plan
 
 CASES = [case for case, facts in given().items() if {"scanned", "unscanned"} <= set(facts) and case not in ("deepseek4", "deepseek3-mtp-standalone")]
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
@@ -138,6 +148,175 @@ def test_every_family_is_restacked(generated: Path, tmp_path: Path, case: str) -
     apart = reshard(tmp_path / "ckpt", tmp_path / "apart", "--scan_layers", "false", "--state", "params")
     convert(generated / "cases" / case, tmp_path / "wanted", "--scan_layers", "false", *options)
     assert_same_bits(restore(apart), restore(tmp_path / "wanted" / "0"))
+    assert yaml.safe_load((apart / "maxtext.yml").read_text()) == yaml.safe_load((tmp_path / "wanted" / "0" / "maxtext.yml").read_text())
     back = reshard(apart, tmp_path / "back", "--scan_layers", "true", "--mesh", "fsdp=2")
     assert digests(restore(back)) == digests(scanned)
     assert main(["verify", "--source", str(generated / "cases" / case), "--checkpoint", str(back)]) == 0
+
+
+# --- anyone's checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """A tree whose keys are attributes."""
+
+    weights: dict
+    moments: list
+
+
+def stock(folder: Path, tree: object, use_ocdbt: bool = True, use_zarr3: bool = True, step: int = 7) -> Path:
+    """A checkpoint as stock Orbax writes it."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder / str(step) / "items", args=ocp.args.PyTreeSave(tree))
+    return folder
+
+
+def state() -> State:
+    """Arrays of every kind that Orbax stores, below dicts, lists and attributes."""
+    values = np.arange(48).reshape(4, 12)
+    dtypes = ("float32", "bfloat16", "float16", "int8", "uint32", "bool", "float8_e4m3fn", "float8_e8m0fnu", "int4")
+    kinds = {name: jnp.asarray(values % 7, dtype=getattr(ml_dtypes, name, name)) for name in dtypes}
+    return State(kinds, [jnp.float32(0.5), None, {"step": 3, "empty": {}, "of": [jnp.ones((5,), jnp.int32)]}])
+
+
+@pytest.mark.parametrize("use_zarr3", [True, False])
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_any_tree_in_any_storage(tmp_path: Path, use_ocdbt: bool, use_zarr3: bool) -> None:
+    """Stock Orbax restores the same tree, of the same types, from the copy: chunks copied, cut anew, and in the other storage."""
+    tree = state()
+    if not use_zarr3:
+        tree = tree._replace(weights={name: values for name, values in tree.weights.items() if name not in ("int4", "float8_e8m0fnu")})
+    source = stock(tmp_path / "source", tree, use_ocdbt, use_zarr3)
+    wanted = arrays(source)
+    restored = ocp.PyTreeCheckpointer().restore(source / "7" / "items")
+    for number, options in enumerate([(), ("--mesh", "fsdp=2", "--compression", "zstd"), ("--use_ocdbt", str(not use_ocdbt).lower())]):
+        step = reshard(source, tmp_path / f"out{number}", *options)
+        assert step.name == "7"
+        assert_same_bits(arrays(step), wanted)
+        got = ocp.PyTreeCheckpointer().restore(step / "items")
+        assert jax.tree.structure(got) == jax.tree.structure(restored)
+        typed = ocp.PyTreeCheckpointer().restore(step / "items", item=tree)
+        assert jax.tree.structure(typed) == jax.tree.structure(tree)
+
+
+def test_random_keys_stay_random_keys(tmp_path: Path) -> None:
+    """What makes numbers a key lies in `array_metadatas`: it comes along, also where the array is cut anew."""
+    tree = {"params": {"w": jnp.ones((4, 4))}, "rng": {"dropout": jax.random.key(3), "many": jax.random.split(jax.random.key(1, impl="rbg"), 6)}}
+    source = stock(tmp_path / "source", tree)
+    for options in ((), ("--compression", "none")):
+        step = reshard(source, tmp_path / f"out{len(options)}", *options)
+        got = ocp.PyTreeCheckpointer().restore(
+            step / "items", item=jax.tree.map(lambda x: x, tree), restore_args=ocp.checkpoint_utils.construct_restore_args(tree)
+        )
+        for name, key in tree["rng"].items():
+            assert got["rng"][name].dtype == key.dtype
+            np.testing.assert_array_equal(jax.random.key_data(got["rng"][name]), jax.random.key_data(key))
+
+
+def adamw(weights: dict) -> object:
+    """The state of a run of MaxText's with optax's own optimizer."""
+    params = {"params": {"params": {}}}
+    for key, values in weights.items():
+        at = params["params"]["params"]
+        for component in key.split(".")[:-1]:
+            at = at.setdefault(component, {})
+        at[key.split(".")[-1]] = jnp.asarray(values)
+    optimizer = optax.adamw(1e-3)
+    moments = optimizer.init(params["params"])
+    moments = jax.tree.map(lambda x: x + 2 if x.ndim else x, moments)
+    return {"step": jnp.int32(7), **params, "opt_state": moments}
+
+
+def test_a_state_of_optax_there_and_back(tmp_path: Path) -> None:
+    """Moments go where their weights go; the optimizer's own pytree is what stock Orbax restores."""
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    scanned = restore(convert(folder, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32"))
+    tree = adamw(scanned)
+    source = stock(tmp_path / "source", tree)
+    said = ("--like", folder, "--maxtext_model", "llama2-7b")
+    apart = reshard(source, tmp_path / "apart", "--scan_layers", "false", "--mesh", "fsdp=4", *said)
+    back = reshard(apart, tmp_path / "back", "--scan_layers", "true", *said)
+    assert_same_bits(arrays(back), arrays(source))
+    typed = ocp.PyTreeCheckpointer().restore(back / "items", item=tree)
+    assert jax.tree.structure(typed) == jax.tree.structure(tree)
+    weights_only = reshard(source, tmp_path / "weights", "--state", "params", "--save_dtype", "bfloat16")
+    assert {key: values.dtype.name for key, values in restore(weights_only).items()} == dict.fromkeys(scanned, "bfloat16")
+
+
+def test_large_chunks_are_decoded_once_into_files(tmp_path: Path) -> None:
+    """Compressed chunks with all layers in each, far larger than a unit: the same bits, and nothing is left beside them."""
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    scanned = restore(convert(folder, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32"))
+    source = stock(tmp_path / "source", adamw(scanned))
+    said = ("--like", folder, "--maxtext_model", "llama2-7b", "--unit_bytes", "20000")
+    apart = reshard(source, tmp_path / "apart", "--scan_layers", "false", *said)
+    wanted = reshard(source, tmp_path / "wanted", "--scan_layers", "false", *said[:-2])
+    assert_same_bits(arrays(apart), arrays(wanted))
+    assert sorted(path.name for path in apart.iterdir()) == sorted(path.name for path in wanted.iterdir())
+    planned = plan(str(source), scan_layers=False, like=str(folder), maxtext_model="llama2-7b", unit_bytes=20000)
+    assert planned.planned.by_way()["unpacked"][0] > 0
+
+
+def test_other_items_come_along(tmp_path: Path) -> None:
+    """The data iterator of a run: byte for byte with the whole state, not with the weights alone."""
+    tree = {"params": {"params": {"decoder": {"decoder_norm": {"scale": jnp.ones(8)}}}}, "step": jnp.int32(7)}
+    with ocp.CheckpointManager(tmp_path / "run", item_names=("items", "iter")) as run:
+        run.save(3, args=ocp.args.Composite(items=ocp.args.PyTreeSave(tree), iter=ocp.args.JsonSave({"worker": 5, "shuffled": True})))
+    reshard(tmp_path / "run", tmp_path / "out")
+    restored = ocp.CheckpointManager(tmp_path / "out", item_names=("items", "iter")).restore(3, args=ocp.args.Composite(iter=ocp.args.JsonRestore()))
+    assert restored["iter"] == {"worker": 5, "shuffled": True}
+    assert not (reshard(tmp_path / "run", tmp_path / "weights", "--state", "params") / "iter").exists()
+
+
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    """After a kill in the middle `--resume` makes the units that are missing, and unpacks what isn't; the result is that of a quiet run."""
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    scanned = restore(convert(folder, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32"))
+    source = stock(tmp_path / "source", adamw(scanned))
+    options = ["--scan_layers", "false", "--like", str(folder), "--maxtext_model", "llama2-7b", "--unit_bytes", "20000"]
+    command = [sys.executable, "-m", "weightbeam.pipelines.cli", "reshard", str(source), str(tmp_path / "out"), *options, "--direct_num_workers", "1"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while not list((tmp_path / "out").glob("7.*/units/*/*.json")) and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+    assert not (tmp_path / "out" / "7").exists()
+    reshard(source, tmp_path / "out", *options, status=2)  # what is staged isn't thrown away unasked
+    step = reshard(source, tmp_path / "out", *options, "--resume")
+    wanted = reshard(source, tmp_path / "wanted", *options)
+    assert_same_bits(arrays(step), arrays(wanted))
+    assert sorted(path.name for path in step.iterdir()) == sorted(path.name for path in wanted.iterdir())
+
+
+def test_one_host_reads_what_it_owns(tmp_path: Path) -> None:
+    """Chunks divide the shards of the mesh that was asked for, of one without logical names, too."""
+    values = jnp.arange(64 * 48, dtype=jnp.float32).reshape(64, 48)
+    source = stock(tmp_path / "source", {"w": values, "b": values[0]})
+    step = reshard(source, tmp_path / "out", "--mesh", "fsdp=8", "--mesh", "fsdp=4,tensor=2")
+    (rows, columns), (length,) = chunks(step)["w"], chunks(step)["b"]
+    assert 64 % (8 * rows) == 0
+    assert 48 % columns == 0
+    assert 48 % (8 * length) == 0
+
+
+# --- what can't be done -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_cant_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """In words, before anything is written."""
+    weights = {"decoder": {"layers": {"mlp": {"wi_0": {"kernel": jnp.ones((4, 2, 6))}}}}}
+    source = stock(tmp_path / "source", {"params": {"params": weights}, "opt_state": {"0": jnp.ones(3)}})
+    (tmp_path / "run").mkdir()
+    for step in (1, 2):
+        stock(tmp_path / "run", {"w": jnp.ones(3)}, step=step)
+    for options, said in (
+        ((source, tmp_path / "out", "--scan_layers", "false"), "--like names a release"),
+        ((source, source), "holds the source"),
+        ((source, tmp_path / "out", "--mesh", "fdsp=4"), "have no axis 'fdsp'"),
+        ((tmp_path / "run", tmp_path / "out"), "2 steps: name one of 1, 2"),
+        ((tmp_path / "nothing", tmp_path / "out"), "no Orbax checkpoint"),
+    ):
+        reshard(*options, status=2)
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert reshard(tmp_path / "run", tmp_path / "out", "--step", "2").name == "2"
