@@ -17,7 +17,15 @@ from pathlib import Path
 
 from benchmarks import figures
 
-SECTIONS = {"convert": "bench", "export": "export", "load": "load", "kernels": "kernels", "plan": "full_size", "virtual": "virtual"}  # and their modules
+SECTIONS = {
+    "convert": "bench",
+    "export": "export",
+    "load": "load",
+    "mesh_load": "mesh_load",
+    "kernels": "kernels",
+    "plan": "full_size",
+    "virtual": "virtual",
+}  # and their modules
 
 
 def main() -> int:

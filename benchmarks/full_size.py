@@ -6,7 +6,7 @@ The shards are sparse: headers with the true names, dtypes and shapes, files of 
 MB of disk. (DeepSeek-V3's come to 688,586,727,721 bytes; the hub's to 688,586,727,753.) `benchmarks/full_run.py` converts them.
 
 Measured is `weightbeam plan` as a subprocess, start-up and imports inside: the median of the rounds' seconds, and in one more
-run the peak memory of its process tree. The counts are the plan's own, but for tensors and cells.
+run the peak memory of its process tree; and once the same of `plan --load`. The counts are the plan's own, but for tensors and cells.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from weightbeam.model_mappings.plan import expand
 from weightbeam.model_mappings.registry import family_of
 
 MESH = "fsdp=64,expert=4"
+LOAD_HOSTS = "16"  # that share the mesh's devices, of a load
 MAX_SECONDS, MAX_BYTES = 10.0, 1 << 30
 ITEMSIZE = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
 NOISE_SHARE, NOISE_BYTES = 128, 1 << 25  # one byte in so many isn't zero; the noise that those bytes are taken from
@@ -181,11 +182,14 @@ def measure(model: str, folder: Path, rounds: int) -> tuple[list[Figure], dict[s
     command = (WEIGHTBEAM, "plan", "--source", source, "--mesh", MESH, "--json", plan_file)
     timed = [run(*command) for _ in range(rounds)]
     watched = run(*command, watch=True)
+    load = run(*command, "--load", "--hosts", LOAD_HOSTS, watch=True)
     plan = json.loads(plan_file.read_bytes())
     figures = [
         Figure("plan", model, statistics.median(one.seconds for one in timed), "s", MAX_SECONDS),
         Figure("plan, CPU", model, statistics.median(one.cpu_seconds for one in timed), "s"),
         Figure("plan, peak memory", model, watched.peak_bytes, "bytes", MAX_BYTES),
+        Figure("plan --load", model, load.seconds, "s", MAX_SECONDS),
+        Figure("plan --load, peak memory", model, load.peak_bytes, "bytes", MAX_BYTES),
         Figure("tensors", model, sum(1 for _ in tensors(config))),
         Figure("arrays", model, len(plan["arrays"])),
         Figure("cells", model, count_cells(config)),

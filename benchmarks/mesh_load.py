@@ -52,7 +52,7 @@ DEEP = full_size.DEEPSEEK_V3 | dict(
     vocab_size=4096, hidden_size=512, intermediate_size=1024, moe_intermediate_size=256, n_routed_experts=8, num_attention_heads=8, num_key_value_heads=8,
     q_lora_rank=256, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, num_nextn_predict_layers=0,
 )  # fmt: skip
-DEEP_UNIT_BYTES = 4 << 20
+DEEP_UNIT_BYTES = 16 << 20
 
 
 # --- one process ----------------------------------------------------------------------------------------------------------------

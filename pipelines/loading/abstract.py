@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Problem, is_float
+from weightbeam.model_mappings.trees import TreeError, recognise
 from weightbeam.pipelines.loading.source import Described
 
 if TYPE_CHECKING:
@@ -48,10 +50,21 @@ class Abstract:
         """The same with keys that begin with `prefix`."""
         return dataclasses.replace(self, targets=tuple(dataclasses.replace(target, key=prefix + target.key) for target in self.targets))
 
+    def renamed(self, names: Mapping[str, str]) -> Abstract:
+        """The same with other keys, where there are any."""
+        return dataclasses.replace(self, targets=tuple(dataclasses.replace(target, key=names.get(target.key, target.key)) for target in self.targets))
+
     def spelled_as(self, keys: Iterable[str]) -> Abstract:
-        """The same with keys as the arrays of a source have them, which may begin with `params.params.` where the tree's don't."""
+        """The same with keys as the arrays of a source have them, which may begin with `params.params.` where the tree's don't.
+
+        A tree of any kind that a checkpoint may be of (`model_mappings/trees.py`) will do: with `.value`, below `model`, `base` …
+        """
         known = set(keys)
-        return max((self.prefixed(prefix) for prefix in PREFIXES), key=lambda spelled: len(spelled.keys & known))
+        spellings = [self.prefixed(prefix) for prefix in PREFIXES]
+        with contextlib.suppress(TreeError):
+            tree = recognise(tuple(target.key.split(".")) for target in self.targets)
+            spellings.append(self.renamed({key: name for name, key in tree.weights.items()}))
+        return max(spellings, key=lambda spelled: len(spelled.keys & known))
 
 
 def read_tree(tree: Any) -> Abstract:

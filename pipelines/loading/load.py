@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
+HOST = "host"
 
-def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_bytes: int = UNIT_BYTES, **options: Any) -> Any:
+
+def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_bytes: int = UNIT_BYTES, dequantize: str = HOST, **options: Any) -> Any:
     """Loads a release or an Orbax checkpoint as a tree of `jax.Array`s.
 
     >>> params = weightbeam.load("hf://Qwen/Qwen3-8B", like=abstract_params)
@@ -52,13 +54,16 @@ def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_
       mesh: shards the leaves that have no sharding, by MaxText's logical axis rules: a `jax.sharding.Mesh`, or `"fsdp=4,tensor=2"`
         for all devices.
       unit_bytes: memory for a step; three of them are there at a time.
-      options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`, `maxtext_model` … Where
-        `like` says them by its keys and shapes, they needn't be given.
+      dequantize: where codes become values: `host`.
+      options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`, `maxtext_model` …; `lora`
+        merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
 
     Raises:
       RefusedError: before anything is read: there is no such source, or problems stand against it or against `like`: all of them.
       FailedError: on the way: a file can't be read, or another process failed.
     """
+    if dequantize != HOST:
+        raise RefusedError(f"dequantize={dequantize}: quantised weights are decoded on the host, so that their bits are those of a conversion; leave it out")
     if like is None and mesh is None:
         raise RefusedError("like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie")
     asked = read_tree(like) if like is not None else None

@@ -73,6 +73,13 @@ def test_dicts(folder: Path, prefix: str) -> None:
     assert_same_bits({key.removeprefix(prefix): np.asarray(value) for key, value in loaded.items()}, wanted())
 
 
+@pytest.mark.parametrize("name", ["{}.value", "model.{}.value", "model_params.{}.value", "base.{}.value"])
+def test_trees_of_other_programs(folder: Path, name: str) -> None:
+    """What nnx states are as plain dicts, alone and in the states of trainers; the tree stays what it is."""
+    loaded = wb.load(str(folder), {name.format(key): value for key, value in abstract(wanted()).items()})
+    assert_same_bits({key: np.asarray(value) for key, value in loaded.items()}, {name.format(key): values for key, values in wanted().items()})
+
+
 def test_the_trees_dtypes_and_vocabulary_count(folder: Path) -> None:
     """float32 without a detour through bfloat16, float16 too, and a padded vocabulary, as the leaves have them; the layout is the sharding's."""
     arrays = wanted(F32)
@@ -100,6 +107,11 @@ def test_all_mismatches_at_once(folder: Path) -> None:
         ("dtype", "layers.mlp.wo.kernel"),
         ("sharding", "decoder_norm.scale"),
     }
+
+
+def test_decoding_on_devices_is_refused(folder: Path) -> None:
+    with pytest.raises(wb.Refused, match="decoded on the host"):
+        wb.load(str(folder), abstract(wanted()), dequantize="device")
 
 
 def test_a_file_that_is_cut_short_fails_in_words(tmp_path: Path) -> None:
