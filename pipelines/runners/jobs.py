@@ -203,11 +203,7 @@ def run(pipeline: beam.Pipeline, staging: Staging, total: int, done: Callable[[]
             _stop(site, staging, before, result)
         raise
     except Exception as e:
-        if follows and result is not None and not _has_ended(result):
-            with contextlib.suppress(OSError):
-                if not set(site.active()) - set(before):
-                    forget(staging)
-                    raise
+        if follows and not _is_over(site, before, result):
             raise JobLostError(f"{e}\nthe engine can't be asked any more, and the job may go on: {site.how_to_end}") from e
         if follows:
             forget(staging)
@@ -215,6 +211,16 @@ def run(pipeline: beam.Pipeline, staging: Staging, total: int, done: Callable[[]
     if follows:
         forget(staging)
     return result
+
+
+def _is_over(site: Site, before: Sequence[str], result: Any) -> bool:
+    """Whether a job that failed is surely not at work any more."""
+    if result is not None and _has_ended(result):
+        return True
+    try:
+        return not set(site.active()) - set(before)
+    except OSError:
+        return result is None and not site.endpoint  # a job server of the command's own, which didn't come as far
 
 
 def _has_ended(result: Any) -> bool:

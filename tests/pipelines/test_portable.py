@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pickle
 import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.portability.api import beam_job_api_pb2, beam_runner_api_pb2
+from apache_beam.runners.portability import abstract_job_service, local_job_service
 from support import LLAMA, call, random_tensors, save
 
+from weightbeam import __version__
+from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.staging import JOB, Staging, staging_at
 from weightbeam.pipelines.runners.failure import last_words
+from weightbeam.pipelines.runners.jobs import Site, outlives
+from weightbeam.transforms.assembly import stage
+from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.handshake import UnfitError, check_place, greet
 
 
 @pytest.mark.parametrize(
@@ -64,3 +79,107 @@ def test_the_words_of_a_java_failure() -> None:
     assert last_words(RuntimeError(FAILED + WORKER)) == WORKER.splitlines()[2]
     assert last_words(RuntimeError("another plan is staged there")) == "another plan is staged there"
     assert last_words(MemoryError()) == "MemoryError"
+
+
+# --- jobs that outlive their command ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> tuple[Path, Staging, Conversion]:
+    """A conversion that is staged, and nothing of it done: its source, its place and its plan."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    conversion = prepare(Options(), open_checkpoint(source))
+    staging = staging_at(tmp_path / "out", 0, conversion.hash)
+    stage(conversion, staging, resume=False)
+    return source, staging, conversion
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[local_job_service.LocalJobServicer, str]]:
+    """Beam's own job service, and its endpoint."""
+    servicer = local_job_service.LocalJobServicer()
+    port = servicer.start_grpc_server(0)
+    yield servicer, f"localhost:{port}"
+    servicer.stop()
+
+
+def submit(servicer: local_job_service.LocalJobServicer, name: str, output: Path) -> abstract_job_service.AbstractBeamJob:
+    """A job that is only prepared: it has a state, and doesn't end."""
+    request = beam_job_api_pb2.PrepareJobRequest(job_name="job", pipeline=beam_runner_api_pb2.Pipeline())
+    request.pipeline_options.update({"beam:option:job_name:v1": name, "beam:option:output:v1": str(output)})
+    return servicer._jobs[servicer.Prepare(request).preparation_id]
+
+
+def noted(site: Site) -> bytes:
+    return json.dumps(dataclasses.asdict(site)).encode()
+
+
+def test_a_job_at_work_stands_in_the_way(stopped: tuple[Path, Staging, Conversion], service: tuple, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`--resume` and `--overwrite` are refused while the job that is noted there hasn't ended; another output's doesn't count."""
+    source, staging, _ = stopped
+    servicer, endpoint = service
+    name, output = "weightbeam-hf-1234", tmp_path / "out"
+    staging.work.write(JOB, noted(Site("PortableRunner", name, str(output), endpoint)))
+    job = submit(servicer, name, output)
+    submit(servicer, name, tmp_path / "another")
+    for option in ("--resume", "--overwrite"):
+        assert call("convert", "--source", source, "--output", output, option) == 2
+        told = capfd.readouterr().err
+        assert f"a job is at work there: it is {name} at the job service {endpoint}" in told
+    job.set_state(beam_job_api_pb2.JobState.FAILED)
+    assert call("convert", "--source", source, "--output", output, "--resume") == 0
+    assert [path.name for path in output.iterdir()] == ["0"]
+    assert not (output / "0" / JOB).exists()
+
+
+def test_an_engine_that_cant_be_asked(stopped: tuple[Path, Staging, Conversion], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Refused, too, with the file that says so; without it the conversion goes on."""
+    source, staging, _ = stopped
+    site = Site("SparkRunner", "weightbeam-hf-1234", str(tmp_path / "out"), master="spark://nowhere:7077")
+    staging.work.write(JOB, noted(site))
+    asked = ("convert", "--source", source, "--output", tmp_path / "out", "--resume")
+    assert call(*asked) == 2
+    told = capfd.readouterr().err
+    assert "spark://nowhere:7077 can't be asked for its jobs from here" in told
+    assert f"delete {staging.work.path(JOB)} if it is gone" in told
+    staging.work.delete(JOB)
+    assert call(*asked) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "outlive"),
+    [
+        ("--runner=PortableRunner --job_endpoint=a:1 --environment_type=EXTERNAL --environment_config=b:2", True),
+        ("--runner=PortableRunner --job_endpoint=a:1 --environment_type=LOOPBACK", False),
+        ("--runner=PortableRunner --job_endpoint=embed", False),
+        ("--runner=FlinkRunner --flink_master=a:8081 --environment_type=DOCKER", True),
+        ("--runner=FlinkRunner", False),
+        ("--runner=SparkRunner --spark_master_url=spark://a:7077", True),
+        ("--runner=SparkRunner", False),
+        ("--runner=FnApiRunner", False),
+    ],
+)
+def test_which_jobs_outlive_their_command(options: str, outlive: bool) -> None:
+    """Not those whose workers, or whose whole cluster, are in the command's own processes."""
+    assert outlives(PipelineOptions(options.split())) == outlive
+
+
+# --- the handshake ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_worker_greets(stopped: tuple[Path, Staging, Conversion]) -> None:
+    _, staging, conversion = stopped
+    packed = pickle.dumps((staging, conversion.hash, None))
+    here = "{}.{}".format(*sys.version_info)
+    assert list(greet(7, __version__, here, packed)) == [7]
+    with pytest.raises(RuntimeError, match=rf"the worker on {socket.gethostname()} has Python {here}, and the command runs in 2.7"):
+        list(greet(7, __version__, "2.7", packed))
+    with pytest.raises(RuntimeError, match=r"has Weightbeam .*, and the command 9.9"):
+        list(greet(7, "9.9", here, packed))
+
+
+def test_a_worker_that_sees_no_plan(tmp_path: Path) -> None:
+    """Its host hasn't the folder that the command has."""
+    packed = pickle.dumps((staging_at(tmp_path / "nowhere", 0, "1234"), "1234", None))
+    with pytest.raises(UnfitError, match=r"the worker on here doesn't see what the command sees: .*every host needs the same folders"):
+        check_place("the worker on here", packed)
