@@ -257,18 +257,6 @@ def export(arguments: Sequence[str]) -> dict[str, Any]:
     return {}
 
 
-def verify_export(arguments: Sequence[str]) -> dict[str, Any]:
-    """Compares an export with its checkpoint; returns how many elements and arrays were compared, and of which share of them.
-
-    Args:
-      arguments: as `weightbeam verify` takes them.
-    """
-    from weightbeam.pipelines.watching.faithful import compare_export
-
-    args, _ = parse(["verify", *arguments])
-    return compare_export(args.source, args.checkpoint, args.maxtext_model, args.sample)
-
-
 def quantize(arguments: Sequence[str]) -> dict[str, Any]:
     """Quantises, or goes on with it."""
     from weightbeam.pipelines.quantize import quantize
@@ -291,27 +279,23 @@ def plan_reshard(arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
       RefusedError: it has problems.
     """
-    import importlib
-
     from weightbeam.formats.orbax_source import open_orbax
-    from weightbeam.pipelines.releases import refuse
+    from weightbeam.pipelines import reshard
 
-    home: Any = importlib.import_module("weightbeam.pipelines.reshard")
-    keywords = _keywords("reshard", arguments, home.plan)
+    keywords = _keywords("reshard", arguments, reshard.plan)
     keywords.pop("beam")
     _opened(open_orbax, keywords["source"])
-    made = home.plan(**keywords)
-    refuse(made.problems)
+    made = reshard.plan(**keywords)
+    reshard.refuse(made.problems)
     planned = made.planned
     return {"plan": planned.hash, "family": planned.tree.kind, "target_bytes": planned.target_bytes, "warnings": list(planned.warnings)}
 
 
 def reshard(arguments: Sequence[str]) -> dict[str, Any]:
     """Writes a checkpoint's parameters anew, or goes on with it."""
-    import importlib
+    from weightbeam.pipelines.reshard import reshard
 
-    home: Any = importlib.import_module("weightbeam.pipelines.reshard")
-    print(home.reshard(**_keywords("reshard", arguments, home.reshard) | {"progress": False}))
+    print(reshard(**_keywords("reshard", arguments, reshard) | {"progress": False}))
     return {}
 
 

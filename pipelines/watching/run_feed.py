@@ -36,7 +36,7 @@ from weightbeam.pipelines.watching.records import (
     key_of,
     tables,
 )  # fmt: skip
-from weightbeam.pipelines.watching.runs import Seen, Step, list_steps, read_step
+from weightbeam.pipelines.watching.runs import Seen, Step, list_steps, read_step, see_step
 
 MARKS, OPEN = "marks", "open"
 GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that is gone
@@ -294,8 +294,6 @@ class RunFeed(Feed):
             if self._config.verify:
                 yield Task(isolation.verify_reshard, [source, release.url], "verified")
                 compared = "every element"
-        elif target.kind == QUANTIZE:
-            yield Task(isolation.quantize, [*common, "--resume", *self._config.runner_arguments()])
         elif facts.get("lora"):
             work.delete_folder()
             work.make()
@@ -306,11 +304,12 @@ class RunFeed(Feed):
             else:
                 yield Task(isolation.export, common)
         else:
-            yield Task(isolation.export, [*common, "--resume", *self._config.runner_arguments()])
+            make = isolation.quantize if target.kind == QUANTIZE else isolation.export
+            yield Task(make, [*common, "--resume", *self._config.runner_arguments()])
             if self._config.verify:
-                verify = [f"--source={release.url}", f"--checkpoint={source}", f"--sample={self._config.verify}"]
-                yield Task(isolation.verify_export, [*verify, *_verification(target)], "verified")
-            compared = f"{self._config.verify:.0%} of the elements" if self._config.verify else None
+                verify = [f"--source={release.url}", f"--checkpoint={source}", f"--sample={self._config.verify}", *_verification(target)]
+                yield Task(isolation.verify, [*verify, *self._config.runner_arguments(here=True)], "verified")
+                compared = f"{self._config.verify:.0%} of the elements"
         yield Task(isolation.describe, [release.url, json.dumps(self._about(history, target, compared))], "changes")
 
     def _about(self, history: History, target: RunTarget, compared: str | None) -> dict[str, Any]:
@@ -342,7 +341,7 @@ class RunFeed(Feed):
         return sorted(mark for mark in self._marks if mark.state == PUBLISHED and mark.key.rpartition("-")[0] == target)
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:
-        return None if facts.get("verified") else "not compared: " + ("verify is 0" if not self._config.verify else "an adapter, or quantised")
+        return None if facts.get("verified") else "not compared: " + ("verify is 0" if not self._config.verify else "an adapter")
 
     def notice(self, history: History) -> str | None:
         return "; ".join(history.facts.get("changes", {}).get("warnings", [])) or None
@@ -402,9 +401,8 @@ class RunFeed(Feed):
         deadline = time.monotonic() + (GRACE if patient else 0.0)
         while True:
             try:
-                self._there = list_steps(self.store)
-                there = next((seen for seen in self._there if seen.number == first["step"]), None)
-                step = read_step(self.store, self.run.name, there) if there else None
+                seen = see_step(self.store, first["source"].rpartition("/")[2])
+                step = read_step(self.store, self.run.name, seen) if seen else None
             except OSError:
                 return None  # it can't be told
             if step is None:
@@ -430,7 +428,7 @@ def _asked(target: Target) -> str:
 
 def _verification(target: Target) -> list[str]:
     """The options that a verification takes too."""
-    known = ("maxtext_model",)
+    known = ("maxtext_model", "param_scan_axis")
     return [argument for argument in target.arguments if argument.removeprefix("--").partition("=")[0] in known]
 
 

@@ -21,7 +21,6 @@ from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, Store
 
 STEP = re.compile(r"(?:\w*_)?(\d+)")  # of a step's folder: 1000, or with the manager's prefix, checkpoint_1000
-MARKS = (CHECKPOINT_METADATA, MARKER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,17 +98,31 @@ def list_steps(run: Store) -> list[Seen]:
     Raises:
       OSError: the folder can't be listed.
     """
-    files: dict[str, dict[str, File]] = {}
-    for file in run.below(MARKS):
-        folder, _, name = file.name.rpartition("/")
-        files.setdefault(folder, {})[name] = file
-    needed = CHECKPOINT_METADATA if isinstance(run, LocalFolder) else MARKER
-    found = []
-    for folder, marks in files.items():
-        if needed in marks and (match := STEP.fullmatch(folder)):
-            told = [[name, marks[name].size, marks[name].version, marks[name].inode] for name in MARKS if name in marks]
-            found.append(Seen(int(match[1]), folder, hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]))
-    return sorted(found, key=lambda step: step.number)
+    found = (_seen(file) for file in run.below([_mark_of(run)]))
+    return sorted((seen for seen in found if seen), key=lambda seen: seen.number)
+
+
+def see_step(run: Store, folder: str) -> Seen | None:
+    """One committed step, by the name of its folder; None where it isn't there.
+
+    Raises:
+      OSError: it can't be told.
+    """
+    name = f"{folder}/{_mark_of(run)}"
+    file = run.stat(name)
+    return _seen(dataclasses.replace(file, name=name)) if file else None
+
+
+def _mark_of(run: Store) -> str:
+    """The file that tells that a step is committed, and from a later one of the same number: it is written last, and anew."""
+    return CHECKPOINT_METADATA if isinstance(run, LocalFolder) else MARKER
+
+
+def _seen(mark: File) -> Seen | None:
+    folder = mark.name.rpartition("/")[0]
+    told = json.dumps([mark.size, mark.version, mark.inode])
+    match = STEP.fullmatch(folder)
+    return Seen(int(match[1]), folder, hashlib.sha256(told.encode()).hexdigest()[:12]) if match else None
 
 
 def growing_steps(run: Store) -> bool:
