@@ -4,7 +4,7 @@
 
 Only the numbers of units cross a shuffle, before the work and after it; a worker looks up in its own copy of the plan what a
 number means. From ReadBoxes to WriteChunks one `Work` goes by reference. Every stage counts its bytes and its milliseconds,
-under its own name.
+under its own name. On an engine whose workers are elsewhere a handshake comes before all of it (`handshake.py`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def weightbeam(*words: object) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def ended(process: subprocess.Popen, status: int = 0, seconds: float = 120) -> str:
+def ended(process: subprocess.Popen, status: int = 0, seconds: float = 300) -> str:
     """Waits for a command's end; returns what it said on standard error."""
     _, told = process.communicate(timeout=seconds)
     assert process.returncode == status, told
@@ -36,5 +36,9 @@ def begin(source: Path, output: Path, *options: object) -> tuple[subprocess.Pope
         assert process.poll() is None, process.communicate()
         return any(output.glob("*/units/*/*.json"))
 
-    wait_until(begun, lambda: "no unit was done", every=0.01)
+    try:
+        wait_until(begun, lambda: "no unit was done", seconds=300, every=0.01)
+    except BaseException:
+        process.kill()
+        raise
     return process, words

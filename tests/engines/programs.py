@@ -45,15 +45,17 @@ def _locked(name: str) -> Iterator[None]:
 
 
 def _fetch(place: Path, *command: object, environment: dict[str, str] | None = None) -> None:
-    """Runs what fetches a place of the cache, if that isn't there; gives the test up where it fails."""
+    """Runs what fetches a place of the cache, if that isn't there, to `PLACE.part`; gives the test up where it fails."""
     with _locked(place.name):
         if place.exists():
             return
+        part = place.parent / f"{place.name}.part"
+        shutil.rmtree(part, ignore_errors=True)
         words = [str(part) for part in command]
         done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False, env=os.environ | (environment or {}))
         if done.returncode:
             _give_up(f"{' '.join(words[:3])} …: {(done.stdout + done.stderr)[-500:]}")
-        (place.parent / f"{place.name}.part").rename(place)
+        part.rename(place)
 
 
 @functools.cache
@@ -62,9 +64,7 @@ def jars(profile: str) -> Path:
     need("java", "mvn")
     pom = HERE / "pom.xml"
     home = CACHE / f"{profile}-{hashlib.sha256(pom.read_bytes()).hexdigest()[:12]}"
-    part = f"{home}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    _fetch(home, "mvn", "-B", "-q", "-f", pom, "-P", profile, "dependency:copy-dependencies", f"-DoutputDirectory={part}/jars", "-DincludeScope=runtime")
+    _fetch(home, "mvn", "-B", "-q", "-f", pom, "-P", profile, "dependency:copy-dependencies", f"-DoutputDirectory={home}.part/jars", "-DincludeScope=runtime")
     return home / "jars"
 
 
