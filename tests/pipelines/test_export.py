@@ -127,6 +127,36 @@ def test_large_chunks_are_unpacked_once(tmp_path: Path) -> None:
     assert not (tmp_path / "back" / "unpacked").exists()
 
 
+@pytest.mark.parametrize("stage", ["unpack", "seal", "publish"])
+def test_stopped_at_every_other_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """While chunks are unpacked, while files are made whole, while they are published: nothing is seen, and the same command goes on."""
+    from weightbeam.formats.release_target import ReleaseFolder
+    from weightbeam.transforms import exporting
+
+    tensors = random_tensors(LLAMA, F32)
+    source = save(tmp_path / "hf", LLAMA, tensors)
+    tree = ocp.PyTreeCheckpointer().restore(convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") / "items")
+    ocp.PyTreeCheckpointer().save(tmp_path / "stock", tree)
+    command = ("export", tmp_path / "stock", tmp_path / "back", "--like", source, "--maxtext_model", "llama2-7b", "--unit_bytes", "30000")
+    where, name = {"unpack": (exporting, "unpack"), "seal": (ReleaseFolder, "seal"), "publish": (ReleaseFolder, "publish")}[stage]
+    function, calls = getattr(where, name), []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) > (stage == "unpack"):
+            raise OSError(5, "the power is gone")
+        return function(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, fails)
+        assert call(*command) == 1
+    assert calls
+    assert not (tmp_path / "back").exists()
+    assert call(*command, "--resume") == 0
+    compare(read_tensors(tmp_path / "back"), tensors, json.loads((tmp_path / "back" / "weightbeam.json").read_text())["lossy"])
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "ours", "stock", "back"}
+
+
 def test_dtypes_and_a_padded_vocabulary(tmp_path: Path) -> None:
     """Rows that were added for MaxText are cropped; `--save_dtype` rounds once, and `config.json` says both names of the dtype."""
     tensors = random_tensors(LLAMA, F32)
