@@ -390,8 +390,11 @@ def _is_unpublished(name: str) -> bool:
     return GROWING in name or bool(re.fullmatch(r"\w+\.replaced-[0-9a-f]+", name))
 
 
-def open_arrays(items: Store) -> dict[str, ts.TensorStore]:
-    """The arrays of a checkpoint, ours or anyone's, by their keys; opened, not read."""
+def open_arrays(items: Store, complete: bool = False) -> dict[str, ts.TensorStore]:
+    """The arrays of a checkpoint, ours or anyone's, by their keys; opened, not read.
+
+    With `complete` a chunk that isn't there is an error where the metadata say that all are stored, and not zeros.
+    """
     metadata = parse_json(items.read(METADATA))
     format = Format(use_ocdbt=metadata.get("use_ocdbt", True), use_zarr3=metadata.get("use_zarr3", False))
     shared = ocdbt.context()
@@ -401,7 +404,8 @@ def open_arrays(items: Store) -> dict[str, ts.TensorStore]:
         if not entry["value_metadata"].get("skip_deserialize")
     ]
     kvstore = ocdbt.database(items) if format.use_ocdbt else items.kvstore()
-    opened = [ts.open({"driver": format.driver, "kvstore": zarr.below(kvstore, key)}, open=True, read=True, context=shared) for key in keys]
+    fill = {"fill_missing_data_reads": not (complete and metadata.get("store_array_data_equal_to_fill_value", False))}
+    opened = [ts.open({"driver": format.driver, "kvstore": zarr.below(kvstore, key), **fill}, open=True, read=True, context=shared) for key in keys]
     return {key: future.result() for key, future in zip(keys, opened, strict=True)}
 
 

@@ -29,7 +29,7 @@ class Orbax:
 
     def __init__(self, items: Store, as_is: bool = False):
         self.url = items.url
-        opened = open_arrays(items)
+        opened = open_arrays(items, complete=True)
         names = {} if as_is else _names(items)
         self._stores = {names.get(key, key): store for key, store in opened.items()}
         axes = record_of(items).get("axes", {})
@@ -52,7 +52,7 @@ class Orbax:
             for read in reads:
                 read.result()
         except ValueError as e:  # TensorStore's, of whatever went wrong
-            raise StorageError(f"{self.url}: {e}") from e
+            raise StorageError(f"{self.url}: {str(e).partition(' [source locations=')[0]}") from e
         nbytes = sum(self.cost(key, [box]).nbytes for key, box, _ in wanted)
         for number, (want, maker) in enumerate(zip(wanted, makers, strict=True)):
             if not plain[number]:

@@ -119,12 +119,7 @@ def _shard(abstract: Abstract, source: Source, mesh: Mesh, rules: Any) -> Abstra
     return dataclasses.replace(abstract, targets=tuple(targets))
 
 
-@dataclasses.dataclass
-class _Read:
-    """A step as it was read: for each block what its devices get."""
-
-    shares: list[dict[jax.Device, np.ndarray]]
-    scratch: Scratch
+Shares = list[dict["jax.Device", np.ndarray]]  # of a step, as they were read: for each block what its devices get
 
 
 class Loading:
@@ -132,7 +127,6 @@ class Loading:
 
     Attributes:
       steps: the schedule.
-      bytes_read: from the source, by this process, so far.
     """
 
     def __init__(self, source: Source, targets: Sequence[Target], unit_bytes: int = UNIT_BYTES):
@@ -147,7 +141,6 @@ class Loading:
             self.layouts[target.key], self.devices[target.key] = layout_of(target.shape, target.sharding)
         remote = "://" in source.url
         self.steps = make_steps(source, self.layouts, unit_bytes, MIN_REMOTE_RUN if remote else MIN_RUN)
-        self.bytes_read = 0
 
     def run(self) -> list[jax.Array]:
         """Loads everything; the arrays in the order of the targets.
@@ -185,7 +178,7 @@ class Loading:
         arrays = dict(zip(partial, empty, strict=True))
         free = [Scratch() for _ in range(AHEAD)]
         busy: collections.deque[tuple[Scratch, Step]] = collections.deque()
-        waiting: collections.deque[tuple[Step, Scratch, concurrent.futures.Future[_Read]]] = collections.deque()
+        waiting: collections.deque[tuple[Step, Scratch, concurrent.futures.Future[Shares]]] = collections.deque()
         todo = collections.deque(self.steps)
         pool = concurrent.futures.ThreadPoolExecutor(AHEAD, "load")
         try:
@@ -195,7 +188,7 @@ class Loading:
                     waiting.append((step, scratch, pool.submit(self._read, step, scratch)))
                 step, scratch, future = waiting.popleft()
                 try:
-                    shares = future.result().shares
+                    shares = future.result()
                 except Exception as e:  # whatever it is, the others must learn of it
                     agreement.fail(e)
                     shares = self._nothing(step)
@@ -215,7 +208,7 @@ class Loading:
             pool.shutdown()
         return arrays
 
-    def _read(self, step: Step, scratch: Scratch) -> _Read:
+    def _read(self, step: Step, scratch: Scratch) -> Shares:
         """Reads what this process needs for a step, everything in one go."""
         wanted, makers = [], []
         for block in step.blocks:
@@ -224,8 +217,7 @@ class Loading:
             wanted += [Wanted(block.key, box, dtype) for box in boxes]
             kept = block.is_whole and block.ways is None  # a CPU device keeps such an array where it is
             makers += [aligned_empty if kept else scratch.empty] * len(boxes)
-        made, nbytes = self.source.make(wanted, scratch.empty, makers)
-        self.bytes_read += nbytes
+        made, _ = self.source.make(wanted, scratch.empty, makers)
         rest = iter(made)
         shares = []
         for block in step.blocks:
@@ -235,7 +227,7 @@ class Loading:
                 values = self._joined(share.shape, parts, self.targets[block.key].dtype, scratch)
                 mine |= {self.devices[block.key][device]: values for device in share.devices}
             shares.append(mine)
-        return _Read(shares, scratch)
+        return shares
 
     @staticmethod
     def _joined(shape: tuple[int, ...], parts: Sequence[tuple[Any, np.ndarray]], dtype: np.dtype, scratch: Scratch) -> np.ndarray:
@@ -262,7 +254,7 @@ class Loading:
             made = exchange(blocks, devices, mine, [self.targets[block.key].dtype for block in blocks])
             arrays |= {block.key: array for block, array in zip(blocks, made, strict=True)}
 
-    def _nothing(self, step: Step) -> list[dict[jax.Device, np.ndarray]]:
+    def _nothing(self, step: Step) -> Shares:
         """Empty shares, so that the other processes don't wait for this one."""
         return [
             {

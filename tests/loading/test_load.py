@@ -6,8 +6,11 @@ A job of one, two or four processes starts once and has all the loads that are a
 from __future__ import annotations
 
 import base64
+import fcntl
+import functools
 import json
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -152,20 +155,29 @@ def _quantised(folder: Path) -> tuple[Path, Path, dict[str, np.ndarray]]:
     return source, step, restore(step)
 
 
-JOBS: dict[int, Job] = {}
+@functools.cache
+def once(processes: int, root: Path, cases: Path) -> Job:
+    """The job of so many processes: once in a test run, by whichever of pytest-xdist's processes comes first."""
+    folder = root / f"load-{processes}"
+    with (root / f"load-{processes}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "job.pickle").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            (folder / "job.pickle").write_bytes(pickle.dumps(Job(processes, folder, cases)))
+        return pickle.loads((folder / "job.pickle").read_bytes())
 
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The job of as many processes as the test's parameter says; it runs once."""
-    if request.param not in JOBS:
-        JOBS[request.param] = Job(request.param, tmp_path_factory.mktemp("job"), support.generate(tmp_path_factory) / "cases")
-    return JOBS[request.param]
+    """The job of as many processes as the test's parameter says."""
+    generated = support.generate(tmp_path_factory)
+    return once(request.param, generated.parent, generated / "cases")
 
 
 def of(*processes: int) -> pytest.MarkDecorator:
-    """The jobs that a test looks at; those of one job go to one of pytest-xdist's processes."""
-    return pytest.mark.parametrize("job", [pytest.param(n, marks=pytest.mark.xdist_group(f"job-{n}")) for n in processes], indirect=True)
+    """The jobs that a test looks at."""
+    return pytest.mark.parametrize("job", processes, indirect=True)
 
 
 @of(1, 2, 4)

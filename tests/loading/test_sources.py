@@ -76,6 +76,16 @@ def test_trees_without_plain_weights_are_refused(tmp_path: Path, key: str) -> No
     assert wb.open(tmp_path / "ckpt", as_is=True)[key].shape == (2, 3)
 
 
+def test_a_chunk_that_is_gone_is_no_zeros(tmp_path: Path) -> None:
+    """Of a checkpoint whose metadata say that every chunk is stored."""
+    source = save(tmp_path / "hf", MODEL, random_tensors(MODEL))
+    step = convert(source, tmp_path / "out", "--use_ocdbt", "false")
+    chunks = step / "items" / "params.params.decoder.layers.mlp.wo.kernel" / "c"
+    next(path for path in sorted(chunks.rglob("*")) if path.is_file()).unlink()
+    with pytest.raises(wb.Failed, match=r"mlp\.wo\.kernel"):
+        loaded(step, wanted())
+
+
 def test_leaves_of_a_strangers_checkpoint_need_shardings(tmp_path: Path) -> None:
     """Nothing is replicated by default: logical axes are known of our checkpoints only."""
     ocp.PyTreeCheckpointer().save(tmp_path / "ckpt", nested({f"params.params.{key}": values for key, values in wanted().items()}))
