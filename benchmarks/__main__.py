@@ -20,6 +20,7 @@ from benchmarks import figures
 SECTIONS = {
     "convert": "bench",
     "export": "export",
+    "reshard": "reshard",
     "load": "load",
     "mesh_load": "mesh_load",
     "kernels": "kernels",

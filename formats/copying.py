@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from weightbeam.formats import ocdbt
 from weightbeam.formats.orbax_source import OrbaxArray
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.zarr import ArraySpec, EncodedChunk
+from weightbeam.model_mappings.boxes import extent
 
 
 def copy_spec(metadata: str, key: str, dtype: np.dtype) -> ArraySpec | None:
@@ -42,17 +44,28 @@ def read_chunk(array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[i
     got = _store(array.items, array.use_ocdbt).read(f"{array.key}/{name}").result()
     if got.state != "value":
         raise StorageError(f"{array.items}: {array.key}/{name} is missing")
+    box = spec.shard_box(index)
+    if is_plain(metadata) and len(got.value) == math.prod(spec.shard) * spec.dtype.itemsize and extent(box) == spec.shard:
+        return EncodedChunk(spec, f"{spec.key}/{name}", box, got.value, np.frombuffer(got.value, spec.dtype).reshape(spec.shard))
     memory = ts.Context()  # of its own: a store in memory belongs to its context
     store = ts.KvStore.open("memory://", context=memory).result()
     store.write(name, got.value).result()
     store.write("zarr.json" if is_zarr3 else ".zarray", metadata.encode()).result()
-    box = spec.shard_box(index)
     try:
         opened = ts.open({"driver": array.driver, "kvstore": "memory://"}, open=True, context=memory).result()
         values = opened[tuple(slice(start, stop) for start, stop in box)].read().result()
     except ValueError as e:
         raise StorageError(f"{array.items}: {array.key}/{name}: damaged: {str(e).partition(' [source locations=')[0]}") from e
     return EncodedChunk(spec, f"{spec.key}/{name}", box, got.value, np.asarray(values))
+
+
+@functools.lru_cache(maxsize=64)
+def is_plain(metadata: str) -> bool:
+    """Whether an encoded chunk is its values in C order, by the zarr metadata."""
+    about = json.loads(metadata)
+    if about.get("zarr_format") == 2:
+        return about["compressor"] is None and not about.get("filters") and about["order"] == "C" and not str(about["dtype"]).startswith(">")
+    return about["codecs"] == [{"name": "bytes", "configuration": {"endian": "little"}}]
 
 
 @functools.lru_cache(maxsize=2)
