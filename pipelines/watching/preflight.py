@@ -9,6 +9,7 @@ from weightbeam.formats.storage import StorageError, reason
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.notices import warn
+from weightbeam.pipelines.watching.places import Place
 from weightbeam.pipelines.watching.records import now
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import growing_steps, read_step
@@ -23,9 +24,12 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
     Raises:
       RefusedError: with everything that stands against it.
     """
-    problems = [*_find_shared_places(feeds)]
+    problems = _find_shared_places(feeds)
     for feed in feeds:
-        problems += _find_problems(feed, dry_run)
+        problems += _find_problems(feed)
+    if not dry_run:
+        apart = [(feed, name, place) for feed in feeds for name, place in feed.places.items() if not _is_in_a_run(place.url, feeds)]
+        problems += [problem for feed, name, place in apart for problem in _find_place_problems(feed, name, place)]
     if problems:
         raise RefusedError("\n".join(f"  {problem}" for problem in dict.fromkeys(problems)))
 
@@ -38,16 +42,21 @@ def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
         for other, theirs in held[:number]:
             if url == theirs:
                 problems.append(f"{who}: is published into {url}, as is {other}; give each an output of its own")
-        for feed in feeds:
-            if f"{url}/".startswith(f"{feed.run.checkpoints}/"):
-                problems.append(f"{who}: {url} lies in {feed.run.checkpoints}, in which nothing is ever written; choose another output")
+        if _is_in_a_run(url, feeds):
+            problems.append(f"{who}: {url} lies in the folder of a run, in which nothing is ever written; choose another output")
+    problems += [f"output: {feed.output} lies in the run's folder {feed.run.checkpoints}" for feed in feeds if _is_in_a_run(feed.output.url, feeds)]
     return problems
 
 
-def _find_problems(feed: RunFeed, dry_run: bool) -> list[str]:
-    """What stands against one run."""
+def _is_in_a_run(url: str, feeds: Sequence[RunFeed]) -> bool:
+    """Whether something would be written into a run's folder."""
+    return any(f"{url}/".startswith(f"{feed.run.checkpoints}/") for feed in feeds)
+
+
+def _find_problems(feed: RunFeed) -> list[str]:
+    """What stands against reading one run."""
     run = feed.run
-    problems = [] if dry_run else _find_place_problems(feed)
+    problems: list[str] = []
     try:
         feed.check_readable()
         steps = feed.look()
@@ -72,15 +81,13 @@ def _find_problems(feed: RunFeed, dry_run: bool) -> list[str]:
     return problems
 
 
-def _find_place_problems(feed: RunFeed) -> list[str]:
-    """Places that can't be written, or that are another run's."""
-    problems = []
-    for name, place in feed.places.items():
-        try:
-            owner = place.owner()
-        except OSError as e:
-            problems.append(f"run {feed.run.name}, target {name}: {e if isinstance(e, StorageError) else f'{place.url}: {reason(e)}'}")
-            continue
-        if owner not in (None, feed.run.checkpoints):
-            problems.append(f"run {feed.run.name}, target {name}: {place.url} holds the steps of {owner}; two runs can't be published into one place")
-    return problems
+def _find_place_problems(feed: RunFeed, name: str, place: Place) -> list[str]:
+    """Whether a place can't be written, or is another run's."""
+    who = f"run {feed.run.name}, target {name}"
+    try:
+        owner = place.owner()
+    except OSError as e:
+        return [f"{who}: {e if isinstance(e, StorageError) else f'{place.url}: {reason(e)}'}"]
+    if owner not in (None, feed.run.checkpoints):
+        return [f"{who}: {place.url} holds the steps of {owner}; two runs can't be published into one place"]
+    return []

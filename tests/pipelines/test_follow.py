@@ -23,6 +23,7 @@ import torch
 import training_run
 import transformers
 import yaml
+from huggingface_hub import constants
 from safetensors.numpy import save_file
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
@@ -30,6 +31,7 @@ from servers.server import Fault
 from support import BF16, F32, LLAMA, assert_same_bits, call, convert, flatten, random_tensors, read_file, read_tensors, save
 
 import weightbeam as wb
+from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import hub as storage
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.watching import changes
@@ -108,6 +110,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(storage, "_locations", storage._Locations())  # another hub, with the same commits
         monkeypatch.setattr(storage, "_INFO", {})
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # as in the environment of other processes
         yield server
 
 
@@ -281,7 +284,11 @@ def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
     with FakeGcs("run", "out") as server:
         for name, value in server.env().items():
             monkeypatch.setenv(name, value)
+        buckets._client.cache_clear()
+        buckets._context.cache_clear()
         yield server
+        buckets._client.cache_clear()
+        buckets._context.cache_clear()
 
 
 def upload(gcs: FakeGcs, folder: Path, name: str) -> None:
@@ -324,7 +331,7 @@ def test_a_step_that_is_deleted_while_it_is_read(model: tuple[Path, dict[str, An
     like, run, output = model[0], tmp_path / "run", tmp_path / "out"
     write(run, 1, 2, model=model)
     upload(gcs, run / "1", "tuned/checkpoints/1")
-    gcs.faults = [Fault("slow", seconds=1.5, matching="%2Fd%2F|/d/")]
+    gcs.faults = [Fault("slow", seconds=0.3, matching="%2Fd%2F|/d/")]
 
     def delete() -> None:
         deadline = time.monotonic() + PATIENCE
@@ -398,13 +405,24 @@ def follow_a_run(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]],
     output = {"folder": str(tmp_path / "out"), "bucket": "gs://out/tuned", "hub": f"hf://{REPO}"}[place]
     write(run, 0, model=model)
     follow = ["-m", "weightbeam.pipelines.watch", "--run", str(run), "--like", str(like), "--output", output, "--interval", "1s"]
+    root = output
+
+    def told_so_far() -> int:
+        if place == "hub" and not (found := list((tmp_path / "cache").glob("weightbeam/watch/*"))):
+            return 0
+        return sum(map(len, records(root if place != "hub" else found[0])))
+
     first = 1
-    for turn in range(kills):
+    for _ in range(kills):
         train = [training_run.__file__, "--state", str(state / "0"), "--root", str(run), "--steps", f"{first}:1000", "--seconds", "0.7"]
         with contextlib.ExitStack() as stack:
             both = [stack.enter_context(start(command, tmp_path / f"printed-{name}")) for name, command in (("run", train), ("watch", follow))]
             try:
-                time.sleep(rng.uniform(7, 10) if turn else 12)
+                before, deadline = told_so_far(), time.monotonic() + PATIENCE
+                while told_so_far() < before + 4:
+                    assert time.monotonic() < deadline, (tmp_path / "printed-watch").read_text()[-2000:]
+                    time.sleep(0.2)
+                time.sleep(rng.uniform(0, 2))
             finally:
                 for process in rng.sample(both, 2):
                     process.send_signal(signal.SIGKILL)
@@ -414,8 +432,7 @@ def follow_a_run(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]],
     held = snapshot(run)
     assert watch(run, like, output) in (0, 1)
     assert snapshot(run) == held
-    root = output if place != "hub" else next((tmp_path / "cache" / "weightbeam" / "watch").iterdir())
-    told = records(root)
+    told = records(root if place != "hub" else next((tmp_path / "cache" / "weightbeam" / "watch").iterdir()))
     assert all(record["state"] != "failed" for history in told for record in history), told
     published = {history[0]["step"]: history for history in told if history[-1]["state"] == "published"}
     assert len(published) == sum(history[-1]["state"] == "published" for history in told)
