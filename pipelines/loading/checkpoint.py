@@ -39,9 +39,11 @@ class Orbax:
     def _described(store: ts.TensorStore, axes: Sequence[str | None] | None) -> Described:
         shape, dtype = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)
         chunk = tuple(store.chunk_layout.read_chunk.shape or shape)
-        names = tuple(axes) if axes is not None and len(axes) == len(shape) else (None,) * len(shape)
+        known = axes is not None and len(axes) == len(shape)
+        names = tuple(axes) if axes is not None and known else (None,) * len(shape)
         order = tuple(axis for axis, (size, step) in enumerate(zip(shape, chunk, strict=True)) if step < size)
-        return Described(shape, dtype, names, None, order, chunk, 3 * dtype.itemsize)  # a chunk as it is stored, decoded, and what is made
+        element = 3 * dtype.itemsize  # a chunk as it is stored, decoded, and what is made
+        return Described(shape, dtype, names, None, order, chunk, element, has_axes=known)
 
     def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
         makers = list(results or [empty] * len(wanted))

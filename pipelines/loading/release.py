@@ -113,7 +113,7 @@ class Tensors:
         stored = -(-stored_bytes(encoding) // max(1, math.prod(encoding.shape)))
         position = encoding.weight.path, encoding.weight.offset
         axes, grain = (None,) * len(encoding.shape), (1,) * len(encoding.shape)
-        return Described(encoding.shape, dtype, axes, None, order, grain, stored + 2 * dtype.itemsize, position)
+        return Described(encoding.shape, dtype, axes, None, order, grain, stored + 2 * dtype.itemsize, position, has_axes=False)
 
     def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
         reads = [self._encodings[key].reads(box) for key, box, _ in wanted]

@@ -43,6 +43,7 @@ class Described:
       grain: extents that are read whole.
       element_bytes: working memory for each element: as stored, as decoded, and as made.
       position: of its first byte, for the order of reading.
+      has_axes: whether `axes` are known.
     """
 
     shape: tuple[int, ...]
@@ -53,11 +54,7 @@ class Described:
     grain: tuple[int, ...]
     element_bytes: int
     position: tuple[str, int] = ("", 0)
-
-    @property
-    def has_axes(self) -> bool:
-        """Whether its logical axes are known."""
-        return any(self.axes)
+    has_axes: bool = True
 
     @property
     def nbytes(self) -> int:
