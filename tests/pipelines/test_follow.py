@@ -470,7 +470,7 @@ def follow_a_run(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]],
 
 @pytest.mark.parametrize("place", ["folder", "bucket", "hub"])
 def test_beside_a_run_that_goes_on(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs) -> None:
-    follow_a_run(place, tmp_path, model, hub, gcs, kills=2, seed=0)
+    follow_a_run(place, tmp_path, model, hub, gcs, kills=int(os.environ.get("FOLLOW_KILLS", "2")), seed=0)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------------
