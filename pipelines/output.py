@@ -172,7 +172,7 @@ def _find_problems(staging: Staging, conversion: CheckpointPlan, resume: bool, o
     if resume and is_finished(staging, conversion):
         damage = find_damage(staging.final, conversion.specs, conversion.format)
         return _problem(staging.final, f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew") if damage else []
-    if (source := _find_source(staging, conversion)) and not in_place:
+    if (source := _find_source(staging, conversion)) and not (in_place and isinstance(staging, FolderStaging)):  # a bucket can't swap
         return _problem(staging.final, f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}")
     if (stopped := staging.exists()) and not resume and not overwrite:
         return _problem(staging.work, "holds a stopped conversion; go on with --resume, or start anew with --overwrite")

@@ -121,6 +121,20 @@ def test_from_the_hub_to_a_bucket(gcs: FakeGcs, hub: FakeHub, source: Path, want
     assert "15 exact" in run("verify", "--source", "hf://org/model", "--checkpoint", "gs://bucket/ckpt", env=env)
 
 
+def test_reshard_within_a_bucket(gcs: FakeGcs, source: Path, wanted: dict[str, list]) -> None:
+    """The same bits in other chunks; chunks that fit are copied; a step without its marker is refused."""
+    env = gcs.env()
+    run("convert", "--source", str(source), "--output", "gs://bucket/ckpt", *OPTIONS, env=env)
+    assert "copied" in run("reshard", "gs://bucket/ckpt", "gs://bucket/same", "--dry_run", env=env)
+    run("reshard", "gs://bucket/ckpt", "gs://bucket/same", env=env)
+    run("reshard", "gs://bucket/ckpt", "gs://bucket/cut", "--mesh", "fsdp=2", "--compression", "zstd", env=env)
+    assert restored("gs://bucket/same/0/items", env) == restored("gs://bucket/cut/0/items", env) == wanted
+    assert steps_in("gs://bucket/cut", env) == {"0": ["items"]}
+    for name in [name for name in gcs.objects["bucket"] if name.startswith("ckpt/") and name.endswith("commit_success.txt")]:
+        del gcs.objects["bucket"][name]
+    assert "still being written" in run("reshard", "gs://bucket/ckpt", "gs://bucket/late", env=env, status=2)
+
+
 def test_faults_everywhere_change_nothing(gcs: FakeGcs, hub: FakeHub, wanted: dict[str, list]) -> None:
     """Refusals, cut answers and resets, of the hub, of the host with its files, and of the bucket."""
     faults = [
