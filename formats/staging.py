@@ -366,6 +366,7 @@ class FolderStaging(Staging):
             _remove(self.output / name)
 
     def tidy(self) -> None:
+        self.output.sweep_probes()
         final = Path(self.final)
         for name in self._replaced():
             if not (self.output / name).exists(PLAN):

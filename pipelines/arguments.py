@@ -134,7 +134,9 @@ the optimizer. The checkpoint may be anyone's: one of Weightbeam's, of MaxText's
 Chunks that fit already are copied as they are encoded; each other chunk is decoded once. As a Beam pipeline.
 
   weightbeam reshard ckpt ckpt64 --mesh fsdp=64
-  weightbeam reshard run/checkpoints/1000 served --state params --save_dtype bfloat16 --scan_layers false --like hf://Qwen/Qwen3-8B
+  weightbeam reshard run/checkpoints/1000 served --state params
+  weightbeam reshard run/checkpoints/1000 apart --scan_layers false \\
+      --like hf://Qwen/Qwen3-8B
 
 Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
@@ -168,7 +170,7 @@ codes, and a float32 scale for each block. Embeddings, norms, routers, the head 
 them. The source is a release, or an Orbax checkpoint, which is exported in the same pass. As a Beam pipeline.
 
   weightbeam quantize --source ~/models/Qwen3-8B --output qwen3-8b-fp8
-  weightbeam quantize --source run/checkpoints/1000 --like hf://Qwen/Qwen3-8B --output tuned-fp8
+  weightbeam quantize run/checkpoints/1000 tuned-fp8 --like hf://Qwen/Qwen3-8B
 
 Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
@@ -196,7 +198,8 @@ the checkpoint, published and announced. `weightbeam help following` explains it
   weightbeam watch --config watch.yaml --dry_run        what would be done
   weightbeam watch --config watch.yaml --once           for schedulers
   weightbeam watch --config gs://bucket/watch.yaml --interval 15m --serve 8080
-  weightbeam watch --run gs://bucket/run/checkpoints --like hf://Qwen/Qwen3-8B --output hf://me/qwen3-8b-tuned --every 1000
+  weightbeam watch --run gs://bucket/run/checkpoints --like hf://Qwen/Qwen3-8B \\
+      --output hf://me/qwen3-8b-tuned --every 1000
 
 Exit status: 0 nothing failed, 1 something did, 2 the configuration is refused.
 """

@@ -181,14 +181,22 @@ class LocalFolder(Store):
         """
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise StorageError("can't be written to")
-        probe = self.folder / f"{PROBE}.{os.urandom(8).hex()}"
-        try:
-            (probe / "a").mkdir(parents=True)
-            (probe / "a" / "file").touch()
-            os.rename(probe / "a", probe / "b")
-        except OSError as e:
-            raise StorageError(f"folders can't be made and renamed there: {e.strerror}") from e
-        finally:
+        for tries in (2, 1, 0):
+            probe = self.folder / f"{PROBE}.{os.urandom(8).hex()}"
+            try:
+                (probe / "a").mkdir(parents=True)
+                (probe / "a" / "file").touch()
+                os.rename(probe / "a", probe / "b")
+                return
+            except OSError as e:
+                if not (isinstance(e, FileNotFoundError) and tries):  # else another process swept it away
+                    raise StorageError(f"folders can't be made and renamed there: {e.strerror}") from e
+            finally:
+                shutil.rmtree(probe, ignore_errors=True)
+
+    def sweep_probes(self) -> None:
+        """Removes what processes left that were killed while they tried the file system."""
+        for probe in self.folder.glob(f"{PROBE}.*"):
             shutil.rmtree(probe, ignore_errors=True)
 
     def unmake(self) -> None:

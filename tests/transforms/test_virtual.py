@@ -122,9 +122,9 @@ def test_a_small_share_is_a_warning() -> None:
 
 def test_a_load_that_reads_much_for_nothing_is_a_warning() -> None:
     """`fsdp` shards columns, which no chunk follows; experts are served exactly. It is the arithmetic of `inspect --mesh`."""
-    (warning,) = plan(QWEN_30B, mesh=("fsdp=16",)).warnings
+    (warning,) = [text for text in plan(QWEN_30B, mesh=("fsdp=16",)).warnings if "a host reads" in text]
     assert warning.startswith("on fsdp=16 a host reads 1")
-    assert not plan(QWEN_30B, mesh=("tensor=4",)).warnings
+    assert not [text for text in plan(QWEN_30B, mesh=("tensor=4",)).warnings if "a host reads" in text]
     made = plan(QWEN_30B, mesh=("fsdp=16",))
     load = loads_of(made.grids, made.meshes)["fsdp=16"]
     chunks = {grid.spec.key: grid for grid in made.grids}
