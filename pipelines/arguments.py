@@ -122,7 +122,7 @@ differ, the cosine of the angle between both) or missing. A release beside an Or
 converted into it.
 
   weightbeam diff ~/models/Qwen3-8B qwen3-8b-tuned
-  weightbeam diff hf://Qwen/Qwen3-8B ckpt/0/items --tolerance 1e-2 --json found.json
+  weightbeam diff hf://Qwen/Qwen3-8B ckpt/0/items --tolerance 1e-2
 
 Exit status: 0 the same within the tolerance, 1 not, 2 they can't be compared.
 """
@@ -158,7 +158,7 @@ DEQUANTIZE = """\
 Writes a quantised release with the values of its weights: computed in float32, cast once. What isn't quantised is carried over byte
 for byte, config.json loses its quantization_config, and the other small files stay as they are. Every format that convert reads.
 
-  weightbeam dequantize --source hf://deepseek-ai/DeepSeek-V3 --output deepseek-v3-bf16
+  weightbeam dequantize hf://deepseek-ai/DeepSeek-V3 deepseek-v3-bf16
 
 Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
@@ -180,8 +180,8 @@ MERGE = """\
 Merges PEFT adapters into a release: the same safetensors files with the adapters in them, all else as it was. In float32 with one
 cast; what no adapter reaches is carried over byte for byte, quantised weights included. As a Beam pipeline.
 
-  weightbeam merge --source hf://Qwen/Qwen3-8B --lora my-adapter --output qwen3-8b-tuned
-  weightbeam merge --source ~/models/Qwen3-8B --lora math,0.7 --lora gs://bucket/code,0.3 --output both
+  weightbeam merge hf://Qwen/Qwen3-8B qwen3-8b-tuned --lora my-adapter
+  weightbeam merge ~/models/Qwen3-8B both --lora math,0.7 --lora code,0.3
 
 Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """

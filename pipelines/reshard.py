@@ -70,7 +70,7 @@ class Resharded:
         lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in _rounded(planned).items()]
         if planned.plan.dropped:
             lines.append(f"{count(len(planned.plan.dropped), 'array')} left out: {', '.join(sorted(set(planned.plan.dropped.values())))}")
-        option = "load_parameters_path" if planned.options.state == PARAMS else "load_full_state_path"
+        option = "load_full_state_path" if any(kept.role == "moment" for kept in planned.tree.arrays) else "load_parameters_path"
         scan = "" if planned.tree.scan is None else f" scan_layers={str(planned.tree.scan).lower()}"
         lines.append(f"in MaxText: {option}={self.path}{scan}")
         lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")

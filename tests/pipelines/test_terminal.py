@@ -23,8 +23,11 @@ import orbax.checkpoint as ocp
 import pytest
 from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
 
+from weightbeam.pipelines.arguments import make_parser
+
 WEIGHTBEAM = [sys.executable, "-c", "from weightbeam.pipelines.entry import run; run()"]
 COLUMNS = 80
+COMMANDS = next(action.choices for action in make_parser()._actions if action.dest == "command")
 
 
 def on_terminal(*arguments: object, meanwhile: Callable[[subprocess.Popen, bytes], None] | None = None, prefix: str = "") -> tuple[int, list[str]]:
@@ -135,7 +138,7 @@ def test_a_pipe_has_a_line_for_each_array(source: Path, capfd: pytest.CaptureFix
     assert "bfloat16" in line
 
 
-@pytest.mark.parametrize("command", ["convert", "plan", "verify", "inspect", "materialize", "watch", "models", "help", "completion", ""])
+@pytest.mark.parametrize("command", [*COMMANDS, ""])
 def test_help_fits_the_terminal(command: str) -> None:
     """80 columns, no line broken in a word."""
     status, lines = on_terminal(*command.split(), "--help")
