@@ -104,6 +104,7 @@ class Contents:
       tree: every leaf, as Orbax's `tree_metadata` has it; None for MaxText's TrainState of parameters alone.
       metadata: of arrays whose chunks were copied, what describes them.
       handlers: Orbax's names for the handlers of other items.
+      digests: of arrays whose values and shards are known from before.
     """
 
     specs: Sequence[ArraySpec]
@@ -118,6 +119,7 @@ class Contents:
     tree: Mapping[str, Any] | None = None
     metadata: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     handlers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def arrays(self) -> list[ArraySpec]:
@@ -196,6 +198,8 @@ def _complete(staging: Staging, contents: Contents) -> None:
     _check_same(staging, done)  # the merge may have made the folder anew
     staging.put(f"{ITEMS}/{METADATA}", _json(_tree_metadata(contents)))
     record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
+    if other := [key for key, known in contents.digests.items() if record["digests"].get(key) != known]:
+        raise ocdbt.IncompleteError(f"{len(other)} arrays have other values than the source's record says, e.g. {other[0]}: the source is damaged")
     staging.put(RECORD, record_json(record))
     for name, content in contents.files.items():
         staging.put(name, content)

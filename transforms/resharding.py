@@ -296,6 +296,7 @@ class Reshard:
             tree=self.tree.metadata if full else None,
             metadata=copied,
             handlers=self.around.handlers if full else {},
+            digests={key: known for key, known in self.source.record.get("digests", {}).items() if key in copied and renamed[key] == key},
         )
 
     def record(self) -> dict[str, Any]:

@@ -299,6 +299,18 @@ def test_one_host_reads_what_it_owns(tmp_path: Path) -> None:
     assert 48 % (8 * length) == 0
 
 
+def test_a_damaged_source_isnt_copied(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A bit that flipped since the checkpoint was written, in chunks that nothing protects: the record's digests tell."""
+    step = convert(save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
+    data = max((step / "items").glob("ocdbt.process_*/d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    reshard(tmp_path / "ckpt", tmp_path / "out", status=1)
+    assert "the source is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "0").exists()
+
+
 # --- what can't be done -----------------------------------------------------------------------------------------------------------
 
 
