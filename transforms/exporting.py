@@ -36,21 +36,18 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.ops import inverses
-from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
+from weightbeam.model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.grid import Grid, Stored, cut_rows
 from weightbeam.transforms.inputs import Identity, pack_inputs
+from weightbeam.transforms.layouts import EMBEDDING, MTP, SCAN_AXES, layout_of, scan_axis_of, scan_of
 from weightbeam.transforms.quantizing import REASON, Entry, find_quantised, in_blocks, job_for, keep_blocks, quantization_config, with_scales
 from weightbeam.transforms.rows import VALUES, ReleasePlan, RowsUnit, made_here
 from weightbeam.transforms.units import Block, Fetch, element_box, find_twins, largest_first, pack
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("bfloat16", "float16", "float32")}
 AUTO = "auto"
-EMBEDDING = f"{PARAMETERS}token_embedder.embedding"
-TOWERS = (f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")
-MTP = f"{PARAMETERS}mtp_block."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,17 +396,9 @@ def _arrays(
       ConfigError: `config.json` lacks what the table needs.
     """
     weights = source.weights
-    said = source.custom.get("scan_layers")
-    made = source.record.get("options") if isinstance(source.record.get("options"), dict) else {}
-    axes = [options.param_scan_axis] if options.param_scan_axis is not None else [made["param_scan_axis"]] if "param_scan_axis" in made else [1, 0, 2, 3]
-    base = Layout(
-        scan=said if isinstance(said, bool) else is_scanned(weights),
-        vocab=weights[EMBEDDING].shape[0] if EMBEDDING in weights and len(weights[EMBEDDING].shape) == 2 else None,
-        mtp=any(key.startswith(MTP) for key in weights),
-        multimodal=any(key.startswith(TOWERS) for key in weights),
-        model=model,
-        shapes={name: shape for name, (_, shape, *_) in given.items()},
-    )
+    said = options.param_scan_axis if options.param_scan_axis is not None else scan_axis_of(source)
+    axes = SCAN_AXES if said is None else (said,)
+    base = layout_of(weights, scan_of(source, weights), model, {name: shape for name, (_, shape, *_) in given.items()})
     tried = []
     for axis in axes:
         layout = dataclasses.replace(base, scan_axis=axis)

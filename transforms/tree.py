@@ -12,16 +12,13 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import maxtext_config
 from weightbeam.model_mappings.naming import name_model
-from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float, key_of
+from weightbeam.model_mappings.plan import Problem, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.stacking import Copy, Held, Path, StackingError, Stacks, restack, same, unused
-from weightbeam.model_mappings.trees import VALUE, TreeError, is_scanned
+from weightbeam.model_mappings.trees import VALUE, TreeError
+from weightbeam.transforms.layouts import SCAN_AXES, layout_of, scan_axis_of, scan_of
 
 OPTIMIZERS = ("opt_state", "optimizer", "optimizer_state")
-EMBEDDING = f"{PARAMETERS}token_embedder.embedding"
-TOWERS = (f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")
-MTP = f"{PARAMETERS}mtp_block."
-AXES = (1, 0, 2, 3)  # where layers may be stacked, MaxText's default first
 DICT = 2  # Orbax's number for the key of a dict
 
 
@@ -174,12 +171,8 @@ class _Layouts:
         self.source, self.weights = source, {name: source.arrays[key] for name, key in weights.items()}
         self.family: Family | None = None
         self.reason, self.note = "", ""
-        said = source.custom.get("scan_layers")
-        has_layers = any("layers" in component for key in weights for component in key.split("."))
-        self.scan: bool | None = said if isinstance(said, bool) else is_scanned(weights) if has_layers else None
-        made = source.record.get("options")
-        axis = made.get("param_scan_axis") if isinstance(made, dict) else None
-        self.axis: int | None = axis if isinstance(axis, int) else None
+        self.scan = scan_of(source, weights)
+        self.axis = scan_axis_of(source)
         self.ambiguous: Sequence[int] = ()
         if not model.config:
             self.reason = "nothing says which model it is; --like names a release of it"
@@ -239,22 +232,10 @@ class _Layouts:
         return {tuple(key.split(".")[2:]): tuple(names) for key, names in axes.items() if isinstance(names, list)}
 
 
-def layout_of(weights: Mapping[str, OrbaxArray], scan: bool | None, model: str | None, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """The layout that a checkpoint is in, by the names of its weights and the rows of its embedding."""
-    return Layout(
-        scan=bool(scan),
-        vocab=weights[EMBEDDING].shape[0] if EMBEDDING in weights and len(weights[EMBEDDING].shape) == 2 else None,
-        mtp=any(key.startswith(MTP) for key in weights),
-        multimodal=any(key.startswith(TOWERS) for key in weights),
-        model=model,
-        shapes=shapes,
-    )
-
-
 def _fitting_axes(family: Family, config: Config, layout: Layout, weights: Mapping[str, OrbaxArray]) -> Iterator[int]:
     """The axes on which the layers may be stacked, by the shapes of the weights; of those that come to the same only the first."""
     seen = []
-    for axis in AXES:
+    for axis in SCAN_AXES:
         parts = {key_of(path): same[0] for path, same in expand(family, config, dataclasses.replace(layout, scan_axis=axis)).items()}
         places = {key: part.target_axes for key, part in parts.items()}
         if all(key in parts and parts[key].shape == stored.shape for key, stored in weights.items()) and places not in seen:
