@@ -31,12 +31,13 @@ from weightbeam.model_mappings.adapters import RANK
 from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
-from weightbeam.model_mappings.maxtext_config import FILE, MaxTextConfig, maxtext_config
-from weightbeam.model_mappings.naming import Naming, name_model
+from weightbeam.model_mappings.maxtext_config import FILE
+from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, make_arrays
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
 from weightbeam.transforms.inputs import Identity, pack_inputs
+from weightbeam.transforms.layouts import maxtext_of
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, model_rules
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, largest_first, make_blocks, pack, working_bytes
@@ -352,7 +353,7 @@ def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter
         specs = source.specs()
         parts = expand(family, config, layout)
         drops, note = family.drops(config, layout), family.note(config, layout)
-        maxtext, unsaid = _maxtext(family, config, layout, naming)
+        maxtext, unsaid = maxtext_of(family, config, layout, naming)
     except (ConfigError, UnknownFamilyError) as e:
         problems = [*checkpoint.problems, *source.problems, *asked, *(problem for adapter in adapters for problem in adapter.problems)]
         if checkpoint.config:  # else that it is missing, or empty, is a problem already
@@ -402,15 +403,6 @@ def _adapter_family(family: Family, folding: Folding) -> Family:
         drops=lambda config, layout: {},
         aliases={},
     )
-
-
-def _maxtext(family: Family, config: Config, layout: Layout, naming: Naming) -> tuple[MaxTextConfig | None, tuple[str, ...]]:
-    """What MaxText must be told, and what it can't be told."""
-    try:
-        maxtext = maxtext_config(family, config, layout, naming)
-    except ConfigError as e:
-        return None, (f"no {FILE}: {e}",)
-    return maxtext, tuple(f"MaxText can't express this: {limit}" for limit in maxtext.limits)
 
 
 def _layout(options: Options, specs: Mapping[str, TensorSpec], model: str | None) -> Layout:

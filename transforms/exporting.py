@@ -41,7 +41,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.grid import Grid, Stored, cut_rows
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.layouts import EMBEDDING, MTP, SCAN_AXES, layout_of, scan_axis_of, scan_of
+from weightbeam.transforms.layouts import EMBEDDING, MTP, SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
 from weightbeam.transforms.quantizing import REASON, Entry, find_quantised, in_blocks, job_for, keep_blocks, quantization_config, with_scales
 from weightbeam.transforms.rows import VALUES, ReleasePlan, RowsUnit, made_here
 from weightbeam.transforms.units import Block, Fetch, element_box, find_twins, largest_first, pack
@@ -343,7 +343,8 @@ def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like, ada
         problems += _too_large(grids, options.unit_bytes)
         units = tuple(_units(options, arrays, grids)) if not problems else ()
     dropped = {given[name][3] if name in given else name: reason for name, reason in dropped.items()}
-    plan = Plan(family.name, arrays, dropped, tuple(problems), family.note(config, layout), family.support, naming.model, naming.sizes)
+    maxtext, _ = maxtext_of(family, config, layout, naming)
+    plan = Plan(family.name, arrays, dropped, tuple(problems), family.note(config, layout), family.support, naming.model, naming.sizes, maxtext)
     return Export(
         options,
         source,

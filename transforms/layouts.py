@@ -1,11 +1,14 @@
-"""The layout that a checkpoint is in, by its metadata and the names and shapes of its weights."""
+"""The layout that a checkpoint is in, by its metadata and the names and shapes of its weights; and what MaxText must be told of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint
-from weightbeam.model_mappings.config import Layout
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.maxtext_config import FILE, MaxTextConfig, maxtext_config
+from weightbeam.model_mappings.naming import Naming
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.model_mappings.trees import is_scanned
 
@@ -48,3 +51,12 @@ def layout_of(weights: Mapping[str, OrbaxArray], scan: bool | None, model: str |
         model=model,
         shapes=shapes,
     )
+
+
+def maxtext_of(family: Family, config: Config, layout: Layout, naming: Naming) -> tuple[MaxTextConfig | None, tuple[str, ...]]:
+    """What MaxText must be told, and what it can't be told."""
+    try:
+        maxtext = maxtext_config(family, config, layout, naming)
+    except ConfigError as e:
+        return None, (f"no {FILE}: {e}",)
+    return maxtext, tuple(f"MaxText can't express this: {limit}" for limit in maxtext.limits)

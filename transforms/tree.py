@@ -10,13 +10,12 @@ from typing import Any
 from weightbeam.formats.orbax_source import TEXT, OrbaxArray, OrbaxCheckpoint, leaves
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.maxtext_config import maxtext_config
 from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.plan import Problem, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.stacking import Copy, Held, Path, StackingError, Stacks, restack, same, unused
 from weightbeam.model_mappings.trees import VALUE, TreeError
-from weightbeam.transforms.layouts import SCAN_AXES, layout_of, scan_axis_of, scan_of
+from weightbeam.transforms.layouts import SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
 
 OPTIMIZERS = ("opt_state", "optimizer", "optimizer_state")
 DICT = 2  # Orbax's number for the key of a dict
@@ -217,10 +216,8 @@ class _Layouts:
     def maxtext(self, scan: bool | None, axis: int | None) -> str:
         """What MaxText must be told of a layout; empty where `config.json` doesn't say it all."""
         assert self.family is not None
-        try:
-            return maxtext_config(self.family, self.config, self._in(scan, axis), self.naming).to_yaml()
-        except ConfigError:
-            return ""
+        made, _ = maxtext_of(self.family, self.config, self._in(scan, axis), self.naming)
+        return made.to_yaml() if made else ""
 
     def names(self, scan: bool | None, axis: int | None) -> dict[Path, tuple[str | None, ...]]:
         """The logical names of arrays in a layout, by their paths below `params.params`."""

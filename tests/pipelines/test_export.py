@@ -184,8 +184,8 @@ def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture
     made = export(items, tmp_path / "out", *given)
     assert {name: values.shape for name, values in made.items()} == {name: values.shape for name, values in read_tensors(source).items()}
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"_from_model_config": True, "eos_token_id": 2, "bos_token_id": 1}
-    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "weightbeam.json", "model.safetensors"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "maxtext.yml", "weightbeam.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"model.safetensors"}
     tokens = torch.arange(24).reshape(2, 12) % config["vocab_size"]
     with torch.no_grad():
         logits = [transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits for folder in (source, tmp_path / "out")]
