@@ -199,7 +199,7 @@ def _write_anyway(store: Store, name: str, data: bytes) -> None:
         store.write(name, data)
 
 
-def _write(staging: Staging, attempt: str, shards: Any, format: Format) -> None:
+def _write(staging: Staging, attempt: str, shards: Any, format: Format, copies: Any = ()) -> None:
     """A unit: its database in parts, or its shard under a name that every plan has."""
     ((_, unit, plan),) = shards
     for part in range(PARTS):

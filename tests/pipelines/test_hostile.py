@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import types
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from weightbeam.transforms.conversion import Conversion, Options, prepare
 
 CHECKPOINTS = tiny_checkpoints()
 SECONDS, MEGABYTES, CHARACTERS = 20, 1500, 20_000  # of one command, what it printed too
+SHARE = 8  # of the pairs of a field and a value one is tried
 
 
 @pytest.fixture(scope="module")
@@ -131,13 +133,13 @@ def fields_read(ask_for: Callable[[], object], monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_any_value_in_any_field_of_a_config(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every field that the tables read, wherever it stands, with every kind of wrong value: problems, or a plan with all its units;
-    soon, and never anything else. `tests/soak.py` does it for all fields and layouts.
+    """The fields that the tables read, wherever they stand, with every kind of wrong value: problems, or a plan with all its units;
+    soon, and never anything else. One pair in `SHARE` is tried; `tests/soak.py` does it for all of them, and for all layouts.
     """
     config, tensors = CHECKPOINTS[name]
     options = options_of(config)
     with monkeypatch.context() as patched:
-        patched.setattr(conversion, "_maxtext", lambda *_: (None, ()))  # its fields are the next test's
+        patched.setattr(conversion, "maxtext_of", lambda *_: (None, ()))  # its fields are the next test's
         read = fields_read(lambda: prepare(options, checkpoint_of(config, tensors)), monkeypatch)
     assert {"hidden_size", "num_hidden_layers", "model_type"} <= read
     assert not check(prepare(options, checkpoint_of(config, tensors)))
@@ -146,15 +148,17 @@ def test_any_value_in_any_field_of_a_config(name: str, monkeypatch: pytest.Monke
         if read.isdisjoint(path[-1:]):
             continue
         for value in VALUES:
-            with limited(SECONDS):
-                refused += check(prepare(options, checkpoint_of(mutated(config, path, value), tensors)))
-    assert refused > 60
+            if zlib.crc32(f"{path} {value}".encode()) % SHARE == 0:
+                with limited(SECONDS):
+                    refused += check(prepare(options, checkpoint_of(mutated(config, path, value), tensors)))
+    assert refused > 60 // SHARE
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_any_value_in_any_field_that_maxtext_is_told(name: str) -> None:
     """Every field of a config with every kind of wrong value: MaxText's configuration of it, or what is wrong with it."""
     config, tensors = CHECKPOINTS[name]
+    config = {"num_experts_per_tok": 2} | config  # which no table reads
     options = options_of(config)
     family = family_of(Config(config), None)
     naming = name_model(family, Config(config))
