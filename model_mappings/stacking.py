@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,11 +39,23 @@ MODULES = "nnx_aux"  # the root of the state of NNX modules, whose layers are st
 
 
 class StackingError(ValueError):
-    """Arrays that can't be stacked, or taken apart; the message says why. `path` is the array's."""
+    """An array that can't be stacked, or taken apart; the message says why. `path` is the array's."""
 
     def __init__(self, path: Path, message: str):
         super().__init__(message)
         self.path = path
+
+
+class RestackError(ValueError):
+    """All the arrays of a tree that can't be stacked, or taken apart.
+
+    Attributes:
+      faults: one for each.
+    """
+
+    def __init__(self, faults: Sequence[StackingError]):
+        super().__init__("; ".join(map(str, faults)))
+        self.faults = tuple(faults)
 
 
 class Copy(Part):
@@ -149,25 +161,35 @@ class Stacks:
         return 0 if MODULES in root else min(self.axis, rank)
 
 
-def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> Iterator[Moved]:
+def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[Moved]:
     """The arrays of a tree in another layout, in an order of their own; each array of the old tree is used once and whole.
 
     Raises:
-      StackingError: an array isn't stacked as the layout says, or a layer of it is missing.
+      RestackError: arrays aren't stacked as the layout says, or layers of them are missing; all of them.
     """
     where = {}  # (the source's prefix of a stack, layer) -> the stack's target in the old layout, index
     for target, stack in before.by_target.items():
         if not after.has(target, stack):
             where |= {(stack.source, int(stack.layers[index])): (target, index) for index in np.ndindex(stack.layers.shape)}
+    made: list[Moved] = []
+    faults: list[StackingError] = []
+
+    def add(make: Callable[..., Moved], *of: Any) -> None:
+        try:
+            made.append(make(*of))
+        except StackingError as e:
+            faults.append(e)
+
     moving: dict[Path, list[tuple[Path, Path]]] = {}  # a stack's target -> (root, rest) of each of its arrays
     for path, held in arrays.items():
         found = before.find(path)
         if found is None or after.has(found[1], before.by_target[found[1]]):
-            yield _kept(path, held, found, before, after)
+            add(_kept, path, held, found, before, after)
+            continue
+        start, target = found
+        if variables := sorted(before.collections.intersection(path[:start])):
+            faults.append(StackingError(path, f"MaxText's {variables[0]} aren't stacked as its parameters are; leave --scan_layers as it is"))
         else:
-            start, target = found
-            if variables := sorted(before.collections.intersection(path[:start])):
-                raise StackingError(path, f"MaxText's {variables[0]} aren't stacked as its parameters are; leave --scan_layers as it is")
             moving.setdefault(target, []).append((path[:start], path[start + len(target) :]))
     for target, stack in after.by_target.items():
         layers = [where[one] for layer in stack.layers.flat if (one := (stack.source, int(layer))) in where]
@@ -175,9 +197,12 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> Itera
             continue
         for root, rest in moving.get(layers[0][0], ()):
             if stack.layers.ndim:
-                yield _gather(root, rest, target, layers, stack, arrays, after)
+                add(_gather, root, rest, target, layers, stack, arrays, after)
             else:
-                yield _take(root, rest, target, layers[0], before, arrays)
+                add(_take, root, rest, target, layers[0], before, arrays)
+    if faults:
+        raise RestackError(list({fault.path: fault for fault in faults}.values()))  # a stacked array is taken apart many times
+    return made
 
 
 def _kept(path: Path, held: Held, found: tuple[int, Path] | None, before: Stacks, after: Stacks) -> Moved:

@@ -13,7 +13,7 @@ from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.plan import Problem, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.model_mappings.stacking import Copy, Held, Path, StackingError, Stacks, restack, same, unused
+from weightbeam.model_mappings.stacking import Copy, Held, Path, RestackError, Stacks, restack, same, unused
 from weightbeam.model_mappings.trees import VALUE, TreeError
 from weightbeam.transforms.layouts import SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
 
@@ -135,15 +135,15 @@ def make_tree(
     if is_moving:
         before, after = layouts.stacks(layouts.scan, layouts.axis), layouts.stacks(wanted_scan, wanted_axis)
         try:
-            moved = list(restack(arrays, before, after))
+            moved = restack(arrays, before, after)
             problems += [
                 Problem("unused", ".".join(path), "no rule says what becomes of it in the other layout", is_array=True) for path in unused(arrays, moved)
             ]
             problems += _loose_layers(one.path for one in moved if one.path == one.like and not before.find(one.path))
             empty = {path: Held("", _empty_shape(path, before)) for path, _ in ([] if params_only else _empty(source))}
             bare = {one.path: one.like for one in restack(empty, before, after)}
-        except StackingError as e:
-            return Tree(kind=kind), [Problem("unused", ".".join(e.path), str(e), is_array=True)]
+        except RestackError as e:
+            return Tree(kind=kind), [Problem("unused", ".".join(fault.path), str(fault), is_array=True) for fault in e.faults]
     else:
         moved = [_Same(path, path, same(*held)) for path, held in arrays.items()]
         bare = {path: path for path, _ in ([] if params_only else _empty(source))}

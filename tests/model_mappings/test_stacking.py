@@ -8,7 +8,7 @@ from facts import config_of, load_trees
 
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.registry import family_of
-from weightbeam.model_mappings.stacking import Held, StackingError, Stacks, restack, unused
+from weightbeam.model_mappings.stacking import Held, RestackError, Stacks, restack, unused
 
 TREES = load_trees()
 BOTH = [(name, name.replace("scan", "unscan")) for name in TREES if name.endswith("--scan") and name.replace("--scan", "--unscan") in TREES]
@@ -87,12 +87,20 @@ def test_the_stacked_axis_moves():
 )
 def test_layers_that_dont_fit_are_refused(shapes, said):
     tree = TREES["llama3.1-8b--scan"]
-    with pytest.raises(StackingError, match=said):
+    with pytest.raises(RestackError, match=said):
         list(restack(held({tuple(key.split(".")): shape for key, shape in shapes.items()}), stacks(tree, False), stacks(tree, True)))
 
 
 def test_an_array_without_layers_is_refused():
     tree = TREES["llama3.1-8b--scan"]
     shapes = {("opt_state", "0", "v_row", "params", "decoder", "layers", "mlp", "wi_0", "kernel"): (8, 6)}
-    with pytest.raises(StackingError, match="no axes \\(32,\\) of layers"):
+    with pytest.raises(RestackError, match="no axes \\(32,\\) of layers"):
         list(restack(held(shapes), stacks(tree, True), stacks(tree, False)))
+
+
+def test_all_arrays_that_dont_fit_are_listed():
+    tree = TREES["llama3.1-8b--scan"]
+    shapes = {("params", "params", "decoder", "layers", "mlp", name, "kernel"): (8, 6) for name in ("wi_0", "wi_1", "wo")}
+    with pytest.raises(RestackError) as caught:
+        restack(held(shapes), stacks(tree, True), stacks(tree, False))
+    assert [fault.path for fault in caught.value.faults] == list(shapes)
