@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,15 +34,26 @@ def copy_spec(metadata: str, key: str, dtype: np.dtype) -> ArraySpec | None:
     return ArraySpec(key, shape, dtype, chunk, shard) if usual and all(shard) else None
 
 
-def read_chunk(array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int, ...]) -> EncodedChunk:
-    """Reads a chunk as it is encoded, and decodes it to see that it is whole.
+Wanted = tuple[OrbaxArray, str, ArraySpec, tuple[int, ...]]  # an array, its zarr metadata, the array that it becomes, and the index of a chunk
+
+
+def read_chunks(wanted: Sequence[Wanted]) -> list[EncodedChunk]:
+    """Reads chunks as they are encoded, all at once, and decodes each to see that it is whole.
 
     Raises:
-      StorageError: it is missing or damaged.
+      StorageError: one is missing or damaged.
     """
-    is_zarr3 = array.driver == "zarr3"
-    name = "/".join(("c", *map(str, index))) if is_zarr3 else ".".join(map(str, index)) or "0"
-    got = _store(array.items, array.use_ocdbt).read(f"{array.key}/{name}").result()
+    reads = [_store(array.items, array.use_ocdbt).read(f"{array.key}/{_name(array, index)}") for array, _, _, index in wanted]
+    return [_decoded(*of, read.result()) for of, read in zip(wanted, reads, strict=True)]
+
+
+def _name(array: OrbaxArray, index: tuple[int, ...]) -> str:
+    """The key of a chunk below its array."""
+    return "/".join(("c", *map(str, index))) if array.driver == "zarr3" else ".".join(map(str, index)) or "0"
+
+
+def _decoded(array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int, ...], got: ts.KvStore.ReadResult) -> EncodedChunk:
+    is_zarr3, name = array.driver == "zarr3", _name(array, index)
     if got.state != "value":
         raise StorageError(f"{array.items}: {array.key}/{name} is missing")
     box = spec.shard_box(index)

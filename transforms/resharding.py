@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats import orbax
-from weightbeam.formats.copying import copy_spec, read_chunk
+from weightbeam.formats.copying import copy_spec, read_chunks
 from weightbeam.formats.orbax import ARRAY_METADATAS, STRINGS, Contents
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.orbax_state import Surroundings, array_metadatas
@@ -249,7 +249,7 @@ class Reshard:
             for job, of_job in zip(unit.jobs, made, strict=True)
             for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
         ]
-        copies = [read_chunk(self.source.arrays[key], self.around.zarr[key], spec, index) for key, spec, index in unit.copies]
+        copies = read_chunks([(self.source.arrays[key], self.around.zarr[key], spec, index) for key, spec, index in unit.copies])
         orbax.write_unit(staging, unit.id, shards, self.format, copies)
         return sum(values.nbytes for _, _, values in shards) + sum(copy.values.nbytes for copy in copies)
 
