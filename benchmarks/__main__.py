@@ -26,6 +26,7 @@ SECTIONS = {
     "kernels": "kernels",
     "plan": "full_size",
     "virtual": "virtual",
+    "link": "shaped_link",
 }  # and their modules
 
 

@@ -42,6 +42,11 @@ MODELS = {
         dict(embed=3072, heads=3072, kv=1024, mlp=8192, vocab=36000),
         TOP | NORMS | ATTENTION | _mlp("mlp", "mlp"),
     ),
+    "small": (
+        dict(model_type="llama", hidden_size=1024, num_attention_heads=8, num_key_value_heads=8, head_dim=128, intermediate_size=4096, vocab_size=32000),
+        dict(embed=1024, heads=1024, kv=1024, mlp=4096, vocab=32000),
+        TOP | NORMS | ATTENTION | _mlp("mlp", "mlp"),
+    ),
     "moe": (
         dict(
             model_type="qwen3_moe", hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, head_dim=128, intermediate_size=6144,

@@ -67,8 +67,8 @@ class FakeGcs(Server):
 
     SETTINGS = ("faults", "forbidden", "read_only", "rewrite_bytes")
 
-    def __init__(self, *buckets: str, port: int = 0) -> None:
-        super().__init__(port)
+    def __init__(self, *buckets: str, port: int = 0, host: str = "127.0.0.1") -> None:
+        super().__init__(port, host)
         self.objects: dict[str, dict[str, Object]] = {bucket: {} for bucket in buckets}
         self.forbidden: list[str] = []
         self.read_only: list[str] = []
@@ -403,7 +403,7 @@ def main() -> None:
     made.add_argument("--folder", type=Path, help="its sub-folders become buckets")
     made.add_argument("--bucket", action="append", default=[], help="an empty bucket")
     arguments = made.parse_args()
-    server = FakeGcs(*arguments.bucket, port=arguments.port)
+    server = FakeGcs(*arguments.bucket, port=arguments.port, host=arguments.host)
     if arguments.folder:
         server.load(arguments.folder)
     serve(server)

@@ -107,7 +107,7 @@ class Server:
         self.errors: list[Exception] = []
         self.lock = threading.RLock()
         self.stopped = threading.Event()
-        self._http = _Http(("127.0.0.1", port), self)
+        self._http = _Http((host, port), self)
         self.url = f"http://{host}:{self._http.server_port}"
 
     def answer(self, call: Call) -> Reply:
@@ -339,6 +339,7 @@ def serve(server: Server) -> None:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
+    made.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     made.add_argument("--port", type=int, default=0, help="0 takes a free one")
     return made
 

@@ -1,0 +1,178 @@
+"""From a bucket into a bucket over a slow link, against reading and writing the same bytes at once: are both directions of it used?
+
+    python -m benchmarks.shaped_link --folder out/bench --layers 12 --rounds 3 --json benchmarks/results.json
+
+Two network namespaces are joined by a link of 240 Mbit/s each way (`tc tbf`). In one the tests' bucket serves a Llama-like model of
+about 530 MB in bfloat16; in the other run, in turns, so that what else the machine does changes them alike:
+
+- *raw*: TensorStore reads all objects in ranges of 8 MiB, 16 at a time, and meanwhile writes as many bytes as objects of 16 MiB, 16
+  at a time. Only the transfer is on the clock.
+- *convert*: `weightbeam convert` as a subprocess, with four threads and with one; start-up, imports and assembly are inside.
+
+The medians count, and the ratio is that to the raw transfer of the same round. It needs root's rights, for the namespaces, and Google's
+client (`pip install '.[gcp]'`); without them it says so, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench import MESH, make_source, tell
+from benchmarks.figures import Figure, report
+from benchmarks.measure import WEIGHTBEAM, Run, run
+
+RATE = 240  # Mbit/s, each way
+SHAPE = ("tbf", "rate", f"{RATE}mbit", "burst", "128k", "latency", "20ms")
+SERVER, CLIENT = "wbl-server", "wbl-client"  # the namespaces
+ADDRESS, PORT = "10.232.0.1", 9000  # of the bucket
+IN, OUT, RAW = "in-bucket", "out-bucket", "raw-bucket"
+THREADS = {4: 1.15, 1: 1.25}  # how many, and the limit: times the raw transfer
+READ, WRITE, AT_A_TIME = 8 << 20, 16 << 20, 16  # bytes of the raw transfer's requests and objects, and how many of each
+TESTS = Path(__file__).parents[1] / "tests"
+
+
+def missing() -> str:
+    """What this machine lacks; empty if nothing."""
+    lacks = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    lacks += ["root's rights"] if os.geteuid() else []
+    lacks += [] if importlib.util.find_spec("google") and importlib.util.find_spec("google.cloud.storage") else ["google-cloud-storage"]
+    return ", ".join(lacks)
+
+
+@contextmanager
+def link() -> Iterator[None]:
+    """Context manager: two namespaces, and a link between them that is as slow in both directions."""
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    with ExitStack() as stack:
+        for name in (SERVER, CLIENT):
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+        ip("-n", SERVER, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", CLIENT)
+        for name, address in ((SERVER, ADDRESS), (CLIENT, "10.232.0.2")):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *SHAPE], check=True)
+        yield
+
+
+def at(namespace: str, *command: object) -> list[str]:
+    """A command in one of the namespaces."""
+    return ["ip", "netns", "exec", namespace, *map(str, command)]
+
+
+@contextmanager
+def bucket(folder: Path) -> Iterator[dict[str, str]]:
+    """A server with the buckets that are the folder's sub-folders; the environment of its clients."""
+    options = ("--host", ADDRESS, "--port", PORT, "--folder", folder, "--bucket", OUT, "--bucket", RAW)
+    with subprocess.Popen(at(SERVER, sys.executable, TESTS / "servers/gcs.py", *options), stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout
+            url = server.stdout.readline().strip()
+            yield {
+                "STORAGE_EMULATOR_HOST": url,
+                "TENSORSTORE_GCS_HTTP_URL": url,
+                "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+                "GOOGLE_CLOUD_PROJECT": "test",
+            }
+        finally:
+            server.terminate()
+
+
+def transfer(source: Path) -> float:
+    """Reads the objects of a folder that is served, and writes as many bytes at the same time; returns the seconds it took."""
+    import tensorstore as ts
+
+    served, target = (ts.KvStore.open({"driver": "gcs", "bucket": name}).result() for name in (IN, RAW))
+    sizes = {path.name: path.stat().st_size for path in source.iterdir()}
+    block = os.urandom(WRITE)
+    start = time.monotonic()
+    parts = [(f"{source.name}/{name}", slice(at, min(at + READ, size))) for name, size in sizes.items() for at in range(0, size, READ)]
+    with ThreadPoolExecutor(AT_A_TIME) as readers, ThreadPoolExecutor(AT_A_TIME) as writers:
+        reads = readers.map(lambda part: len(served.read(part[0], byte_range=part[1]).result().value), parts)
+        writes = writers.map(lambda number: target.write(str(number), block).result(), range(-(-sum(sizes.values()) // WRITE)))
+        if sum(reads) != sum(sizes.values()) or not all(writes):
+            raise RuntimeError("the bucket doesn't have what the folder has")
+    seconds = time.monotonic() - start
+    target.delete_range(ts.KvStore.KeyRange()).result()
+    return seconds
+
+
+def convert(source: Path, threads: int, *options: str) -> Run:
+    """A conversion from one bucket into the other."""
+    places = (f"gs://{IN}/{source.name}", f"gs://{OUT}/converted-{threads}")
+    return run(*at(CLIENT, WEIGHTBEAM, "convert", *places, "--mesh", MESH, f"--direct_num_workers={threads}", *options))
+
+
+def measure(source: Path, served: Path, rounds: int, options: Sequence[str]) -> tuple[list[Figure], dict[str, Any]]:
+    """The figures, and every single round."""
+    nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    raw: list[float] = []
+    made: dict[int, list[Run]] = {threads: [] for threads in THREADS}
+    for number in range(1, rounds + 1):
+        command = at(CLIENT, sys.executable, "-m", "benchmarks.shaped_link", "--transfer", source)
+        with bucket(served) as environment:  # a new one each time: it holds everything in memory
+            os.environ.update(environment)
+            raw.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            for threads, runs in made.items():
+                runs.append(convert(source, threads, *options))
+        told = ", ".join(f"{threads} threads {runs[-1].seconds:.1f} s (CPU {runs[-1].cpu_seconds:.1f} s)" for threads, runs in made.items())
+        tell("link", f"round {number} of {rounds}: raw {raw[-1]:.1f} s, {told}")
+    figures = [Figure("link, raw transfer", "small", statistics.median(raw), "s")]
+    for threads, runs in made.items():
+        ratio = statistics.median(one.seconds / alone for one, alone in zip(runs, raw, strict=True))
+        what = f"link, convert with {threads} thread{'s' if threads > 1 else ''}"
+        figures.append(Figure(what, "small", statistics.median(one.seconds for one in runs), "s"))
+        figures.append(Figure(f"{what}, of raw", "small", ratio, "×", THREADS[threads]))
+        figures.append(Figure(f"{what}, CPU", "small", statistics.median(one.cpu_seconds for one in runs), "s"))
+    details = {"bytes": nbytes, "raw_seconds": raw} | {f"convert_seconds_{threads}": [one.seconds for one in runs] for threads, runs in made.items()}
+    return figures, details
+
+
+def main() -> int:
+    """Measures, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("out/bench"))
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--options", default="", help="more options of the conversion, such as '--unit_bytes 24MiB'")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
+    parser.add_argument("--transfer", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)  # the raw transfer, in a namespace
+    args = parser.parse_args()
+    if args.transfer:
+        print(json.dumps(transfer(args.transfer)))
+        return 0
+    if lacks := missing():
+        print(f"the shaped link isn't measured: {lacks} missing here", file=sys.stderr)
+        return 0
+    args.folder.mkdir(parents=True, exist_ok=True)
+    source = make_source("small", args.folder, args.layers)
+    served = args.folder / "served"
+    shutil.rmtree(served, ignore_errors=True)
+    shutil.copytree(source, served / IN / source.name, copy_function=os.link)
+    with link():
+        figures, details = measure(source, served, args.rounds, shlex.split(args.options))
+    shutil.rmtree(served)
+    report("link", figures, details, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
