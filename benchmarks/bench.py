@@ -39,7 +39,9 @@ from benchmarks import models
 from benchmarks.figures import Figure, report
 from benchmarks.measure import WEIGHTBEAM, Run, count_flushes, run
 from weightbeam.formats.safetensors import open_checkpoint
-from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 MESH = "fsdp=16"
 BLOCK = 16 << 20  # bytes of one read of the raw copy

@@ -42,7 +42,8 @@ from weightbeam.formats import zarr
 from weightbeam.formats.orbax import find_items, open_arrays
 from weightbeam.formats.safetensors import open_checkpoint
 from weightbeam.formats.storage import Store
-from weightbeam.transforms.conversion import Options, prepare
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 MODEL = "DeepSeek-V3"
 ROWS = 2048  # of the vocabulary that are compared

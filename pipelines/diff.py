@@ -41,9 +41,10 @@ from weightbeam.pipelines.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.report import local_threads
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import Block, Table, count, page, shape_text, text
-from weightbeam.transforms.conversion import SAVE_DTYPES, prepare
+from weightbeam.transforms.conversion import SAVE_DTYPES
 from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare, cut
 from weightbeam.transforms.execution import decode, make_boxes, read
+from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.units import Fetch
 
 MISSING, SHAPE = "missing", "shape"

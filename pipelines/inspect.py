@@ -25,9 +25,9 @@ from weightbeam.pipelines.keywords import keywords_of, sharding_rules
 from weightbeam.pipelines.prepare import describe, open_source, options_of, reading, refuse
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import CELL, Block, Table, count, human, page, shape_text, show, terminal_width, text
-from weightbeam.transforms.conversion import prepare
 from weightbeam.transforms.load import Load, load_of, total
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
+from weightbeam.transforms.planner import prepare
 
 MAX_DEVICES = 1 << 18
 OPTIONS = ("--mesh", "--sharding_rules", "--source", "--maxtext_model", "--json")

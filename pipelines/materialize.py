@@ -24,7 +24,8 @@ from weightbeam.pipelines.prepare import plan_with, reading
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.virtual import check_files, open_own_source
-from weightbeam.transforms.conversion import Conversion, options_from
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.planner import options_from
 
 LOG = logging.getLogger("weightbeam")
 

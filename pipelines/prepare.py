@@ -24,10 +24,12 @@ from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.tables import count
-from weightbeam.transforms.conversion import UNKNOWN_FAMILY, Conversion, Options, prepare
+from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.exporting import ExportOptions
 from weightbeam.transforms.merging import MergeOptions
 from weightbeam.transforms.mesh import MeshError
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import UNKNOWN_FAMILY, prepare
 
 LOG = logging.getLogger("weightbeam")
 SHOWN = 20  # problems of one kind; the rest is counted

@@ -25,7 +25,8 @@ from hostile import VALUES, checkpoint_of, mutated, paths, snapshot, tiny_checkp
 from schedules import schedules
 from support import BF16, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
 
-from weightbeam.transforms.conversion import Options, prepare
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 CALLS = {"reading": 5, "writing": 5, "merging": 1, "publishing": 1}  # at most, of a stage in the conversions here: one of them gets the signal
 SECONDS = 0.006  # what a stage takes, about

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 
-from weightbeam.formats.adapters import Adapter, Folding, Merging, fold, merge
+from weightbeam.formats.adapters import Adapter, Folding, Merging
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.links import SOURCE, identify, put_source
 from weightbeam.formats.orbax import STEP, Contents, assemble, write_unit
@@ -23,25 +22,17 @@ from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
 from weightbeam.formats.release import keep_files
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, Checkpoint
-from weightbeam.formats.sources import Source, open_source
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.zarr import ArraySpec, Format
-from weightbeam.model_mappings.adapters import RANK
-from weightbeam.model_mappings.audit import audit, drop_reason
-from weightbeam.model_mappings.config import Config, ConfigError, Layout
-from weightbeam.model_mappings.family import Family, rename
 from weightbeam.model_mappings.maxtext_config import FILE
-from weightbeam.model_mappings.naming import name_model
-from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, make_arrays
-from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
+from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.transforms.grid import Grid
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.layouts import maxtext_of
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, model_rules
 from weightbeam.transforms.options import Options
-from weightbeam.transforms.units import Block, Unit, expand_unit, fetches_of, find_twins, largest_first, make_blocks, pack, working_bytes
-from weightbeam.transforms.virtual import Placement, loads_of, place_arrays, problems_of, references, warnings_of
+from weightbeam.transforms.units import Block, Unit, expand_unit, fetches_of, working_bytes
+from weightbeam.transforms.virtual import Placement, references
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
@@ -309,161 +300,3 @@ class Conversion:
             "hash": self.hash,
         }
         return pack_inputs(inputs)
-
-
-def options_from(said: Mapping[str, Any]) -> Options:
-    """The options that JSON holds; fields that this version doesn't know are left out."""
-    known = {field.name for field in dataclasses.fields(Options)}
-    return Options(**{key: _tuples(value) for key, value in said.items() if key in known})
-
-
-def _tuples(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def load(inputs: Mapping[str, Any]) -> Conversion:
-    """The conversion whose inputs `Conversion.stage` staged."""
-    adapters = [Adapter(Checkpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
-    return prepare(options_from(inputs["options"]), Checkpoint.from_json(inputs["source"]), adapters)
-
-
-def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter] = ()) -> Conversion:
-    """Plans a conversion, with adapters merged into the source's tensors. What stands against it is in `plan.problems`.
-
-    Raises:
-      MeshError: a mesh can't be read.
-    """
-    meshes = meshes_of(options)
-    source = open_source(checkpoint)
-    config = Config(checkpoint.config)
-    asked: list[Problem] = []
-    try:
-        family = family_of(config, options.maxtext_model, options.family)
-        asked += _check_options(options, family)
-        source = source.renamed(family.aliases)
-        naming = name_model(family, config, options.maxtext_model)
-        layout = _layout(options, source.specs(), naming.model)
-        model_type, folding = config.get("model_type", ""), None
-        if options.adapter_only:
-            folding = fold(source.encodings, adapters, family.aliases, model_type, family.stacks(config, layout))
-            family, source = _adapter_family(family, folding), Source(folding.encodings, folding.problems)
-        merging = merge(source.encodings, () if folding else adapters, family.aliases, model_type, source.lost)
-        source = source.merged(merging)
-        specs = source.specs()
-        parts = expand(family, config, layout)
-        drops, note = family.drops(config, layout), family.note(config, layout)
-        maxtext, unsaid = maxtext_of(family, config, layout, naming)
-    except (ConfigError, UnknownFamilyError) as e:
-        problems = [*checkpoint.problems, *source.problems, *asked, *(problem for adapter in adapters for problem in adapter.problems)]
-        if checkpoint.config:  # else that it is missing, or empty, is a problem already
-            kind = "config" if isinstance(e, ConfigError) else UNKNOWN_FAMILY
-            problems.append(Problem(kind, "config.json", str(e).removeprefix("config.json: ").removeprefix("config.json ")))
-        return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), (), (), tuple(adapters))
-    unneeded = {
-        problem: reason for problem in source.problems if problem.kind in PAIRING and (reason := drop_reason(rename(problem.subject, family.aliases), drops))
-    }
-    problems = [*checkpoint.problems, *(problem for problem in source.problems if problem not in unneeded), *asked]
-    arrays = make_arrays(parts, specs, SAVE_DTYPES[options.save_dtype])
-    if folding:
-        arrays = tuple(dataclasses.replace(array, key=array.key.removeprefix(PARAMETERS)) for array in arrays)
-    dropped, found = audit(arrays, specs, drops, family.name)
-    if (checkpoint.shards or not problems) and not any(problem.kind == "quantised" for problem in problems):
-        zeros, spare = source.settle_spare(problem.subject for problem in found if problem.kind == "unused")
-        dropped, problems = dropped | zeros, [*problems, *spare]
-        # A tensor that its file or its scale already stands against needs no second line.
-        explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost
-        problems += [problem for problem in found if problem.subject not in explained | zeros.keys()]
-    problems += merging.in_vain(dropped)
-    grids, units, warnings, placements = (), (), [], ()
-    if not problems:
-        try:
-            grids = tuple(_grids(options, arrays, source.encodings, meshes))
-            warnings = [warning for grid in grids for warning in grid.warnings]
-            if options.virtual:
-                placements = place_arrays(arrays, source.encodings, meshes, grids)
-                problems += problems_of(arrays, placements, format_of(options))
-                grids = tuple(dataclasses.replace(grid, spec=at.spec) if at.spec else grid for grid, at in zip(grids, placements, strict=True))
-                warnings += warnings_of(arrays, placements, loads_of(grids, meshes))
-            made = [number for number in range(len(arrays)) if not (placements and placements[number].spec)]
-            units = tuple(_units(options, arrays, made, grids, source.encodings)) if not problems else ()
-        except UnitBytesError as e:
-            problems.append(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)))
-    dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
-    plan = Plan(family.name, arrays, dropped, tuple(problems), note, family.support, naming.model, naming.sizes, maxtext)
-    return Conversion(options, checkpoint, plan, dict(source.encodings), grids, units, (*warnings, *unsaid), placements, tuple(adapters), merging, folding)
-
-
-def _adapter_family(family: Family, folding: Folding) -> Family:
-    """A family whose table is that of an adapter."""
-    return dataclasses.replace(
-        family,
-        dims=lambda config, layout: {**family.dims(config, layout), RANK: folding.rank},
-        stacks=lambda config, layout: folding.stacks,
-        drops=lambda config, layout: {},
-        aliases={},
-    )
-
-
-def _layout(options: Options, specs: Mapping[str, TensorSpec], model: str | None) -> Layout:
-    return Layout(
-        scan=options.scan_layers,
-        scan_axis=options.param_scan_axis,
-        vocab=options.vocab_size,
-        mtp=options.mtp,
-        multimodal=options.multimodal,
-        model=model,
-        shapes={name: spec.shape for name, spec in specs.items()},
-    )
-
-
-def _check_options(options: Options, family: Family) -> Iterator[Problem]:
-    """What was asked for and MaxText doesn't have."""
-    if options.mtp and not family.mtp:
-        yield Problem("option", "--mtp", f"MaxText's {family.name} models have no multi-token-prediction layers")
-    if options.multimodal and not family.towers:
-        yield Problem("option", "--multimodal", f"MaxText's {family.name} models have no vision or audio towers")
-    wanted = "scanned" if options.scan_layers else "unscanned"
-    if wanted not in family.layouts:
-        (other,) = family.layouts
-        flag = f"--scan_layers {str(other == 'scanned').lower()}"
-        yield Problem("option", "--scan_layers", f"MaxText has {family.name} models {other} only; convert with {flag}")
-
-
-def _grids(options: Options, arrays: Sequence[Array], encodings: dict[str, Encoding], meshes: Sequence[Mesh]) -> list[Grid]:
-    rules, save, experts = rules_of(options), SAVE_DTYPES[options.save_dtype], count_experts(arrays)
-    twins = {number: len(group) for group in find_twins(arrays) for number in group}
-    grids = []
-    for number, array in enumerate(arrays):
-        stored = _stored(array, encodings, save)
-        try:
-            grids.append(make_grid(array, stored, meshes, rules, options.unit_bytes // twins[number], format_of(options), experts))
-        except UnitBytesError as e:
-            raise UnitBytesError(e.key, e.needed * twins[number]) from e
-    return grids
-
-
-def _stored(array: Array, encodings: Mapping[str, Encoding], save: np.dtype) -> Stored:
-    """How the tensors of an array are stored; of several ways what takes most memory."""
-    element_bytes, order, indivisible, tensor_bytes = 0, None, frozenset[int](), 0
-    for part in array.parts:
-        decoded = 4 if part.rule.ops else save.itemsize
-        for encoding in (encodings[name] for name in part.tensors if name in encodings):
-            stored = -(-stored_bytes(encoding) // max(1, math.prod(encoding.shape)))
-            element_bytes = max(element_bytes, stored + (decoded if encoding.label else 0))
-            order = order or encoding.order
-            if encoding.indivisible:
-                indivisible = indivisible.union(*(part.axes_of(axis) for axis in encoding.indivisible))
-                thin = tuple((0, n if axis in encoding.indivisible else 1) for axis, n in enumerate(encoding.shape))
-                tensor_bytes = max(tensor_bytes, stored_bytes(encoding, thin))
-    return Stored(element_bytes, order, indivisible, tensor_bytes)
-
-
-def _units(options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding]) -> list[tuple[Block, ...]]:
-    """The units that make the arrays of these numbers."""
-    blocks: list[tuple[Block, ...]] = []
-    for twins in find_twins([arrays[number] for number in made]):
-        group = [made[twin] for twin in twins]
-        cut = [make_blocks(number, arrays[number], grids[number], encodings, options.unit_bytes // len(group)) for number in group]
-        blocks += zip(*cut, strict=True)
-    return largest_first(pack(blocks, options.unit_bytes))

@@ -22,8 +22,9 @@ from weightbeam.pipelines.arguments import SHELL, add_conversion, add_output, ma
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.keywords import option_keywords, read_options
 from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
-from weightbeam.transforms.conversion import Options, meshes_of
+from weightbeam.transforms.conversion import meshes_of
 from weightbeam.transforms.mesh import MeshError
+from weightbeam.transforms.options import Options
 
 PATTERN = re.compile(r"[\w.-]+/[\w.*?\[\]!-]+")  # organisation/model; the model may have wildcards
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")  # of a target: it becomes part of a path

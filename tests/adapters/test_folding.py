@@ -13,9 +13,10 @@ from support import call, flatten
 from weightbeam.formats.adapters import open_adapter
 from weightbeam.formats.safetensors import open_checkpoint
 from weightbeam.model_mappings.boxes import whole
-from weightbeam.transforms.conversion import Conversion, prepare
+from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.execution import make_boxes
 from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.staged import load
 
 PARAMETERS = "params.params."

@@ -10,7 +10,9 @@ import pytest
 from support import converted, digests, given, given_arrays, headers_only, read_config
 
 from weightbeam.model_mappings.audit import Problem
-from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 MIB = 1024**2
 SIZES = dict(

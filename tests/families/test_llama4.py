@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from support import BF16, assert_same_bits, converted, headers_only, read_config, read_tensors, save
 
-from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 MODELS = ["llama4", "llama4-dense"]  # as Scout: experts in every layer, normed query and key; as Maverick: in every second, not normed
 Arrays = dict[str, np.ndarray]

@@ -15,10 +15,11 @@ from weightbeam.pipelines.loading import release
 from weightbeam.pipelines.loading.release import Release
 from weightbeam.pipelines.loading.report import layout_on, plan_load
 from weightbeam.pipelines.loading.schedule import boxes_of, make_steps
-from weightbeam.transforms.conversion import prepare, rules_of
+from weightbeam.transforms.conversion import rules_of
 from weightbeam.transforms.execution import plan_boxes
 from weightbeam.transforms.mesh import Mesh, partition_spec
 from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.units import fetches_for
 
 QUANTISED = QWEN3_MOE | dict(hidden_size=48, moe_intermediate_size=40, quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16]))

@@ -31,7 +31,9 @@ from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.execution import build
 from weightbeam.pipelines.options import SETUP_FILE, pipeline_options
 from weightbeam.pipelines.report import memory_bound
-from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 CASE = "qwen3-moe"
 UNIT_BYTES = 100_000

@@ -22,7 +22,8 @@ from weightbeam.formats.staging import staging_at
 from weightbeam.pipelines.cli import FailedError
 from weightbeam.pipelines.execution import execute
 from weightbeam.pipelines.options import pipeline_options
-from weightbeam.transforms.conversion import Options, prepare
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -13,8 +13,8 @@ import pytest
 from support import BF16, DEEPSEEK, F32, FP8, assert_same_bits, call, converted, random_tensors, read_config, read_tensors, save, split
 
 from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor
-from weightbeam.transforms.conversion import prepare
 from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 GPT_OSS = dict(
     model_type="gpt_oss", vocab_size=64, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=96,

@@ -19,7 +19,8 @@ from weightbeam.formats.staging import staging_at
 from weightbeam.pipelines.execution import build, execute
 from weightbeam.pipelines.options import make_pipeline, pipeline_options
 from weightbeam.transforms.arena import Arena
-from weightbeam.transforms.conversion import Options, prepare
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.staged import load
 from weightbeam.transforms.units import Unit
 from weightbeam.transforms.work import Work, WorkCoder

@@ -23,8 +23,10 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.maxtext_config import maxtext_config
 from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.registry import family_of
-from weightbeam.transforms import conversion
-from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms import planner
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 CHECKPOINTS = tiny_checkpoints()
 SECONDS, MEGABYTES, CHARACTERS = 20, 1500, 20_000  # of CPU and memory of one command, and what it printed
@@ -139,7 +141,7 @@ def test_any_value_in_any_field_of_a_config(name: str, monkeypatch: pytest.Monke
     config, tensors = CHECKPOINTS[name]
     options = options_of(config)
     with monkeypatch.context() as patched:
-        patched.setattr(conversion, "maxtext_of", lambda *_: (None, ()))  # its fields are the next test's
+        patched.setattr(planner, "maxtext_of", lambda *_: (None, ()))  # its fields are the next test's
         read = fields_read(lambda: prepare(options, checkpoint_of(config, tensors)), monkeypatch)
     assert {"hidden_size", "num_hidden_layers", "model_type"} <= read
     assert not check(prepare(options, checkpoint_of(config, tensors)))

@@ -13,7 +13,8 @@ from support import LLAMA, call, random_tensors, save
 
 from weightbeam.formats.safetensors import open_checkpoint
 from weightbeam.formats.storage import StorageError
-from weightbeam.transforms.conversion import Options, prepare
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 OPTIONS = Options(maxtext_model="llama2-7b")
 TIME = 1_767_225_600 * 10**9

@@ -22,8 +22,10 @@ from weightbeam.formats.staging import JOB, Staging, staging_at
 from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.pipelines.runners.jobs import Site, outlives
 from weightbeam.transforms.assembly import stage
-from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.handshake import UnfitError, check_place, greet
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from weightbeam.formats.safetensors import open_checkpoint
 from weightbeam.formats.staging import staging_at
 from weightbeam.pipelines.execution import execute
 from weightbeam.pipelines.options import pipeline_options
-from weightbeam.transforms.conversion import Options, prepare
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 SMALL = ["--unit_bytes", "8000", "--mesh", "fsdp=2"]
 COARSE = ["--unit_bytes", "60000", "--mesh", "fsdp=2"]

@@ -18,7 +18,9 @@ import pytest
 from support import BF16, DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, shapes, split
 
 from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor, open_checkpoint
-from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.staged import load
 
 SMALL_UNITS = Options(mesh=("fsdp=4", "expert=2"), unit_bytes=30_000)

@@ -12,8 +12,10 @@ from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, assert_same_bits, ran
 from weightbeam.formats.safetensors import open_checkpoint
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.plan import PARAMETERS
-from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.execution import make_boxes
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 MODELS = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK}
 

@@ -23,10 +23,12 @@ from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.plan import Array, expand, make_arrays
 from weightbeam.model_mappings.registry import family_of
-from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.grid import Stored, count_experts, make_grid
 from weightbeam.transforms.load import Load, load_of, total
 from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.units import Unit
 
 MIB = 1 << 20

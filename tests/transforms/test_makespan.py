@@ -19,8 +19,9 @@ from support import DEEPSEEK, FP8, LLAMA, LLAMA_8B, call, headers_only, random_t
 from weightbeam.formats.encodings import bitsandbytes, encoding, fp4, gptq, packed, scaled
 from weightbeam.formats.safetensors import open_checkpoint
 from weightbeam.transforms import makespan
-from weightbeam.transforms.conversion import Options, prepare
 from weightbeam.transforms.makespan import DOUBLING, LATENCY, START, Effort, Worker, efforts_of, estimate, occupation, ramp, schedule
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 
 jobs = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 WORKER = Worker(gbps=8, hour_price=3.6, threads=4, cores=2)  # a GB a second, and a thousandth of the currency a second

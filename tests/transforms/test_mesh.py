@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEEPSEEK, LLAMA, QWEN3_MOE, headers_only
 
-from weightbeam.transforms.conversion import Options, prepare, rules_of
+from weightbeam.transforms.conversion import rules_of
 from weightbeam.transforms.mesh import Mesh, MeshError, RulesError, axes_in, base_rules, mesh_axes, model_rules, partition_spec, read_rules
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.staged import load
 
 MIXTRAL = LLAMA | dict(model_type="mixtral", num_local_experts=4)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from support import DEEPSEEK, QWEN3_MOE, headers_only
 
 from weightbeam.model_mappings.ops import Scale, Shift
-from weightbeam.transforms.conversion import prepare
 from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.stack import copy, stack
 from weightbeam.transforms.units import Job
 

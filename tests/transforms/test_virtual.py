@@ -11,8 +11,10 @@ from support import BF16, DEEPSEEK_V3, F32, LLAMA, LLAMA_8B, QWEN3_MOE, headers_
 
 from weightbeam.formats import zarr
 from weightbeam.formats.safetensors import open_checkpoint
-from weightbeam.transforms.conversion import Conversion, Options, prepare
+from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.load import load_of
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.virtual import loads_of, share
 
 QWEN_30B = QWEN3_MOE | dict(
