@@ -35,7 +35,8 @@ from weightbeam.pipelines.report import thread_options, threads_of
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport, is_adapter, plan_adapter
-from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like, plan_export
+from weightbeam.transforms.export_planner import plan_export
+from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like
 from weightbeam.transforms.exporting import DTYPES as SAVED
 
 LOG = logging.getLogger("weightbeam")

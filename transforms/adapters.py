@@ -28,7 +28,7 @@ from weightbeam.model_mappings.plan import Problem, expand, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.transforms.execution import arrange, make, read
-from weightbeam.transforms.exporting import back
+from weightbeam.transforms.tensor_rows import back
 from weightbeam.transforms.units import Fetch
 
 SIDES = {"a": "lora_A", "b": "lora_B"}  # MaxText's and PEFT's

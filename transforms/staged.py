@@ -15,7 +15,7 @@ import numpy as np
 from weightbeam.formats import orbax, release_target
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
-from weightbeam.transforms import exporting, merging, planner, resharding
+from weightbeam.transforms import export_planner, merging, planner, resharding
 from weightbeam.transforms.inputs import unpack_inputs
 from weightbeam.transforms.units import Block, Fetch
 
@@ -104,7 +104,7 @@ def made_by(place: Store) -> str | None:
 
 _LOADERS: Mapping[str, Callable[[Mapping[str, Any]], Movement]] = {
     "convert": planner.load,
-    "export": exporting.load,
+    "export": export_planner.load,
     "merge": merging.load,
     "reshard": resharding.load,
 }

@@ -1,0 +1,124 @@
+"""How an export cuts the arrays of a checkpoint: into blocks of whole chunks, long along its tensors' rows; and these into units.
+
+Along the axes that hold a tensor's columns a block takes all there is, so that a row is written in one go, and along the others as
+many chunks as its bytes allow:
+
+    array wi_0 (embed, layers, mlp), chunks of (512, 1, 512)      tensor gate_proj (mlp, embed) of layer 7
+    block: all of embed, layer 7, mlp [1024, 2048)          ─▸    rows [1024, 2048), whole
+
+A chunk that is larger than a unit is decoded once, as a stream, into files of its rows; of such an array a unit takes any rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+from weightbeam.formats.orbax_source import OrbaxArray
+from weightbeam.formats.unpacking import can_unpack
+from weightbeam.formats.zarr import ArraySpec
+from weightbeam.model_mappings.boxes import extent
+from weightbeam.model_mappings.plan import Array, Problem
+from weightbeam.transforms.grid import Grid, Stored, cut_rows
+from weightbeam.transforms.quantizing import keep_blocks
+from weightbeam.transforms.units import Block, element_box, find_twins, largest_first, pack
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How arrays are cut.
+
+    Attributes:
+      grids: one for each array.
+      units: the blocks of each unit; none if there are problems.
+      unpacked: keys of the arrays whose chunks are unpacked first.
+      problems: arrays whose smallest block doesn't fit into a unit.
+    """
+
+    grids: tuple[Grid, ...] = ()
+    units: tuple[tuple[Block, ...], ...] = ()
+    unpacked: frozenset[str] = frozenset()
+    problems: tuple[Problem, ...] = ()
+
+
+def cut(arrays: Sequence[Array], weights: Mapping[str, OrbaxArray], sizes: Mapping[str, int], quantised: Container[str], unit_bytes: int) -> Cut:
+    """Cuts arrays.
+
+    Args:
+      arrays: of the table.
+      weights: the same arrays, by key, as the checkpoint stores them.
+      sizes: bytes that an element of each tensor takes, by the table's names.
+      quantised: the tensors that are written as codes and scales, by the table's names.
+      unit_bytes: memory of a unit.
+    """
+    by_chunks = [chunk_grid(array, weights[array.key], weights[array.key].chunk, sizes, quantised) for array in arrays]
+    large = {grid.spec.key for grid in by_chunks if _smallest_bytes(grid) > unit_bytes or weights[grid.spec.key].chunk_bytes > unit_bytes}
+    unpacked = frozenset(key for key in large if can_unpack(weights[key]))
+    grids = tuple(
+        chunk_grid(array, weights[array.key], (1,) * len(array.shape), sizes, quantised) if array.key in unpacked else grid
+        for array, grid in zip(arrays, by_chunks, strict=True)
+    )
+    problems = tuple(_too_large(grids, unit_bytes))
+    return Cut(grids, () if problems else tuple(_units(arrays, grids, unit_bytes)), unpacked, problems)
+
+
+def chunk_grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], sizes: Mapping[str, int], quantised: Container[str]) -> Grid:
+    """How an array is cut into blocks: of whole grains, such as chunks as they are stored, and whole along the columns of its tensors.
+
+    Where a tensor is quantised, also of whole blocks of its rows. `sizes` are the bytes that an element of each tensor takes.
+    """
+    part = next(part for part in array.parts if part.rule.source)
+    whole_axes, rows = cut_rows(part, array.dtype.itemsize, Stored())
+    names = sorted(axis for axis in part.stack_axes if any(f.kind == "name" for f in part.target_axes[axis]))
+    growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole_axes)]))
+    coded = any(name in quantised for part in array.parts for name in part.tensors)
+    target = max(sizes[name] for part in array.parts for name in part.tensors)
+    element_bytes = array.dtype.itemsize * (2 if stored.compressed else 1) + target
+    spec = ArraySpec(array.key, array.shape, array.dtype, grain, grain)
+    grid = Grid(spec, {}, whole_axes, growth, element_bytes, ())
+    return keep_blocks(grid, part) if coded else grid
+
+
+def _smallest(grid: Grid) -> list[int]:
+    """The extents of the smallest block."""
+    return [n if axis in grid.whole else min(chunk, n) for axis, (n, chunk) in enumerate(zip(grid.spec.shape, grid.spec.shard, strict=True))]
+
+
+def _smallest_bytes(grid: Grid) -> int:
+    """Memory for the smallest block."""
+    return grid.working_bytes(_smallest(grid))
+
+
+def _too_large(grids: Sequence[Grid], unit_bytes: int) -> Iterator[Problem]:
+    """Arrays whose smallest block doesn't fit into a unit."""
+    for grid in grids:
+        if (needed := _smallest_bytes(grid)) > unit_bytes:
+            message = f"rows of its tensors need {needed:,} bytes together, a unit has {unit_bytes:,}; raise --unit_bytes"
+            yield Problem("memory", grid.spec.key, message, is_array=True)
+
+
+def _units(arrays: Sequence[Array], grids: Sequence[Grid], unit_bytes: int) -> list[tuple[Block, ...]]:
+    """The units: blocks of chunks, those of arrays together whose tensors' rows they share."""
+    blocks: list[tuple[Block, ...]] = []
+    for group in find_twins(arrays, math.inf):
+        cut = [list(chunk_blocks(number, grids[number], unit_bytes // len(group))) for number in group]
+        blocks += zip(*cut, strict=True)
+    return largest_first(pack(blocks, unit_bytes))
+
+
+def chunk_blocks(number: int, grid: Grid, unit_bytes: int) -> Iterator[Block]:
+    """Cuts an array into blocks of at most `unit_bytes`, as long as possible along its tensors' rows."""
+    spec = grid.spec
+    counts = [count if axis in grid.whole else 1 for axis, count in enumerate(spec.grid)]
+    for axis in grid.growth:
+        extents = [min(n * shard, size) for n, shard, size in zip(counts, spec.shard, spec.shape, strict=True)]
+        most = min(spec.grid[axis], unit_bytes // max(1, grid.working_bytes(extents)))
+        counts[axis] = -(-spec.grid[axis] // -(-spec.grid[axis] // max(1, most)))  # blocks of about equal length
+        if counts[axis] < spec.grid[axis]:
+            break
+    starts = [range(0, total, count) for total, count in zip(spec.grid, counts, strict=True)]
+    for at, first in enumerate(itertools.product(*starts)):
+        shards = tuple((at, min(at + n, total)) for at, n, total in zip(first, counts, spec.grid, strict=True))
+        yield Block(number, shards, grid.working_bytes(extent(element_box(spec, shards))), (spec.key, at))

@@ -1,0 +1,324 @@
+"""The planner of an export: from a checkpoint's metadata and a release's headers to the plan, in named steps. No value is read.
+
+metadata, config.json, headers of the release
+  │  family_of, name_model   whose table it is, and which of MaxText's models
+  │  _find_arrays            the table's arrays as the checkpoint has them, and the layout that they are in
+  │  _audit                  the tensors that they become against the release's; what it has and the checkpoint hasn't
+  │  _names                  what each tensor is called in the release, copies of it included
+  │  merge                   adapters that are added on the way
+  │  _form                   what each tensor is written as: its dtype, or codes and scales
+  │  plan_files              which tensor goes into which file, at which byte
+  ▼  cut                     blocks of whole chunks, units (`chunk_blocks.py`)
+Export
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from weightbeam.formats.adapters import Adapter, merge
+from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
+from weightbeam.formats.safetensors import Checkpoint
+from weightbeam.model_mappings.audit import audit
+from weightbeam.model_mappings.config import Config, ConfigError, Layout
+from weightbeam.model_mappings.family import Family, rename
+from weightbeam.model_mappings.naming import name_model
+from weightbeam.model_mappings.ops import inverses
+from weightbeam.model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
+from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.transforms.chunk_blocks import Cut, chunk_blocks, chunk_grid, cut
+from weightbeam.transforms.exporting import AUTO, DTYPES, Export, ExportOptions, Like
+from weightbeam.transforms.files import plan_files
+from weightbeam.transforms.layouts import EMBEDDING, MTP, SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
+from weightbeam.transforms.quantizing import REASON, Entry, find_quantised, in_blocks, quantization_config, with_scales
+from weightbeam.transforms.rows import VALUES, made_here
+from weightbeam.transforms.tensor_rows import rows_of
+from weightbeam.transforms.units import find_twins
+
+
+class _Released(NamedTuple):
+    """A tensor of the release whose form the export takes; `name` is the release's own for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What the tensors are written as.
+
+    Attributes:
+      dtypes: of the values that are made, by the table's names; float32 of what is quantised, which isn't rounded before.
+      entries: every tensor before it is quantised, by the release's names.
+      quantised: those that become codes and scales, by the release's names.
+      coded: the same by the table's names.
+    """
+
+    dtypes: Mapping[str, np.dtype]
+    entries: Sequence[Entry]
+    quantised: frozenset[str]
+    coded: frozenset[str]
+
+
+def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like, adapters: Sequence[Adapter] = ()) -> Export:
+    """Plans an export. What stands against it is in `plan.problems`."""
+    config = Config(like.config)
+    model = options.maxtext_model or _said_model(source)
+    try:
+        family = family_of(config, model, options.family)
+        naming = name_model(family, config, model)
+        released = _released(like, family)
+        arrays, layout, problems = _find_arrays(options, source, family, config, naming.model, released)
+        drops = family.drops(config, layout)
+        copies = {copy: original for copy, original in family.copies(config, layout).items() if copy in released}
+    except (ConfigError, UnknownFamilyError) as e:
+        return _without_table(options, source, like, e)
+    shapes = _tensor_shapes(arrays)
+    specs = _specs(shapes, released, copies, like)
+    dropped, found = audit(arrays, specs, drops, family.name)
+    problems += [problem for problem in found if released or problem.kind != "missing"]
+    names, dropped = _names(shapes, released, copies, dropped)
+    merging = merge({name: made_here(name, shape) for name, shape in shapes.items()}, adapters, family.aliases, str(config.get("model_type")))
+    merged = {name: merging.encodings[name] for name in merging.touched}
+    if not problems:
+        problems += [*merging.problems, *merging.in_vain(drops), *_needing_columns(merged)]
+    form = _form(options, arrays, source.weights, names, shapes, specs, quantize=bool(options.quantize) and not problems)
+    if options.quantize and not form.quantised and not problems:
+        problems.append(Problem("quantised", source.root, "none of its weights is one that is quantised"))
+    files, made = None, Cut()
+    if not problems:
+        order = {tensor.name: tensor.file for tensor in released.values()}
+        files = plan_files(with_scales(form.entries, form.quantised), order or None, options.max_shard_size)
+        made = cut(arrays, source.weights, _element_bytes(form, merged), form.coded, options.unit_bytes)
+        problems += made.problems
+    maxtext, _ = maxtext_of(family, config, layout, naming)
+    left_out = {released[name].name if name in released else name: reason for name, reason in dropped.items()}
+    note = family.note(config, layout)
+    return Export(
+        options,
+        source,
+        like,
+        Plan(family.name, arrays, left_out, tuple(problems), note, family.support, naming.model, naming.sizes, maxtext),
+        names,
+        files,
+        made.grids,
+        made.units,
+        _lossy(arrays, form, names, merged),
+        _config_edits(config, arrays, shapes),
+        files.warnings if files else (),
+        tuple(adapters),
+        merged,
+        quantised=form.quantised,
+        quantization=quantization_config(form.entries, form.quantised) if form.quantised else {},
+        unpacked=made.unpacked,
+    )
+
+
+def _without_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, error: ConfigError | UnknownFamilyError) -> Export:
+    """The export of a model that there is no table for, or whose `config.json` a table can't do with: the one problem."""
+    kind = "config" if isinstance(error, ConfigError) else "family"
+    text = str(error).removeprefix("config.json: ").removeprefix("config.json ")
+    return Export(options, source, like, Plan("unknown", (), {}, (Problem(kind, "config.json", text),)), {}, None, (), (), {}, {})
+
+
+def _said_model(source: OrbaxCheckpoint) -> str | None:
+    """The MaxText model that a checkpoint of ours was made for."""
+    made = source.record.get("options")
+    model = made.get("maxtext_model") if isinstance(made, dict) else None
+    return model if isinstance(model, str) else None
+
+
+def _released(like: Like, family: Family) -> dict[str, _Released]:
+    """The release's tensors by the table's names."""
+    return {rename(name, family.aliases): _Released(dtype, shape, file, name) for name, (dtype, shape, file) in like.tensors.items()}
+
+
+def _find_arrays(
+    options: ExportOptions, source: OrbaxCheckpoint, family: Family, config: Config, model: str | None, released: Mapping[str, _Released]
+) -> tuple[tuple[Array, ...], Layout, list[Problem]]:
+    """The arrays of the table, as the checkpoint has them; the layout that it is in; and where they differ.
+
+    Raises:
+      ConfigError: `config.json` lacks what the table needs.
+    """
+    weights = source.weights
+    said = options.param_scan_axis if options.param_scan_axis is not None else scan_axis_of(source)
+    axes = SCAN_AXES if said is None else (said,)
+    base = layout_of(weights, scan_of(source, weights), model, {name: tensor.shape for name, tensor in released.items()})
+    tried = []
+    for axis in axes:
+        layout = dataclasses.replace(base, scan_axis=axis)
+        parts = expand(family, config, layout)
+        problems, arrays = [], []
+        for path, same in parts.items():
+            key = key_of(path)
+            if all(part.rule.source is None for part in same):
+                continue
+            if key not in weights:
+                problems.append(Problem("missing", key, f"the {family.name} table makes tensors of it, but the checkpoint doesn't hold it", is_array=True))
+            elif weights[key].shape != same[0].shape:
+                message = f"{weights[key].shape} in the checkpoint, by config.json it is {same[0].shape}"
+                problems.append(Problem("shape", key, message, is_array=True))
+            else:
+                fill = next((part.rule.fill for part in same if part.rule.fill is not None), None)
+                arrays.append(Array(key, same[0].shape, weights[key].dtype, same[0].names, tuple(same), fill))
+        known = {key_of(path) for path in parts}
+        for key in weights:
+            if key not in known:
+                problems.append(Problem("unused", key, f"the {family.name} table makes no tensor of it", is_array=True))
+        tried.append((problems, tuple(arrays), layout))
+        if not layout.scan:
+            break
+    fitting = [one for one in tried if not one[0]]
+    if len(fitting) > 1 and len({tuple((a.key, tuple(f for p in a.parts for f in p.target_axes)) for a in arrays) for _, arrays, _ in fitting}) > 1:
+        choices = " or ".join(str(layout.scan_axis) for _, _, layout in fitting)
+        message = f"the shapes fit {choices}, and the checkpoint doesn't say where its layers are stacked; name it"
+        return fitting[0][1], fitting[0][2], [Problem("option", "--param_scan_axis", message)]
+    problems, arrays, layout = fitting[0] if fitting else min(tried, key=lambda one: len(one[0]))
+    return arrays, layout, list(problems)
+
+
+def _tensor_shapes(arrays: Iterable[Array]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that arrays are made into: as far as their windows reach."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for array in arrays:
+        for part in array.parts:
+            reach = tuple(indices[-1] + 1 for indices in part.source_box())
+            for name in part.tensors:
+                held = shapes.get(name, reach)
+                shapes[name] = tuple(map(max, held, reach))
+    return shapes
+
+
+def _specs(shapes: Mapping[str, tuple[int, ...]], released: Mapping[str, _Released], copies: Mapping[str, str], like: Like) -> dict[str, TensorSpec]:
+    """What the audit compares: the tensors that arrays become and those that the release has, in its dtypes; but for copies of others."""
+    specs = {name: TensorSpec(shape, DTYPES["bfloat16"], like.root or "the table") for name, shape in shapes.items()}
+    for name, (dtype, shape, file, _) in released.items():
+        if name not in copies:
+            specs[name] = TensorSpec(shapes.get(name, shape), _dtype(dtype), file)
+    return specs
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _names(
+    shapes: Iterable[str], released: Mapping[str, _Released], copies: Mapping[str, str], dropped: Mapping[str, str]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """What each tensor is called in the release, the copies of it included, by the table's name; and what is left out of the release."""
+    names: dict[str, tuple[str, ...]] = {name: (released[name].name if name in released else name,) for name in shapes}
+    written = {copy: original for copy, original in copies.items() if original in names}
+    for copy, original in written.items():
+        names[original] += (released[copy].name,)
+    return names, {name: reason for name, reason in dropped.items() if "[" not in name and name not in written}
+
+
+def _needing_columns(merged: Mapping[str, Encoding]) -> Iterator[Problem]:
+    """Merged tensors of which a unit, which makes whole rows, can't make any box by itself: DoRA's norms over a column each."""
+    for name, encoding in merged.items():
+        if 0 in encoding.indivisible:
+            yield Problem("adapter", name, "DoRA on a weight that is stored transposed needs whole columns; merge it into the release, with weightbeam merge")
+
+
+def _form(
+    options: ExportOptions,
+    arrays: Sequence[Array],
+    weights: Mapping[str, OrbaxArray],
+    names: Mapping[str, tuple[str, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    specs: Mapping[str, TensorSpec],
+    quantize: bool,
+) -> _Form:
+    """What each tensor is written as."""
+    dtypes = {name: _target_dtype(options, specs[name].dtype) for name in shapes}
+    entries = [(one, dtypes[name], shapes[name]) for name, ones in names.items() for one in ones]
+    quantised = _quantised(options.unit_bytes, arrays, weights, names, entries) if quantize else frozenset[str]()
+    coded = frozenset(name for name, ones in names.items() if quantised.intersection(ones))
+    return _Form(dtypes | dict.fromkeys(coded, VALUES), entries, quantised, coded)
+
+
+def _target_dtype(options: ExportOptions, released: np.dtype) -> np.dtype:
+    return DTYPES[options.save_dtype] if options.save_dtype != AUTO and is_float(released) else released
+
+
+def _quantised(
+    unit_bytes: int, arrays: Sequence[Array], weights: Mapping[str, OrbaxArray], names: Mapping[str, tuple[str, ...]], wanted: Sequence[Entry]
+) -> frozenset[str]:
+    """The tensors that are written as codes; those stay as they are whose parts, in arrays of their own, don't begin and end at blocks of rows."""
+    codes = find_quantised(wanted)
+    shapes = {name: shape for name, _, shape in wanted}
+    coded = frozenset(name for name, ones in names.items() if codes.intersection(ones))
+    held = [array for array in arrays if any(name in coded for part in array.parts for name in part.tensors)]
+    sizes = dict.fromkeys(itertools.chain.from_iterable(part.tensors for array in held for part in array.parts), 2 * VALUES.itemsize + 1)
+    grids = [chunk_grid(array, weights[array.key], weights[array.key].chunk, sizes, coded) for array in held]
+    amiss: set[str] = set()
+    for group in find_twins(held, math.inf):
+        cut = [list(chunk_blocks(number, grids[number], unit_bytes // len(group))) for number in group]
+        for blocks in (one for made in [list(zip(*cut, strict=True))] for one in (made[0], made[-1])):
+            for name, boxes in rows_of(held, grids, blocks).items():
+                shape = shapes[names[name][0]]
+                if name in coded and not all(in_blocks(box, shape) for box, _ in boxes):
+                    amiss.update(itertools.chain.from_iterable(part.tensors for number in group for part in held[number].parts))
+    return codes - {one for name in amiss for one in names[name]}
+
+
+def _element_bytes(form: _Form, merged: Mapping[str, Encoding]) -> dict[str, int]:
+    """Bytes that an element of each tensor takes while it is made: as it is written, in float32 where an adapter is added, as a code."""
+    return {name: dtype.itemsize + (VALUES.itemsize if name in merged else 0) + (name in form.coded) for name, dtype in form.dtypes.items()}
+
+
+def _lossy(arrays: Iterable[Array], form: _Form, names: Mapping[str, tuple[str, ...]], merged: Iterable[str]) -> dict[str, str]:
+    """By tensor, why its values aren't those of the array to the bit."""
+    rounded = {one: reason for name, reason in _rounded(arrays, form.dtypes).items() for one in names[name]}
+    rounded |= {one: "merged in float32, rounded once" for name in merged for one in names[name]}
+    return rounded | dict.fromkeys(sorted(form.quantised), REASON)
+
+
+def _rounded(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype]) -> dict[str, str]:
+    """By the table's name of a tensor, which operation or which cast rounds its values."""
+    reasons: dict[str, str] = {}
+    for array in arrays:
+        for part in array.parts:
+            inexact = [op for op in inverses(part.rule.ops) if not op.is_exact]
+            for name in part.tensors:
+                dtype = dtypes[name]
+                if inexact:
+                    reasons[name] = "; ".join(f"{op}, rounded once to {dtype.name}" for op in inexact)
+                elif is_float(array.dtype) and not holds(dtype, array.dtype):
+                    reasons[name] = f"{array.dtype.name}, rounded to {dtype.name}"
+    return reasons
+
+
+def _config_edits(config: Config, arrays: Sequence[Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What `config.json` has to say otherwise: rows of a cut vocabulary, prediction layers that aren't there."""
+    edits: dict[str, Any] = {}
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else config
+    embedding = next((array for array in arrays if array.key == EMBEDDING), None)
+    if embedding is not None:
+        rows = {shapes[name][0] for part in embedding.parts for name in part.tensors}
+        if len(rows) == 1 and (count := rows.pop()) != text.get("vocab_size", count):
+            edits["vocab_size"] = count
+    if text.get("num_nextn_predict_layers") and not any(array.key.startswith(MTP) for array in arrays):
+        edits["num_nextn_predict_layers"] = 0
+    return edits
+
+
+def load(inputs: Mapping[str, Any]) -> Export:
+    """The export that `Export.stage` staged."""
+    tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in inputs["like"]["tensors"].items()}
+    like = Like(inputs["like"]["root"], inputs["like"]["config"], tensors)
+    adapters = [Adapter(Checkpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
+    return plan_export(ExportOptions(**inputs["options"] | {"lora": lora}), load_checkpoint(inputs["source"]), like, adapters)
