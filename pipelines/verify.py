@@ -37,11 +37,12 @@ from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import CELL, count, human, page
 from weightbeam.pipelines.virtual import check_files, open_own_source
+from weightbeam.transforms.comparing import COMPARED, CompareArrays, read_findings
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.metadata import find_metadata_faults
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.staged import remember
-from weightbeam.transforms.verification import COMPARED, CompareArrays, Finding, compared_elements, read_findings, tasks
+from weightbeam.transforms.verification import Finding, compared_elements, tasks
 
 LOG = logging.getLogger("weightbeam")
 MISSING = "is missing"

@@ -1,6 +1,6 @@
 """Verification: every element of the checkpoint against the tensors, by the inverse of the tables and in plain numpy.
 
-Nothing of the way in takes part: no unit, no piece, no view, no chunk grid. An array's share of one tensor is read back,
+Nothing of the way in takes part: no unit, no piece, no view, no chunk grid. What one tensor gives to an array is read back,
 its axes are split, turned around and merged as the rule's axes say, and what results is compared in the tensor's layout.
 Only the headers, the tables themselves and the decoding of quantised tensors are shared with the conversion; that the
 tables are right is shown by verifying checkpoints that MaxText's own converter wrote.
@@ -14,29 +14,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
-import apache_beam as beam
 import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.encodings import Encoding
-from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.safetensors import read_boxes
-from weightbeam.formats.storage import Store, write_file
 from weightbeam.model_mappings.boxes import Box, Range
-from weightbeam.model_mappings.cells import Part
+from weightbeam.model_mappings.cells import Cell, Part
 from weightbeam.model_mappings.plan import Array, holds, is_float
 from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.staged import load_bytes
-from weightbeam.transforms.work import Tally
 
 SLAB_ELEMENTS = 1 << 22  # compared at a time
 TASK_BYTES = 256 << 20  # of an array, compared in one go
-
-COMPARED = Tally()  # bytes of the checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,38 +83,20 @@ class Finding:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Share:
-    """What one tensor gives to one array: the rule of `part`, at one place of its stacked and name axes."""
-
-    part: Part
-    layer: tuple[int, ...]
-    name: tuple[int, ...]
-
-    @property
-    def tensor(self) -> str:
-        name = self.part.tensor(self.layer, self.name)
-        assert name is not None
-        return name
-
-
-def shares(array: Array) -> Iterator[Share]:
-    """Every tensor's share of an array."""
-    for part in array.parts:
-        if part.rule.source is not None:
-            for layer in np.ndindex(part.layers.shape):
-                yield from (Share(part, layer, name) for name in np.ndindex(part.name_shape))
+def cells(array: Array) -> Iterator[Cell]:
+    """Every cell of an array that has a tensor, in the order of the table."""
+    return (cell for part in array.parts if part.rule.source is not None for cell in part.cells())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layouts:
-    """How a tensor (left) and an array (right) lie, for one share.
+    """How a tensor (left) and an array (right) lie, for one cell.
 
     Attributes:
       left, right: the factors of each axis; a stacked axis of the array has a word of its own.
       sizes: of the tensor's factors.
       places: where each factor's part begins in the array, and how long the factor is there.
-      fixed: the array's factors of which the share has one index.
+      fixed: the array's factors of which the cell has one index.
     """
 
     left: tuple[tuple[str, ...], ...]
@@ -133,8 +106,8 @@ class Layouts:
     fixed: Mapping[str, int]
 
     @classmethod
-    def of(cls, share: Share, scan_axis: int) -> Layouts:
-        rule, part = share.part.rule, share.part
+    def of(cls, cell: Cell, scan_axis: int) -> Layouts:
+        rule, part = cell.part.rule, cell.part
         left = rule.axes.left[len(rule.name_axes) :]
         sizes = dict(zip(itertools.chain(*left), itertools.chain(*part.source_factors), strict=True))
         places = {factor: (rule.segments[factor].start, rule.segments[factor].total) if factor in rule.segments else (0, n) for factor, n in sizes.items()}
@@ -142,7 +115,7 @@ class Layouts:
         right = list(rule.axes.right)
         at = min(scan_axis, len(right))
         right[at:at] = [(word,) for word in stacked]
-        fixed = dict(zip((*rule.name_axes, *stacked), (*share.name, *share.layer), strict=True))
+        fixed = dict(zip((*rule.name_axes, *stacked), (*cell.name, *cell.layer), strict=True))
         return cls(left, tuple(right), sizes, places, fixed)
 
     def slabs(self) -> Iterator[dict[str, Range]]:
@@ -192,34 +165,34 @@ class Layouts:
         return found.transpose([order.index(factor) for axis in self.left for factor in axis])
 
 
-def compare(array: Array, share: Share, store: ts.TensorStore, encoding: Encoding, scan_axis: int, exported: bool = False) -> Finding:
-    """Compares one tensor's share of an array, slab by slab; the tensor is what should be right where it was `exported`."""
-    layouts, steps = Layouts.of(share, scan_axis), tuple(slice(None, None, step) for step in share.part.steps)
+def compare(array: Array, cell: Cell, store: ts.TensorStore, encoding: Encoding, scan_axis: int, exported: bool = False) -> Finding:
+    """Compares a cell of an array with its tensor, slab by slab; the tensor is what should be right where it was `exported`."""
+    layouts, steps = Layouts.of(cell, scan_axis), tuple(slice(None, None, step) for step in cell.part.steps)
     finding = Finding(array.key, 0, 0, False, None)
-    odd, is_zero = 0, len(encoding.shape) > 1
+    tensor, odd, is_zero = str(cell.tensor), 0, len(encoding.shape) > 1
     for slab in layouts.slabs():
-        box = layouts.box(share.part, slab)
+        box = layouts.box(cell.part, slab)
         stored, _ = read_boxes(encoding.reads(box))
         values = encoding.decode(stored, box, np.dtype(np.float32))[steps]
         found = layouts.read(store, slab).reshape(values.shape)
         if exported:
-            expected, rounded = _exported(found, share.part, encoding)
+            expected, rounded = _exported(found, cell.part, encoding)
             wrong = _differs(expected, values) if encoding.label is None else _is_no_code(expected, values)
             found = values
         else:
-            expected, rounded = _expected(values, share.part, encoding, found.dtype)
+            expected, rounded = _expected(values, cell.part, encoding, found.dtype)
             wrong = _differs(expected, found)
         count, index = _count(wrong)
         first = None
         if index is not None:
-            place = tuple(low + i * step for (low, _), i, step in zip(box, index, share.part.steps, strict=True))
-            first = Difference(share.tensor, place, expected[index].item(), found[index].item())
+            place = tuple(low + i * step for (low, _), i, step in zip(box, index, cell.part.steps, strict=True))
+            first = Difference(cell.tensor, place, expected[index].item(), found[index].item())
         finding += Finding(array.key, found.size, count, rounded, first)
         if is_float(values.dtype):
             wide = values.astype(np.float32, copy=False)
             odd += wide.size - int(np.count_nonzero(np.isfinite(wide)))
         is_zero = is_zero and not values.any()
-    strange = (odd, share.tensor if odd else ""), (share.tensor,) if is_zero else ()
+    strange = (odd, tensor if odd else ""), (tensor,) if is_zero else ()
     return finding + Finding(array.key, 0, 0, False, None, *strange)
 
 
@@ -314,11 +287,11 @@ def _filled(array: Array, scan_axis: int) -> Iterator[tuple[range, ...]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """What is compared in one go: some shares of one array, by their numbers; with `first` 0 also its padding.
+    """What is compared in one go: some cells of one array, by their numbers; with `first` 0 also its padding.
 
     Attributes:
       array: its number in the plan.
-      first, last: of the shares, `last` excluded.
+      first, last: of the cells, `last` excluded.
     """
 
     array: int
@@ -337,83 +310,24 @@ def tasks(conversion: Conversion) -> list[Task]:
 
 
 def is_compared(number: int, sample: float) -> bool:
-    """Whether this share of an array is in the sample: the first always is, then every so many."""
+    """Whether this cell of an array is in the sample: the first always is, then every so many."""
     return number == 0 or int(number * sample) != int((number - 1) * sample)
 
 
 def compared_elements(array: Array, sample: float) -> int:
     """How many elements of an array are compared, about."""
-    numbers = sum(1 for _ in shares(array))
+    numbers = sum(1 for _ in cells(array))
     return math.prod(array.shape) * sum(is_compared(number, sample) for number in range(numbers)) // max(1, numbers)
 
 
 def run_task(task: Task, conversion: Conversion, store: ts.TensorStore, sample: float, exported: bool = False) -> Finding:
-    """Compares; of the shares only every so many, if `sample` is less than 1. What pads an array isn't compared with an export, which hasn't got it."""
+    """Compares; of the cells only every so many, if `sample` is less than 1. What pads an array isn't compared with an export, which hasn't got it."""
     array = conversion.plan.arrays[task.array]
     axis = conversion.options.param_scan_axis
     finding = Finding(array.key, 0, 0, False, None)
-    for number, share in enumerate(itertools.islice(shares(array), task.first, task.last), task.first):
+    for number, cell in enumerate(itertools.islice(cells(array), task.first, task.last), task.first):
         if is_compared(number, sample):
-            finding += compare(array, share, store, conversion.encodings[share.tensor], axis, exported)
+            finding += compare(array, cell, store, conversion.encodings[str(cell.tensor)], axis, exported)
     if task.first == 0 and array.fill is not None and not exported:
         finding += compare_fill(array, store, axis)
     return finding
-
-
-class CompareArrays(beam.PTransform):
-    """Numbers of tasks -> a file with all findings, which `read_findings` reads.
-
-    With `keys`, the checkpoint's key of each array, it is the release that is judged: an export of the checkpoint.
-    """
-
-    def __init__(self, staged: bytes, plan_hash: str, items: Store, sample: float, report: Path, keys: Mapping[str, str] | None = None):
-        super().__init__()
-        self.fn = _CompareFn(staged, plan_hash, items, sample, keys)
-        self.report = report
-
-    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return (
-            pcoll
-            | beam.Reshuffle()
-            | "Compare" >> beam.ParDo(self.fn).with_output_types(bytes)
-            | beam.CombineGlobally(beam.combiners.ToListCombineFn())
-            | "Report" >> beam.Map(_write, self.report)
-        )
-
-
-class _CompareFn(beam.DoFn):
-    def __init__(self, staged: bytes, plan_hash: str, items: Store, sample: float, keys: Mapping[str, str] | None):
-        self.staged, self.plan_hash, self.items, self.sample, self.keys = staged, plan_hash, items, sample, keys
-
-    def setup(self) -> None:
-        self.stores = open_arrays(self.items)
-        self.conversion = load_bytes(self.staged, self.plan_hash)
-        self.tasks = tasks(self.conversion)
-
-    def process(self, number: int) -> Iterator[bytes]:
-        task = self.tasks[number]
-        key = self.conversion.plan.arrays[task.array].key
-        store = self.stores[key if self.keys is None else self.keys[key]]
-        finding = run_task(task, self.conversion, store, self.sample, self.keys is not None)
-        COMPARED.add(finding.compared * self.conversion.plan.arrays[task.array].dtype.itemsize)
-        yield pickle.dumps(finding)
-
-
-def _write(findings: Sequence[bytes], report: Path) -> None:
-    write_file(report, pickle.dumps(list(findings)))
-
-
-def read_findings(report: Path, tasks: int) -> dict[str, Finding]:
-    """What was found of each array.
-
-    Raises:
-      RuntimeError: not all of so many tasks are there: the runner lost some.
-    """
-    found: dict[str, Finding] = {}
-    findings = pickle.loads(report.read_bytes())
-    if len(findings) != tasks:
-        raise RuntimeError(f"{len(findings):,} of {tasks:,} comparisons were made; Beam lost the others")
-    for packed in findings:
-        finding = pickle.loads(packed)
-        found[finding.key] = found[finding.key] + finding if finding.key in found else finding
-    return found
