@@ -5,7 +5,7 @@ renewed for `STALE` seconds, or its owner was a process that could be seen from 
 machine whose own is wrong throws nobody out.
 
 A lease keeps work from being done twice. What is published is safe without it: a process that slept, and lost its lease, finds
-that the place which it would publish from isn't its own any more (`formats/staging.py`).
+that the place which it would publish from isn't its own any more (`formats/staging/`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ STAGES = {  # stage -> the module and the name of the function that does it
     "reading": ("weightbeam.transforms.execution", "read"),
     "writing": ("weightbeam.transforms.conversion", "write_unit"),
     "merging": ("weightbeam.formats.ocdbt", "merge"),
-    "publishing": ("weightbeam.formats.orbax", "publish"),
+    "publishing": ("weightbeam.formats.orbax.writing", "publish"),
 }
 OPTIONS = ["--unit_bytes", "8000", "--mesh", "fsdp=2", "--direct_num_workers=2"]
 

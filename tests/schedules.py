@@ -23,8 +23,9 @@ from unittest import mock
 
 import numpy as np
 
-from weightbeam.formats import lease, ocdbt, orbax
+from weightbeam.formats import lease, ocdbt
 from weightbeam.formats.orbax import Contents, assemble, plan_of, write_unit
+from weightbeam.formats.orbax import writing as orbax_writing
 from weightbeam.formats.staging import Staging, staging_at
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, renaming
 from weightbeam.formats.zarr import ArraySpec, Format
@@ -275,7 +276,7 @@ class World:
         self.stack = contextlib.ExitStack()
         patches: dict[Any, dict[str, Any]] = {
             lease: dict(PATIENCE=0, HEARTBEAT=1e6),
-            orbax: dict(_write=_write, digest=lambda *_: 0),
+            orbax_writing: dict(_write=_write, digest=lambda *_: 0),
             ocdbt: dict(merge=_merge),
         }
         if kind == "folder in two":

@@ -75,7 +75,7 @@ def test_the_invariant_would_notice(kind: str, monkeypatch: pytest.MonkeyPatch) 
     """Without a claim, a late process publishes what isn't its own, or destroys what another one has published: some schedule shows it."""
     monkeypatch.setattr("weightbeam.formats.staging.FolderStaging._new_name", lambda self: f"{self.name}.0{GROWING}")
     monkeypatch.setattr("weightbeam.formats.staging.BucketStaging.check_claim", lambda self: None)
-    monkeypatch.setattr("weightbeam.formats.staging.uuid.uuid4", lambda: type("Same", (), {"hex": "0" * 32}))
+    monkeypatch.setattr("uuid.uuid4", lambda: type("Same", (), {"hex": "0" * 32}))
     with pytest.raises(AssertionError):
         list(schedules(kind, range(200)))
 

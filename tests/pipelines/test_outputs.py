@@ -112,7 +112,7 @@ def test_materializing_in_place_goes_on(source: Path, tmp_path: Path, monkeypatc
     convert(source, output, "--virtual")
     command = ("materialize", output, "--output", output, "--overwrite")
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.formats.orbax.publish", lambda *_: 1 / 0)
+        patched.setattr("weightbeam.formats.orbax.writing.publish", lambda *_: 1 / 0)
         assert call(*command) == 1
     if died == "between two renames":
         (output / "0").rename(output / "0.replaced-0123abcd")

@@ -194,7 +194,7 @@ def test_resume_goes_on(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     wanted = restore(convert(mixed, tmp_path / "ordinary"))
     command = ["convert", "--source", mixed, "--output", tmp_path / "out", "--virtual", "--link", link]
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.formats.orbax._check_references", lambda *_: 1 / 0)
+        patched.setattr("weightbeam.formats.orbax.writing._check_references", lambda *_: 1 / 0)
         assert call(*command) == 1
     (staging,) = (tmp_path / "out").glob("0.*.orbax-checkpoint-tmp")
     before = {path: path.stat().st_ino for path in [*staging.glob("items/ocdbt.process_*/d/*"), *staging.glob("items/source/*.safetensors")]}
@@ -212,7 +212,7 @@ def test_a_virtual_conversion_that_has_no_units_resumes_too(source: Path, tmp_pa
     """Without Beam it is the same staging folder."""
     command = ["convert", "--source", source, "--output", tmp_path / "out", "--virtual"]
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.formats.orbax.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+        patched.setattr("weightbeam.formats.orbax.writing.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
         assert call(*command) == 1
     assert call(*command) == 2
     assert call(*command, "--resume") == 0

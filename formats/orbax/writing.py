@@ -1,11 +1,11 @@
-"""An Orbax checkpoint: how it is assembled of units, and how one is read for inspection.
+"""An Orbax checkpoint as a target: the shards of units, and the checkpoint that is assembled of them.
 
     <output>/<step>/
         _CHECKPOINT_METADATA, conversion.json, maxtext.yml, release.zip, commit_success.txt
         items/_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt, d/, ocdbt.process_<attempt>/
         items/source/                         the source's files, if the checkpoint is virtual
 
-Where it is until it is whole: `formats/staging.py`.
+Where it is until it is whole: `formats/staging/`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import re
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,18 +21,13 @@ import tensorstore as ts
 
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.links import SOURCE
+from weightbeam.formats.orbax.metadata import ARRAY_METADATAS, CHECKPOINT_METADATA, METADATA, STEP, STRINGS, checkpoint_metadata, tree_metadata
 from weightbeam.formats.provenance import RECORD, digest, record_json, summary, total
-from weightbeam.formats.references import Reference, find_faults, read_references, remove_database, write_database
-from weightbeam.formats.staging import GROWING, ITEMS, LOCK, MARKER, Staging
-from weightbeam.formats.storage import TEMPORARY, StorageError, Store, open_store
-from weightbeam.formats.strict_json import parse_json
+from weightbeam.formats.references import Reference, find_faults, remove_database, write_database
+from weightbeam.formats.staging import ITEMS, LOCK, MARKER, Staging
+from weightbeam.formats.storage import TEMPORARY, Store
 from weightbeam.formats.zarr import ArraySpec, EncodedChunk, Format
 from weightbeam.model_mappings.boxes import Box
-
-STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())  # the scalar that MaxText's TrainState keeps beside the parameters
-METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
-ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"  # of an item: what its arrays were, and the leaves that are texts
-HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
 def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format, copies: Sequence[EncodedChunk] = ()) -> str:
@@ -82,9 +74,6 @@ def _write(staging: Staging, attempt: str, shards: Sequence[tuple[ArraySpec, Box
         future.result()
     if transaction is not None:
         transaction.commit_sync()
-
-
-STEP_NAME = re.compile(r"(\w*_)?\d+")  # of a step's folder: 100, or with a prefix, checkpoint_100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +185,7 @@ def _complete(staging: Staging, contents: Contents) -> None:
             staging.put(f"{ITEMS}/{key}", value)
         _check_files(items, everything, format)
     _check_same(staging, done)  # the merge may have made the folder anew
-    staging.put(f"{ITEMS}/{METADATA}", _json(_tree_metadata(contents)))
+    staging.put(f"{ITEMS}/{METADATA}", _json(tree_metadata(contents.specs, format, contents.bare, contents.tree)))
     record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
     if other := [key for key, known in contents.digests.items() if record["digests"].get(key) != known]:
         raise ocdbt.IncompleteError(f"{len(other)} arrays have other values than the source's record says, e.g. {other[0]}: the source is damaged")
@@ -204,7 +193,7 @@ def _complete(staging: Staging, contents: Contents) -> None:
     for name, content in contents.files.items():
         staging.put(name, content)
     scan = {} if contents.scan_layers is None else {"scan_layers": contents.scan_layers}
-    about = _json(_checkpoint_metadata({**scan, **contents.custom, "weightbeam": summary(record)}, contents.handlers))
+    about = _json(checkpoint_metadata({**scan, **contents.custom, "weightbeam": summary(record)}, contents.handlers))
     staging.put(f"{ITEMS}/{CHECKPOINT_METADATA}", about)  # where MaxText looks for scan_layers: load_parameters_path is the item
     staging.put(CHECKPOINT_METADATA, about)
     _check_same(staging, done)
@@ -237,188 +226,5 @@ def _check_files(items: Store, specs: Sequence[ArraySpec], format: Format) -> No
         raise ocdbt.IncompleteError(f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {(missing or extra)[:3]}")
 
 
-def plan_of(step: Store) -> str | None:
-    """The hash of the plan that a complete checkpoint was made by; None where it isn't complete, or isn't ours."""
-    if not step.exists(MARKER):
-        return None
-    about = custom_metadata(step).get("weightbeam")
-    return about.get("plan") if isinstance(about, dict) else None
-
-
-def is_checkpoint(step: Store) -> bool:
-    """Whether a step is an Orbax checkpoint, ours or anyone's, whole or damaged: something that only a checkpoint has is there."""
-    if any(step.exists(name) for name in (MARKER, CHECKPOINT_METADATA, METADATA)):
-        return True
-    return any((step / name).exists(METADATA) for name in step.folders())
-
-
-def find_damage(step: Store, everything: Sequence[ArraySpec], format: Format) -> str:
-    """What is missing of a published checkpoint, as far as its index and the sizes of its files tell; empty if nothing is.
-
-    No array is read.
-    """
-    items = step / ITEMS
-    sizes = {file.name: file.size for file in items.list()}
-    if gone := sorted({METADATA, CHECKPOINT_METADATA, MARKER} - sizes.keys()):
-        return f"{items.path(gone[0])} is gone"
-    wanted = [key for spec in everything for key in zarr.keys(spec, format)]
-    if not format.use_ocdbt:
-        gone = [key for key in wanted if key not in sizes]
-        return f"{len(gone)} of {len(wanted)} files are gone, e.g. {items.path(gone[0])}" if gone else ""
-    try:
-        ocdbt.check(items, len(wanted), ((spec.key, zarr.keys(spec, format)) for spec in everything))
-        for reference in read_references(items):
-            if reference.offset + reference.length > sizes.get(reference.path, -1):
-                what = "ends too early" if reference.path in sizes else "is gone"
-                return f"{items.path(reference.path)} {what}"
-    except ValueError as e:  # TensorStore's errors too
-        return f"its index can't be read: {str(e).splitlines()[0]}"
-    return ""
-
-
-def custom_metadata(step: Store) -> dict[str, Any]:
-    """A step's custom metadata; empty where there is none, or none that can be read."""
-    try:
-        custom = parse_json(step.read(CHECKPOINT_METADATA))["custom_metadata"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return custom if isinstance(custom, dict) else {}
-
-
-def item_metadata(items: Store) -> dict[str, Any]:
-    """The custom metadata of an item's step; the item's own where it was copied without its step."""
-    return custom_metadata(items.parent) or custom_metadata(items)
-
-
-def record_of(items: Store) -> dict[str, Any]:
-    """Where a checkpoint comes from, in full; empty where nothing says it, as where the item was copied without its step."""
-    try:
-        record = parse_json(items.parent.read(RECORD))
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
 def _json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value).encode()
-
-
-def _tree_metadata(contents: Contents) -> dict[str, Any]:
-    """`_METADATA`: every array as a numpy array, so that no device mesh is baked in."""
-
-    def entry(path: tuple[str, ...], kind: str, skip: bool = False) -> tuple[str, Any]:
-        keys = [{"key": key, "key_type": 2} for key in path]  # 2: a dict's key
-        return str(path), {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": skip}}
-
-    state = [] if contents.bare else [entry(("opt_state",), "Dict", skip=True), entry((STEP.key,), "scalar")]
-    return {
-        "tree_metadata": contents.tree or dict([*state, *(entry(tuple(spec.key.split(".")), "np.ndarray") for spec in contents.specs)]),
-        "use_ocdbt": contents.format.use_ocdbt,
-        "use_zarr3": contents.format.use_zarr3,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": None,
-    }
-
-
-def _checkpoint_metadata(custom: Mapping[str, Any], handlers: Mapping[str, Any]) -> dict[str, Any]:
-    now = time.time_ns()
-    return {
-        "item_handlers": {"items": HANDLER, **handlers},
-        "metrics": {},
-        "performance_metrics": {},
-        "init_timestamp_nsecs": now,
-        "commit_timestamp_nsecs": now,
-        "custom_metadata": dict(custom),
-    }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StoredArray:
-    """An array of a checkpoint that exists, and whether its chunks are compressed."""
-
-    spec: ArraySpec
-    compressed: bool
-
-
-def find_items(where: str | Path | Store) -> Store:
-    """The item of a checkpoint given by its root (with one step), a step, or the item itself.
-
-    Raises:
-      StorageError: none of them.
-    """
-    store = open_store(where)
-    store.kvstore()  # refused where no checkpoint can be
-    if unpublished := [part for part in (store.name, store.parent.name) if _is_unpublished(part)]:
-        raise StorageError(f"{store}: {unpublished[0]} is of a conversion that wasn't published, or was replaced; it is no checkpoint")
-    if item := _item_of(store):
-        return item
-    folders = store.folders()
-    steps = {name: item for name in folders if STEP_NAME.fullmatch(name) and (item := _item_of(store / name))}
-    if len(steps) == 1:
-        return next(iter(steps.values()))
-    found = f"{len(steps)} steps: name one of {', '.join(steps)}" if steps else "no Orbax checkpoint"
-    if not steps and (stopped := sorted(filter(_is_unpublished, folders))):
-        found += f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
-    raise StorageError(f"{store}: {found}")
-
-
-def check_committed(store: Store) -> None:
-    """Checks that a step, or an item, is whole. In a folder Orbax names it when it is; in a bucket a marker says so.
-
-    Raises:
-      StorageError: it is still being written, or its writing was broken off.
-    """
-    if store.url.startswith("gs://") and (items := find_items(store)) and not items.exists(MARKER) and not items.parent.exists(MARKER):
-        raise StorageError(f"{items}: has no {MARKER}: it is still being written, or was broken off; wait, or take another step")
-
-
-def _item_of(store: Store) -> Store | None:
-    """The item that a folder is, or the one below a step that holds arrays: ours, or anyone's, whatever its name; None where there is none.
-
-    Raises:
-      StorageError: a step has several.
-    """
-    if store.exists(METADATA):
-        return store
-    if (store / ITEMS).exists(METADATA):
-        return store / ITEMS
-    others = [name for name in store.folders() if not STEP_NAME.fullmatch(name) and not _is_unpublished(name)]
-    items = [name for name in others if (store / name).exists(METADATA)]
-    if len(items) > 1:
-        raise StorageError(f"{store}: {len(items)} items with arrays: name one of {', '.join(items)}")
-    return store / items[0] if items else None
-
-
-def _is_unpublished(name: str) -> bool:
-    """Whether a folder of that name holds what will be a checkpoint, or what was one."""
-    return GROWING in name or bool(re.fullmatch(r"\w+\.replaced-[0-9a-f]+", name))
-
-
-def open_arrays(items: Store, complete: bool = False) -> dict[str, ts.TensorStore]:
-    """The arrays of a checkpoint, ours or anyone's, by their keys; opened, not read.
-
-    With `complete` a chunk that isn't there is an error where the metadata say that all are stored, and not zeros.
-    """
-    metadata = parse_json(items.read(METADATA))
-    format = Format(use_ocdbt=metadata.get("use_ocdbt", True), use_zarr3=metadata.get("use_zarr3", False))
-    shared = ocdbt.context()
-    keys = [
-        ".".join(key["key"] for key in entry["key_metadata"])
-        for entry in metadata["tree_metadata"].values()
-        if not entry["value_metadata"].get("skip_deserialize")
-    ]
-    kvstore = ocdbt.database(items) if format.use_ocdbt else items.kvstore()
-    fill = {"fill_missing_data_reads": not (complete and metadata.get("store_array_data_equal_to_fill_value", False))}
-    opened = [ts.open({"driver": format.driver, "kvstore": zarr.below(kvstore, key), **fill}, open=True, read=True, context=shared) for key in keys]
-    return {key: future.result() for key, future in zip(keys, opened, strict=True)}
-
-
-def read_arrays(items: Store) -> list[StoredArray]:
-    """What the metadata of a checkpoint, ours or anyone's, say of its arrays."""
-    arrays = []
-    for key, store in open_arrays(items).items():
-        layout, codec = store.chunk_layout, json.dumps(store.codec.to_json() if store.codec else None)
-        chunk, shard = layout.read_chunk.shape or store.shape, layout.write_chunk.shape or store.shape
-        spec = ArraySpec(key, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), tuple(chunk), tuple(shard))
-        arrays.append(StoredArray(spec, any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"'))))
-    return arrays

@@ -1,0 +1,22 @@
+"""Orbax checkpoints: what they say of themselves, how they are written and read."""
+
+from weightbeam.formats.orbax.metadata import (
+    ARRAY_METADATAS,
+    CHECKPOINT_METADATA,
+    METADATA,
+    STEP,
+    STRINGS,
+    custom_metadata,
+    is_checkpoint,
+    item_metadata,
+    plan_of,
+    record_of,
+)
+from weightbeam.formats.orbax.reading import StoredArray, check_committed, find_damage, find_items, open_arrays, read_arrays
+from weightbeam.formats.orbax.writing import Contents, assemble, publish, write_unit
+
+__all__ = [
+    "ARRAY_METADATAS", "CHECKPOINT_METADATA", "METADATA", "STEP", "STRINGS", "Contents", "StoredArray",
+    "assemble", "check_committed", "custom_metadata", "find_damage", "find_items", "is_checkpoint", "item_metadata",
+    "open_arrays", "plan_of", "publish", "read_arrays", "record_of", "write_unit",
+]  # fmt: skip

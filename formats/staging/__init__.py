@@ -1,0 +1,28 @@
+"""Where what is written lies until it is published: beside its place in a folder, or in a bucket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from weightbeam.formats.staging.bucket import BucketStaging
+from weightbeam.formats.staging.folder import FolderStaging
+from weightbeam.formats.staging.staging import ASIDE, ATTEMPT, GROWING, ITEMS, JOB, LOCK, MARKER, PLAN, Staging, TakenOverError
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
+
+__all__ = [
+    "ASIDE", "ATTEMPT", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN",
+    "BucketStaging", "FolderStaging", "Staging", "TakenOverError", "staging_at",
+]  # fmt: skip
+
+
+def staging_at(output: str | Path | Store, step: int, plan: str = "plan") -> Staging:
+    """The place of a conversion into `output`, by the plan with that hash.
+
+    Raises:
+      StorageError: nothing can be written there.
+    """
+    if str(output).startswith("hf://"):
+        raise StorageError(f"{output}: a checkpoint can't be written to the hub, only to a folder or to gs://bucket/folder")
+    store: Any = open_store(output)
+    return FolderStaging(store, str(step), plan) if isinstance(store, LocalFolder) else BucketStaging(store, str(step), plan)

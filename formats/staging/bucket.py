@@ -1,0 +1,185 @@
+"""What is staged in a bucket, where a marker publishes it.
+
+A bucket has no renames. There large objects, whose names are random, lie where they will be read; every other object is put
+together aside and copied to its name by the store, which refuses if the original is gone. The marker is copied last and publishes:
+
+    <output>/<name>.weightbeam-lease
+    <output>/<name>.weightbeam/<id>/                plan, ledger, failure; `aside/`: what will be copied
+    <output>/<name>.weightbeam/claim.<id>/          the right to publish: the originals of the marker and of what goes with it
+    <output>/<name>/                                what will be read; no reader takes it for a checkpoint before its marker is there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weightbeam.formats.staging.staging import ASIDE, ATTEMPT, ITEMS, MARK, MARKER, PLAN, Staging, TakenOverError
+from weightbeam.formats.storage import StorageError
+
+if TYPE_CHECKING:
+    from weightbeam.formats.storage.bucket import Bucket
+
+
+class BucketStaging(Staging):
+    """Staged where it will be read; the marker, which is written last, is what a reader looks for."""
+
+    output: Bucket
+
+    def __init__(self, output: Bucket, name: str, plan: str):
+        super().__init__(output, name, plan)
+        self._id, self._claim, self._version = "", "", ""  # of the place, of the right to publish from it, and of the plan when that was had
+
+    @property
+    def desk(self) -> Bucket:
+        """What lies beside the checkpoint, of whatever plan."""
+        return self.output / f"{self.name}.weightbeam"
+
+    @property
+    def checkpoint(self) -> Bucket:
+        return self.final
+
+    @property
+    def final(self) -> Bucket:
+        return self.output / self.name
+
+    @property
+    def work(self) -> Bucket:
+        return self.desk / (self._id or next(iter(self._staged()), "new"))
+
+    @property
+    def aside(self) -> Bucket:
+        return self.work / ASIDE
+
+    @property
+    def manifest(self) -> Bucket:
+        return self.desk / self._claim / "merged"
+
+    def attempt(self) -> str:
+        return f"{self._id}{super().attempt()}"
+
+    def is_own(self, attempt: str) -> bool:
+        return bool(self._id) and attempt.startswith(self._id)
+
+    def _staged(self) -> list[str]:
+        """The places that have a plan."""
+        return [name for name in self.desk.folders() if not name.startswith("claim.") and (self.desk / name).exists(PLAN)]
+
+    def claim(self) -> None:
+        for marker in (f"/{MARKER}", ""):  # first that by which an owner sees that he is one; then what he has written until then
+            self.desk.delete_all([file for file in self.desk.list("claim.") if file.name.endswith(marker)])
+        self._claim = f"claim.{uuid.uuid4().hex[:16]}"
+        self.desk.write(f"{self._claim}/{MARKER}", MARK)
+        self._id = next(iter(self._staged()), "")
+        found = self.work.stat(PLAN) if self._id else None
+        self._version = found.version if found else ""
+
+    def leave(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._claim and not self.exists():
+                self.desk.delete_folder(self._claim)
+
+    def check_claim(self) -> None:
+        """Raises TakenOverError if someone else has claimed the place."""
+        if not self._claim or not self.desk.exists(f"{self._claim}/{MARKER}"):
+            raise self.taken_over()
+
+    def exists(self) -> bool:
+        return self.is_staged()
+
+    def beside(self) -> Sequence[Bucket]:
+        return [self.desk]
+
+    def is_taken(self) -> bool:
+        return not self.exists() and bool(self.final.entries() or self.final.folders())
+
+    def is_remains(self) -> bool:
+        """Whether what lies in the place is what a conversion left that was thrown away, or that woke too late."""
+        if any(not name.startswith("claim.") for name in self.desk.folders()):
+            return True
+        return all(file.name.startswith((f"{ITEMS}/{ATTEMPT}", f"{ITEMS}/d/")) for file in self.final.list())
+
+    def create(self, plan: bytes) -> None:
+        if not self._claim:
+            self.claim()
+        self.discard()
+        self._id = uuid.uuid4().hex[:16]
+        self._version = self.work.replace(PLAN, plan, None) or ""
+        try:
+            self.check_claim()
+        except StorageError:
+            self.work.delete_folder()
+            raise
+
+    def discard(self) -> None:
+        """Throws away what was staged, and what is in its place: a bucket can't have both.
+
+        Only what was listed while the place was this one's is deleted: whoever claims it then finds the plan, or else begins anew.
+        """
+        if not self._claim:
+            self.claim()
+        old = [name for name in self.desk.folders() if not name.startswith("claim.")]
+        plans = [self.desk.list(f"{name}/{PLAN}") for name in old]
+        self.check_claim()
+        for found in plans:
+            self.desk.delete_all(found)
+        if any((self.desk / name).exists(PLAN) for name in old):
+            raise self.taken_over()
+        for name in old:
+            self.desk.delete_folder(f"{name}/{ASIDE}")
+        files = self.final.list()
+        self.check_claim()
+        markers = {self.marker, *(f"{folder}{MARKER}" for folder in (f"{ITEMS}/", ""))}
+        self.final.delete_all([file for file in files if file.name in markers])
+        self.final.delete_all([file for file in files if file.name not in markers])
+        for name in old:
+            self.desk.delete_folder(name)
+        self._id = ""
+
+    def write_plan(self, plan: bytes) -> None:
+        if not self._claim:
+            self.claim()
+        self._version = self.work.replace(PLAN, plan, self._version or None) or ""
+        if not self._version:
+            raise self.taken_over()
+
+    def enter(self, unit: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return super().enter(unit, entry)
+        except TakenOverError:
+            self.work.delete_folder()  # nobody else's
+            raise
+
+    def gather(self) -> None:
+        files = self.aside.list()
+        self.check_claim()
+        self.final.copy_all(self.aside, files)
+
+    def put(self, name: str, data: bytes) -> None:
+        claim = self.desk / self._claim
+        if not claim.exists(MARKER):
+            raise self.taken_over()
+        if name != MARKER:  # which lies there
+            claim.write(name, data)
+        original = claim.stat(name)
+        try:
+            self.check_claim()
+            if original is None:
+                raise self.taken_over()
+            self.final.copy(claim, original)
+        except StorageError as e:
+            if claim.exists(MARKER):
+                raise
+            claim.delete_folder()  # nobody else's
+            raise self.taken_over() from e
+
+    def publish(self, overwrite: bool = False) -> None:
+        """The marker was the publication; what is left to do is to clean up."""
+        if not self.is_complete():
+            raise self.taken_over()
+        for name in (self._id, self._claim):
+            if name:
+                self.desk.delete(f"{name}/{PLAN}")
+                self.desk.delete_folder(name)

@@ -1,0 +1,222 @@
+"""What is staged beside its place in a folder, where a rename publishes it.
+
+Everything lies in one place:
+
+    <output>/<name>.weightbeam-lease                who is at work
+    <output>/<name>.<id>.orbax-checkpoint-tmp/      what will be <output>/<name>/, as it grows
+        plan.json.gz, units/<plan>/<unit>.json      the staged plan and the ledger
+        failure.txt                                 what Beam said of a failure
+        job.json                                    the job that is at work there, on another engine
+    <output>/<name>.replaced-<id>/                  with a plan in it: whole, and about to be published; without: what it has replaced
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from weightbeam.formats.links import SOURCE
+from weightbeam.formats.staging.staging import FAILURE, ITEMS, JOB, LOCK, PLAN, UNITS, Staging
+from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, sync_folder
+from weightbeam.formats.storage.renaming import UnsupportedError, exchange, rename_new
+
+log = logging.getLogger("weightbeam")
+
+
+class FolderStaging(Staging):
+    """Staged beside its place in a folder; a rename is all that a reader ever sees."""
+
+    output: LocalFolder
+
+    def __init__(self, output: LocalFolder, name: str, plan: str):
+        super().__init__(output, name, plan)
+        self._folder: str | None = None  # what is staged; None until it is claimed or created
+
+    @property
+    def checkpoint(self) -> LocalFolder:
+        return self.output / (self._folder or next(iter(self._staged()), f"{self.name}{self.growing}"))
+
+    @property
+    def work(self) -> LocalFolder:
+        return self.checkpoint
+
+    @property
+    def final(self) -> LocalFolder:
+        return self.output / self.name
+
+    def _entries(self, pattern: str) -> list[str]:
+        """The folders beside the final one whose names go on so."""
+        try:
+            names = os.listdir(self.output)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = [name for name in names if name.startswith(self.name) and re.fullmatch(pattern, name[len(self.name) :])]
+        return sorted(name for name in found if (path := Path(self.output, name)).is_dir() and not path.is_symlink())
+
+    def _staged(self) -> Sequence[str]:
+        """What is staged: what this plan would go on with first, then what has any plan, then what has none."""
+
+        def rank(name: str) -> tuple[bool, bool]:
+            folder = self.output / name
+            return not Path(folder / self.units).exists(), not folder.exists(PLAN)
+
+        whole = [name for name in self._replaced() if (self.output / name).exists(PLAN)]
+        return sorted([*whole, *self._entries(rf"(\.[0-9a-f]+)?{re.escape(self.growing)}")], key=rank)
+
+    def _replaced(self) -> list[str]:
+        return self._entries(r"\.replaced-[0-9a-f]+")
+
+    def _new_name(self) -> str:
+        return f"{self.name}.{uuid.uuid4().hex[:16]}{self.growing}"
+
+    def claim(self) -> None:
+        claimed = []
+        for name in self._staged():
+            mine = self._new_name()
+            try:
+                os.rename(self.output / name, self.output / mine)
+            except FileNotFoundError:  # it was published, or thrown away
+                continue
+            if ".replaced-" in name and not (self.output / mine).exists(PLAN):  # it was published at this moment: this is what it replaced
+                os.rename(self.output / mine, self.output / name)
+            else:
+                claimed.append(mine)
+        self._folder = claimed[0] if claimed else self._new_name()
+        for name in claimed[1:]:  # of one that woke and began after it had lost the lease
+            _remove(self.output / name)
+
+    def tidy(self) -> None:
+        self.output.sweep_probes()
+        final = Path(self.final)
+        for name in self._replaced():
+            if not (self.output / name).exists(PLAN):
+                if os.path.lexists(final):
+                    _remove(self.output / name)
+                else:  # without a rename that swaps, its successor died before it came here
+                    rename_new(Path(self.output / name), final)
+        if self.final.exists(self.marker):  # who published it was killed before he could
+            (final / PLAN).unlink(missing_ok=True)
+
+    def exists(self) -> bool:
+        return self.checkpoint.folder.exists()
+
+    def beside(self) -> Sequence[LocalFolder]:
+        return [self.output / name for name in {*self._staged(), *self._replaced()}]
+
+    def is_taken(self) -> bool:
+        return os.path.lexists(self.final)
+
+    def create(self, plan: bytes) -> None:
+        self.discard()
+        self._folder = self._new_name()
+        Path(self.items).mkdir(parents=True)
+        Path(self.work / self.units).mkdir(parents=True)
+        try:
+            self._check_lease()  # who took it away before hasn't seen this folder, and won't take it over
+        except StorageError:
+            self.discard()
+            raise
+        self.work.write(PLAN, plan)
+
+    def discard(self) -> None:
+        for name in [self._folder] if self._folder else self._staged():
+            _remove(self.output / name)
+
+    def write_plan(self, plan: bytes) -> None:
+        """Lock files of writers that were killed go too: TensorStore writes over them, and leaves what reaches beyond."""
+        if self._folder is None:
+            self.claim()
+        for folder, _, names in os.walk(self.items):
+            for name in names:
+                if name.endswith(LOCK):
+                    Path(folder, name).unlink(missing_ok=True)
+        super().write_plan(plan)
+
+    def sweep(self, database: str = "") -> None:
+        _remove(self.checkpoint)  # TensorStore made it anew; its name is nobody else's
+
+    def note_failure(self, text: str) -> str:
+        Path(self.work.path(FAILURE)).write_text(text)  # not durably, and only if the folder is there
+        return self.work.path(FAILURE)
+
+    def publish(self, overwrite: bool = False) -> None:
+        growing, final = Path(self.checkpoint), Path(self.final)
+        sealed = Path(self.output, f"{self.name}.replaced-{uuid.uuid4().hex[:8]}")
+        try:
+            os.rename(growing, sealed)  # to a name that no late writer knows
+        except FileNotFoundError as e:
+            raise self.taken_over() from e
+        if not (sealed / self.marker).exists() or not (sealed / PLAN).exists():
+            os.rename(sealed, growing)
+            raise self.taken_over()
+        for path in [path for place in (sealed, sealed / ITEMS, sealed / ITEMS / SOURCE) for path in place.glob(f".*{TEMPORARY}")]:
+            path.unlink(missing_ok=True)
+        for name in (FAILURE, JOB):
+            (sealed / name).unlink(missing_ok=True)
+        shutil.rmtree(sealed / UNITS, ignore_errors=True)
+        for place in (sealed / ITEMS, sealed):
+            if place.exists():
+                sync_folder(place)
+        try:
+            self._swap(sealed, final) if overwrite else rename_new(sealed, final)
+        except FileNotFoundError as e:
+            raise self.taken_over() from e
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.rename(sealed, growing)
+            raise
+        sync_folder(Path(self.output))
+        (final / PLAN).unlink(missing_ok=True)
+        for left in (sealed, growing):  # what was replaced; what late writers made anew
+            _remove(left)
+            if left.exists():
+                log.warning("%s was replaced, and can't be removed: delete it", left)
+
+    def _swap(self, sealed: Path, final: Path) -> None:
+        """Puts a folder in the place of what is there, if anything is; `sealed` is that then.
+
+        Raises:
+          FileNotFoundError: `sealed` isn't there any more; nothing happens.
+        """
+        while True:
+            try:
+                exchange(sealed, final)
+                return
+            except FileNotFoundError:
+                if not sealed.exists():
+                    raise
+                with contextlib.suppress(FileExistsError):
+                    rename_new(sealed, final)
+                    return
+            except UnsupportedError:
+                self._swap_in_two(sealed, final)
+                return
+
+    def _swap_in_two(self, sealed: Path, final: Path) -> None:
+        """The same where the file system has no rename that swaps. Between its two renames there is nothing at `final`; see `tidy`."""
+        old = sealed.with_name(f"{self.name}.replaced-{uuid.uuid4().hex[:8]}")
+        if not sealed.exists():
+            raise FileNotFoundError(sealed)
+        if os.path.lexists(final):
+            os.rename(final, old)
+        try:
+            rename_new(sealed, final)
+        except OSError:  # such as that someone took it over at this moment: what was there stays there
+            if os.path.lexists(old) and not os.path.lexists(final):
+                os.rename(old, final)
+            raise
+        if os.path.lexists(old):
+            os.rename(old, sealed)
+
+
+def _remove(folder: LocalFolder | Path) -> None:
+    """Removes a staged folder, its plan first: what is left if this is stopped is no conversion that could go on."""
+    with contextlib.suppress(OSError):
+        Path(folder, PLAN).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,276 @@
+"""Where a conversion keeps what it makes until it is published.
+
+**The place is the right.** Each plan has a place of its own with a random name, and whoever takes a conversion over first makes that
+place his: in a folder by renaming it, in a bucket by removing what its owner would publish from. So a process that slept meanwhile
+needn't know that it lost the lease. It has nowhere to write to, and the very operation by which it would publish fails.
+
+In a folder a rename publishes (`folder.py`); in a bucket, which has no renames, a marker that is copied last (`bucket.py`).
+
+A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from weightbeam.formats import lease
+from weightbeam.formats.storage import StorageError, Store
+
+MARKER = "commit_success.txt"  # a checkpoint, or an item of one, is complete
+MARK = b"Checkpoint commit was successful"
+ITEMS = "items"
+JOB = "job.json"  # beside the staged plan: the job that is at work on it, where it can outlive its command
+PLAN, UNITS, FAILURE, ASIDE = "plan.json.gz", "units", "failure.txt", "aside"
+ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
+GROWING = ".orbax-checkpoint-tmp"  # how the name of a folder ends that isn't a checkpoint yet; Orbax's own word
+LOCK = ".__lock"  # how the names of TensorStore's lock files end
+
+
+class TakenOverError(StorageError):
+    """Another conversion has taken this one's place, or someone removed it."""
+
+
+class Staging(abc.ABC):
+    """The place of one plan, and where it will be published.
+
+    Made on any machine without looking at anything, and sent to workers as it is: what it writes needs no lease, only its place.
+
+    Attributes:
+      output: the folder that what is published lies in.
+      name: what it is called there; of a checkpoint its step.
+      units: the ledger's folder in `work`; the plan's own.
+      marker: the file that is written last, and says that all is there.
+      growing: how the name of a folder ends that isn't published yet.
+    """
+
+    marker, growing = MARKER, GROWING
+
+    def __init__(self, output: Store, name: str, plan: str):
+        self.output, self.name = output, name
+        self.units = f"{UNITS}/{plan[:16]}"
+        self._lease: lease.Lease | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_lease": None}  # a worker has no lease
+
+    # --- places
+
+    @property
+    @abc.abstractmethod
+    def work(self) -> Store:
+        """Where the plan and the ledger are."""
+
+    @property
+    @abc.abstractmethod
+    def checkpoint(self) -> Store:
+        """Where the checkpoint is before it is published."""
+
+    @property
+    def final(self) -> Store:
+        """Where it is read from."""
+        return self.output / self.name
+
+    @property
+    def step(self) -> int:
+        """The step of a checkpoint."""
+        return int(self.name)
+
+    @property
+    def items(self) -> Store:
+        """The item that databases of units go to, and that becomes the checkpoint's."""
+        return self.checkpoint / ITEMS
+
+    @property
+    def aside(self) -> Store:
+        """Where everything else grows, whose names readers know, until `gather` brings it to the checkpoint."""
+        return self.checkpoint
+
+    @property
+    def shards(self) -> Store:
+        """The item there: for shards without a database, and the source's files."""
+        return self.aside / ITEMS
+
+    @property
+    def manifest(self) -> Store:
+        """Where the manifest of the merged database is written."""
+        return self.items
+
+    def attempt(self) -> str:
+        """A name for an attempt at a unit."""
+        return uuid.uuid4().hex
+
+    def is_own(self, attempt: str) -> bool:
+        """Whether an attempt that was found was made in this place."""
+        return True
+
+    # --- who is at work
+
+    @contextlib.contextmanager
+    def hold(self, look: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Context manager: keeps other conversions out, makes what is staged one's own, and tidies up after those that were killed.
+
+        Args:
+          look: raises if something that has no lease is at work there, such as a job that outlived its command.
+
+        Raises:
+          HeldError: another conversion is at work.
+        """
+        with lease.hold(self.output, f"{self.name}.weightbeam-lease") as held:
+            self._lease = held
+            try:
+                look()
+                held.check()
+                self.claim()
+                held.check()  # who took it away since then has claimed what was claimed here
+                self.tidy()
+                yield
+            finally:
+                self._lease = None
+                self.leave()
+
+    def check_free(self) -> None:
+        """Raises HeldError if another conversion is at work; leaves everything as it is."""
+        if self._lease is None:
+            lease.check_free(self.output, f"{self.name}.weightbeam-lease")
+
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+    @abc.abstractmethod
+    def claim(self) -> None:
+        """Makes what is staged here one's own: whoever had it can write and publish it no more."""
+
+    def tidy(self) -> None:  # noqa: B027
+        """Removes what is left of earlier ones, and brings back what was on its way out when its successor died."""
+
+    def leave(self) -> None:  # noqa: B027
+        """Removes the signs of a claim on nothing."""
+
+    # --- the plan
+
+    @abc.abstractmethod
+    def exists(self) -> bool:
+        """Whether there is a conversion that wasn't published."""
+
+    @abc.abstractmethod
+    def beside(self) -> Sequence[Store]:
+        """All that lies beside the final place and may be thrown away: what is staged, what was replaced."""
+
+    @abc.abstractmethod
+    def is_taken(self) -> bool:
+        """Whether something else is where the checkpoint should be read from."""
+
+    def is_staged(self) -> bool:
+        """Whether the plan is there, so that units can be made."""
+        return self.work.exists(PLAN)
+
+    def is_complete(self) -> bool:
+        """Whether only publishing is left."""
+        return self.checkpoint.exists(self.marker)
+
+    def check(self) -> None:
+        """Makes sure that the place is still this one's.
+
+        Raises:
+          TakenOverError: it isn't.
+        """
+        if not self.is_staged():
+            raise self.taken_over()
+
+    def taken_over(self) -> TakenOverError:
+        """The error that says so."""
+        return TakenOverError(f"{self.work} was taken over by another conversion, or removed")
+
+    @abc.abstractmethod
+    def create(self, plan: bytes) -> None:
+        """Begins anew: throws away what was staged, and makes the plan the last thing to be there."""
+
+    @abc.abstractmethod
+    def discard(self) -> None:
+        """Throws away what was staged."""
+
+    @property
+    def plan(self) -> str:
+        """The URL of the staged plan."""
+        return self.work.path(PLAN)
+
+    def read_plan(self) -> bytes:
+        """The staged plan."""
+        return self.work.read(PLAN)
+
+    def write_plan(self, plan: bytes) -> None:
+        """Stages the same plan again, to go on with it: the source may have moved."""
+        self.work.write(PLAN, plan)
+
+    # --- the ledger
+
+    def enter(self, unit: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Enters a unit in the ledger; returns the entry that counts, this one or an earlier one.
+
+        Raises:
+          TakenOverError: the plan isn't the staged one any more.
+        """
+        name = f"{self.units}/{unit}.json"
+        try:
+            made = self.work.create(name, json.dumps(entry).encode())
+        except FileNotFoundError as e:
+            raise self.taken_over() from e
+        self.check()
+        return dict(entry) if made else json.loads(self.work.read(name))
+
+    def done(self) -> dict[int, tuple[str, int]]:
+        """Committed units -> version and inode of their ledger entry."""
+        files = self.work.list(f"{self.units}/")
+        names = {file.name.removeprefix(f"{self.units}/").removesuffix(".json"): (file.version, file.inode) for file in files}
+        return {int(name): mark for name, mark in names.items() if name.isdecimal()}
+
+    def ledger(self) -> dict[int, dict[str, Any]]:
+        """For each unit that counts, the `attempt` that made it, and its shares in the arrays' `digests`."""
+        units = sorted(self.done())
+        return dict(zip(units, map(json.loads, self.work.read_many([f"{self.units}/{unit}.json" for unit in units])), strict=True))
+
+    def sweep(self, database: str = "") -> None:
+        """Removes what was written in vain, since the place was taken over meanwhile: a unit's database below `items`, if one is named."""
+        if database:
+            self.items.delete_folder(database)
+
+    def note_failure(self, text: str) -> str:
+        """Keeps the story of a failure, if the place is still this one's; returns where."""
+        self.check()
+        self.work.write(FAILURE, text.encode())
+        return self.work.path(FAILURE)
+
+    # --- publishing
+
+    def gather(self) -> None:  # noqa: B027
+        """Brings what lies in `aside` to where it will be read."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Writes a file of the checkpoint, such as its metadata.
+
+        Raises:
+          TakenOverError: the place isn't this one's any more; nothing is written that a reader sees.
+        """
+        self.checkpoint.write(name, data)
+
+    def mark(self) -> None:
+        """Says that the checkpoint is complete; in a bucket readers see it from here on."""
+        for folder in (f"{ITEMS}/", ""):
+            self.put(f"{folder}{MARKER}", MARK)
+
+    @abc.abstractmethod
+    def publish(self, overwrite: bool = False) -> None:
+        """Lets readers see a complete checkpoint.
+
+        Args:
+          overwrite: in the place of what is there.
+
+        Raises:
+          StorageError: what is staged isn't a whole checkpoint, or isn't this one's any more; what is published stays as it is.
+        """
