@@ -33,8 +33,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import apache_beam as beam
-
 from benchmarks import models
 from benchmarks.figures import Figure, report
 from benchmarks.measure import WEIGHTBEAM, Run, count_flushes, run
@@ -184,6 +182,8 @@ def measure_memory(folder: Path, layers: Sequence[int]) -> list[Figure]:
 
 def shuffled_bytes(conversion: Conversion) -> int:
     """Bytes that cross the shuffle before the work, as Beam encodes them."""
+    import apache_beam as beam  # here: the benchmarks of loading share this module, and need no Beam
+
     coder = beam.coders.registry.get_coder(beam.typehints.Tuple[int, bool])
     return sum(len(coder.encode((number, False))) for number in range(len(conversion.units)))
 

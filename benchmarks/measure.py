@@ -117,7 +117,8 @@ def count_flushes(*command: str | Path) -> int | None:
 
 def machine() -> dict[str, Any]:
     """Where, when and with what the figures were taken."""
-    versions = {name: importlib.metadata.version(name) for name in ("weightbeam", "tensorstore", "apache-beam", "numpy")}
+    installed = {distribution.name.lower(): distribution.version for distribution in importlib.metadata.distributions()}
+    versions = {name: installed[name] for name in ("weightbeam", "tensorstore", "apache-beam", "numpy", "jax") if name in installed}
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,

@@ -29,10 +29,14 @@ DEFAULTS = Options()
 THREADS_PER_CORE, MAX_THREADS = 2, 32  # one thread reads or writes while another computes
 
 
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def local_threads() -> int:
     """Threads of a local run."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(THREADS_PER_CORE * cores, MAX_THREADS)
+    return min(THREADS_PER_CORE * cores(), MAX_THREADS)
 
 
 def threads_of(options: Mapping[str, Any], default: int | None = None) -> int:

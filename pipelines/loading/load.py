@@ -23,11 +23,11 @@ from weightbeam.pipelines.loading.agreement import Agreement
 from weightbeam.pipelines.loading.mesh import layout_of, named_sharding, open_mesh
 from weightbeam.pipelines.loading.opening import choose, find_source
 from weightbeam.pipelines.loading.placing import bits, empty_arrays, exchange, place, settle
-from weightbeam.pipelines.loading.schedule import AHEAD, MIN_REMOTE_RUN, MIN_RUN, UNIT_BYTES, Block, Layout, Step, boxes_of, make_steps
+from weightbeam.pipelines.loading.schedule import MAX_READERS, MIN_REMOTE_RUN, MIN_RUN, ON_THE_WAY, UNIT_BYTES, Block, Layout, Step, boxes_of, make_steps
 from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
 from weightbeam.pipelines.loading.source import Source, Wanted
 from weightbeam.pipelines.prepare import describe
-from weightbeam.pipelines.report import count
+from weightbeam.pipelines.report import cores, count
 from weightbeam.transforms.conversion import rules_of
 from weightbeam.transforms.options import Options
 
@@ -53,7 +53,7 @@ def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_
         with leaves that have `shape`, `dtype` and `sharding`. Without it all parameters, as nested dicts.
       mesh: shards the leaves that have no sharding, by MaxText's logical axis rules: a `jax.sharding.Mesh`, or `"fsdp=4,tensor=2"`
         for all devices.
-      unit_bytes: memory for a step; three of them are there at a time.
+      unit_bytes: memory for a step; up to eight of them are there at a time, on a host of six cores or more.
       dequantize: where codes become values: `host`.
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`, `maxtext_model` …; `lora`
         merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
@@ -176,11 +176,12 @@ class Loading:
         partial = list(dict.fromkeys(block.key for step in self.steps for block in step.blocks if not block.is_whole))
         empty = empty_arrays([(self.targets[key].shape, bits(self.targets[key].dtype), self.devices[key], self.layouts[key].counts) for key in partial])
         arrays = dict(zip(partial, empty, strict=True))
-        free = [Scratch() for _ in range(AHEAD)]
+        readers = min(MAX_READERS, max(2, cores()))
+        free = [Scratch() for _ in range(readers + ON_THE_WAY)]
         busy: collections.deque[tuple[Scratch, Step]] = collections.deque()
         waiting: collections.deque[tuple[Step, Scratch, concurrent.futures.Future[Shares]]] = collections.deque()
         todo = collections.deque(self.steps)
-        pool = concurrent.futures.ThreadPoolExecutor(AHEAD, "load")
+        pool = concurrent.futures.ThreadPoolExecutor(readers, "load")
         try:
             while todo or waiting:
                 while todo and free:
@@ -195,7 +196,7 @@ class Loading:
                 self._place(arrays, step, shares)
                 agreement.vote()
                 busy.append((scratch, step))
-                if len(busy) == AHEAD - 1:
+                if len(busy) == ON_THE_WAY:
                     scratch, step = busy.popleft()
                     jax.block_until_ready([arrays[block.key] for block in step.blocks])  # the devices have what lies in its buffer
                     scratch.reset()

@@ -15,7 +15,7 @@ from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines import tables
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.loading.release import Release
-from weightbeam.pipelines.loading.schedule import AHEAD, MIN_REMOTE_RUN, MIN_RUN, UNIT_BYTES, Layout, Step, make_steps, read_bytes
+from weightbeam.pipelines.loading.schedule import MAX_READERS, MIN_REMOTE_RUN, MIN_RUN, ON_THE_WAY, UNIT_BYTES, Layout, Step, make_steps, read_bytes
 from weightbeam.pipelines.report import BASE_BYTES
 from weightbeam.transforms.conversion import Conversion, rules_of
 from weightbeam.transforms.load import effective_ways
@@ -62,7 +62,7 @@ class LoadPlan:
     @property
     def memory_bytes(self) -> int:
         """Memory of a host's process, beyond what lies on devices."""
-        return BASE_BYTES + AHEAD * UNIT_BYTES
+        return BASE_BYTES + (MAX_READERS + ON_THE_WAY) * UNIT_BYTES
 
     def seconds(self, gbps: float) -> float:
         """Until a host with this network, in Gbit/s, has read its share."""

@@ -24,8 +24,9 @@ from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.pipelines.loading.source import Described, Source
 from weightbeam.transforms.grid import cut_axis
 
-UNIT_BYTES = 128 << 20  # of memory that a process needs for a step
-AHEAD = 3  # steps that are read, or on their way to the devices, at a time
+UNIT_BYTES = 64 << 20  # of memory that a process needs for a step; the same in all processes, whatever their hosts, since it makes the schedule
+MAX_READERS = 6  # steps that are read at a time, where there are so many cores
+ON_THE_WAY = 2  # steps that are on their way to the devices at a time
 SMALL = 32 << 10  # bytes; a smaller array is read by every process that needs it
 MIN_RUN = 128 << 10  # bytes; where what a process needs lies in shorter runs, it is exchanged
 MIN_REMOTE_RUN = 1 << 20  # the same of a bucket or the hub, where each range is a request

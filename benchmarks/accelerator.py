@@ -1,0 +1,134 @@
+"""Loads onto one accelerator, against what the files and the link to the device allow:
+
+    python -m benchmarks.accelerator --folder out/bench --layers 16 --rounds 3 --json benchmarks/results.json
+
+Checkpoints of `benchmarks/models.py` (written once, in the page cache), each load in a process of its own, from before it until the
+arrays are on the device; JAX is imported and has the device by then. In turn in each round:
+
+- *weightbeam.load*: MaxText's arrays, dequantised where the release is quantised.
+- *raw*: the files' bytes, read by four threads and put onto the device as they are: no array is made of them.
+- *by hand*: each tensor read, transposed and stacked by numpy in one thread, each array then put onto the device (not for FP8).
+
+*Equal* compares all bits on the device with those of a load by the host alone (JAX's CPU device).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from benchmarks.bench import make_source, tell, warm
+from benchmarks.figures import Figure, report
+from benchmarks.mesh_load import AXIS, BY_HAND, OURS, _load, _load_by_hand
+
+if TYPE_CHECKING:
+    import jax
+
+KINDS = ("llama", "moe", "fp8")
+RAW, HOST = "raw", "host"
+BLOCK = 64 << 20
+THREADS = 4
+
+
+def load_once(way: str, source: str) -> dict[str, Any]:
+    """One load in this process: its seconds, its arrays' bytes and digest, and the device."""
+    if way == HOST:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    import weightbeam
+
+    assert weightbeam.load  # imported off the clock
+    device = jax.devices()[0]
+    jax.block_until_ready(jax.device_put(np.zeros(1 << 20, np.uint8), device))
+    mesh = jax.sharding.Mesh(np.array([device]), (AXIS,))
+    start = time.monotonic()
+    if way == RAW:
+        arrays: Any = _put_files(Path(source), device)
+    else:
+        arrays = {OURS: _load, HOST: _load, BY_HAND: _load_by_hand}[way](source, mesh, {})
+    jax.block_until_ready(arrays)
+    seconds = time.monotonic() - start
+    leaves = jax.tree.leaves(arrays)
+    digest = xxhash.xxh3_64()
+    if way in (OURS, HOST):
+        for leaf in leaves:
+            digest.update(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).reshape(-1))
+    return {"seconds": seconds, "array_bytes": sum(leaf.nbytes for leaf in leaves), "digest": digest.hexdigest(), "device": device.device_kind}
+
+
+def _put_files(folder: Path, device: jax.Device) -> list[jax.Array]:
+    import jax
+
+    def put(file: Path, start: int) -> jax.Array:
+        with file.open("rb") as f:
+            buffer = np.empty(min(BLOCK, file.stat().st_size - start), np.uint8)
+            assert os.preadv(f.fileno(), [memoryview(buffer)], start) == buffer.nbytes
+        return jax.block_until_ready(jax.device_put(buffer, device))
+
+    blocks = [(file, start) for file in sorted(folder.glob("*.safetensors")) for start in range(0, file.stat().st_size, BLOCK)]
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(put, *zip(*blocks, strict=True)))
+
+
+def load(way: str, source: Path) -> dict[str, Any]:
+    """A load in a process of its own: what it tells."""
+    warm(sorted(source.glob("*.safetensors")))
+    told = subprocess.run([sys.executable, "-m", "benchmarks.accelerator", "--way", way, "--source", source], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(told.stdout.splitlines()[-1])
+
+
+def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
+    """The figures of one model, and every single load."""
+    source = make_source(kind, folder, layers)
+    stored = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    loads: dict[str, list[dict[str, Any]]] = {OURS: [], RAW: []} | ({} if kind == "fp8" else {BY_HAND: []})
+    for number in range(1, rounds + 1):
+        for way, told in loads.items():
+            told.append(load(way, source))
+        tell(kind, f"round {number} of {rounds}: " + ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items()))
+    alone = load(HOST, source)
+    equal = all(told["digest"] == alone["digest"] for told in loads[OURS])
+    seconds = {way: statistics.median(told["seconds"] for told in every) for way, every in loads.items()}
+    device = loads[OURS][0]["device"]
+    figures = [Figure(f"load onto {device}, {way}", kind, seconds[way], "s") for way in loads]
+    figures.append(Figure(f"load onto {device}, times raw", kind, seconds[OURS] / seconds[RAW], "×"))
+    figures.append(Figure(f"load onto {device}, equal to the host's bits", kind, int(equal), limit=1, at_least=True))
+    return figures, {"layers": layers, "tensor_bytes": stored, "array_bytes": loads[OURS][0]["array_bytes"], "loads": loads, "host": alone}
+
+
+def main() -> int:
+    """Measures the models and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("out/bench"))
+    parser.add_argument("--layers", type=int, default=16, help="of each model; 16 make 3 to 5 GB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures and every load into this file")
+    parser.add_argument("--way", help=argparse.SUPPRESS)  # one load, in this process
+    parser.add_argument("--source", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.way:
+        print(json.dumps(load_once(args.way, args.source)))
+        return 0
+    args.folder.mkdir(parents=True, exist_ok=True)
+    figures, details = [], {"rounds": args.rounds}
+    for kind in KINDS:
+        more, details[kind] = measure(kind, args.folder, args.layers, args.rounds)
+        figures += more
+    report("accelerator", figures, details, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
