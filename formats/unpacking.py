@@ -42,10 +42,12 @@ class UnpackedArray(InOrder):
     Attributes:
       array: as it is stored.
       place: URL of the folder with the files.
+      prefix: of the files' names.
     """
 
     array: OrbaxArray
     place: str
+    prefix: str = ""
     label = "unpacked"
 
     @property
@@ -74,7 +76,7 @@ class UnpackedArray(InOrder):
             for number, piece in enumerate(pieces(self.array, index)):
                 met = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True))
                 if all(low < high for low, high in met):
-                    tensor = Tensor(self.array.key, self.dtype, extent(piece), f"{self.place}/{file_name(self.array, index, number)}", 0)
+                    tensor = Tensor(self.array.key, self.dtype, extent(piece), f"{self.place}/{file_name(self.array, index, number, self.prefix)}", 0)
                     local = tuple((low - start, high - start) for (low, high), (start, _) in zip(met, piece, strict=True))
                     yield BoxRead(tensor, local), met
 
@@ -99,13 +101,13 @@ def pieces(array: OrbaxArray, index: Sequence[int]) -> list[Box]:
     return [(*first, span, *rest) for first in itertools.product(*leading) for span in ranges]
 
 
-def file_name(array: OrbaxArray, index: Sequence[int], number: int) -> str:
-    """The file of a piece of a chunk."""
-    return f"{UNPACKED}/{array.key}/{'.'.join(map(str, index)) or '0'}.{number}"
+def file_name(array: OrbaxArray, index: Sequence[int], number: int, prefix: str = "") -> str:
+    """The file of a piece of a chunk; `prefix` tells arrays of one name apart."""
+    return f"{UNPACKED}/{prefix}{array.key}/{'.'.join(map(str, index)) or '0'}.{number}"
 
 
-def unpack(array: OrbaxArray, index: Sequence[int], place: Store) -> int:
-    """Unpacks a chunk into files below `place`; those that are there already are kept.
+def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = "") -> int:
+    """Unpacks a chunk into files below `place`; those that are there already are kept. `prefix` as of `file_name`.
 
     Returns:
       Bytes that were decoded.
@@ -115,7 +117,7 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store) -> int:
     """
     boxes = pieces(array, index)
     wanted = [volume(box) * array.dtype.itemsize for box in boxes]
-    names = [file_name(array, index, number) for number in range(len(boxes))]
+    names = [file_name(array, index, number, prefix) for number in range(len(boxes))]
     if all((file := place.stat(name)) is not None and file.size == nbytes for name, nbytes in zip(names, wanted, strict=True)):
         return 0
     held, number = bytearray(), 0

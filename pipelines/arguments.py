@@ -137,6 +137,7 @@ Chunks that fit already are copied as they are encoded; each other chunk is deco
   weightbeam reshard run/checkpoints/1000 served --state params
   weightbeam reshard run/checkpoints/1000 apart --scan_layers false \\
       --like hf://Qwen/Qwen3-8B
+  weightbeam reshard ckpt merged --lora run/checkpoints/500
 
 Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 """
@@ -521,6 +522,8 @@ def add_reshard(parser: argparse.ArgumentParser) -> None:
     add("--state", choices=("full", "params"), default="full", help="params leaves out the optimizer and the rest, and calls the weights params.params")
     add("--save_dtype", choices=("keep", "bfloat16", "float32"), default="keep", help="dtype of the weights; computed in float32, cast once")
     add("--moment_dtype", choices=("keep", "bfloat16", "float32"), default="keep", help="dtype of the optimizer's moments")
+    add("--lora", action="append", metavar="CKPT[,WEIGHT]", help="an adapter that MaxText trained, to merge: its Orbax checkpoint; may be repeated")
+    add("--lora_alpha", type=amount, metavar="ALPHA", help="of an adapter whose metadata don't say it")
     add("--resume", action="store_true", default=False, help="go on with a stopped one")
     add("--overwrite", action="store_true", default=False, help="replace a checkpoint, or throw a stopped one away")
     add = parser.add_argument_group("layout").add_argument

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightbeam.formats.adapters.config import CONFIG
 from weightbeam.formats.orbax import METADATA, check_committed
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.orbax_state import surroundings
@@ -26,13 +27,14 @@ from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_pl
 from weightbeam.pipelines.convert import check_places
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.export import find_like
-from weightbeam.pipelines.keywords import check_options_of, keywords_of
+from weightbeam.pipelines.keywords import check_options_of, keywords_of, read_loras
 from weightbeam.pipelines.output import check_output
 from weightbeam.pipelines.prepare import describe, reading
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.report import BASE_BYTES, thread_options, threads_of
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
+from weightbeam.transforms.adapting import MaxTextAdapter
 from weightbeam.transforms.mesh import MeshError
 from weightbeam.transforms.resharding import DTYPES, FULL, KEEP, PARAMS, Reshard, ReshardOptions, plan_reshard
 from weightbeam.transforms.tree import Model
@@ -131,6 +133,8 @@ def reshard(
     compression: str | None = None,
     unit_bytes: int | str = "128MiB",
     step: int | None = None,
+    lora: str | Sequence[str] = (),
+    lora_alpha: float | None = None,
     resume: bool = False,
     overwrite: bool = False,
     hf_token_secret: str | None = None,
@@ -155,6 +159,8 @@ def reshard(
       compression: `none` or `zstd`; None keeps chunks that are copied as they are, and compresses no others.
       unit_bytes: bound on the memory of a unit of work.
       step: which step, where the source has several; and the one that is written, by default the source's.
+      lora: adapters of MaxText's to merge, `CHECKPOINT[,weight]` each.
+      lora_alpha: of adapters that don't say it.
       resume, overwrite, hf_token_secret, beam, progress: as for `convert`.
 
     Raises:
@@ -168,9 +174,9 @@ def reshard(
     planned = plan(
         source, like=like, state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, scan_layers=scan_layers, param_scan_axis=param_scan_axis,
         mesh=mesh, sharding_rules=sharding_rules, maxtext_model=maxtext_model, family=family, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3,
-        compression=compression, unit_bytes=unit_bytes, step=step,
+        compression=compression, unit_bytes=unit_bytes, step=step, lora=lora, lora_alpha=lora_alpha,
     ).planned  # fmt: skip
-    unknown = {"sharding_rules", "state", "moment_dtype"}  # to Beam, which takes what convert takes
+    unknown = {"sharding_rules", "state", "moment_dtype", "lora", "lora_alpha"}  # to Beam, which takes what convert takes
     asked = {name: value for name, value in vars(planned.options).items() if name not in unknown}
     ours = {"source": source, "output": output} | asked | {"mesh": list(planned.options.mesh)}
     made = carry_checkpoint(planned, output, ours, Carrying(resume, overwrite), refuse, planned.warnings, beam, progress)
@@ -195,6 +201,8 @@ def plan(
     compression: str | None = None,
     unit_bytes: int | str = "128MiB",
     step: int | None = None,
+    lora: str | Sequence[str] = (),
+    lora_alpha: float | None = None,
 ) -> ReshardPlan:
     """Plans a reshard; problems stay in the plan. See `reshard`.
 
@@ -216,12 +224,14 @@ def plan(
     checkpoint = _open(source, step, state)
     number = open_store(checkpoint.root).parent.name
     options = ReshardOptions(
-        state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, step=step if step is not None else int(number) if number.isdecimal() else 0, **given
-    )
+        state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, step=step if step is not None else int(number) if number.isdecimal() else 0,
+        lora=read_loras(lora) or (), lora_alpha=lora_alpha, **given,
+    )  # fmt: skip
+    adapters = [MaxTextAdapter(_open_adapter(url), weight, lora_alpha) for url, weight in options.lora]
     with reading(source):
         around = surroundings(checkpoint)
         try:
-            return ReshardPlan(plan_reshard(options, checkpoint, around, find_model(checkpoint, like)))
+            return ReshardPlan(plan_reshard(options, checkpoint, around, find_model(checkpoint, like), adapters))
         except MeshError as e:
             raise Refused(str(e)) from e
 
@@ -244,6 +254,22 @@ def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
         return open_orbax(place, any_tree=True)
     except StorageError as e:
         raise Refused(str(e)) from e
+
+
+def _open_adapter(url: str) -> OrbaxCheckpoint:
+    """An adapter of MaxText's that `--lora` names.
+
+    Raises:
+      Refused: there is none, or it is one of PEFT's.
+    """
+    try:
+        place = open_store(url)
+        if place.exists(CONFIG):
+            raise Refused(f"--lora={url}: is an adapter of PEFT's, which is merged on the side of the release: with convert, export or merge --lora")
+        check_committed(place)
+        return open_orbax(place)
+    except StorageError as e:
+        raise Refused(f"--lora={e}") from e
 
 
 def _model_item(place: Store) -> Store | None:
@@ -300,10 +326,13 @@ def plan_text(planned: Reshard, threads: int) -> str:
     }
     for name, (arrays, nbytes) in sorted(planned.by_way().items()) if planned.ways else ():
         lines.append(f"{name:12}{count(arrays, 'array')}, {human(nbytes)}: {ways[name]}")
+    for adapter in planned.adapted.adapters:
+        scale = f"rank {adapter['lora_rank']}, alpha {adapter['lora_alpha']:g}, weight {adapter['weight']:g}"
+        lines.append(f"adapter     {adapter['source']}: {scale}; {count(len(adapter['arrays']), 'array')} merged")
     if planned.units:
         lines.append(f"units       {len(planned.units):,}, the largest takes {human(planned.unit_working_bytes)} of memory")
     if planned.chunks:
-        scratch = sum(planned.source.arrays[key].nbytes for key in planned.unpacked)
+        scratch = sum(array.nbytes for array in planned.unpacked)
         lines.append(f"unpacked    {count(len(planned.chunks), 'chunk')} first, {human(scratch)} of disk meanwhile")
     bound = threads * planned.unit_bytes + BASE_BYTES
     lines.append(f"memory      at most {human(bound)}: {threads} threads × {human(planned.unit_bytes)} + {human(BASE_BYTES)}")
@@ -331,11 +360,12 @@ def plan_dict(planned: Reshard) -> dict[str, Any]:
         "bytes": {
             "source": planned.source_bytes,
             "target": planned.target_bytes,
-            "unpacked": sum(planned.source.arrays[key].nbytes for key in planned.unpacked),
+            "unpacked": sum(array.nbytes for array in planned.unpacked),
         },
         "units": len(planned.units),
         "unit_bytes": planned.unit_working_bytes,
         "left_out": dict(planned.plan.dropped),
+        "adapters": list(planned.adapted.adapters),
         "problems": [dataclasses.asdict(problem) for problem in planned.plan.problems],
         "warnings": list(planned.warnings),
     }

@@ -224,6 +224,9 @@ def plan_verification(checkpoint: str, source: str | None, given: Mapping[str, A
         if found:
             LOG.info(found)
         stores = open_arrays(items)
+        if not given.get("lora") and (adapter := next((one for one in record_of(items).get("adapters", ()) if "lora_rank" in one), None)):
+            message = f"{items}: an adapter of MaxText's, {adapter['source']}, was merged into it"
+            raise Refused(f"{message}; weightbeam diff compares it with another checkpoint, or --lora names the adapter as PEFT has it")
         if not source and not found:
             source = record_of(items).get("source")
             if not source:

@@ -33,6 +33,8 @@ MAX_INDEX_SHARE = 1 / 16  # bytes of a shard's index by the bytes of one chunk: 
 
 EXPERTS = "exp"  # MaxText's logical name of the axis
 
+Beside = tuple[tuple[frozenset[int], int], ...]  # axes of an array, and bytes for each index along them
+
 
 class UnitBytesError(ValueError):
     """`--unit_bytes` is too small for the smallest unit that an array can be cut into, which needs `needed` bytes."""
@@ -70,8 +72,7 @@ class Grid:
       growth: the other axes, in the order in which a unit grows along them: as the source's bytes lie.
       element_bytes: working memory for each element of the array: source, decoded values and target.
       warnings: what the user should know.
-      selecting: see `selecting_axes`.
-      tensor_bytes: working memory for each tensor that a unit touches, whatever its share of it.
+      beside: working memory beside that of the elements: for each index along these axes so many bytes.
     """
 
     spec: ArraySpec
@@ -80,13 +81,12 @@ class Grid:
     growth: tuple[int, ...]
     element_bytes: int
     warnings: tuple[str, ...]
-    selecting: frozenset[int] = frozenset()
-    tensor_bytes: int = 0
+    beside: Beside = ()
 
     def working_bytes(self, extents: Sequence[int]) -> int:
         """Memory to make a box of these extents, where axes in `whole` count with their full size."""
         sizes = [n if axis in self.whole else extents[axis] for axis, n in enumerate(self.spec.shape)]
-        return math.prod(sizes) * self.element_bytes + math.prod(sizes[axis] for axis in self.selecting) * self.tensor_bytes
+        return math.prod(sizes) * self.element_bytes + sum(math.prod(sizes[axis] for axis in axes) * nbytes for axes, nbytes in self.beside)
 
 
 def largest_divisor(n: int, limit: int) -> int:
@@ -169,7 +169,7 @@ def make_grid(
     whole, rows = cut_rows(part, array.dtype.itemsize, stored)
     names = sorted(axis for axis in selecting_axes(array) if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole)]))
-    reading = Reading(whole, growth, stored.element_bytes, stored.tensor_bytes)
+    reading = Reading(whole, growth, stored.element_bytes, ((selecting_axes(array), stored.tensor_bytes),))
     return cut_array(array, partition_spec(array.names, rules), reading, meshes, unit_bytes, format, experts)
 
 
@@ -180,13 +180,13 @@ class Reading:
     Attributes:
       whole, growth: as of a `Grid`.
       element_bytes: memory for each element before it is stacked.
-      tensor_bytes: memory for each tensor, whatever the share of it that is read.
+      beside: as of a `Grid`.
     """
 
     whole: frozenset[int]
     growth: tuple[int, ...]
     element_bytes: int
-    tensor_bytes: int = 0
+    beside: Beside = ()
 
 
 def cut_array(
@@ -211,7 +211,7 @@ def cut_array(
     element_bytes = reading.element_bytes + itemsize * (2 if packed or format.compression != "none" else 1)  # encoding makes a copy
     spec = ArraySpec(array.key, shape, array.dtype, shape, shape)
     partition = {mesh.text: tuple(assignments) for mesh in meshes} if assignments is not None else {}
-    grid = Grid(spec, partition, whole, growth, element_bytes, warnings, selecting, reading.tensor_bytes)
+    grid = Grid(spec, partition, whole, growth, element_bytes, warnings, reading.beside)
 
     ways = [mesh.ways(axes) for mesh in meshes for axes in assignments or ()]
     sharded = max(ways, default=1) > 1 or (assignments is None and bool(meshes) and finest != list(shape))

@@ -25,7 +25,9 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats import orbax
+from weightbeam.formats.adapters.kernels import AdaptedKernel
 from weightbeam.formats.copying import copy_spec, read_chunks
+from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.orbax import ARRAY_METADATAS, STRINGS, Contents
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.orbax_state import Surroundings, array_metadatas
@@ -39,6 +41,7 @@ from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
+from weightbeam.transforms.adapting import Adapted, MaxTextAdapter, adapt, beside
 from weightbeam.transforms.grid import Grid, Reading, UnitBytesError, count_experts, cut_array, largest_divisor
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
@@ -48,6 +51,7 @@ from weightbeam.transforms.units import Block, Fetch, Job, element_box, expand_u
 KEEP, FULL, PARAMS = "keep", "full", "params"
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 NONE, ZSTD = "none", "zstd"
+SMALL_CHUNK = 32  # of an adapter: as many of them take the memory of a unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +72,8 @@ class ReshardOptions:
     compression: str | None = None
     unit_bytes: int = 128 << 20
     step: int = 0
+    lora: tuple[tuple[str, float], ...] = ()
+    lora_alpha: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +114,13 @@ class Reshard:
     """The plan of a reshard.
 
     Attributes:
-      options, source, around, model: the inputs.
+      options, source, around, model, adapters: the inputs.
       tree: the arrays of the new checkpoint, and its metadata.
       plan: the same arrays, what is left out, and the problems.
       ways: one for each array; empty if the plan has problems.
       units: the blocks of each unit.
       warnings: what the user should know.
+      adapted: the arrays that adapters are merged into.
     """
 
     options: ReshardOptions
@@ -125,6 +132,8 @@ class Reshard:
     ways: tuple[Way, ...]
     units: tuple[tuple[Block, ...], ...]
     warnings: tuple[str, ...] = ()
+    adapters: tuple[MaxTextAdapter, ...] = ()
+    adapted: Adapted = Adapted()  # noqa: RUF009 — immutable
 
     kind = "reshard"
 
@@ -175,28 +184,34 @@ class Reshard:
         return found
 
     @functools.cached_property
-    def unpacked(self) -> frozenset[str]:
-        """The keys of the source's arrays whose chunks are unpacked first."""
+    def unpacked(self) -> dict[OrbaxArray, str]:
+        """The stored arrays whose chunks are unpacked first, each with the prefix of its files' names.
+
+        An adapter's are unpacked if their chunks aren't small beside a unit, which needs a part of each.
+        """
         arrays = zip(self.plan.arrays, self.ways, strict=True) if self.ways else ()
-        return frozenset(key for array, way in arrays if way.name == "unpacked" for part in array.parts for key in part.tensors)
+        keys = {key for array, way in arrays if way.name == "unpacked" for part in array.parts for key in part.tensors}
+        factors = dict.fromkeys(array for kernel in self.adapted.kernels.values() for array in kernel.arrays)
+        large = (array for array in factors if array.compressed and SMALL_CHUNK * array.chunk_bytes > self.unit_bytes and can_unpack(array))
+        roots = [adapter.root for adapter in self.adapters]
+        return {self.source.arrays[key]: "" for key in sorted(keys)} | {array: f"adapter{roots.index(array.items)}/" for array in large}
 
     @functools.cached_property
-    def chunks(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The chunks to unpack before the first unit: each array's key and the chunk's index."""
-        return [(key, index) for key in sorted(self.unpacked) for index in chunks(self.source.arrays[key])]
+    def chunks(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
+        """The chunks to unpack before the first unit: each array and the chunk's index."""
+        return [(array, index) for array in self.unpacked for index in chunks(array)]
 
     def unpack(self, number: int, place: Store) -> int:
         """Unpacks a chunk; returns the bytes that were decoded."""
-        key, index = self.chunks[number]
-        return unpack(self.source.arrays[key], index, place)
+        array, index = self.chunks[number]
+        return unpack(array, index, place, self.unpacked[array])
 
     def expand(self, unit: int, place: Store) -> ReshardUnit:
         """A unit, spelled out; `place` is where the plan is at work."""
         blocks = self.units[unit]
         copied = [block for block in blocks if self.ways[block.array].name == "copied"]
         others = [block for block in blocks if self.ways[block.array].name != "copied"]
-        encodings = {key: UnpackedArray(array, place.url) if key in self.unpacked else array for key, array in self.source.arrays.items()} if others else {}
-        made = expand_unit(unit, others, self.plan.arrays, self.grids, encodings, np.dtype(np.float32))
+        made = expand_unit(unit, others, self.plan.arrays, self.grids, self._encodings(place) if others else {}, np.dtype(np.float32))
         copies = [
             (self.plan.arrays[block.array].parts[0].tensors[0], self.ways[block.array].grid.spec, index)
             for block in copied
@@ -204,11 +219,23 @@ class Reshard:
         ]
         return ReshardUnit(unit, made.fetches, made.jobs, tuple(copies), made.working_bytes + working_bytes(copied))
 
+    def _encodings(self, place: Store) -> dict[str, Encoding]:
+        """How each array of the source is read: as it is stored or unpacked, with the adapters in it."""
+
+        def find(array: Encoding) -> Encoding:
+            is_unpacked = isinstance(array, OrbaxArray) and array in self.unpacked
+            return UnpackedArray(array, place.url, self.unpacked[array]) if is_unpacked else array
+
+        kernels = self.adapted.kernels
+        return {key: kernels[key].stored_as(find) if key in kernels else find(array) for key, array in self.source.arrays.items()}
+
     @functools.cached_property
     def hash(self) -> str:
         """Identifies the result: the source's files, the options, each array and what it is made of, the chunks, the units."""
         identity = Identity()
         identity.add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.model.config)
+        for adapter in self.adapters:
+            identity.add(adapter.identity)
         for array in self.plan.arrays:
             parts = [(part.tensors, repr(part.rule), part.layers.tolist()) for part in array.parts]
             identity.add(array.key, array.shape, array.dtype.name, parts)
@@ -231,11 +258,13 @@ class Reshard:
     @property
     def inputs(self) -> Sequence[str]:
         """URLs of all that the checkpoint is made of; it can't take the place of any."""
-        return (self.source.root,)
+        return self.source.root, *(adapter.root for adapter in self.adapters)
 
     def check(self) -> None:
-        """Raises StorageError if the source isn't what was planned."""
+        """Raises StorageError if the source or an adapter isn't what was planned."""
         self.source.check()
+        for adapter in self.adapters:
+            adapter.files.check()
 
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
         """Puts the source's small files there."""
@@ -302,9 +331,9 @@ class Reshard:
     def record(self) -> dict[str, Any]:
         """Where the checkpoint comes from: what the source remembers of its release, and the source itself."""
         before = self.source.record
-        kept = {key: before[key] for key in ("source", "shards", "family", "model", "config", "tensors", "dropped") if key in before}
+        kept = {key: before[key] for key in ("source", "shards", "family", "model", "config", "tensors", "dropped", "adapters") if key in before}
         made = before.get("options") if isinstance(before.get("options"), dict) else {}
-        asked = {key: value for key, value in dataclasses.asdict(self.options).items() if value is not None and value != KEEP}
+        asked = {key: value for key, value in vars(self.options).items() if value not in (None, KEEP) and key not in ("lora", "lora_alpha")}
         layout = {"scan_layers": self.tree.scan, "param_scan_axis": self.tree.scan_axis, "use_ocdbt": self.format.use_ocdbt, "use_zarr3": self.format.use_zarr3}
         return {
             **kept,
@@ -312,6 +341,7 @@ class Reshard:
             "command": self.kind,
             "plan": self.hash,
             "options": {**made, **asked, **{key: value for key, value in layout.items() if value is not None}},
+            **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
             "resharded_from": {"checkpoint": self.source.root, "files": self.source.files, "plan": before.get("plan"), "tree": self.tree.kind},
             "versions": versions(),
             "axes": {array.key: array.names for array in self.plan.arrays},
@@ -328,6 +358,7 @@ class Reshard:
             "source": self.source.stage(),
             "around": self.around.stage(),
             "model": self.model.stage(),
+            "adapters": [adapter.stage() for adapter in self.adapters],
             "hash": self.hash,
         }
         return pack_inputs(inputs)
@@ -338,12 +369,13 @@ def load(inputs: Mapping[str, Any]) -> Reshard:
     said = inputs["options"]
     rules = said["sharding_rules"]
     rules = None if rules is None else tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
-    options = ReshardOptions(**{**said, "mesh": tuple(said["mesh"]), "sharding_rules": rules})
-    return plan_reshard(options, load_checkpoint(inputs["source"]), Surroundings.load(inputs["around"]), Model.load(inputs["model"]))
+    options = ReshardOptions(**{**said, "mesh": tuple(said["mesh"]), "sharding_rules": rules, "lora": tuple(map(tuple, said["lora"]))})
+    adapters = [MaxTextAdapter.load(adapter) for adapter in inputs["adapters"]]
+    return plan_reshard(options, load_checkpoint(inputs["source"]), Surroundings.load(inputs["around"]), Model.load(inputs["model"]), adapters)
 
 
-def plan_reshard(options: ReshardOptions, source: OrbaxCheckpoint, around: Surroundings, model: Model) -> Reshard:
-    """Plans a reshard. What stands against it is in `plan.problems`.
+def plan_reshard(options: ReshardOptions, source: OrbaxCheckpoint, around: Surroundings, model: Model, adapters: Sequence[MaxTextAdapter] = ()) -> Reshard:
+    """Plans a reshard, with adapters merged into the source's kernels. What stands against it is in `plan.problems`.
 
     Raises:
       MeshError: a mesh can't be read.
@@ -351,21 +383,25 @@ def plan_reshard(options: ReshardOptions, source: OrbaxCheckpoint, around: Surro
     rules = model_rules(options.maxtext_model or model.name) if options.sharding_rules is None else options.sharding_rules
     meshes = [Mesh.parse(text, axes_in(rules)) for text in options.mesh]
     tree, problems = make_tree(source, model, options.state == PARAMS, options.scan_layers, options.param_scan_axis, options.family, options.maxtext_model)
-    arrays = tuple(_array(kept, source, options) for kept in tree.arrays)
-    problems += _lossless_only(arrays, source)
+    adapted = adapt(source, model, adapters, options.family, options.maxtext_model)
+    arrays = tuple(_array(kept, source, options, adapted.kernels) for kept in tree.arrays)
+    problems += [*_lossless_only(arrays, source), *adapted.problems]
     ways: tuple[Way, ...] = ()
     units: list[tuple[Block, ...]] = []
     warnings: list[str] = []
     if not problems:
-        planner = _Planner(options, source, around, rules, meshes, count_experts(arrays))
+        planner = _Planner(options, source, around, rules, meshes, count_experts(arrays), adapted.kernels)
         ways = tuple(planner.way(kept, array) for kept, array in zip(tree.arrays, arrays, strict=True))
         problems, warnings = planner.problems, list(dict.fromkeys(planner.warnings))
         if not problems:
             units = largest_first(pack(list(_blocks(arrays, ways, source, options.unit_bytes)), options.unit_bytes))
-    if options.state == FULL and options.save_dtype != KEEP and any(kept.role == "moment" for kept in tree.arrays):
-        warnings.append(f"training goes on with weights in {options.save_dtype} from here; --state params makes a copy for other uses")
+    if options.state == FULL and any(kept.role == "moment" for kept in tree.arrays):
+        if options.save_dtype != KEEP:
+            warnings.append(f"training goes on with weights in {options.save_dtype} from here; --state params makes a copy for other uses")
+        if adapted.kernels:
+            warnings.append("the optimizer's moments are those of the weights without the adapter; --state params leaves them out")
     plan = Plan(tree.family, arrays, tree.left_out, tuple(problems), tree.note, "", model.name)
-    return Reshard(options, source, around, model, tree, plan, ways if not problems else (), tuple(units), tuple(warnings))
+    return Reshard(options, source, around, model, tree, plan, ways if not problems else (), tuple(units), tuple(warnings), tuple(adapters), adapted)
 
 
 def _format(options: ReshardOptions, source: OrbaxCheckpoint) -> Format:
@@ -376,12 +412,14 @@ def _format(options: ReshardOptions, source: OrbaxCheckpoint) -> Format:
     return Format(use_ocdbt, use_zarr3, options.compression or NONE)
 
 
-def _array(kept: Kept, source: OrbaxCheckpoint, options: ReshardOptions) -> Array:
+def _array(kept: Kept, source: OrbaxCheckpoint, options: ReshardOptions, kernels: Mapping[str, AdaptedKernel]) -> Array:
     """An array of the new checkpoint: its dtype, and whether that rounds."""
     stored = source.arrays[kept.part.tensors[0]].dtype
     asked = {"weight": options.save_dtype, "moment": options.moment_dtype}.get(kept.role, KEEP)
     dtype = DTYPES[asked] if asked != KEEP and is_float(stored) else stored
     lossy = None if dtype == stored or holds(dtype, stored) else f"{stored.name}, rounded to {dtype.name}"
+    if merged := next((kernels[key] for key in kept.part.tensors if key in kernels), None):
+        lossy = f"{merged.label} in float32, rounded once to {dtype.name}"
     return Array(kept.key, kept.part.shape, dtype, kept.names, (kept.part,), None, lossy)
 
 
@@ -398,8 +436,18 @@ def _lossless_only(arrays: Sequence[Array], source: OrbaxCheckpoint) -> list[Pro
 class _Planner:
     """Chooses the chunks of each array, and the way to them."""
 
-    def __init__(self, options: ReshardOptions, source: OrbaxCheckpoint, around: Surroundings, rules: Rules, meshes: Sequence[Mesh], experts: int):
+    def __init__(
+        self,
+        options: ReshardOptions,
+        source: OrbaxCheckpoint,
+        around: Surroundings,
+        rules: Rules,
+        meshes: Sequence[Mesh],
+        experts: int,
+        kernels: Mapping[str, AdaptedKernel],
+    ):
         self.options, self.source, self.around, self.rules, self.meshes, self.experts = options, source, around, rules, meshes, experts
+        self.kernels = kernels
         self.format = _format(options, source)
         self.problems: list[Problem] = []
         self.warnings: list[str] = []
@@ -411,12 +459,15 @@ class _Planner:
         assignments = self._assignments(kept, array, stored)
         if assignments is None and self.meshes and array.nbytes > 1 << 20:
             self.warnings.append("nothing says which axes of the arrays a mesh shards: they are cut evenly; --like names the release, which tells")
-        if (spec := self._as_it_is(array, part, stored, assignments)) is not None:
+        merged = [self.kernels[key] for key in part.tensors if key in self.kernels]
+        if not merged and (spec := self._as_it_is(array, part, stored, assignments)) is not None:
             return Way(Grid(spec, {}, frozenset(), (), 2 * array.dtype.itemsize, ()), "copied", spec.shard)
         grain, layers = _grain(part, stored)
         growth = tuple(reversed(range(len(array.shape))))
         held = stored.dtype.itemsize * (2 if stored.compressed else 1)
-        reading = Reading(frozenset(), growth, held)
+        if merged:
+            held += np.dtype(np.float32).itemsize
+        reading = Reading(frozenset(), growth, held, beside(merged[0], part) if merged else ())
         try:
             grid = cut_array(array, assignments, reading, self.meshes, self.options.unit_bytes, self.format, self.experts)
         except UnitBytesError as e:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.orbax_source import TEXT, OrbaxArray, OrbaxCheckpoint, leaves
+from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.naming import name_model
@@ -156,6 +157,21 @@ def make_tree(
     return Tree(made, metadata, kind, wanted_scan, wanted_axis, family, layouts.note, left_out, maxtext), problems
 
 
+def find_parts(source: OrbaxCheckpoint, model: Model, family_name: str | None, model_name: str | None) -> tuple[dict[str, Part], str]:
+    """What the model's table makes each weight of, by MaxText's keys, in the layout that a checkpoint is in; or why nobody knows.
+
+    Weights that are made of several parts aren't there.
+    """
+    try:
+        layouts = _Layouts(source, model, source.tree.weights, family_name, model_name)
+    except TreeError as e:
+        return {}, str(e)
+    if layouts.family is None or (why := layouts.unsettled):
+        return {}, layouts.reason or why
+    parts = expand(layouts.family, layouts.config, layouts.at(layouts.scan, layouts.axis))
+    return {key_of(path): made[0] for path, made in parts.items() if len(made) == 1}, ""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Same:
     path: Path
@@ -194,35 +210,43 @@ class _Layouts:
         option = "--scan_layers" if scan is not None and scan != self.scan else "--param_scan_axis"
         if is_moving and self.family is None:
             return [Problem("option", option, f"where the layers' arrays go follows from the model's table, but {self.reason}")]
-        if is_moving and self.scan and self.axis is None:
-            return [Problem("option", option, "the checkpoint's shapes aren't those of its config.json, wherever the layers are stacked")]
-        if is_moving and self.ambiguous:
-            choices = " or ".join(map(str, self.ambiguous))
-            return [Problem("option", option, f"its layers may be stacked on axis {choices}: the shapes fit both, and the checkpoint doesn't say")]
+        if is_moving and self.unsettled:
+            return [Problem("option", option, self.unsettled)]
         wanted = "scanned" if scan else "unscanned"
         if is_moving and scan is not None and self.family and wanted not in self.family.layouts:
             return [Problem("option", option, f"MaxText has {self.family.name} models {' and '.join(self.family.layouts)} only")]
         return []
 
-    def _in(self, scan: bool | None, axis: int | None) -> Layout:
+    @property
+    def unsettled(self) -> str:
+        """Why it isn't known where the layers are stacked; empty if it is."""
+        if self.scan and self.axis is None:
+            return "the checkpoint's shapes aren't those of its config.json, wherever the layers are stacked"
+        if self.ambiguous:
+            choices = " or ".join(map(str, self.ambiguous))
+            return f"its layers may be stacked on axis {choices}: the shapes fit both, and the checkpoint doesn't say"
+        return ""
+
+    def at(self, scan: bool | None, axis: int | None) -> Layout:
+        """The layout with layers stacked so."""
         return dataclasses.replace(self.layout, scan=bool(scan), scan_axis=1 if axis is None else axis)
 
     def stacks(self, scan: bool | None, axis: int | None) -> Stacks:
         """The stacks of a layout."""
         assert self.family is not None
-        layout = self._in(scan, axis)
+        layout = self.at(scan, axis)
         return Stacks.of(self.family.stacks(self.config, layout), layout.scan_axis)
 
     def maxtext(self, scan: bool | None, axis: int | None) -> str:
         """What MaxText must be told of a layout; empty where `config.json` doesn't say it all."""
         assert self.family is not None
-        made, _ = maxtext_of(self.family, self.config, self._in(scan, axis), self.naming)
+        made, _ = maxtext_of(self.family, self.config, self.at(scan, axis), self.naming)
         return made.to_yaml() if made else ""
 
     def names(self, scan: bool | None, axis: int | None) -> dict[Path, tuple[str | None, ...]]:
         """The logical names of arrays in a layout, by their paths below `params.params`."""
         if self.family is not None:
-            return {tuple(path.split("/")[1:]): parts[0].names for path, parts in expand(self.family, self.config, self._in(scan, axis)).items()}
+            return {tuple(path.split("/")[1:]): parts[0].names for path, parts in expand(self.family, self.config, self.at(scan, axis)).items()}
         axes = self.source.record.get("axes")
         if not isinstance(axes, dict):
             return {}

@@ -80,7 +80,7 @@ class Delta:
         where, row, column = share.at
         for number in range(last - first):
             left, right = (a[number].T, b[..., number].T) if self.transposed else (b[..., number], a[number])
-            right = np.ascontiguousarray(_two(right * np.float32(self.scaling), 1))
+            right = np.ascontiguousarray(doubled(right * np.float32(self.scaling), 1))
             yield Product(np.ascontiguousarray(left), right, where + number, row, column, share.columns[1] - share.columns[0])
 
 
@@ -119,7 +119,7 @@ class Product:
         height = max(1, TILE // -(-columns // parts))
         for top in range(start, stop, height):
             bottom = min(stop, top + height)
-            left, rows = _two(self.left[top - self.row : bottom - self.row], 0), values[top - first : bottom - first]
+            left, rows = doubled(self.left[top - self.row : bottom - self.row], 0), values[top - first : bottom - first]
             for at, end in itertools.pairwise(edges):
                 target = rows[:, self.column + at : self.column + min(end, self.width)]
                 for low in range(0, rank, RANKS):
@@ -131,7 +131,7 @@ RANKS = 16  # summed by one product; with more than 31 OpenBLAS's routines for l
 TILE = (1 << 18) // RANKS  # elements of one product; above twice as many multiplications OpenBLAS takes more threads (interface/gemm.c)
 
 
-def _two(factor: np.ndarray, axis: int) -> np.ndarray:
+def doubled(factor: np.ndarray, axis: int) -> np.ndarray:
     """The factor, a single row or column of it twice: products of vectors are another routine's, which sums in another order."""
     return np.repeat(factor, 2, axis) if factor.shape[axis] == 1 else factor
 
