@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, Repository
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from weightbeam.formats.storage import StorageError
-from weightbeam.formats.storage.hub import api, repeated
+from weightbeam.formats.storage.hub import api, retried
 from weightbeam.formats.storage.token import token
 
 CARD = "README.md"
@@ -81,7 +81,7 @@ def check_target(url: str) -> Target:
     if token() is None:
         raise StorageError(f"{target}: HF_TOKEN isn't set; publishing needs a token that may write there")
     with told(target):
-        repeated(api().whoami)()
+        retried(api().whoami)()
     return target
 
 
@@ -104,16 +104,16 @@ def publish_folder(folder: Path, url: str, message: str, *, create_pr: bool = Fa
     """
     target, hub = Target.parse(url), api()
     with told(target), _without_bars():
-        repeated(hub.create_repo)(target.repo, private=private, exist_ok=True)
+        retried(hub.create_repo)(target.repo, private=private, exist_ok=True)
         if target.branch != "main":
-            repeated(hub.create_branch)(target.repo, branch=target.branch, exist_ok=True)
-        there = repeated(hub.model_info)(target.repo, revision=target.branch)
+            retried(hub.create_branch)(target.repo, branch=target.branch, exist_ok=True)
+        there = retried(hub.model_info)(target.repo, revision=target.branch)
         names = {file.rfilename for file in there.siblings or []}
         files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         kept = tuple(name for name in files if name == CARD and name in names and not replace_card)
         additions = [CommitOperationAdd(name, folder / name) for name in files if name not in kept]
         removed = tuple(sorted(name for name in names - set(files) if STALE.fullmatch(name)))
-        repeated(hub.preupload_lfs_files)(target.repo, additions, revision=target.branch, create_pr=create_pr)
+        retried(hub.preupload_lfs_files)(target.repo, additions, revision=target.branch, create_pr=create_pr)
         operations = [*additions, *(CommitOperationDelete(name) for name in removed)]
         commit, page = _commit(hub, target, operations, message, there.sha, create_pr)
     return Published(f"hf://{target.repo}@{commit}", page, removed, kept)
@@ -127,13 +127,13 @@ def _commit(
     An attempt that is refused since its parent isn't the head may have been overtaken by our own, whose answer was lost.
     """
     try:
-        create = hub.create_commit if create_pr else repeated(hub.create_commit)  # a pull request would be opened twice
+        create = hub.create_commit if create_pr else retried(hub.create_commit)  # a pull request would be opened twice
         made = create(target.repo, operations, commit_message=message, revision=target.branch, parent_commit=parent, create_pr=create_pr)
         return made.oid, made.pr_url or made.commit_url
     except HfHubHTTPError as e:
         if e.response is None or e.response.status_code != PRECONDITION_FAILED:
             raise
-    newest, *before = repeated(hub.list_repo_commits)(target.repo, revision=target.branch)
+    newest, *before = retried(hub.list_repo_commits)(target.repo, revision=target.branch)
     if newest.title != message or (before and before[0].commit_id != parent):
         raise StorageError(f"{target}: someone else committed there meanwhile; publish again, what is uploaded isn't sent twice")
     return newest.commit_id, f"{hub.endpoint}/{target.repo}/commit/{newest.commit_id}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.safetensors import CONFIGS, Checkpoint, Shard
-from weightbeam.formats.storage import TEMPORARY, File, LocalFolder, StorageError, Store, open_store, pieces, sync_folder
+from weightbeam.formats.storage import TEMPORARY, File, LocalFolder, StorageError, Store, open_store, stretches, sync_folder
 
 SOURCE = "source"  # below the item
 SUMS = "SHA256SUMS"  # beside the files, if their hashes were asked for; `sha256sum -c` reads it
@@ -83,7 +83,7 @@ def _download(folder: LocalFolder, source: Store, shard: Shard) -> None:
     target = folder.folder / shard.name
     temporary = target.with_name(f".{target.name}{TEMPORARY}")
     with open(temporary, "wb") as file:
-        for piece in pieces(source, shard.name, shard.size, shard.sha256, shard.crc32c):
+        for piece in stretches(source, shard.name, shard.size, shard.sha256, shard.crc32c):
             file.write(piece)
         file.flush()
         os.fsync(file.fileno())
@@ -96,7 +96,7 @@ def _holds(folder: Store, shard: Shard) -> bool:
     if found is None or found.size != shard.size or not (shard.sha256 or shard.crc32c):
         return False
     try:
-        for _ in pieces(folder, shard.name, shard.size, shard.sha256, shard.crc32c):
+        for _ in stretches(folder, shard.name, shard.size, shard.sha256, shard.crc32c):
             pass
     except OSError:
         return False
@@ -236,7 +236,7 @@ def _is_same(found: File, shard: Shard, link: str) -> bool:
 def sha256(folder: Store, name: str) -> str:
     """The hash of a file's bytes."""
     hashed, file = hashlib.sha256(), folder.stat(name)
-    for piece in pieces(folder, name, file.size if file else 0):
+    for piece in stretches(folder, name, file.size if file else 0):
         hashed.update(piece)
     return hashed.hexdigest()
 

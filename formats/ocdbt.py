@@ -13,8 +13,8 @@ import tensorstore as ts
 from weightbeam.formats.staging import ATTEMPT as ATTEMPT
 from weightbeam.formats.storage import Store
 
-AT_A_TIME = 4096  # databases that are merged in one transaction; each takes some 30 KiB
-LISTED = 100_000  # keys that are listed at a time
+MERGE_BATCH = 4096  # databases that are merged in one transaction; each takes some 30 KiB
+LIST_BATCH = 100_000  # keys that are listed at a time
 MANIFEST = "manifest.ocdbt"
 CONFIG = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}, "file_io_concurrency": {"limit": 16}}
@@ -70,8 +70,8 @@ def merge(
       IncompleteError: a key of `expected` is missing, one is there that shouldn't be, or two databases hold the same.
     """
     count = 0
-    for start in range(0, len(databases), AT_A_TIME):
-        count += _copy(database(items, manifest), databases[start : start + AT_A_TIME])
+    for start in range(0, len(databases), MERGE_BATCH):
+        count += _copy(database(items, manifest), databases[start : start + MERGE_BATCH])
         _trim()
     merged = ts.KvStore.open(database(items, manifest), context=context()).result()
     with ts.Transaction(atomic=True) as transaction:
@@ -113,9 +113,9 @@ def _check(merged: ts.KvStore, count: int, expected: Iterable[tuple[str, Iterabl
     folders, total = set(), 0
     for folder, names in expected:
         keys = sorted(name.encode() for name in names)
-        bounds = [f"{folder}/".encode(), *keys[LISTED::LISTED], f"{folder}0".encode()]  # "0" comes after "/"
+        bounds = [f"{folder}/".encode(), *keys[LIST_BATCH::LIST_BATCH], f"{folder}0".encode()]  # "0" comes after "/"
         for start, (low, high) in enumerate(itertools.pairwise(bounds)):
-            wanted, held = keys[start * LISTED : (start + 1) * LISTED], merged.list(ts.KvStore.KeyRange(low, high)).result()
+            wanted, held = keys[start * LIST_BATCH : (start + 1) * LIST_BATCH], merged.list(ts.KvStore.KeyRange(low, high)).result()
             if sorted(held) != wanted:
                 missing, extra = set(wanted).difference(held), set(held).difference(wanted)
                 example = sorted(missing or extra)[0].decode()

@@ -22,13 +22,13 @@ import tensorstore as ts
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.orbax import METADATA, find_items, item_metadata, record_of
-from weightbeam.formats.safetensors import Empty
+from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.trees import Tree, TreeError, recognise
 
 TEXT = "string"  # the value_type of leaves that lie in a file of their own
-LIGHT = 64 << 20  # bytes; a stored shard of chunks up to this is read whole
+MAX_WHOLE_SHARD_BYTES = 64 << 20  # bytes; a stored shard of chunks up to this is read whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class OrbaxArray(InOrder):
         """One read: TensorStore finds the chunks."""
         return (ChunkRead(self, box),)
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         """Passes the values as they are."""
         return stored[0]
 
@@ -85,7 +85,7 @@ class ChunkRead:
         return volume(self.box) * self.array.dtype.itemsize
 
     @staticmethod
-    def fetch(reads: Sequence[ChunkRead], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+    def fetch(reads: Sequence[ChunkRead], empty: Allocate = np.empty) -> tuple[list[np.ndarray], int]:
         """Reads boxes into arrays that `empty` makes.
 
         Returns:
@@ -235,7 +235,7 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
             dtype = np.dtype(store.dtype.numpy_dtype)
             codec = json.dumps(store.codec.to_json() if store.codec else None)
             compressed = any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"', '"zlib"', '"bz2"'))
-            grain = shard if math.prod(shard) * dtype.itemsize <= LIGHT else read
+            grain = shard if math.prod(shard) * dtype.itemsize <= MAX_WHOLE_SHARD_BYTES else read
             grain = tuple(min(n, size) if size else 1 for n, size in zip(grain, store.shape, strict=True))
             arrays[key] = OrbaxArray(str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed)
         checkpoint = OrbaxCheckpoint(str(items), files, metadata, item_metadata(items), record_of(items), arrays)

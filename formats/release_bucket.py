@@ -27,8 +27,8 @@ from weightbeam.formats.storage.bucket import Bucket
 CONFIG = "config.json"  # no loader takes a folder without it for a model
 PARTS = "parts"
 PART_BYTES = 16 << 20  # of a component; a longer stretch is cut
-FILES = 4  # that are composed at a time
-AT_A_TIME = 2  # components that a unit uploads; with their copies 32 MiB
+MAX_COMPOSED_FILES = 4  # that are composed at a time
+MAX_UPLOADS = 2  # components that a unit uploads; with their copies 32 MiB
 
 
 class ReleaseBucket(ReleasePlace, BucketStaging):
@@ -58,7 +58,7 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
             self.parts.write(name, data)
             return file, start, start + len(data), name, google_crc32c.value(data)
 
-        with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
+        with concurrent.futures.ThreadPoolExecutor(MAX_UPLOADS) as pool:
             return {"parts": list(pool.map(write, enumerate(join(stretches))))}
 
     def seal(self, files: Iterable[tuple[str, bytes, int]], ledger: Mapping[int, Mapping[str, Any]]) -> None:
@@ -72,7 +72,7 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
         for entry in ledger.values():
             for file, *component in entry["parts"]:
                 written[file].append(Component(*component))
-        with concurrent.futures.ThreadPoolExecutor(FILES) as pool:
+        with concurrent.futures.ThreadPoolExecutor(MAX_COMPOSED_FILES) as pool:
             list(pool.map(lambda file: self._seal_file(*file, written[file[0]]), files))
 
     def _seal_file(self, name: str, header: bytes, size: int, written: Iterable[Component]) -> None:

@@ -38,7 +38,7 @@ class Source:
       problems: quantised tensors that can't be decoded.
       dropped: tensors of the quantisation that no weight needs, with the reason.
       lost: the weights that problems stand against; they aren't missing.
-      spare: tensors that a table may have no place for if they hold nothing but zeros: see `settle_spare`.
+      spare: tensors that a table may have no place for if they hold nothing but zeros: see `drop_zero_biases`.
     """
 
     encodings: Mapping[str, Encoding]
@@ -67,7 +67,7 @@ class Source:
         """The same tensors with adapters merged into them."""
         return dataclasses.replace(self, encodings=merging.encodings, problems=(*self.problems, *merging.problems))
 
-    def settle_spare(self, unused: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
+    def drop_zero_biases(self, unused: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
         """The spare ones of the tensors that a table has no use for, which are read: `(those dropped with the reason, problems)`."""
         tensors = {name: self.encodings[name].weight for name in unused if name in self.spare}
         if (nbytes := sum(tensor.nbytes for tensor in tensors.values())) > MAX_SPARE_BYTES:

@@ -26,7 +26,7 @@ from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.orbax_source import OrbaxArray
 from weightbeam.formats.release_target import UNPACKED
-from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.model_mappings.boxes import Box, extent, volume
 
@@ -62,7 +62,7 @@ class UnpackedArray(InOrder):
         """A read for each file that holds a part of the box."""
         return tuple(read for read, _ in self._parts(box))
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         """The box, put together of its parts; in the stored dtype."""
         values = empty(extent(box), self.dtype)
         for part, (_, target) in zip(stored, self._parts(box), strict=True):

@@ -122,7 +122,7 @@ class Relation(NamedTuple):
             splits.append([((low, high),)] if len(axis.sizes) == 1 else list(factor_boxes((low, high), axis.sizes)) or [()])
         for spans in itertools.product(*splits):
             shared: dict[int, Range] = {}  # the range of each shared factor
-            if (met := self._meet(here, spans, cell, shared)) is None:
+            if (met := self._align(here, spans, cell, shared)) is None:
                 continue
             mine, order_here = _view(here, met, cell)
             other = [tuple(_span(place, cell, shared) for place in axis.places) for axis in there]
@@ -130,7 +130,7 @@ class Relation(NamedTuple):
             order = tuple(map(order_there.index, order_here))
             yield (mine, theirs, order) if back else (theirs, mine, order)
 
-    def _meet(self, side: Sequence[Axis], spans: Sequence[Spans], cell: Sequence[int], shared: dict[int, Range]) -> list[Spans] | None:
+    def _align(self, side: Sequence[Axis], spans: Sequence[Spans], cell: Sequence[int], shared: dict[int, Range]) -> list[Spans] | None:
         """The part of `spans` that belongs to the cell, None where there is none; notes the ranges of the shared factors."""
         met = []
         for axis, ranges in zip(side, spans, strict=True):

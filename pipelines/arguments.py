@@ -304,7 +304,7 @@ def secret(text: str) -> str:
     return text
 
 
-def share(text: str) -> float:
+def fraction(text: str) -> float:
     """A number above 0, up to 1."""
     try:
         number = float(text)
@@ -400,7 +400,7 @@ def add_verification(parser: argparse.ArgumentParser) -> None:
     add("--source", metavar="URL", help="where config.json and the safetensors files are: a folder, gs:// or hf://")
     add("--checkpoint", metavar="URL", help="the Orbax checkpoint: its root, a step or an item, in a folder or in gs://")
     add("--lora", action="append", metavar="PATH[,WEIGHT]", help="an adapter that was merged, where it isn't where the checkpoint says")
-    add("--sample", type=share, default=1.0, metavar="SHARE", help="compare only this share of each array's tensors, such as 0.05, but one at least")
+    add("--sample", type=fraction, default=1.0, metavar="SHARE", help="compare only this share of each array's tensors, such as 0.05, but one at least")
     add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it")
     add("--scan_layers", type=boolean, metavar="true|false", help="whether layers are stacked")
     add("--param_scan_axis", type=natural, metavar="N", help="where the stacked axis is (default: 1)")

@@ -18,7 +18,7 @@ from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineS
 
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.errors import BusyError, RefusedError
-from weightbeam.pipelines.progress import Report, quiet, seldom, watch_progress
+from weightbeam.pipelines.progress import Report, at_most_every, quiet, watch_progress
 from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, memory_bound, thread_bytes
 from weightbeam.pipelines.runners.failure import RunnerError
 from weightbeam.pipelines.tables import human
@@ -98,7 +98,7 @@ class Machine:
         return None
 
 
-def settle(options: PipelineOptions, conversion: Conversion, target: str) -> None:
+def fill_in(options: PipelineOptions, conversion: Conversion, target: str) -> None:
     """Sets what the user left open: gcloud's region; machines, threads and memory by the plan's bound; a job's name that is the target's own.
 
     Raises:
@@ -227,7 +227,7 @@ def run(pipeline: beam.Pipeline, total: int, noise: io.StringIO, report: Report 
     """Submits the pipeline as a job, says where it is, and waits for its end unless the options say otherwise.
 
     Args:
-      pipeline: with the options that `settle` has seen.
+      pipeline: with the options that `fill_in` has seen.
       total: bytes that the job will write.
       noise: takes what Beam prints.
       report: is told how far the job has come.
@@ -289,4 +289,4 @@ def bytes_written(result: Any) -> Callable[[], int]:
                 known = int(metric.scalar)
         return known
 
-    return seldom(ask, POLL)
+    return at_most_every(ask, POLL)

@@ -55,7 +55,7 @@ AT_ONCE = 4  # boxes at most: each takes some 100 MB
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class Operand:
     """A tensor of one side, of which any box can be read.
 
     Attributes:
@@ -73,7 +73,7 @@ class Stored:
     lossy: str | None = None
 
 
-Side = Mapping[str, Stored]
+Side = Mapping[str, Operand]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +295,7 @@ def _layer_by_layer(side: Side, other: Side) -> Side:
     `decoder.layers.mlp.wi_0.kernel` (embed, layers, mlp) is `decoder.layers_0.mlp.wi_0.kernel` (embed, mlp) and so on. Only what the
     other side has as many of as there are layers, each of the shape that is left, is taken apart.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, Operand] = {}
     for key, stored in side.items():
         match = STACKED.fullmatch(key)
         layers = list(itertools.takewhile(other.__contains__, (f"{match[1]}_{i}.{match[2]}" for i in itertools.count()))) if match else []
@@ -309,7 +309,7 @@ def _layer_by_layer(side: Side, other: Side) -> Side:
     return found
 
 
-def _layer(stored: Stored, axis: int, number: int) -> Stored:
+def _layer(stored: Operand, axis: int, number: int) -> Operand:
     """One layer of a stacked array."""
 
     def without(values: Sequence[int]) -> tuple[int, ...]:
@@ -319,10 +319,10 @@ def _layer(stored: Stored, axis: int, number: int) -> Stored:
         return stored.read((*box[:axis], (number, number + 1), *box[axis:])).squeeze(axis)
 
     order = tuple(other - (other > axis) for other in stored.order if other != axis)
-    return Stored(without(stored.shape), stored.dtype, order, without(stored.grain), fetch, stored.lossy)
+    return Operand(without(stored.shape), stored.dtype, order, without(stored.grain), fetch, stored.lossy)
 
 
-def _stored(encoding: Encoding | OrbaxArray) -> Stored:
+def _stored(encoding: Encoding | OrbaxArray) -> Operand:
     """A tensor in a release's file, or an array of an Orbax checkpoint."""
     dtype = np.dtype(np.float32)
     if encoding.label is None:
@@ -334,7 +334,7 @@ def _stored(encoding: Encoding | OrbaxArray) -> Stored:
 
     order = tuple(axis for axis in encoding.order if axis not in encoding.indivisible)
     grain = encoding.chunk if isinstance(encoding, OrbaxArray) else (1,) * len(encoding.shape)
-    return Stored(encoding.shape, dtype, order, grain, fetch)
+    return Operand(encoding.shape, dtype, order, grain, fetch)
 
 
 def _converted(release: Checkpoint, items: Store, there: Side, model: str | None, named: str | None) -> tuple[Side, dict[str, str]]:
@@ -357,12 +357,12 @@ def _converted(release: Checkpoint, items: Store, there: Side, model: str | None
     refuse(conversion, conversion.plan.problems)
     grids = {grid.spec.key: grid for grid in conversion.grids}
 
-    def stored(array: Array) -> Stored:
+    def stored(array: Array) -> Operand:
         other = there.get(array.key)
         dtype = other.dtype if other and is_float(array.dtype) and other.dtype.name in SAVE_DTYPES else array.dtype
         made = dataclasses.replace(array, dtype=dtype)
         order = tuple(reversed(grids[array.key].growth))
-        return Stored(array.shape, dtype, order, (1,) * len(array.shape), lambda box: make_boxes([(made, box)], conversion.encodings)[0][0], array.lossy)
+        return Operand(array.shape, dtype, order, (1,) * len(array.shape), lambda box: make_boxes([(made, box)], conversion.encodings)[0][0], array.lossy)
 
     return {array.key: stored(array) for array in conversion.plan.arrays}, dict(conversion.plan.dropped)
 
@@ -417,7 +417,7 @@ def compare_sides(a: Side, b: Side, *, names: tuple[str, str] = ("the first", "t
     return found
 
 
-def _cut(a: Stored, b: Stored) -> Iterator[Box]:
+def _cut(a: Operand, b: Operand) -> Iterator[Box]:
     """The boxes in which a tensor is read from both sides: cut as the side whose chunks are decoded whole wants it."""
     grain = tuple(map(max, a.grain, b.grain)) if a.shape else ()
     first = a if max(a.grain, default=1) == 1 else b

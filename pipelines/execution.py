@@ -22,7 +22,7 @@ from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import make_pipeline, pipeline_options
 from weightbeam.pipelines.output import share_left
-from weightbeam.pipelines.progress import LINE_EVERY, Report, quiet, seldom, watch_progress
+from weightbeam.pipelines.progress import LINE_EVERY, Report, at_most_every, quiet, watch_progress
 from weightbeam.pipelines.report import threads_of
 from weightbeam.pipelines.runners import jobs, local, portable
 from weightbeam.pipelines.runners.failure import last_words
@@ -133,7 +133,7 @@ def execute(
     runner = options.view_as(StandardOptions).runner
     on_dataflow, on_engine = runner == dataflow.RUNNER, runner in portable.RUNNERS
     if on_dataflow:
-        dataflow.settle(options, conversion, str(staging.final))
+        dataflow.fill_in(options, conversion, str(staging.final))
         dataflow.check_alone(options)
     cloud = options.view_as(GoogleCloudOptions)  # where every engine looks for the job's name
     cloud.job_name = cloud.job_name or dataflow.job_name(conversion, str(staging.final))
@@ -172,7 +172,7 @@ def _written(conversion: Movement, staging: Staging, left: int, options: Pipelin
     if options.view_as(StandardOptions).runner == local.RUNNER:
         before = WRITTEN.total
         return lambda: WRITTEN.total - before
-    return seldom(lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left, LINE_EVERY)
+    return at_most_every(lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left, LINE_EVERY)
 
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:

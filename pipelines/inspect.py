@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.orbax import STEP, StoredArray, find_items, item_metadata, open_arrays, read_arrays, record_of
+from weightbeam.formats.orbax import STEP, CheckpointArray, find_items, item_metadata, open_arrays, read_arrays, record_of
 from weightbeam.formats.printable import printable
 from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
 from weightbeam.formats.storage import Store, open_store
@@ -84,7 +84,7 @@ class OrbaxInspection(Inspection):
     """An Orbax checkpoint: its arrays, and where it comes from as far as it says (`custom`)."""
 
     path: str
-    arrays: Sequence[StoredArray]
+    arrays: Sequence[CheckpointArray]
     custom: Mapping[str, Any]
 
     def blocks(self) -> Iterator[Block]:

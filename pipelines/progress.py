@@ -142,7 +142,7 @@ def reporter(progress: bool | str | Report) -> Report | None:
     return progress
 
 
-def seldom(ask: Callable[[], int], seconds: float) -> Callable[[], int]:
+def at_most_every(ask: Callable[[], int], seconds: float) -> Callable[[], int]:
     """Asks what takes a while only now and then, and keeps to the last answer meanwhile, and where there is none: it's for show."""
     known, asked = 0, float("-inf")
 

@@ -42,7 +42,7 @@ from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.metadata import find_metadata_faults
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.staged import remember
-from weightbeam.transforms.verification import Finding, compared_elements, tasks
+from weightbeam.transforms.verification import ArrayResult, compared_elements, tasks
 
 LOG = logging.getLogger("weightbeam")
 MISSING = "is missing"
@@ -63,7 +63,7 @@ class Verification:
 
     checkpoint: str
     conversion: Conversion
-    findings: Mapping[str, Finding]
+    findings: Mapping[str, ArrayResult]
     wrong: tuple[tuple[str, str], ...]
     sample: float = 1.0
     export: str | None = None
@@ -199,7 +199,7 @@ class Subject:
     wrong: tuple[tuple[str, str], ...]
     keys: Mapping[str, str] | None = None
 
-    def found(self, findings: Mapping[str, Finding], sample: float) -> Verification:
+    def found(self, findings: Mapping[str, ArrayResult], sample: float) -> Verification:
         """The same with what was found."""
         export = None if self.keys is None else self.conversion.checkpoint.root
         return Verification(str(self.items), self.conversion, findings, self.wrong, sample, export)
@@ -329,7 +329,7 @@ def compared_bytes(array: Array, sample: float) -> int:
     return compared_elements(array, sample) * array.dtype.itemsize
 
 
-def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report | None = None) -> dict[str, Finding]:
+def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report | None = None) -> dict[str, ArrayResult]:
     """Runs the comparison as a pipeline.
 
     Raises:

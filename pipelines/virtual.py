@@ -17,7 +17,7 @@ from weightbeam.model_mappings.plan import PARAMETERS, Array
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.tables import Block, Table, count, human, shape_text
 from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.virtual import loads_of, share
+from weightbeam.transforms.virtual import loads_of, percent
 
 
 def placement_blocks(conversion: Conversion) -> Iterator[Block]:
@@ -31,12 +31,12 @@ def placement_blocks(conversion: Conversion) -> Iterator[Block]:
         name = arrays[0].key.removeprefix(PARAMETERS) + (" …" if len(arrays) > 1 else "")
         nbytes = sum(array.nbytes for array in arrays)
         kind = "written" if reason else "the source's"
-        rows.add_row(name, kind, shape_text(chunk), str(len(arrays)), share(nbytes, total), reason or "the same elements in another order")
+        rows.add_row(name, kind, shape_text(chunk), str(len(arrays)), percent(nbytes, total), reason or "the same elements in another order")
     yield from ("", rows)
     references = list(conversion.references())
     virtual = sum(placement.spec is not None for placement in conversion.placements)
     totals = Table("", "")
-    totals.add_row("virtual", f"{count(virtual, 'array')} of {len(conversion.placements):,}, {share(conversion.virtual_bytes, total)} of the bytes")
+    totals.add_row("virtual", f"{count(virtual, 'array')} of {len(conversion.placements):,}, {percent(conversion.virtual_bytes, total)} of the bytes")
     totals.add_row(
         "written", f"{human(conversion.made_bytes)} in arrays, and an index of about {human(index_bytes(references))} for {count(len(references), 'chunk')}"
     )

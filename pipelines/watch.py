@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.tables import Table, show
-from weightbeam.pipelines.watching.config import Config, config_of_run, read_config
+from weightbeam.pipelines.watching.config import WatchConfig, config_of_run, read_config
 from weightbeam.pipelines.watching.notices import Notices, log_lines, warn
 from weightbeam.pipelines.watching.preflight import check_runs
 from weightbeam.pipelines.watching.receiver import SECRET, receive_webhooks
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _config(args: argparse.Namespace) -> Config:
+def _config(args: argparse.Namespace) -> WatchConfig:
     """What is watched: a file says it, or the options do for one run.
 
     Raises:

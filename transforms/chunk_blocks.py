@@ -21,7 +21,7 @@ from weightbeam.formats.unpacking import can_unpack
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import Array, Problem
-from weightbeam.transforms.grid import Grid, Stored, cut_rows
+from weightbeam.transforms.grid import Grid, SourceCost, cut_rows
 from weightbeam.transforms.quantizing import keep_blocks
 from weightbeam.transforms.units import Block, element_box, find_twins, largest_first, pack
 
@@ -70,7 +70,7 @@ def chunk_grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], sizes: 
     Where a tensor is quantised, also of whole blocks of its rows. `sizes` are the bytes that an element of each tensor takes.
     """
     part = next(part for part in array.parts if part.rule.source)
-    whole_axes, rows = cut_rows(part, array.dtype.itemsize, Stored())
+    whole_axes, rows = cut_rows(part, array.dtype.itemsize, SourceCost())
     names = sorted(axis for axis in part.stack_axes if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole_axes)]))
     coded = any(name in quantised for part in array.parts for name in part.tensors)
@@ -83,7 +83,7 @@ def chunk_grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], sizes: 
 
 def _smallest(grid: Grid) -> list[int]:
     """The extents of the smallest block."""
-    return [n if axis in grid.whole else min(chunk, n) for axis, (n, chunk) in enumerate(zip(grid.spec.shape, grid.spec.shard, strict=True))]
+    return [n if axis in grid.whole_axes else min(chunk, n) for axis, (n, chunk) in enumerate(zip(grid.spec.shape, grid.spec.shard, strict=True))]
 
 
 def _smallest_bytes(grid: Grid) -> int:
@@ -111,7 +111,7 @@ def _units(arrays: Sequence[Array], grids: Sequence[Grid], unit_bytes: int) -> l
 def chunk_blocks(number: int, grid: Grid, unit_bytes: int) -> Iterator[Block]:
     """Cuts an array into blocks of at most `unit_bytes`, as long as possible along its tensors' rows."""
     spec = grid.spec
-    counts = [count if axis in grid.whole else 1 for axis, count in enumerate(spec.grid)]
+    counts = [count if axis in grid.whole_axes else 1 for axis, count in enumerate(spec.grid)]
     for axis in grid.growth:
         extents = [min(n * shard, size) for n, shard, size in zip(counts, spec.shard, spec.shape, strict=True)]
         most = min(spec.grid[axis], unit_bytes // max(1, grid.working_bytes(extents)))

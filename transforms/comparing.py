@@ -11,7 +11,7 @@ import apache_beam as beam
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.storage import Store, write_file
 from weightbeam.transforms.staged import load_bytes
-from weightbeam.transforms.verification import Finding, run_task, tasks
+from weightbeam.transforms.verification import ArrayResult, run_task, tasks
 from weightbeam.transforms.work import Tally
 
 COMPARED = Tally()  # bytes of the checkpoint
@@ -60,13 +60,13 @@ def _write(findings: Sequence[bytes], report: Path) -> None:
     write_file(report, pickle.dumps(list(findings)))
 
 
-def read_findings(report: Path, tasks: int) -> dict[str, Finding]:
+def read_findings(report: Path, tasks: int) -> dict[str, ArrayResult]:
     """What was found of each array.
 
     Raises:
       RuntimeError: not all of so many tasks are there: the runner lost some.
     """
-    found: dict[str, Finding] = {}
+    found: dict[str, ArrayResult] = {}
     findings = pickle.loads(report.read_bytes())
     if len(findings) != tasks:
         raise RuntimeError(f"{len(findings):,} of {tasks:,} comparisons were made; Beam lost the others")

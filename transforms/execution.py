@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.encodings import Encoding
-from weightbeam.formats.safetensors import Empty
+from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.plan import Array
@@ -25,7 +25,7 @@ Views = list[tuple[Piece, np.ndarray]]  # the pieces of what is to be made, each
 DECODED = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))  # what an encoding's values can be computed in; other dtypes are cast from float32
 
 
-def read(fetches: Sequence[Fetch], empty: Empty = np.empty) -> tuple[list[list[np.ndarray]], int]:
+def read(fetches: Sequence[Fetch], empty: Allocate = np.empty) -> tuple[list[list[np.ndarray]], int]:
     """Reads what the fetches need: for each its stored arrays, and the bytes read from the files."""
     groups = [fetch.encoding.reads(fetch.box) for fetch in fetches]
     reads = [read for group in groups for read in group]
@@ -41,7 +41,7 @@ def read(fetches: Sequence[Fetch], empty: Empty = np.empty) -> tuple[list[list[n
     return [[next(rest) for _ in group] for group in groups], total
 
 
-def decode(fetches: Sequence[Fetch], stored: Sequence[list[np.ndarray]], empty: Empty = np.empty) -> list[np.ndarray]:
+def decode(fetches: Sequence[Fetch], stored: Sequence[list[np.ndarray]], empty: Allocate = np.empty) -> list[np.ndarray]:
     """The values of each fetch; those that are stored plainly pass as they are."""
     return [fetch.encoding.decode(arrays, fetch.box, fetch.dtype, empty) for fetch, arrays in zip(fetches, stored, strict=True)]
 
@@ -55,7 +55,7 @@ def arrange(fetches: Sequence[Fetch], values: Sequence[np.ndarray], pieces: Sequ
     return views
 
 
-def make(job: Make, views: Views, empty: Empty = np.empty) -> np.ndarray:
+def make(job: Make, views: Views, empty: Allocate = np.empty) -> np.ndarray:
     """What the job asks for, of the views of its pieces: the one copy and the one cast."""
     return stack(job, views, empty)
 
@@ -101,7 +101,7 @@ def plan_boxes(wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Enco
 
 
 def make_boxes(
-    wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Encoding], empty: Empty = np.empty, results: Sequence[Empty] | None = None
+    wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Encoding], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None
 ) -> tuple[list[np.ndarray], int]:
     """Boxes of arrays, read and made here and now; what they share of a tensor is read once.
 

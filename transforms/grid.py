@@ -45,7 +45,7 @@ class UnitBytesError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class SourceCost:
     """How the tensors of an array are stored.
 
     Attributes:
@@ -68,7 +68,7 @@ class Grid:
     Attributes:
       spec: chunk and shard shapes.
       partition: the mesh axes of each axis, by mesh.
-      whole: axes that a unit never cuts, since that would cut across rows of the source.
+      whole_axes: axes that a unit never cuts: else rows of the source are cut, and their bytes are read twice.
       growth: the other axes, in the order in which a unit grows along them: as the source's bytes lie.
       element_bytes: working memory for each element of the array: source, decoded values and target.
       warnings: what the user should know.
@@ -77,15 +77,15 @@ class Grid:
 
     spec: ArraySpec
     partition: dict[str, tuple]
-    whole: frozenset[int]
+    whole_axes: frozenset[int]
     growth: tuple[int, ...]
     element_bytes: int
     warnings: tuple[str, ...]
     beside: Beside = ()
 
     def working_bytes(self, extents: Sequence[int]) -> int:
-        """Memory to make a box of these extents, where axes in `whole` count with their full size."""
-        sizes = [n if axis in self.whole else extents[axis] for axis, n in enumerate(self.spec.shape)]
+        """Memory to make a box of these extents, where `whole_axes` count with their full size."""
+        sizes = [n if axis in self.whole_axes else extents[axis] for axis, n in enumerate(self.spec.shape)]
         return math.prod(sizes) * self.element_bytes + sum(math.prod(sizes[axis] for axis in axes) * nbytes for axes, nbytes in self.beside)
 
 
@@ -118,7 +118,7 @@ def count_experts(arrays: Iterable[Array]) -> int:
     return max((size for array in arrays for name, size in zip(array.names, array.shape, strict=True) if name == EXPERTS), default=0)
 
 
-def cut_rows(part: Part, itemsize: int, stored: Stored) -> tuple[frozenset[int], list[int]]:
+def cut_rows(part: Part, itemsize: int, stored: SourceCost) -> tuple[frozenset[int], list[int]]:
     """The array's axes that hold a tensor's columns, and those that hold its rows, the fastest first.
 
     Columns are the trailing axes of the tensor that are needed to make a contiguous run of `MIN_RUN` bytes. An axis that merges
@@ -144,7 +144,7 @@ def cut_rows(part: Part, itemsize: int, stored: Stored) -> tuple[frozenset[int],
 
 def make_grid(
     array: Array,
-    stored: Stored,
+    stored: SourceCost,
     meshes: Sequence[Mesh],
     rules: Rules,
     unit_bytes: int,
@@ -178,12 +178,12 @@ class Reading:
     """How a unit reads what an array is made of.
 
     Attributes:
-      whole, growth: as of a `Grid`.
+      whole_axes, growth: as of a `Grid`.
       element_bytes: memory for each element before it is stacked.
       beside: as of a `Grid`.
     """
 
-    whole: frozenset[int]
+    whole_axes: frozenset[int]
     growth: tuple[int, ...]
     element_bytes: int
     beside: Beside = ()
@@ -198,20 +198,20 @@ def cut_array(
       UnitBytesError: the smallest unit needs more than `unit_bytes`.
     """
     shape, itemsize = array.shape, array.dtype.itemsize
-    whole, growth = reading.whole, reading.growth
+    whole_axes, growth = reading.whole_axes, reading.growth
     selecting = selecting_axes(array)
     packed = not meshes and format.use_zarr3 and array.nbytes > MIN_PACKED
     if meshes:
-        finest, warnings = (_even_shard(array, meshes), ()) if assignments is None else finest_shard(array, assignments, meshes)
+        finest, warnings = (_even_device_shard(array, meshes), ()) if assignments is None else finest_device_shard(array, assignments, meshes)
     else:
         least, with_experts = (MIN_PACKED_CHUNK, experts > 0) if packed else (MIN_LOOSE_CHUNK, False)
-        finest, warnings = _common_shard(array, assignments or (None,) * len(shape), with_experts, least), ()
+        finest, warnings = _common_device_shard(array, assignments or (None,) * len(shape), with_experts, least), ()
     uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting  # a ragged last chunk does no harm
 
     element_bytes = reading.element_bytes + itemsize * (2 if packed or format.compression != "none" else 1)  # encoding makes a copy
     spec = ArraySpec(array.key, shape, array.dtype, shape, shape)
     partition = {mesh.text: tuple(assignments) for mesh in meshes} if assignments is not None else {}
-    grid = Grid(spec, partition, whole, growth, element_bytes, warnings, reading.beside)
+    grid = Grid(spec, partition, whole_axes, growth, element_bytes, warnings, reading.beside)
 
     ways = [mesh.ways(axes) for mesh in meshes for axes in assignments or ()]
     sharded = max(ways, default=1) > 1 or (assignments is None and bool(meshes) and finest != list(shape))
@@ -220,7 +220,7 @@ def cut_array(
     else:
         chunk = [1 if axis in selecting else finest[axis] for axis in range(len(shape))]
         slowest = [axis for axis in reversed(growth) if axis not in selecting]
-        _shrink(chunk, MAX_CHUNK // itemsize, [*slowest, *sorted(whole, key=lambda axis: -chunk[axis])], uncut)
+        _shrink(chunk, MAX_CHUNK // itemsize, [*slowest, *sorted(whole_axes, key=lambda axis: -chunk[axis])], uncut)
         for axis in sorted((axis for axis in growth if axis in selecting), key=lambda axis: not meshes and array.names[axis] == EXPERTS):
             least = GOOD_PACKED_CHUNK if packed and array.names[axis] == EXPERTS else MIN_CHUNK
             _grow(chunk, finest, axis, least // itemsize)
@@ -229,7 +229,7 @@ def cut_array(
     return dataclasses.replace(grid, spec=dataclasses.replace(grid.spec, chunk=tuple(chunk), shard=tuple(shard)))
 
 
-def finest_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) -> tuple[list[int], tuple[str, ...]]:
+def finest_device_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) -> tuple[list[int], tuple[str, ...]]:
     """The greatest extents that divide the shards of all meshes, and a warning for each axis that a mesh doesn't divide."""
     finest, warnings = list(array.shape), []
     for mesh in meshes:
@@ -243,7 +243,7 @@ def finest_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) ->
     return finest, tuple(warnings)
 
 
-def _even_shard(array: Array, meshes: Sequence[Mesh]) -> list[int]:
+def _even_device_shard(array: Array, meshes: Sequence[Mesh]) -> list[int]:
     """The greatest extents that divide an array into equal parts, as many as each mesh has devices: along its longest axes."""
     finest = list(array.shape)
     for mesh in meshes:
@@ -255,7 +255,7 @@ def _even_shard(array: Array, meshes: Sequence[Mesh]) -> list[int]:
     return finest
 
 
-def _common_shard(array: Array, assignments: Sequence, experts: bool, least: int) -> list[int]:
+def _common_device_shard(array: Array, assignments: Sequence, experts: bool, least: int) -> list[int]:
     """The finest shard of the common meshes: of those with as many devices as leave chunks of `least` bytes once they have grown."""
     growing = selecting_axes(array) - {axis for axis, name in enumerate(array.names) if name == EXPERTS}
     layers = math.prod(array.shape[axis] for axis in growing)
@@ -277,11 +277,11 @@ def _shard(chunk: Sequence[int], grid: Grid, unit_bytes: int, selecting: frozens
     """Packs chunks into a shard: along the axes that a unit holds whole, then along rows, while the index stays small and a unit can hold it."""
     shard, shape = list(chunk), grid.spec.shape
     room = int(MAX_INDEX_SHARE * math.prod(chunk) * grid.spec.dtype.itemsize) // INDEX_ENTRY_BYTES  # for further chunks
-    for axis in dict.fromkeys([*sorted(grid.whole), *grid.growth]):
+    for axis in dict.fromkeys([*sorted(grid.whole_axes), *grid.growth]):
         if axis not in selecting:
             chunks = -(-shape[axis] // chunk[axis])
             limit = min(chunks, room)
-            if axis not in grid.whole:
+            if axis not in grid.whole_axes:
                 limit = min(limit, unit_bytes // grid.working_bytes(shard))
             count = -(-chunks // -(-chunks // max(1, limit)))  # shards of about equal length
             shard[axis] *= count

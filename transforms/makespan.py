@@ -38,8 +38,8 @@ START = 240.0  # seconds until a worker of Dataflow works: its machine, the imag
 CLUSTER_START = 12.0  # seconds until a job works on a cluster that is there: measured on Flink, its submission and the workers' start
 CLUSTER_SLOTS = 2  # of a worker there, as deploy/flink and deploy/spark have them
 LATENCY = 0.05  # seconds until a bucket answers. An estimate
-IN_TURN = 5  # requests of a unit that wait for each other, counted likewise: read, manifest, data, manifest, ledger
-OBJECTS = 3  # that a unit writes: data, manifest, ledger
+SEQUENTIAL_REQUESTS = 5  # requests of a unit that wait for each other, counted likewise: read, manifest, data, manifest, ledger
+OBJECTS_OF_A_UNIT = 3  # that a unit writes: data, manifest, ledger
 # Answers that the assembly, on one worker, waits for in turn for each unit, counted at a test server (2026-11-21): its ledger entry's reading
 # and removal, of 16 units at a time, and four reads of its database by TensorStore, of 32.
 ASSEMBLY_ANSWERS = 2 / 16 + 4 / 32
@@ -132,7 +132,7 @@ def efforts_of(conversion: Conversion) -> Iterator[Effort]:
 def decode_rate(encoding: Encoding) -> float:
     """Stored bytes a second that one core decodes; infinite for values that are stored as they are."""
     if isinstance(encoding, Transposed):
-        return decode_rate(encoding.stored)
+        return decode_rate(encoding.inner)
     if isinstance(encoding, Merged | Shifted):
         return 1 / (1 / MERGE_RATE + 1 / decode_rate(encoding.base))
     if isinstance(encoding, Replaced):
@@ -160,7 +160,7 @@ def schedule(durations: Sequence[float], machines: int) -> float:
 def occupation(effort: Effort, worker: Worker) -> tuple[float, str]:
     """Seconds that a unit keeps a thread, all of the worker's threads being busy, and what decides it."""
     rate = worker.gbps * 1e9 / 8
-    alone = effort.seconds + (effort.read + effort.written) / rate + IN_TURN * LATENCY
+    alone = effort.seconds + (effort.read + effort.written) / rate + SEQUENTIAL_REQUESTS * LATENCY
     return max(
         (alone, "latency of the bucket"),
         (effort.seconds * worker.threads / worker.cores, "vCPUs"),
@@ -194,7 +194,7 @@ def estimate(efforts: Sequence[Effort], workers: int, worker: Worker, files: int
     resolves = workers * min(files, -(-len(efforts) // workers)) if from_hub else 0
     seconds, limit = max(
         (worked, "the longest unit" if worked < 2 * longest else max(totals, key=totals.__getitem__, default="start-up")),
-        (ramp(OBJECTS * len(efforts), BUCKET_WRITES), "writes that a bucket takes"),
+        (ramp(OBJECTS_OF_A_UNIT * len(efforts), BUCKET_WRITES), "writes that a bucket takes"),
         (ramp(reads, BUCKET_READS), "reads that a bucket takes"),
         ((-(-resolves // HUB_RESOLVES) - 1) * HUB_WINDOW, "files that the hub gives"),
     )

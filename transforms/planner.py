@@ -38,7 +38,7 @@ from weightbeam.model_mappings.naming import Naming, name_model
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, expand, make_arrays
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.conversion import SAVE_DTYPES, Conversion, format_of, meshes_of, rules_of
-from weightbeam.transforms.grid import Grid, Stored, UnitBytesError, count_experts, make_grid
+from weightbeam.transforms.grid import Grid, SourceCost, UnitBytesError, count_experts, make_grid
 from weightbeam.transforms.layouts import maxtext_of
 from weightbeam.transforms.mesh import Mesh
 from weightbeam.transforms.options import Options
@@ -199,7 +199,7 @@ def _audit(
     problems = [*checkpoint.problems, *(problem for problem in source.problems if problem not in unneeded), *asked]
     dropped, found = audit(arrays, source.specs(), table.drops, family.name)
     if (checkpoint.shards or not problems) and not any(problem.kind == "quantised" for problem in problems):
-        zeros, spare = source.settle_spare(problem.subject for problem in found if problem.kind == "unused")
+        zeros, spare = source.drop_zero_biases(problem.subject for problem in found if problem.kind == "unused")
         dropped, problems = dropped | zeros, [*problems, *spare]
         explained = {problem.subject for problem in problems} | checkpoint.lost | source.lost
         problems += [problem for problem in found if problem.subject not in explained | zeros.keys()]
@@ -254,7 +254,7 @@ def _grids(options: Options, arrays: Sequence[Array], encodings: Mapping[str, En
     twins = {number: len(group) for group in find_twins(arrays) for number in group}
     grids = []
     for number, array in enumerate(arrays):
-        stored = _stored(array, encodings, save)
+        stored = _source_cost(array, encodings, save)
         try:
             grids.append(make_grid(array, stored, meshes, rules, options.unit_bytes // twins[number], format_of(options), experts))
         except UnitBytesError as e:
@@ -262,7 +262,7 @@ def _grids(options: Options, arrays: Sequence[Array], encodings: Mapping[str, En
     return grids
 
 
-def _stored(array: Array, encodings: Mapping[str, Encoding], save: np.dtype) -> Stored:
+def _source_cost(array: Array, encodings: Mapping[str, Encoding], save: np.dtype) -> SourceCost:
     """How the tensors of an array are stored; of several ways what takes most memory."""
     element_bytes, order, indivisible, tensor_bytes = 0, None, frozenset[int](), 0
     for part in array.parts:
@@ -275,7 +275,7 @@ def _stored(array: Array, encodings: Mapping[str, Encoding], save: np.dtype) -> 
                 indivisible = indivisible.union(*(part.axes_of(axis) for axis in encoding.indivisible))
                 thin = tuple((0, n if axis in encoding.indivisible else 1) for axis, n in enumerate(encoding.shape))
                 tensor_bytes = max(tensor_bytes, stored_bytes(encoding, thin))
-    return Stored(element_bytes, order, indivisible, tensor_bytes)
+    return SourceCost(element_bytes, order, indivisible, tensor_bytes)
 
 
 def _units(options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding]) -> list[tuple[Block, ...]]:

@@ -93,14 +93,14 @@ def quantization_config(tensors: Iterable[Entry], quantised: frozenset[str]) -> 
 
 def keep_blocks(grid: Grid, part: Part) -> Grid:
     """A grid of which no unit cuts a block of 128 rows of its tensors: along the slowest axis that holds rows in whole blocks, along the others not at all."""
-    rows = sorted(part.axes_of(len(part.window_shape) - 2) - grid.whole, key=grid.growth.index)  # the fastest first
+    rows = sorted(part.axes_of(len(part.window_shape) - 2) - grid.whole_axes, key=grid.growth.index)  # the fastest first
     if not rows:
         return grid
     *inner, outer = rows
     count = grid.spec.shape[outer]
     span, rest = divmod(part.window_shape[-2] * part.steps[-2], count)  # rows of the tensor for each index of that axis
     grain = count if rest else math.lcm(grid.spec.shard[outer], ROWS // math.gcd(ROWS, span))
-    kept = grid.whole | set(inner) | ({outer} if grain >= count else set())
+    kept = grid.whole_axes | set(inner) | ({outer} if grain >= count else set())
     shard = tuple(min(grain, n) if axis == outer else size for axis, (size, n) in enumerate(zip(grid.spec.shard, grid.spec.shape, strict=True)))
     spec = dataclasses.replace(grid.spec, chunk=shard, shard=shard)
-    return dataclasses.replace(grid, spec=spec, whole=kept, growth=tuple(axis for axis in grid.growth if axis not in kept))
+    return dataclasses.replace(grid, spec=spec, whole_axes=kept, growth=tuple(axis for axis in grid.growth if axis not in kept))

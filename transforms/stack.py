@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from weightbeam.formats.safetensors import Empty
+from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.ops import Op
@@ -41,7 +41,7 @@ class Make(Protocol):
         ...
 
 
-def stack(job: Make, views: Sequence[tuple[Piece, np.ndarray]], empty: Empty = np.empty) -> np.ndarray:
+def stack(job: Make, views: Sequence[tuple[Piece, np.ndarray]], empty: Allocate = np.empty) -> np.ndarray:
     """Makes shards of their pieces' views, each already in the array's layout, in an array that `empty` makes.
 
     Returns:
@@ -53,11 +53,11 @@ def stack(job: Make, views: Sequence[tuple[Piece, np.ndarray]], empty: Empty = n
         made[...] = job.fill
     origin = tuple(start for start, _ in job.box)
     for piece, view in views:
-        copy(*_meet(view, piece.target, made, origin), piece.ops)
+        copy(*_align(view, piece.target, made, origin), piece.ops)
     return made
 
 
-def _meet(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def _align(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """`source`, and the view of the shards `made` that it becomes, with the same axes.
 
     An axis that runs through several shards is two: the shard's number, and the index within it.

@@ -63,7 +63,7 @@ class _ReadBoxesFn(StageFn):
         name_secret(self.secret)
 
     def run(self, work: Work) -> int:
-        work.stored, nbytes = execution.read(work.unit.fetches, work.arena.empty)
+        work.raw, nbytes = execution.read(work.unit.fetches, work.arena.empty)
         return nbytes
 
     def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
@@ -74,8 +74,8 @@ class _ReadBoxesFn(StageFn):
 
 class _DequantizeFn(StageFn):
     def run(self, work: Work) -> int:
-        work.values = execution.decode(work.unit.fetches, work.stored, work.arena.empty)
-        work.stored = []
+        work.values = execution.decode(work.unit.fetches, work.raw, work.arena.empty)
+        work.raw = []
         return total_bytes(work.values)
 
 

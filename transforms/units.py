@@ -70,7 +70,7 @@ def _run(part: Part) -> int:
 def make_blocks(number: int, array: Array, grid: Grid, encodings: Mapping[str, Encoding], unit_bytes: int) -> Iterator[Block]:
     """Cuts an array into blocks of at most `unit_bytes`, as long as possible along the source's bytes."""
     spec = grid.spec
-    counts = [count if axis in grid.whole else 1 for axis, count in enumerate(spec.grid)]
+    counts = [count if axis in grid.whole_axes else 1 for axis, count in enumerate(spec.grid)]
     for axis in grid.growth:
         extents = [n * shard for n, shard in zip(counts, spec.shard, strict=True)]
         most = min(spec.grid[axis], unit_bytes // grid.working_bytes(extents))

@@ -51,7 +51,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
+class ArrayResult:
     """What the comparison of one array, or a part of it, found.
 
     Attributes:
@@ -71,8 +71,8 @@ class Finding:
     not_finite: tuple[int, str] = (0, "")
     zero: tuple[str, ...] = ()
 
-    def __add__(self, other: Finding) -> Finding:
-        return Finding(
+    def __add__(self, other: ArrayResult) -> ArrayResult:
+        return ArrayResult(
             self.key,
             self.compared + other.compared,
             self.different + other.different,
@@ -89,7 +89,7 @@ def cells(array: Array) -> Iterator[Cell]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layouts:
+class CellLayout:
     """How a tensor (left) and an array (right) lie, for one cell.
 
     Attributes:
@@ -106,7 +106,7 @@ class Layouts:
     fixed: Mapping[str, int]
 
     @classmethod
-    def of(cls, cell: Cell, scan_axis: int) -> Layouts:
+    def of(cls, cell: Cell, scan_axis: int) -> CellLayout:
         rule, part = cell.part.rule, cell.part
         left = rule.axes.left[len(rule.name_axes) :]
         sizes = dict(zip(itertools.chain(*left), itertools.chain(*part.source_factors), strict=True))
@@ -165,10 +165,10 @@ class Layouts:
         return found.transpose([order.index(factor) for axis in self.left for factor in axis])
 
 
-def compare(array: Array, cell: Cell, store: ts.TensorStore, encoding: Encoding, scan_axis: int, exported: bool = False) -> Finding:
+def compare(array: Array, cell: Cell, store: ts.TensorStore, encoding: Encoding, scan_axis: int, exported: bool = False) -> ArrayResult:
     """Compares a cell of an array with its tensor, slab by slab; the tensor is what should be right where it was `exported`."""
-    layouts, steps = Layouts.of(cell, scan_axis), tuple(slice(None, None, step) for step in cell.part.steps)
-    finding = Finding(array.key, 0, 0, False, None)
+    layouts, steps = CellLayout.of(cell, scan_axis), tuple(slice(None, None, step) for step in cell.part.steps)
+    finding = ArrayResult(array.key, 0, 0, False, None)
     tensor, odd, is_zero = str(cell.tensor), 0, len(encoding.shape) > 1
     for slab in layouts.slabs():
         box = layouts.box(cell.part, slab)
@@ -187,13 +187,13 @@ def compare(array: Array, cell: Cell, store: ts.TensorStore, encoding: Encoding,
         if index is not None:
             place = tuple(low + i * step for (low, _), i, step in zip(box, index, cell.part.steps, strict=True))
             first = Difference(cell.tensor, place, expected[index].item(), found[index].item())
-        finding += Finding(array.key, found.size, count, rounded, first)
+        finding += ArrayResult(array.key, found.size, count, rounded, first)
         if is_float(values.dtype):
             wide = values.astype(np.float32, copy=False)
             odd += wide.size - int(np.count_nonzero(np.isfinite(wide)))
         is_zero = is_zero and not values.any()
     strange = (odd, tensor if odd else ""), (tensor,) if is_zero else ()
-    return finding + Finding(array.key, 0, 0, False, None, *strange)
+    return finding + ArrayResult(array.key, 0, 0, False, None, *strange)
 
 
 def _exported(stored: np.ndarray, part: Part, encoding: Encoding) -> tuple[np.ndarray, bool]:
@@ -249,9 +249,9 @@ def _differs(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
     return wrong
 
 
-def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> Finding:
+def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> ArrayResult:
     """Compares what no tensor supplies: the padding of an axis, or a constant."""
-    finding = Finding(array.key, 0, 0, False, None)
+    finding = ArrayResult(array.key, 0, 0, False, None)
     for region in _filled(array, scan_axis):
         step = max(1, SLAB_ELEMENTS * len(region[0]) // max(1, math.prod(map(len, region)))) if region else 1
         for start in range(region[0].start, region[0].stop, step) if region else (0,):
@@ -262,7 +262,7 @@ def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> Finding
             if index is not None:
                 place = tuple(r.start + i for r, i in zip(slab, index, strict=True))
                 first = Difference(None, place, float(array.fill or 0), found[index].item())
-            finding += Finding(array.key, found.size, count, False, first)
+            finding += ArrayResult(array.key, found.size, count, False, first)
     return finding
 
 
@@ -320,11 +320,11 @@ def compared_elements(array: Array, sample: float) -> int:
     return math.prod(array.shape) * sum(is_compared(number, sample) for number in range(numbers)) // max(1, numbers)
 
 
-def run_task(task: Task, conversion: Conversion, store: ts.TensorStore, sample: float, exported: bool = False) -> Finding:
+def run_task(task: Task, conversion: Conversion, store: ts.TensorStore, sample: float, exported: bool = False) -> ArrayResult:
     """Compares; of the cells only every so many, if `sample` is less than 1. What pads an array isn't compared with an export, which hasn't got it."""
     array = conversion.plan.arrays[task.array]
     axis = conversion.options.param_scan_axis
-    finding = Finding(array.key, 0, 0, False, None)
+    finding = ArrayResult(array.key, 0, 0, False, None)
     for number, cell in enumerate(itertools.islice(cells(array), task.first, task.last), task.first):
         if is_compared(number, sample):
             finding += compare(array, cell, store, conversion.encodings[str(cell.tensor)], axis, exported)

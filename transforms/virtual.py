@@ -21,7 +21,7 @@ from weightbeam.formats.references import Reference
 from weightbeam.formats.zarr import ArraySpec, Format
 from weightbeam.model_mappings.cells import Factor, Part
 from weightbeam.model_mappings.plan import Array, Problem
-from weightbeam.transforms.grid import EXPERTS, MAX_CHUNK, MIN_CHUNK, Grid, finest_shard
+from weightbeam.transforms.grid import EXPERTS, MAX_CHUNK, MIN_CHUNK, Grid, finest_device_shard
 from weightbeam.transforms.load import Load, load_of
 from weightbeam.transforms.load import total as total_load
 from weightbeam.transforms.mesh import Mesh
@@ -31,15 +31,15 @@ WARN_AMPLIFICATION = 4.0  # bytes read for each byte needed, where a checkpoint 
 LEAST_CHUNK = 64 << 10  # bytes; a tensor isn't cut into smaller ones, but for a mesh
 
 
-class MaterialError(ValueError):
+class NotVirtualError(ValueError):
     """An array that can't be virtual; the message says why, for the plan."""
 
 
-class QuantisedError(MaterialError):
+class QuantisedError(NotVirtualError):
     """Its values are computed from codes and scales."""
 
 
-class CastError(MaterialError):
+class CastError(NotVirtualError):
     """Its values are stored in another dtype."""
 
 
@@ -53,7 +53,7 @@ class Placement:
     """
 
     spec: ArraySpec | None
-    error: MaterialError | None = None
+    error: NotVirtualError | None = None
 
     @property
     def reason(self) -> str:
@@ -70,7 +70,7 @@ def place(array: Array, encodings: Mapping[str, Encoding], finest: Sequence[int]
     """
     try:
         chunk, order = _lay_out(array, encodings, finest)
-    except MaterialError as error:
+    except NotVirtualError as error:
         return Placement(None, error)
     return Placement(ArraySpec(array.key, array.shape, array.dtype, chunk, chunk, order))
 
@@ -79,7 +79,7 @@ def place_arrays(arrays: Sequence[Array], encodings: Mapping[str, Encoding], mes
     """Where the bytes of each array come from. The grids are those that the arrays would have if they were made."""
     placements = []
     for array, grid in zip(arrays, grids, strict=True):
-        finest = finest_shard(array, grid.partition[meshes[0].text], meshes)[0] if meshes else array.shape
+        finest = finest_device_shard(array, grid.partition[meshes[0].text], meshes)[0] if meshes else array.shape
         placements.append(place(array, encodings, finest))
     return tuple(placements)
 
@@ -101,7 +101,7 @@ def problems_of(arrays: Sequence[Array], placements: Sequence[Placement], format
         if 2 * nbytes > total:
             dtype = reason.partition(",")[0]
             way = f"--save_dtype {dtype} keeps them as they are" if dtype in ("float32", "bfloat16") else "convert without --virtual"
-            yield Problem("virtual", "--virtual", f"{share(nbytes, total)} of the bytes are {reason}, a changed dtype; {way}")
+            yield Problem("virtual", "--virtual", f"{percent(nbytes, total)} of the bytes are {reason}, a changed dtype; {way}")
 
 
 def loads_of(grids: Sequence[Grid], meshes: Sequence[Mesh]) -> dict[str, Load]:
@@ -114,17 +114,17 @@ def warnings_of(arrays: Sequence[Array], placements: Sequence[Placement], loads:
     total = sum(array.nbytes for array in arrays)
     virtual = sum(array.nbytes for array, placement in zip(arrays, placements, strict=True) if placement.spec)
     if virtual < WARN_SHARE * total:
-        yield f"only {share(virtual, total)} of the bytes are virtual, the rest is written; weightbeam plan --virtual says why"
+        yield f"only {percent(virtual, total)} of the bytes are virtual, the rest is written; weightbeam plan --virtual says why"
     for mesh, load in loads.items():
         if load.mean > WARN_AMPLIFICATION:
             yield f"on {mesh} a host reads {load.mean:.1f} bytes for each byte it needs; weightbeam materialize makes an ordinary checkpoint for it"
 
 
-def share(part: float, whole: float) -> str:
+def percent(part: float, whole: float) -> str:
     """A share as people say it: 57 %, 99.98 %, and 100 % only for all of it."""
-    percent = 100 * part / whole if whole else 100.0
-    digits = next((digits for digits in range(4) if part == whole or round(percent, digits) < 100), 4)
-    return f"{percent:.{digits}f} %"
+    exact = 100 * part / whole if whole else 100.0
+    digits = next((digits for digits in range(4) if part == whole or round(exact, digits) < 100), 4)
+    return f"{exact:.{digits}f} %"
 
 
 def references(array: Array, spec: ArraySpec, encodings: Mapping[str, Encoding], names: Mapping[str, str]) -> Iterator[Reference]:
@@ -163,11 +163,11 @@ def _lay_out(array: Array, encodings: Mapping[str, Encoding], finest: Sequence[i
     """
     strides = [_strides(part, _check(array, part, encodings)) for part in array.parts]
     if array.fill is not None:
-        raise MaterialError("padded: no tensor holds the rows that are added")
+        raise NotVirtualError("padded: no tensor holds the rows that are added")
     chunk = _cut(array, strides[0], finest)
     orders = {_order(chunk, of_part) for of_part in strides}
     if len(orders) > 1:
-        raise MaterialError("its tensors are stored in different layouts")
+        raise NotVirtualError("its tensors are stored in different layouts")
     return tuple(chunk), orders.pop()
 
 
@@ -178,9 +178,9 @@ def _check(array: Array, part: Part, encodings: Mapping[str, Encoding]) -> tuple
       MaterialError: they don't.
     """
     if part.rule.source is None:
-        raise MaterialError("a constant that no tensor holds")
+        raise NotVirtualError("a constant that no tensor holds")
     if part.rule.ops:
-        raise MaterialError(", ".join(map(str, part.rule.ops)))
+        raise NotVirtualError(", ".join(map(str, part.rule.ops)))
     strides: set[tuple[int, ...]] = set()
     for cell in part.cells():
         encoding = encodings[str(cell.tensor)]
@@ -190,7 +190,7 @@ def _check(array: Array, part: Part, encodings: Mapping[str, Encoding]) -> tuple
             raise CastError(f"{encoding.weight.dtype.name}, stored as {array.dtype.name}")
         strides.add(_tensor_strides(encoding))
     if len(strides) > 1:
-        raise MaterialError("its tensors are stored in different layouts")
+        raise NotVirtualError("its tensors are stored in different layouts")
     return strides.pop()
 
 
@@ -220,12 +220,12 @@ def _strides(part: Part, tensor_strides: Sequence[int]) -> tuple[int, ...]:
             continue
         held = [factor for factor in axis if factor.size > 1] or list(axis[-1:])
         if any(factor.kind != "free" for factor in held):
-            raise MaterialError("an axis merges the number of the tensor with rows of it")
+            raise NotVirtualError("an axis merges the number of the tensor with rows of it")
         if len(axis) > 1 and any(part.flat_sizes[factor.which] != factor.size for factor in held):
-            raise MaterialError("parts of a tensor alternate with others")
+            raise NotVirtualError("parts of a tensor alternate with others")
         for outer, inner in itertools.pairwise(held):
             if of_factor[outer.which] != of_factor[inner.which] * inner.size:
-                raise MaterialError("rows change places within an axis, as rotary halves that are interleaved do")
+                raise NotVirtualError("rows change places within an axis, as rotary halves that are interleaved do")
         strides.append(of_factor[held[-1].which] if held else 0)
     return tuple(strides)
 
@@ -262,7 +262,7 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
     free.sort(key=lambda axis: -strides[axis])  # the slowest first
     chunk = [size if _is_free(axis) else 1 for size, axis in zip(array.shape, array.parts[0].target_axes, strict=True)]
     if free and strides[free[-1]] != 1:
-        raise MaterialError(f"takes one of {strides[free[-1]]} elements that lie side by side")
+        raise NotVirtualError(f"takes one of {strides[free[-1]]} elements that lie side by side")
     tail = len(free)  # from here on the axes are one range without holes
     run = 1
     while tail and strides[free[tail - 1]] == run:
@@ -270,7 +270,7 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
         run *= array.shape[free[tail]]
     stretch = run * array.dtype.itemsize
     if stretch < LEAST_CHUNK and any(array.names[axis] != EXPERTS for axis in free[:tail]):
-        raise MaterialError(f"lies in its tensors in stretches of {stretch:,} bytes, too short to refer to each")
+        raise NotVirtualError(f"lies in its tensors in stretches of {stretch:,} bytes, too short to refer to each")
     for axis in free[:tail]:
         chunk[axis] = 1
     allowed = [_common_divisor(array, axis) for axis in range(len(chunk))]
@@ -284,7 +284,7 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
         if chunk[axis] > 1:
             break
     if any(step > 1 and allowed[axis] % step for axis, step in enumerate(chunk)):
-        raise MaterialError("parts of several tensors lie side by side on an axis that isn't a tensor's first")
+        raise NotVirtualError("parts of several tensors lie side by side on an axis that isn't a tensor's first")
     return chunk
 
 
@@ -316,7 +316,7 @@ def _order(chunk: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     run = 1
     for axis in reversed(long):
         if strides[axis] != run:
-            raise MaterialError("no range of a tensor's rows is a chunk")
+            raise NotVirtualError("no range of a tensor's rows is a chunk")
         run *= chunk[axis]
     if long == sorted(long):
         return ()

@@ -30,7 +30,7 @@ class Work:
     def __init__(self, unit: Unit, arena: Arena):
         self.unit = unit
         self.arena = arena
-        self.stored: list[list[np.ndarray]] = []
+        self.raw: list[list[np.ndarray]] = []
         self.values: list[np.ndarray] = []
         self.views: list[list[tuple[Piece, np.ndarray]]] = []
         self.shards: list[np.ndarray] = []
@@ -38,7 +38,7 @@ class Work:
     @property
     def nbytes(self) -> int:
         """Bytes that this work holds."""
-        return total_bytes(array for arrays in self.stored for array in arrays) + total_bytes(self.values) + total_bytes(self.shards)
+        return total_bytes(array for arrays in self.raw for array in arrays) + total_bytes(self.values) + total_bytes(self.shards)
 
 
 def total_bytes(arrays: Iterable[np.ndarray]) -> int:

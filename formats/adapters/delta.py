@@ -55,11 +55,11 @@ class Delta:
     def share(self, box: Box) -> Share | None:
         """What of the factors a box of the tensor needs; None where they don't meet."""
         if len(box) == 3:
-            held = _meet(box[0], (self.place, self.place + self.experts))
+            held = _overlap(box[0], (self.place, self.place + self.experts))
             which = (held[0] - self.place, held[1] - self.place)
         else:
             held, which = (0, 1), (self.expert, self.expert + 1)
-        meets = [_meet(span, (-at, size - at)) for span, at, size in zip(box[-2:], self.offset, self.shape, strict=True)]
+        meets = [_overlap(span, (-at, size - at)) for span, at, size in zip(box[-2:], self.offset, self.shape, strict=True)]
         if any(start >= stop for start, stop in (held, *meets)):
             return None
         rows, columns = ((start + at, stop + at) for (start, stop), at in zip(meets, self.offset, strict=True))
@@ -136,5 +136,5 @@ def doubled(factor: np.ndarray, axis: int) -> np.ndarray:
     return np.repeat(factor, 2, axis) if factor.shape[axis] == 1 else factor
 
 
-def _meet(one: Range, other: Range) -> Range:
+def _overlap(one: Range, other: Range) -> Range:
     return max(one[0], other[0]), min(one[1], other[1])

@@ -17,7 +17,7 @@ from weightbeam.formats.adapters.delta import Delta
 from weightbeam.formats.adapters.merging import Change, collect
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.encodings.encoding import InOrder
-from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.adapters import INSTEAD, adapter_table
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.plan import Problem
@@ -60,7 +60,7 @@ class FoldedFactor(InOrder):
         held = self._held(box)
         return (BoxRead(self.weight, held),) if held else ()
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         if self.label is None:
             return stored[0]
         values = empty(extent(box), dtype)

@@ -22,7 +22,7 @@ from weightbeam.formats.adapters.merged import FLOAT32, STRIP_ELEMENTS
 from weightbeam.formats.encodings import ContentError, Encoding
 from weightbeam.formats.encodings.encoding import InOrder, Read
 from weightbeam.formats.orbax_source import OrbaxArray
-from weightbeam.formats.safetensors import Empty
+from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box, Range, extent, hull
 
 
@@ -138,7 +138,7 @@ class AdaptedKernel(InOrder):
         factors = (read for _, _, a, b in self._met(box) for array, part in (a, b) for read in array.array.reads(part))
         return (*self.base.reads(box), *factors)
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         """The values in float32, whatever `dtype` is: who stacks them casts them."""
         rest = iter(stored)
 

@@ -15,7 +15,7 @@ import numpy as np
 from weightbeam.formats.adapters.delta import Delta, Product, Share
 from weightbeam.formats.encodings import ContentError, Encoding, Plain
 from weightbeam.formats.encodings.encoding import InOrder
-from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, extent
 
 STRIP_ELEMENTS = 1 << 16  # merged at a time: in float32 a part of a core's cache
@@ -80,7 +80,7 @@ class Merged:
         return tuple(reads)
 
     @np.errstate(over="ignore", invalid="ignore")  # what isn't finite is refused
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         wide = self._widened(box)
         number = len(self.base.reads(wide))
         shares, rest = self._shares(wide), stored[number:]
@@ -190,7 +190,7 @@ class Shifted(InOrder):
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         return (*self.base.reads(box), *(BoxRead(tensor, box) for tensor, _ in self.added))
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         number = len(self.base.reads(box))
         total = self.base.decode(stored[:number], box, FLOAT32).astype(FLOAT32)
         for (_, scaling), array in zip(self.added, stored[number:], strict=True):
@@ -206,7 +206,7 @@ class Replaced(Plain):
 
     label = "trained as a whole, from the adapter"
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         values = empty(extent(box), dtype)
         values[...] = stored[0]
         return values

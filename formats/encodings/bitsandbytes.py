@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.encodings.encoding import Encoding, InOrder, cover
-from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
+from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor, dtypes
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
 from weightbeam.formats.encodings.quantization import is_size
-from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.formats.strict_json import JsonError, parse_json
 from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 
@@ -94,7 +94,7 @@ class BlockCodes(InOrder):
             yield at, at + length
 
     @np.errstate(over="ignore", invalid="ignore")  # magnitudes that aren't finite are refused
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         rest = iter(stored)
         table = byte_table(finite(next(rest), self.quant_map), high_first=True)
         nested_map = finite(next(rest), self.nested.quant_map) if self.nested else None
@@ -147,7 +147,7 @@ class ScaledRows8(InOrder):
         return BoxRead(self.weight, box), BoxRead(self.absmax, box[:1])
 
     @np.errstate(over="ignore")  # a value beyond the largest float is infinite
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         codes, magnitudes = stored[0], finite(stored[1], self.absmax)[:, np.newaxis]
         values = empty(codes.shape, dtype)
         strip = max(1, STRIP_ELEMENTS // max(1, codes.shape[1]))
@@ -163,7 +163,7 @@ class ScaledRows8(InOrder):
 STATE = "quant_state.bitsandbytes__"  # followed by the kind
 
 
-def make_blocks(parts: Parts) -> Encoding:
+def make_blocks(parts: QuantizedTensor) -> Encoding:
     """nf4 or fp4. Its shape and its blocks stand as JSON in a tensor, which is read."""
     weight, absmax, quant_map = parts.codes, parts[".absmax"], parts[".quant_map"]
     tensor = next(tensor for suffix, tensor in parts.companions.items() if suffix.startswith("." + STATE))
@@ -187,7 +187,7 @@ def make_blocks(parts: Parts) -> Encoding:
     return BlockCodes(weight, shape, kind, quant_map, absmax, block, _nested(parts, blocks, nested_block, offset))
 
 
-def _nested(parts: Parts, blocks: int, block: object, offset: object) -> Nested | None:
+def _nested(parts: QuantizedTensor, blocks: int, block: object, offset: object) -> Nested | None:
     """How the magnitudes are quantised themselves, if they are."""
     codes, absmax, quant_map = parts[".absmax"], parts.get(".nested_absmax"), parts.get(".nested_quant_map")
     if codes.dtype == np.float32 and absmax is None and quant_map is None:
@@ -203,7 +203,7 @@ def _nested(parts: Parts, blocks: int, block: object, offset: object) -> Nested 
     return Nested(quant_map, absmax, block, offset)
 
 
-def make_rows8(parts: Parts) -> Encoding:
+def make_rows8(parts: QuantizedTensor) -> Encoding:
     """LLM.int8(), row by row; layouts for old GPUs are refused."""
     weight, absmax, layout = parts.codes, parts[".SCB"], parts.get(".weight_format")
     if len(weight.shape) != 2 or absmax.shape != weight.shape[:1]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, Range, whole
 
 
@@ -21,7 +21,7 @@ class Read(Protocol):
         ...
 
     @staticmethod
-    def fetch(reads: Sequence[Any], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+    def fetch(reads: Sequence[Any], empty: Allocate = np.empty) -> tuple[list[np.ndarray], int]:
         """Reads many of one kind: an array for each that `empty` makes, and the bytes that were read."""
         ...
 
@@ -58,7 +58,7 @@ class Encoding(Protocol):
         """The stored boxes that the values of `box` need."""
         ...
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         """The values of `box`, from what `reads` fetched; computed ones have `dtype` and lie in an array that `empty` makes.
 
         Raises:
@@ -110,7 +110,7 @@ class Plain(InOrder):
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         return (BoxRead(self.weight, box),)
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         return stored[0]
 
 
@@ -119,34 +119,34 @@ class Transposed:
     """Values whose axes are stored in another order than the tables know them.
 
     Attributes:
-      stored: the encoding, with the axes as they are stored.
+      inner: the encoding, with the axes as they are stored.
       order: the axes of the values in that order.
     """
 
-    stored: Encoding
+    inner: Encoding
     order: tuple[int, ...]
 
     @property
     def weight(self) -> Tensor:
-        return self.stored.weight
+        return self.inner.weight
 
     @property
     def label(self) -> str | None:
-        return self.stored.label
+        return self.inner.label
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.stored.shape[self.order.index(axis)] for axis in range(len(self.order)))
+        return tuple(self.inner.shape[self.order.index(axis)] for axis in range(len(self.order)))
 
     @property
     def indivisible(self) -> frozenset[int]:
-        return frozenset(self.order[axis] for axis in self.stored.indivisible)
+        return frozenset(self.order[axis] for axis in self.inner.indivisible)
 
     def reads(self, box: Box) -> Sequence[Read]:
-        return self.stored.reads(self._as_stored(box))
+        return self.inner.reads(self._as_stored(box))
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
-        values = self.stored.decode(stored, self._as_stored(box), dtype, empty)
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
+        values = self.inner.decode(stored, self._as_stored(box), dtype, empty)
         return values.transpose([self.order.index(axis) for axis in range(len(self.order))])
 
     def _as_stored(self, box: Box) -> Box:

@@ -42,7 +42,7 @@ class Companion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class QuantizedTensor:
     """The tensors of one quantised weight, as a format's `make` gets them.
 
     Attributes:
@@ -103,11 +103,11 @@ class QuantizedFormat:
     suffix: str
     dtypes: frozenset[np.dtype]
     companions: tuple[Companion, ...]
-    make: Callable[[Parts], Encoding]
+    make: Callable[[QuantizedTensor], Encoding]
     logical: str = ""
     releases: str = ""
     methods: tuple[str, ...] = ()
-    fits: Callable[[Parts], bool] = lambda parts: True
+    fits: Callable[[QuantizedTensor], bool] = lambda parts: True
     in_blocks: bool = False
 
 

@@ -19,11 +19,11 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.encodings.encoding import Encoding, InOrder, Transposed, cover
-from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
+from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor, dtypes
 from weightbeam.formats.encodings.fp8 import EXPONENTS, INT8, reshaped
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, finite, scale_rows
 from weightbeam.formats.encodings.scaled import E8M0, Scaled, table_of
-from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, extent
 
 BYTES, E4M3, FLOAT32 = dtypes(np.uint8), dtypes(ml_dtypes.float8_e4m3fn), dtypes(np.float32)
@@ -49,11 +49,11 @@ def _scaled(codes: Tensor, scale: Tensor, group: int, label: str, second: Tensor
     return Scaled(codes, "e2m1", scale, block, label, second=second, divides=divides)
 
 
-def _mxfp4(parts: Parts, suffix: str) -> Encoding:
+def _mxfp4(parts: QuantizedTensor, suffix: str) -> Encoding:
     return _scaled(parts.codes, dataclasses.replace(parts[suffix], dtype=E8M0), MX, "MXFP4")
 
 
-def _gpt_oss(parts: Parts) -> Encoding:
+def _gpt_oss(parts: QuantizedTensor) -> Encoding:
     """Blocks (E, O, I / 32, 16), which transformers transposes to (E, I, O) (5.23, integrations/mxfp4.py, `convert_moe_packed_tensors`)."""
     codes, scale = parts.codes, parts["_scales"]
     if len(codes.shape) != 4 or codes.shape[-1] != MX // 2:
@@ -63,7 +63,7 @@ def _gpt_oss(parts: Parts) -> Encoding:
     return Transposed(_scaled(reshaped(codes, (experts, outputs, blocks * size)), scale, MX, "MXFP4"), (0, 2, 1))
 
 
-def _nvfp4(parts: Parts, suffix: str, divides: bool) -> Encoding:
+def _nvfp4(parts: QuantizedTensor, suffix: str, divides: bool) -> Encoding:
     second, lead = parts[suffix], parts.codes.shape[:-2]
     if math.prod(second.shape) == 1:
         shape = (1,) * len(parts.codes.shape)
@@ -105,7 +105,7 @@ class FusedNvfp4(InOrder):
         )
 
     @np.errstate(over="ignore", invalid="ignore")  # a value beyond the largest float is infinite
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         codes, scales, second = stored
         scales = finite(finite(scales, self.scale) * finite(second, self.second), self.second)
         values = empty(extent(box), dtype)
@@ -127,7 +127,7 @@ class FusedNvfp4(InOrder):
         return values
 
 
-def _fused_nvfp4(parts: Parts) -> Encoding:
+def _fused_nvfp4(parts: QuantizedTensor) -> Encoding:
     codes, scale, second = parts.codes, parts["_weight_scale"], parts["_weight_scale_2"]
     if len(codes.shape) != 3 or codes.shape[1] % (NV // 2):
         raise MismatchError(f"{codes.shape} should be experts, inputs in pairs, and outputs; inputs in whole groups of {NV}")

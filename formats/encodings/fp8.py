@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.encodings.encoding import Encoding
-from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, UnknownBlockError, dtypes
+from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor, UnknownBlockError, dtypes
 from weightbeam.formats.encodings.quantization import Quantization, is_size
 from weightbeam.formats.encodings.scaled import E8M0, Scaled
 from weightbeam.formats.safetensors import Tensor
@@ -49,7 +49,7 @@ def exponents(scale: Tensor, quantization: Quantization) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class ScaleGrid:
     """How scales lie over a weight.
 
     Attributes:
@@ -68,14 +68,14 @@ def blocks_over(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
     return tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
 
 
-def simple_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid | None:
+def simple_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> ScaleGrid | None:
     """The grid of scales that the shapes alone settle: on each axis either one scale, or one for each index.
 
     A scale may have fewer axes than the weight: none or one for the whole; (O,) for each row; (E,) for each expert,
     (E, O) for each expert's rows.
     """
     if math.prod(scale) == 1:
-        return Grid((1,) * len(shape), tuple(max(1, size) for size in shape), "with one scale")
+        return ScaleGrid((1,) * len(shape), tuple(max(1, size) for size in shape), "with one scale")
     if len(scale) < len(shape) and scale == shape[: len(scale)]:
         scale += (1,) * (len(shape) - len(scale))
     if len(scale) != len(shape) or not all(n in (1, size) for n, size in zip(scale, shape, strict=True)):
@@ -83,15 +83,15 @@ def simple_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid | None:
     block = tuple(1 if n == size else max(1, size) for n, size in zip(scale, shape, strict=True))
     *experts, rows, columns = (n > 1 for n in scale)
     which = [name for name, varies in (("expert", any(experts)), ("row", rows), ("column", columns)) if varies]
-    return Grid(scale, block, f"with a scale for each {' and '.join(which)}")
+    return ScaleGrid(scale, block, f"with a scale for each {' and '.join(which)}")
 
 
-def group_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> Grid | None:
+def group_grid(shape: tuple[int, ...], scale: tuple[int, ...]) -> ScaleGrid | None:
     """The grid of scales for groups of equal length in each row."""
     if len(scale) != len(shape) or scale[:-1] != shape[:-1] or not scale[-1] or not shape[-1] or shape[-1] % scale[-1]:
         return None
     group = shape[-1] // scale[-1]
-    return Grid(scale, (1,) * (len(shape) - 1) + (group,), f"in groups of {group}")
+    return ScaleGrid(scale, (1,) * (len(shape) - 1) + (group,), f"in groups of {group}")
 
 
 def in_blocks(shape: tuple[int, ...], scale: tuple[int, ...], groups: bool) -> bool:
@@ -99,7 +99,7 @@ def in_blocks(shape: tuple[int, ...], scale: tuple[int, ...], groups: bool) -> b
     return len(scale) == len(shape) >= 2 and not simple_grid(shape, scale) and not (groups and group_grid(shape, scale))
 
 
-def grid_of(shape: tuple[int, ...], scale: Tensor, quantization: Quantization, groups: bool) -> Grid:
+def grid_of(shape: tuple[int, ...], scale: Tensor, quantization: Quantization, groups: bool) -> ScaleGrid:
     """How `scale` lies over a weight.
 
     Args:
@@ -118,7 +118,7 @@ def grid_of(shape: tuple[int, ...], scale: Tensor, quantization: Quantization, g
     size = quantization.block
     lead = (1,) * (len(shape) - 2)
     if size is not None and squeezed == blocks_over(shape, lead + size):
-        return Grid(squeezed, lead + size, f"in blocks of {size[0]} × {size[1]}")
+        return ScaleGrid(squeezed, lead + size, f"in blocks of {size[0]} × {size[1]}")
     if grid := simple_grid(shape, squeezed):
         return grid
     if groups and (grid := group_grid(shape, squeezed)):
@@ -136,7 +136,7 @@ def grid_of(shape: tuple[int, ...], scale: Tensor, quantization: Quantization, g
 _OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")  # compressed-tensors reads "128x128" still
 
 
-def find_block(quantization: Quantization, weights: Iterable[Parts]) -> tuple[Quantization, list[Problem]]:
+def find_block(quantization: Quantization, weights: Iterable[QuantizedTensor]) -> tuple[Quantization, list[Problem]]:
     """The quantisation with rows and columns of a block: what the config says, else the power of two that every shape allows.
 
     Several powers fit an axis only where each weight has one block there; then they mean the same.
@@ -179,7 +179,7 @@ def squeeze(shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, ...]:
     return (scale[0], scale[2]) if len(shape) == 2 and len(scale) == 4 and scale[1] == scale[3] == 1 else scale
 
 
-def _fp8(parts: Parts, suffix: str) -> Encoding:
+def _fp8(parts: QuantizedTensor, suffix: str) -> Encoding:
     scale = parts[suffix]
     if scale.dtype == np.uint8:
         scale = exponents(scale, parts.quantization)
@@ -188,7 +188,7 @@ def _fp8(parts: Parts, suffix: str) -> Encoding:
     return Scaled(parts.codes, parts.codes.dtype.name, reshaped(scale, grid.shape), grid.block, f"{kind} {grid.text}")
 
 
-def _int8(parts: Parts, suffix: str) -> Encoding:
+def _int8(parts: QuantizedTensor, suffix: str) -> Encoding:
     grid = grid_of(parts.codes.shape, parts[suffix], parts.quantization, groups=True)
     zero = parts.get("_zero_point")
     if zero and zero.shape != parts[suffix].shape:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from weightbeam.formats.encodings.encoding import Encoding, InOrder, Transposed, cover
-from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat
+from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, finite, scale_rows
 from weightbeam.formats.encodings.packed import BYTEWISE, INT32, SCALES, WORD, PackedError, in_range, label, unpack, width, words
 from weightbeam.formats.encodings.quantization import is_size
-from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 
 
@@ -74,7 +74,7 @@ class Gptq(InOrder):
         )
         return (*reads, BoxRead(self.index, (inputs,))) if self.index else reads
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         packed, scales, zeros, *index = stored
         inputs, outputs = box
         scales, zeros = finite(scales, self.scale), self._zeros(unpack(zeros, outputs, self.bits))
@@ -146,7 +146,7 @@ class Awq(InOrder):
         these, packed = cover(inputs, self.group), words(outputs, 4)
         return BoxRead(self.weight, (inputs, packed)), BoxRead(self.scale, (these, outputs)), BoxRead(self.zero, (these, packed))
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         packed, scales, zeros = stored
         inputs, outputs = box
         scales, zeros = finite(scales, self.scale), unpack(in_order(zeros), outputs, 4).astype(np.float32)
@@ -174,7 +174,7 @@ def in_order(packed: np.ndarray) -> np.ndarray:
     return packed
 
 
-def make_qweight(parts: Parts) -> Encoding:
+def make_qweight(parts: QuantizedTensor) -> Encoding:
     """GPTQ or AWQ: both have the same names; the shape of `qweight` says which, and `quant_method` must agree."""
     weight, scale, zero, quantization = parts.codes, parts[".scales"], parts[".qzeros"], parts.quantization
     if not len(weight.shape) == len(scale.shape) == len(zero.shape) == 2 or scale.shape[0] != zero.shape[0]:
@@ -188,7 +188,7 @@ def make_qweight(parts: Parts) -> Encoding:
     return Transposed(made, (1, 0))
 
 
-def _make_gptq(parts: Parts) -> Gptq:
+def _make_gptq(parts: QuantizedTensor) -> Gptq:
     weight, scale, zero, index, fields = parts.codes, parts[".scales"], parts[".qzeros"], parts.get(".g_idx"), parts.quantization.fields
     version = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
@@ -211,7 +211,7 @@ def _make_gptq(parts: Parts) -> Gptq:
     return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", bool(fields.get("sym", False)))
 
 
-def _make_awq(parts: Parts) -> Awq:
+def _make_awq(parts: QuantizedTensor) -> Awq:
     weight, scale, zero, fields = parts.codes, parts[".scales"], parts[".qzeros"], parts.quantization.fields
     version, bits = str(fields.get("version", "gemm")).lower(), fields.get("bits", fields.get("w_bit"))
     if version != "gemm":
@@ -225,7 +225,7 @@ def _make_awq(parts: Parts) -> Awq:
     return Awq(weight, scale, zero, _group(parts, fields.get("group_size", fields.get("q_group_size")), weight.shape[0]))
 
 
-def _group(parts: Parts, size: object, inputs: int, exact: int | None = None) -> int:
+def _group(parts: QuantizedTensor, size: object, inputs: int, exact: int | None = None) -> int:
     """Inputs that have one scale: what the config says (-1: all), or `exact` where it may say otherwise for some modules."""
     scale = parts[".scales"]
     if is_size(size) or size == -1:
@@ -239,7 +239,7 @@ def _group(parts: Parts, size: object, inputs: int, exact: int | None = None) ->
 
 def spare_biases(encodings: Mapping[str, Encoding]) -> frozenset[str]:
     """Biases of weights in GPTQ: AutoGPTQ stores zeros where the model has none (AutoGPTQ/AutoGPTQ#555)."""
-    weights = {name: e.shape for name, e in encodings.items() if isinstance(e, Transposed) and isinstance(e.stored, Gptq)}
+    weights = {name: e.shape for name, e in encodings.items() if isinstance(e, Transposed) and isinstance(e.inner, Gptq)}
     biases = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in weights.items()}
     return frozenset(name for name, shape in biases.items() if name in encodings and encodings[name].shape == shape)
 

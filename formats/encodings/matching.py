@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from weightbeam.formats.encodings.encoding import Encoding, Plain
-from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, UnknownBlockError
+from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor, UnknownBlockError
 from weightbeam.formats.encodings.fp8 import FLOAT8
 from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.encodings.scaled import E8M0
@@ -17,7 +17,7 @@ from weightbeam.formats.encodings.table import COMPRESSED_TENSORS, DROPPED, FORM
 from weightbeam.formats.safetensors import Tensor
 from weightbeam.model_mappings.plan import Problem
 
-Match = tuple[QuantizedFormat, Parts]
+Match = tuple[QuantizedFormat, QuantizedTensor]
 
 INTEGERS = frozenset(map(np.dtype, (np.uint8, np.int8, np.int32)))  # what codes are packed into
 NEVER_WEIGHTS = FLOAT8 | {E8M0}  # by themselves
@@ -50,7 +50,7 @@ def find_matches(tensor: Tensor, tensors: Mapping[str, Tensor], quantization: Qu
             elif companion.required:
                 break
         else:
-            parts = Parts(stem + entry.logical, tensor, companions, quantization)
+            parts = QuantizedTensor(stem + entry.logical, tensor, companions, quantization)
             if entry.fits(parts):
                 found.append((entry, parts))
     if len(found) < 2:

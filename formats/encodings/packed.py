@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.encodings.encoding import ContentError, Encoding, InOrder, cover
-from weightbeam.formats.encodings.format import Companion, MismatchError, Parts, QuantizedFormat, dtypes
+from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor, dtypes
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, decode_rows, finite
 from weightbeam.formats.encodings.quantization import Quantization, is_size
-from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 from weightbeam.model_mappings.config import MAX_SIZE
 
@@ -109,7 +109,7 @@ class PackedRows(InOrder):
         reads += [BoxRead(tensor, whole(tensor.shape)) for tensor in (self.index, self.shape_tensor) if tensor]
         return tuple(reads)
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         packed, scales, *rest = stored
         scales = finite(scales, self.scale)
         zeros = rest.pop(0) if self.zero else None
@@ -182,7 +182,7 @@ class Scheme(NamedTuple):
         return f"{self.bits} bits in " + (f"groups of {self.group}" if self.group else "channels")
 
 
-class Layout(NamedTuple):
+class WordLayout(NamedTuple):
     """How packed rows can be meant: by a scheme, with so many codes in a row, and `dense` or not."""
 
     scheme: Scheme
@@ -214,7 +214,7 @@ def schemes_of(quantization: Quantization) -> list[Scheme]:
     return list(dict.fromkeys(schemes))
 
 
-def layouts(schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, inputs: int | None, zeros: int | None) -> Iterator[Layout]:
+def layouts(schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, inputs: int | None, zeros: int | None) -> Iterator[WordLayout]:
     """The layouts that fit a tensor's shapes.
 
     Args:
@@ -233,10 +233,10 @@ def layouts(schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, inp
         alike = scheme.bits in BYTEWISE or longest <= WORD // scheme.bits  # nothing could straddle a word
         for dense in (True,) if alike else (True, False):
             if width(columns, scheme.bits, dense) == words and zeros in (None, width(rows, scheme.bits, dense)):
-                yield Layout(scheme, columns, dense)
+                yield WordLayout(scheme, columns, dense)
 
 
-def make_rows(parts: Parts) -> Encoding:
+def make_rows(parts: QuantizedTensor) -> Encoding:
     """`pack-quantized`."""
     packed, scale, zero, index, shape_tensor = parts.codes, parts["_scale"], parts.get("_zero_point"), parts.get("_g_idx"), parts.get("_shape")
     shape, count = packed.shape, scale.shape[-1] if scale.shape else 0
@@ -254,7 +254,7 @@ def make_rows(parts: Parts) -> Encoding:
     return PackedRows(packed, scale, (*shape[:-1], inputs), scheme.bits, scheme.group or inputs, dense, zero, index, shape_tensor)
 
 
-def _layout_of(parts: Parts) -> Layout:
+def _layout_of(parts: QuantizedTensor) -> WordLayout:
     """The one layout that fits the shapes by a scheme of the config; `weight_shape` is read where that isn't one alone."""
     packed, scale, zero, shape_tensor = parts.codes, parts["_scale"], parts.get("_zero_point"), parts.get("_shape")
     schemes, count = schemes_of(parts.quantization), scale.shape[-1]

@@ -25,7 +25,7 @@ from weightbeam.formats.encodings.encoding import ContentError
 from weightbeam.formats.encodings.fp8 import blocks_over
 
 CODES = np.dtype(ml_dtypes.float8_e4m3fn)
-LARGEST = np.float32(448)  # of the codes
+LARGEST_CODE = np.float32(448)  # of the codes
 BLOCK = (128, 128)  # rows and columns that share a scale; serving engines have kernels for no other size
 SUFFIX = "_scale_inv"  # behind the weight's name; the scale multiplies, whatever it is called
 
@@ -34,14 +34,14 @@ Formula = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 def _deepseek(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """DeepSeek's and compressed-tensors': scale = amax / 448, code = value / scale."""
-    scale = _or_one(amax / LARGEST)
+    scale = _or_one(amax / LARGEST_CODE)
     return scale, scale
 
 
 def _vllm(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """vLLM's and DeepGEMM's: amax is at least 1e-4, scale = amax / 448, code = value · (448 / amax)."""
     amax = np.maximum(amax, np.float32(1e-4))
-    return amax / LARGEST, _reciprocal(amax)
+    return amax / LARGEST_CODE, _reciprocal(amax)
 
 
 def _transformers(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +52,7 @@ def _transformers(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _reciprocal(amax: np.ndarray) -> np.ndarray:
     """448 / amax as torch computes a number divided by a tensor: the reciprocal, rounded, times the number (`Tensor.__rdiv__`)."""
-    return np.float32(1) / amax * LARGEST
+    return np.float32(1) / amax * LARGEST_CODE
 
 
 def _or_one(scale: np.ndarray) -> np.ndarray:
@@ -132,7 +132,7 @@ def _table() -> np.ndarray:
     """The code of every bfloat16, as a byte."""
     with np.errstate(invalid="ignore"):
         meanings = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-        return np.clip(meanings, -LARGEST, LARGEST).astype(CODES).view(np.uint8)
+        return np.clip(meanings, -LARGEST_CODE, LARGEST_CODE).astype(CODES).view(np.uint8)
 
 
 # --- which weights, and what config.json says --------------------------------------------------------------------------------------

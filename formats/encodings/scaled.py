@@ -15,7 +15,7 @@ import numpy as np
 
 from weightbeam.formats.encodings.encoding import InOrder, cover
 from weightbeam.formats.encodings.nibbles import byte_table, decode_rows, finite
-from weightbeam.formats.safetensors import BoxRead, Empty, Tensor
+from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, extent
 
 # FP4: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, 5.3.3). Code 8 is -0.0, and stays it.
@@ -72,7 +72,7 @@ class Scaled(InOrder):
             reads.append(BoxRead(self.second, tuple((0, 1) if size == 1 else span for span, size in zip(blocks, self.second.shape, strict=True))))
         return tuple(reads)
 
-    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Empty = np.empty) -> np.ndarray:
+    def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         codes, scales, *rest = stored
         scales = finite(scales, self.scale)
         zeros = rest.pop(0).astype(np.float32) if self.zero else None

@@ -12,11 +12,28 @@ from weightbeam.formats.orbax.metadata import (
     plan_of,
     record_of,
 )
-from weightbeam.formats.orbax.reading import StoredArray, check_committed, find_damage, find_items, open_arrays, read_arrays
+from weightbeam.formats.orbax.reading import CheckpointArray, check_committed, find_damage, find_items, open_arrays, read_arrays
 from weightbeam.formats.orbax.writing import Contents, assemble, publish, write_unit
 
 __all__ = [
-    "ARRAY_METADATAS", "CHECKPOINT_METADATA", "METADATA", "STEP", "STRINGS", "Contents", "StoredArray",
-    "assemble", "check_committed", "custom_metadata", "find_damage", "find_items", "is_checkpoint", "item_metadata",
-    "open_arrays", "plan_of", "publish", "read_arrays", "record_of", "write_unit",
+    "ARRAY_METADATAS",
+    "CHECKPOINT_METADATA",
+    "METADATA",
+    "STEP",
+    "STRINGS",
+    "CheckpointArray",
+    "Contents",
+    "assemble",
+    "check_committed",
+    "custom_metadata",
+    "find_damage",
+    "find_items",
+    "is_checkpoint",
+    "item_metadata",
+    "open_arrays",
+    "plan_of",
+    "publish",
+    "read_arrays",
+    "record_of",
+    "write_unit",
 ]  # fmt: skip

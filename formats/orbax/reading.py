@@ -23,7 +23,7 @@ STEP_NAME = re.compile(r"(\w*_)?\d+")  # of a step's folder: 100, or with a pref
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StoredArray:
+class CheckpointArray:
     """An array of a checkpoint that exists, and whether its chunks are compressed."""
 
     spec: ArraySpec
@@ -103,14 +103,14 @@ def open_arrays(items: Store, complete: bool = False) -> dict[str, ts.TensorStor
     return {key: future.result() for key, future in zip(keys, opened, strict=True)}
 
 
-def read_arrays(items: Store) -> list[StoredArray]:
+def read_arrays(items: Store) -> list[CheckpointArray]:
     """What the metadata of a checkpoint, ours or anyone's, say of its arrays."""
     arrays = []
     for key, store in open_arrays(items).items():
         layout, codec = store.chunk_layout, json.dumps(store.codec.to_json() if store.codec else None)
         chunk, shard = layout.read_chunk.shape or store.shape, layout.write_chunk.shape or store.shape
         spec = ArraySpec(key, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), tuple(chunk), tuple(shard))
-        arrays.append(StoredArray(spec, any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"'))))
+        arrays.append(CheckpointArray(spec, any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"'))))
     return arrays
 
 

@@ -13,9 +13,26 @@ from weightbeam.formats.safetensors.folder import (
     open_checkpoint,
 )
 from weightbeam.formats.safetensors.header import DTYPE_NAMES, DTYPES, MAX_HEADER, HeaderError, Tensor, read_header
-from weightbeam.formats.safetensors.reading import BoxRead, Empty, read_boxes
+from weightbeam.formats.safetensors.reading import Allocate, BoxRead, read_boxes
 
 __all__ = [
-    "AWQ_CONFIG", "CONFIGS", "DTYPES", "DTYPE_NAMES", "GPTQ_CONFIG", "HF_QUANT_CONFIG", "INDEX", "MAX_HEADER", "QUANT_CONFIGS", "BoxRead",
-    "Checkpoint", "Empty", "HeaderError", "Shard", "Tensor", "is_release", "open_checkpoint", "read_boxes", "read_header",
+    "AWQ_CONFIG",
+    "CONFIGS",
+    "DTYPES",
+    "DTYPE_NAMES",
+    "GPTQ_CONFIG",
+    "HF_QUANT_CONFIG",
+    "INDEX",
+    "MAX_HEADER",
+    "QUANT_CONFIGS",
+    "Allocate",
+    "BoxRead",
+    "Checkpoint",
+    "HeaderError",
+    "Shard",
+    "Tensor",
+    "is_release",
+    "open_checkpoint",
+    "read_boxes",
+    "read_header",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from weightbeam.formats.safetensors.header import BAD_NAME, DTYPE_NAMES, DTYPES, MAX_HEADER, UNPRINTABLE, HeaderError, Tensor, check_pointer, header_of, require
 from weightbeam.formats.safetensors.kinds import describe_other, hint, snapshot_in
-from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, pieces, reason
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, stretches
 from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
 
@@ -124,7 +124,7 @@ class Checkpoint:
         for shard in self.shards:
             if shard.sha256 or shard.crc32c:
                 try:
-                    for _ in pieces(store, shard.name, shard.size, shard.sha256, shard.crc32c):
+                    for _ in stretches(store, shard.name, shard.size, shard.sha256, shard.crc32c):
                         pass
                 except OSError as e:
                     problems.append(Problem("source", shard.path, reason(e)))

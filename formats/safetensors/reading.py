@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from weightbeam.formats.safetensors.header import Tensor
-from weightbeam.formats.storage import Range, store_and_name
+from weightbeam.formats.storage import ByteRange, store_and_name
 from weightbeam.model_mappings.boxes import Box, extent
 
-Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]  # makes an array of a shape and dtype
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]  # makes an array of a shape and dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,19 +50,19 @@ class BoxRead:
             yield self.tensor.offset + first + offset, buffer[i * run : (i + 1) * run]
 
     @staticmethod
-    def fetch(reads: Sequence[BoxRead], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+    def fetch(reads: Sequence[BoxRead], empty: Allocate = np.empty) -> tuple[list[np.ndarray], int]:
         """Reads many boxes; see `read_boxes`."""
         return read_boxes(reads, empty)
 
 
-def read_boxes(reads: Sequence[BoxRead], empty: Empty = np.empty) -> tuple[list[np.ndarray], int]:
+def read_boxes(reads: Sequence[BoxRead], empty: Allocate = np.empty) -> tuple[list[np.ndarray], int]:
     """Reads boxes, file by file in the order of their offsets, into arrays that `empty` makes.
 
     Returns:
       An array for each, and the bytes read from the files.
     """
     arrays = [empty(extent(read.box), read.tensor.dtype) for read in reads]
-    by_path: dict[str, list[Range]] = defaultdict(list)
+    by_path: dict[str, list[ByteRange]] = defaultdict(list)
     for read, array in zip(reads, arrays, strict=True):
         if array.size:
             by_path[read.tensor.path] += read.ranges(memoryview(array.reshape(-1).view(np.uint8)))

@@ -6,11 +6,22 @@ import os
 from pathlib import Path
 
 from weightbeam.formats.storage.local import TEMPORARY, LocalFolder, create_file, sync_folder, write_file
-from weightbeam.formats.storage.store import File, Range, StorageError, Store, pieces, reason
+from weightbeam.formats.storage.store import ByteRange, File, StorageError, Store, reason, stretches
 
 __all__ = [
-    "TEMPORARY", "File", "LocalFolder", "Range", "StorageError", "Store",
-    "create_file", "open_store", "pieces", "reason", "store_and_name", "sync_folder", "write_file",
+    "TEMPORARY",
+    "ByteRange",
+    "File",
+    "LocalFolder",
+    "StorageError",
+    "Store",
+    "create_file",
+    "open_store",
+    "reason",
+    "store_and_name",
+    "stretches",
+    "sync_folder",
+    "write_file",
 ]  # fmt: skip
 
 

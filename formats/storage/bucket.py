@@ -23,18 +23,18 @@ from google.cloud.storage.retry import DEFAULT_RETRY
 from requests.adapters import HTTPAdapter
 from requests.exceptions import RequestException
 
-from weightbeam.formats.storage.store import PIECE, PROBE, File, Range, Request, StorageError, Store, in_base64, make_requests, pieces
+from weightbeam.formats.storage.store import PIECE, PROBE, ByteRange, File, Request, StorageError, Store, in_base64, make_requests, stretches
 
 CONNECTIONS = 128  # that are kept: 16 for each of eight threads
 TIMEOUT = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
 RETRY: Retry = DEFAULT_RETRY.with_timeout(300.0)  # seconds in all; backs off, and only what a repetition can mend is repeated
-MOST = 8 << 20  # bytes of a request
-LONGEST = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
-AT_A_TIME = 4  # requests of one read, whose bytes are held beside the buffers that they go to
+MAX_REQUEST_BYTES = 8 << 20  # bytes of a request
+MAX_REQUEST_SECONDS = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
+MAX_REQUESTS = 4  # requests of one read, whose bytes are held beside the buffers that they go to
 ORIGINAL = "original"  # in an object's metadata: `File.original`
 FIELDS = "items(name,size,generation,crc32c,updated,metadata),prefixes,nextPageToken"
 CONTEXT = {"gcs_request_concurrency": {"limit": 32}, "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"}}
-STALL = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30", "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1024"}  # below that a request is repeated
+STALL_LIMITS = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30", "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1024"}  # below that a request is repeated
 
 
 @functools.cache
@@ -74,7 +74,7 @@ class Bucket(Store):
     """A folder of a bucket: the objects whose names begin with it."""
 
     at_a_time = 16
-    held_bytes = AT_A_TIME * MOST
+    held_bytes = MAX_REQUESTS * MAX_REQUEST_BYTES
 
     def __init__(self, url: str):
         super().__init__(url)
@@ -93,7 +93,7 @@ class Bucket(Store):
         return _client().bucket(self.bucket).blob(f"{self._prefix}{name}")
 
     @contextlib.contextmanager
-    def _told(self, name: str = "") -> Iterator[None]:
+    def _translate_errors(self, name: str = "") -> Iterator[None]:
         """Turns the clients' errors into ours, but for those that say that nothing is there, or something else than was asked for."""
         try:
             yield
@@ -103,7 +103,7 @@ class Bucket(Store):
             _fail(self.path(name) if name else self.url, e)
 
     def check_readable(self) -> None:
-        with self._told():
+        with self._translate_errors():
             try:
                 pages = _client().list_blobs(self.bucket, prefix=self._prefix, max_results=1, fields=FIELDS, timeout=TIMEOUT, retry=RETRY)
                 if next(iter(pages), None) is None:
@@ -112,7 +112,7 @@ class Bucket(Store):
                 raise StorageError(f"{self.url}: no such bucket") from e
 
     def _list(self, prefix: str, recursive: bool, pattern: str | None = None) -> tuple[list[File], set[str]]:
-        with self._told():
+        with self._translate_errors():
             try:
                 found = _client().list_blobs(
                     self.bucket,
@@ -145,7 +145,7 @@ class Bucket(Store):
         return sorted(prefix.removeprefix(self._prefix).rstrip("/") for prefix in self._list("", recursive=False)[1])
 
     def stat(self, name: str) -> File | None:
-        with self._told(name):
+        with self._translate_errors(name):
             try:
                 blob = self._blob(name)
                 blob.reload(timeout=TIMEOUT, retry=RETRY)
@@ -156,7 +156,7 @@ class Bucket(Store):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         if stop is not None and stop <= start:
             return b""
-        with self._told(name):
+        with self._translate_errors(name):
             try:
                 last = None if stop is None else stop - 1
                 return self._blob(name).download_as_bytes(start=start or None, end=last, raw_download=True, checksum=None, timeout=TIMEOUT, retry=RETRY)
@@ -165,7 +165,7 @@ class Bucket(Store):
             except exceptions.NotFound as e:
                 raise FileNotFoundError(2, "no such object", self.path(name)) from e
 
-    def read_into(self, name: str, ranges: Iterable[Range]) -> int:
+    def read_into(self, name: str, ranges: Iterable[ByteRange]) -> int:
         store = ts.KvStore.open(self.kvstore(), context=_context()).result()
         total = 0
         waiting: collections.deque[tuple[Request, ts.Future]] = collections.deque()
@@ -173,7 +173,7 @@ class Bucket(Store):
         def finish() -> None:
             request, future = waiting.popleft()
             try:
-                found = future.result(timeout=LONGEST)
+                found = future.result(timeout=MAX_REQUEST_SECONDS)
             except Exception as e:
                 if not str(e).startswith("OUT_OF_RANGE"):
                     _fail(f"{self.path(name)}: bytes {request.start:,} to {request.stop:,}", e)
@@ -182,8 +182,8 @@ class Bucket(Store):
                 raise StorageError(f"{self.path(name)}: is gone, or ends before byte {request.stop:,}; was it changed after it was planned?")
             request.scatter(request.start, memoryview(found.value))
 
-        for request in make_requests(ranges, MOST):
-            if len(waiting) == AT_A_TIME:
+        for request in make_requests(ranges, MAX_REQUEST_BYTES):
+            if len(waiting) == MAX_REQUESTS:
                 finish()
             waiting.append((request, store.read(name, byte_range=slice(request.start, request.stop))))
             total += request.stop - request.start
@@ -210,7 +210,7 @@ class Bucket(Store):
 
     def _upload(self, name: str, data: bytes, generation: int | None) -> storage.Blob | None:
         """Writes an object whole; only over that generation, if one is named. Returns it, or None where there was another."""
-        with self._told(name):
+        with self._translate_errors(name):
             blob = self._blob(name)
             blob.metadata = {"attempt": uuid.uuid4().hex}
             try:
@@ -234,14 +234,14 @@ class Bucket(Store):
         Raises:
           FileNotFoundError: one of them is gone.
         """
-        with self._told(name):
+        with self._translate_errors(name):
             try:
                 self._blob(name).compose([self._blob(each) for each in components], timeout=TIMEOUT, retry=RETRY)
             except exceptions.NotFound as e:
                 raise FileNotFoundError(2, "no such object", str(e)) from e
 
     def copy(self, source: Store, file: File) -> None:
-        with self._told(file.name):
+        with self._translate_errors(file.name):
             try:
                 if isinstance(source, Bucket):
                     self._rewrite(source, file)
@@ -266,7 +266,7 @@ class Bucket(Store):
         blob.metadata = {ORIGINAL: file.version}
         try:
             with blob.open("wb", chunk_size=PIECE, timeout=TIMEOUT, retry=RETRY) as upload:
-                for piece in pieces(source, file.name, file.size, file.sha256):
+                for piece in stretches(source, file.name, file.size, file.sha256):
                     summed.update(piece)
                     upload.write(piece)
         except InvalidResponse as e:  # whose own text may show the upload's address, which is signed
@@ -278,7 +278,7 @@ class Bucket(Store):
 
     def delete(self, name: str, version: str | None = None) -> None:
         """Deletes an object; only that version of it, if one is named."""
-        with self._told(name), contextlib.suppress(exceptions.NotFound, exceptions.PreconditionFailed):
+        with self._translate_errors(name), contextlib.suppress(exceptions.NotFound, exceptions.PreconditionFailed):
             self._blob(name).delete(if_generation_match=None if version is None else int(version), timeout=TIMEOUT, retry=RETRY)
 
     def delete_folder(self, name: str = "") -> None:
@@ -300,6 +300,6 @@ class Bucket(Store):
 
     def kvstore(self) -> dict[str, Any]:
         _client()  # without credentials TensorStore would look for them without end
-        for name, value in STALL.items():
+        for name, value in STALL_LIMITS.items():
             os.environ.setdefault(name, value)
         return {"driver": "gcs", "bucket": self.bucket, "path": self._prefix}

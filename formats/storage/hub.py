@@ -36,16 +36,16 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from weightbeam.formats.storage import hub_cache
 from weightbeam.formats.storage.local import LocalFolder
-from weightbeam.formats.storage.store import File, Range, Request, StorageError, Store, make_requests
+from weightbeam.formats.storage.store import ByteRange, File, Request, StorageError, Store, make_requests
 from weightbeam.formats.storage.token import token
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-CONNECT, STALL = 10.0, 30.0  # seconds to connect, and between two pieces of an answer
+CONNECT, STALL_SECONDS = 10.0, 30.0  # seconds to connect, and between two pieces of an answer
 ATTEMPTS = 8  # in a row, without a byte of progress
-FIRST = 4  # at the first request of all: who is offline is told so in seconds
+FIRST_ATTEMPTS = 4  # at the first request of all: who is offline is told so in seconds
 BACKOFF = 0.5  # seconds; doubled before each attempt
-LONGEST = 3600.0  # seconds for one request, and for attempts in a row
-MOST = 16 << 20  # bytes of a request
+MAX_REQUEST_SECONDS = 3600.0  # seconds for one request, and for attempts in a row
+MAX_REQUEST_BYTES = 16 << 20  # bytes of a request
 CONNECTIONS = 16  # of this process
 
 
@@ -101,7 +101,7 @@ class Repository(Store):
             return
         if self._info().gated and not all(self._cached(name) for name in self.files() if name.endswith((".json", ".safetensors"))):
             try:
-                repeated(api().auth_check)(self.repo)
+                retried(api().auth_check)(self.repo)
             except (HfHubHTTPError, httpx2.HTTPError) as e:
                 _fail(self.url, self.repo, e)
 
@@ -154,12 +154,12 @@ class Repository(Store):
         self.read_into(name, [(start, memoryview(buffer))] if buffer else [])
         return bytes(buffer)
 
-    def read_into(self, name: str, ranges: Iterable[Range]) -> int:
+    def read_into(self, name: str, ranges: Iterable[ByteRange]) -> int:
         if cached := self._cached(name):
             return cached.read_into(name, ranges)
         if hub_cache.is_offline():
             raise StorageError(f"{self.path(name)}: HF_HUB_OFFLINE is set, and the file isn't in {hub_cache.root()}")
-        wanted = list(make_requests(ranges, MOST))
+        wanted = list(make_requests(ranges, MAX_REQUEST_BYTES))
         ended = threading.Event()
         futures = [_pool().submit(self._fetch, name, request, ended) for request in wanted]
         try:
@@ -174,7 +174,7 @@ class Repository(Store):
 
     def _fetch(self, name: str, request: Request, ended: threading.Event) -> None:
         """Fetches one stretch, going on where a connection broke, until someone says that it is of no use any more."""
-        done, latest = request.start, time.monotonic() + LONGEST
+        done, latest = request.start, time.monotonic() + MAX_REQUEST_SECONDS
         again = _retrying(ended)
         try:
             while not ended.is_set():
@@ -196,7 +196,7 @@ class Repository(Store):
             with self._open(name, start, request.stop) as answer:
                 for data in answer.iter_raw():
                     if ended.is_set() or time.monotonic() > latest:
-                        raise StorageError(f"{self.path(name)}: at byte {done:,}: given up after {LONGEST:,.0f} s, the connection is too slow")
+                        raise StorageError(f"{self.path(name)}: at byte {done:,}: given up after {MAX_REQUEST_SECONDS:,.0f} s, the connection is too slow")
                     request.scatter(done, memoryview(data)[: request.stop - done])
                     done += len(data)
         except httpx2.TransportError:
@@ -212,7 +212,9 @@ class Repository(Store):
         for renewed in (False, True):
             location, headers = _locations(self.repo, self.commit, name)
             wanted = headers | {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-            with get_session().stream("GET", location, headers=wanted, timeout=httpx2.Timeout(STALL, connect=CONNECT), follow_redirects=False) as answer:
+            with get_session().stream(
+                "GET", location, headers=wanted, timeout=httpx2.Timeout(STALL_SECONDS, connect=CONNECT), follow_redirects=False
+            ) as answer:
                 if answer.status_code in (401, 403) and not renewed:
                     _locations.forget(self.repo, self.commit, name, location)
                     continue
@@ -239,7 +241,7 @@ class _Locations:
         with self._locks[key]:  # the others wait for an address rather than ask for it too
             if key not in self._found:
                 url = hf_hub_url(repo, name, revision=commit, endpoint=_endpoint())
-                self._found[key] = get_hf_file_metadata(url, token=token() or False, timeout=STALL, endpoint=_endpoint()).location
+                self._found[key] = get_hf_file_metadata(url, token=token() or False, timeout=STALL_SECONDS, endpoint=_endpoint()).location
             location = self._found[key]
         ours = urlsplit(location)[:2] == urlsplit(_endpoint())[:2]
         return location, build_hf_headers(token=token() or False if ours else False)
@@ -290,7 +292,7 @@ def wait(state: tenacity.RetryCallState) -> float:
 
 def _is_over(state: tenacity.RetryCallState, attempts: int) -> bool:
     """Whether to give up. A hub that says when to come again is obeyed however often, as long as that is soon enough."""
-    if (state.seconds_since_start or 0.0) + state.upcoming_sleep > LONGEST:
+    if (state.seconds_since_start or 0.0) + state.upcoming_sleep > MAX_REQUEST_SECONDS:
         return True
     error = state.outcome.exception() if state.outcome else None
     limited = isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code == 429
@@ -308,7 +310,7 @@ def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) ->
     return tenacity.Retrying(retry=tenacity.retry_if_exception(is_passing), wait=wait, stop=stop, sleep=sleep, reraise=True)
 
 
-repeated = _retrying().wraps  # decorates a function that asks the hub
+retried = _retrying().wraps  # decorates a function that asks the hub
 
 
 _SAME: set[str] = set()  # files of the cache that are known to be those of the hub
@@ -317,7 +319,7 @@ _INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repositor
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
     try:
-        return _retrying(attempts=FIRST).wraps(api().model_info)(repo, revision=revision, files_metadata=True, timeout=STALL)
+        return _retrying(attempts=FIRST_ATTEMPTS).wraps(api().model_info)(repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS)
     except (HfHubHTTPError, HFValidationError, httpx2.HTTPError) as e:
         _fail(url, repo, e)
 

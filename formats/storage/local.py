@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.storage.renaming import link_new
-from weightbeam.formats.storage.store import PROBE, File, Range, StorageError, Store
+from weightbeam.formats.storage.store import PROBE, ByteRange, File, StorageError, Store
 
 PAGE = 4096  # bytes; what a disk reads at least
 MAX_BUFFERS = 1024  # IOV_MAX on Linux
@@ -33,7 +33,7 @@ def open_file(path: str) -> int:
     return fd
 
 
-def read_ranges(path: str, ranges: Iterable[Range]) -> int:
+def read_ranges(path: str, ranges: Iterable[ByteRange]) -> int:
     """Reads ranges of a file into buffers: `(offset, buffer)` each, as long as its buffer.
 
     Ranges less than a page apart go into one system call (the gap into a scratch buffer), so that no page is read twice.
@@ -238,7 +238,7 @@ class LocalFolder(Store):
             file.seek(start)
             return file.read(-1 if stop is None else max(0, stop - start))
 
-    def read_into(self, name: str, ranges: Iterable[Range]) -> int:
+    def read_into(self, name: str, ranges: Iterable[ByteRange]) -> int:
         return read_ranges(self.path(name), ranges)
 
     def write(self, name: str, data: bytes) -> None:

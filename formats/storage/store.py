@@ -13,7 +13,7 @@ from typing import Any, Self
 import google_crc32c
 
 PROBE = ".weightbeam-probe"  # a file that is made and deleted
-Range = tuple[int, memoryview]  # an offset in a file, and the buffer for what lies there, as long as the buffer
+ByteRange = tuple[int, memoryview]  # an offset in a file, and the buffer for what lies there, as long as the buffer
 
 
 class StorageError(OSError):
@@ -169,7 +169,7 @@ class Store(abc.ABC):
         self.delete(PROBE)
 
     @abc.abstractmethod
-    def read_into(self, name: str, ranges: Iterable[Range]) -> int:
+    def read_into(self, name: str, ranges: Iterable[ByteRange]) -> int:
         """Fills the buffers of `ranges`. What lies close together is fetched in one request; requests are repeated where that helps.
 
         Args:
@@ -221,7 +221,7 @@ class Store(abc.ABC):
 PIECE = 16 << 20  # bytes that a copy holds
 
 
-def pieces(store: Store, name: str, size: int, sha256: str | None = None, crc32c: str | None = None) -> Iterator[bytes]:
+def stretches(store: Store, name: str, size: int, sha256: str | None = None, crc32c: str | None = None) -> Iterator[bytes]:
     """The bytes of a file, one piece after the other.
 
     Raises:
@@ -262,7 +262,7 @@ class Request:
 
     start: int
     stop: int
-    parts: tuple[Range, ...]
+    parts: tuple[ByteRange, ...]
 
     def scatter(self, at: int, data: memoryview) -> None:
         """Puts bytes that lie at `at` in the file where they belong."""
@@ -272,9 +272,9 @@ class Request:
                 buffer[first - offset : last - offset] = data[first - at : last - at]
 
 
-def make_requests(ranges: Iterable[Range], most: int) -> Iterator[Request]:
+def make_requests(ranges: Iterable[ByteRange], most: int) -> Iterator[Request]:
     """Cuts ranges into requests of at most `most` bytes; those that (nearly) adjoin go together: gaps add at most 1/64 to what is asked for."""
-    parts: list[Range] = []
+    parts: list[ByteRange] = []
     start = stop = asked = 0
     for offset, buffer in sorted(ranges, key=lambda item: item[0]):
         while buffer:

@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from weightbeam.formats.orbax import METADATA, open_arrays, record_of
 from weightbeam.formats.orbax_source import leaves
-from weightbeam.formats.safetensors import Empty
+from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.trees import TreeError, recognise
@@ -45,7 +45,7 @@ class Orbax:
         element = 3 * dtype.itemsize  # a chunk as it is stored, decoded, and what is made
         return Described(shape, dtype, names, None, order, chunk, element, has_axes=known)
 
-    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
+    def make(self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None) -> tuple[list[np.ndarray], int]:
         makers = list(results or [empty] * len(wanted))
         plain = [self.arrays[want.key].dtype == want.dtype for want in wanted]
         made = [(maker if same else empty)(extent(want.box), self.arrays[want.key].dtype) for want, maker, same in zip(wanted, makers, plain, strict=True)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from weightbeam.formats.encodings import Encoding, stored_bytes
-from weightbeam.formats.safetensors import Empty, read_boxes
+from weightbeam.formats.safetensors import Allocate, read_boxes
 from weightbeam.model_mappings.boxes import Box, volume, whole
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
@@ -50,7 +50,7 @@ class Release:
         stored = (self.conversion.encodings[name].weight for name in names if name in self.conversion.encodings)
         return next(((tensor.path, tensor.offset) for tensor in stored), ("", 0))
 
-    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
+    def make(self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None) -> tuple[list[np.ndarray], int]:
         boxes, makers, later = [], [], {}
         for number, (want, result) in enumerate(zip(wanted, results or [empty] * len(wanted), strict=True)):
             array = self._arrays[want.key]
@@ -115,7 +115,7 @@ class Tensors:
         axes, grain = (None,) * len(encoding.shape), (1,) * len(encoding.shape)
         return Described(encoding.shape, dtype, axes, None, order, grain, stored + 2 * dtype.itemsize, position, has_axes=False)
 
-    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
+    def make(self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None) -> tuple[list[np.ndarray], int]:
         reads = [self._encodings[key].reads(box) for key, box, _ in wanted]
         stored, nbytes = read_boxes([read for group in reads for read in group], empty)
         rest = iter(stored)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from weightbeam.formats.encodings import ContentError
-from weightbeam.formats.safetensors import Empty
+from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.plan import is_float
 from weightbeam.transforms.stack import copy
@@ -67,7 +67,7 @@ class Source(Protocol):
     url: str
     arrays: Mapping[str, Described]
 
-    def make(self, wanted: Sequence[Wanted], empty: Empty = np.empty, results: Sequence[Empty] | None = None) -> tuple[list[np.ndarray], int]:
+    def make(self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None) -> tuple[list[np.ndarray], int]:
         """Boxes of arrays, and the bytes that were read. `empty` makes what is read on the way, `results` what is returned, one for each.
 
         Raises:
@@ -92,7 +92,7 @@ class Source(Protocol):
         ...
 
 
-def cast(values: np.ndarray, dtype: np.dtype, key: str, empty: Empty = np.empty) -> np.ndarray:
+def cast(values: np.ndarray, dtype: np.dtype, key: str, empty: Allocate = np.empty) -> np.ndarray:
     """The values in another dtype: floats by one cast from float32, integers if each of them fits.
 
     Raises:

@@ -340,7 +340,7 @@ Sink = Annotated[str, BeforeValidator(_from_environment), AfterValidator(_check_
 Scalar = str | int | float | bool
 
 
-class Config(pydantic.BaseModel):
+class WatchConfig(pydantic.BaseModel):
     """`watch.yaml`; `docs/watching.md` explains each field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True)
@@ -362,7 +362,7 @@ class Config(pydantic.BaseModel):
     notify: list[Sink] = []
 
     @model_validator(mode="after")
-    def _whole(self) -> Config:
+    def _whole(self) -> WatchConfig:
         problems = [] if self.models or self.runs else ["names nothing to watch: it needs models with targets, or runs"]
         if self.models and not self.targets:
             problems.append("targets: what should be made of the models?")
@@ -379,7 +379,7 @@ class Config(pydantic.BaseModel):
         return [*_arguments(options, flags=True), *token]
 
 
-def config_of_run(run: str, like: str | None, output: str, every: int | None) -> Config:
+def config_of_run(run: str, like: str | None, output: str, every: int | None) -> WatchConfig:
     """The configuration of one run that options name, exported as it is into one place.
 
     Records lie in the output. The hub has no place for them: there they are in this user's cache, on this machine.
@@ -397,7 +397,7 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None) ->
         problems.append(f"--output={output}: {e}")
     about = {"checkpoints": run, "like": like, "steps": {"every": every or 1}, "targets": [{"name": "hf", "output": place or "/"}]}
     try:
-        config = Config.model_validate({"output": records or "/", "runs": [about]})
+        config = WatchConfig.model_validate({"output": records or "/", "runs": [about]})
     except pydantic.ValidationError as e:
         problems += [f"--run={run}: {_said(error['type'], error['msg'])}" for error in e.errors()]
         raise RefusedError("\n".join(problems)) from e
@@ -406,7 +406,7 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None) ->
     return config
 
 
-def read_config(path: str) -> Config:
+def read_config(path: str) -> WatchConfig:
     """Reads a configuration, from a local file or a bucket.
 
     Raises:
@@ -424,7 +424,7 @@ def read_config(path: str) -> Config:
     if not isinstance(given, dict):
         raise RefusedError(f"--config={path}: should be a mapping with output, and models and targets, or runs; `weightbeam help watching` has an example")
     try:
-        return Config.model_validate(given)
+        return WatchConfig.model_validate(given)
     except pydantic.ValidationError as e:
         problems = "\n".join(f"  {'.'.join(map(str, error['loc']))}: {_said(error['type'], error['msg'])}" for error in e.errors())
         raise RefusedError(f"--config={path}:\n{problems}") from e
@@ -432,7 +432,7 @@ def read_config(path: str) -> Config:
 
 def _said(kind: str, message: str) -> str:
     if kind == "extra_forbidden":
-        return f"no such field; there are {', '.join(Config.model_fields)}"
+        return f"no such field; there are {', '.join(WatchConfig.model_fields)}"
     return message.removeprefix("Value error, ")
 
 

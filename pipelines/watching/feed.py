@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.storage import Store
-from weightbeam.pipelines.watching.isolation import Apart, Work
+from weightbeam.pipelines.watching.isolation import Work, WorkerProcess
 from weightbeam.pipelines.watching.records import History, Target, Version, key_of
 
 
@@ -120,9 +120,9 @@ class Feed(abc.ABC):
 
     # --- what is done
 
-    def apart(self) -> contextlib.AbstractContextManager[Apart]:
+    def apart(self) -> contextlib.AbstractContextManager[WorkerProcess]:
         """The process in which a version's tasks are done: one of its own."""
-        return Apart()
+        return WorkerProcess()
 
     def rest(self) -> None:  # noqa: B027
         """Ends such a process, if one is kept."""

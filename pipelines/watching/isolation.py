@@ -44,7 +44,7 @@ class Outcome:
 Work = Callable[[list[str]], dict[str, Any]]
 
 
-class Apart:
+class WorkerProcess:
     """A process for a release: does one work after the other. What isn't done well ends it, and another one begins."""
 
     def __init__(self) -> None:

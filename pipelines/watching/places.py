@@ -23,7 +23,7 @@ from weightbeam.formats.hub_publishing import CARD, Target, check_target, publis
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, sync_folder
 from weightbeam.formats.storage.bucket import Bucket
-from weightbeam.formats.storage.hub import api, repeated
+from weightbeam.formats.storage.hub import api, retried
 
 WORK, OWNER = ".weightbeam/work", ".weightbeam/run.json"
 REPORT = "run.json"  # in what is published: where it comes from
@@ -212,7 +212,7 @@ class HubPlace(Place):
     def _head(self, branch: str) -> tuple[str, str] | None:
         """The title of a branch's last commit, and its page."""
         try:
-            newest = next(iter(repeated(api().list_repo_commits)(self._repo, revision=branch)), None)
+            newest = next(iter(retried(api().list_repo_commits)(self._repo, revision=branch)), None)
         except (RepositoryNotFoundError, RevisionNotFoundError):
             return None
         return (newest.title, f"{api().endpoint}/{self._repo}/commit/{newest.commit_id}") if newest else None
@@ -237,7 +237,7 @@ class HubPlace(Place):
         assert target.branch.startswith("step-")
         with told(target), contextlib.suppress(RepositoryNotFoundError, RevisionNotFoundError):
             try:
-                repeated(api().delete_branch)(target.repo, branch=target.branch)
+                retried(api().delete_branch)(target.repo, branch=target.branch)
             except HfHubHTTPError as e:
                 if e.response is None or e.response.status_code != 404:
                     raise

@@ -8,7 +8,7 @@ from typing import Any
 
 from weightbeam import __version__
 from weightbeam.pipelines.watching import isolation, releases
-from weightbeam.pipelines.watching.config import Config, Target
+from weightbeam.pipelines.watching.config import Target, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
 from weightbeam.pipelines.watching.records import PUBLISHED, VERIFIED, History, Version, histories, key_of, now
 from weightbeam.pipelines.watching.releases import Release
@@ -21,7 +21,7 @@ class ReleaseFeed(Feed):
 
     made = "converted"
 
-    def __init__(self, config: Config):
+    def __init__(self, config: WatchConfig):
         self._config, self.output, self.targets = config, config.output, config.targets
 
     def names(self) -> tuple[list[str], list[str]]:

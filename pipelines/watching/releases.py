@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.storage.hub import api, repeated
+from weightbeam.formats.storage.hub import api, retried
 from weightbeam.formats.strict_json import JsonError, parse_json
 from weightbeam.pipelines.report import human
 
@@ -74,7 +74,7 @@ class Release:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _translate_errors(what: str) -> Iterator[None]:
     """Turns the hub's errors into ours."""
     try:
         yield
@@ -123,7 +123,7 @@ def _names_of(author: str, since: datetime.date | None) -> list[str]:
       StorageError: the hub doesn't say.
     """
 
-    @repeated
+    @retried
     def names() -> list[str]:
         listed = []
         for info in api().list_models(author=author, sort="last_modified", expand=["lastModified"]):
@@ -134,7 +134,7 @@ def _names_of(author: str, since: datetime.date | None) -> list[str]:
                 listed.append(info.id)
         return listed
 
-    with _told(f"the models of {author}"):
+    with _translate_errors(f"the models of {author}"):
         return names()
 
 
@@ -144,9 +144,9 @@ def find_release(repo: str, revision: str) -> Release:
     Raises:
       StorageError: there is none, or the hub can't be asked.
     """
-    with _told(repo):
+    with _translate_errors(repo):
         validate_repo_id(repo)
-        info = repeated(api().model_info)(repo, revision=revision, files_metadata=True, timeout=30.0)
+        info = retried(api().model_info)(repo, revision=revision, files_metadata=True, timeout=30.0)
     siblings = info.siblings or []
     card: Mapping[str, Any] = info.card_data.to_dict() if info.card_data else {}
     named = [card.get("license"), card.get("license_name"), *(tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:"))]
@@ -190,9 +190,9 @@ def access_denied(release: Release) -> str | None:
     """
     if not release.is_gated:
         return None
-    with _told(release.repo):
+    with _translate_errors(release.repo):
         try:
-            repeated(api().auth_check)(release.repo)
+            retried(api().auth_check)(release.repo)
         except GatedRepoError:
             return f"gated: accept its terms on {api().endpoint}/{release.repo}, with the account whose token is used"
     return None

@@ -18,9 +18,9 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_st
 from weightbeam.pipelines.errors import FailedError
 from weightbeam.pipelines.tables import human
 from weightbeam.pipelines.watching import isolation
-from weightbeam.pipelines.watching.config import MERGED, QUANTIZE, RESHARD, Config, Run, RunTarget
+from weightbeam.pipelines.watching.config import MERGED, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
-from weightbeam.pipelines.watching.isolation import Apart
+from weightbeam.pipelines.watching.isolation import WorkerProcess
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, open_place
 from weightbeam.pipelines.watching.records import (
@@ -86,7 +86,7 @@ class RunFeed(Feed):
 
     made = "exported"
 
-    def __init__(self, config: Config, run: Run, flat: bool = False):
+    def __init__(self, config: WatchConfig, run: Run, flat: bool = False):
         """`flat`: the output is the run's alone, and its steps lie directly below it."""
         self._config, self.run, self.output, self.targets, self._flat = config, run, config.output, run.targets, flat
         self.store: Store = open_store(run.checkpoints)
@@ -101,7 +101,7 @@ class RunFeed(Feed):
         self._marks: set[Mark] = set()
         self._open: set[str] = set()
         self._seen: dict[str, Seen] = {}  # by history's key
-        self._apart: Apart | None = None
+        self._apart: WorkerProcess | None = None
 
     # --- what there is
 
@@ -233,10 +233,10 @@ class RunFeed(Feed):
 
     # --- what is done
 
-    def apart(self) -> contextlib.AbstractContextManager[Apart]:
+    def apart(self) -> contextlib.AbstractContextManager[WorkerProcess]:
         """One process for all steps of a look: imports take longer than a small export."""
         if self._apart is None:
-            self._apart = Apart()
+            self._apart = WorkerProcess()
         return contextlib.nullcontext(self._apart)
 
     def rest(self) -> None:

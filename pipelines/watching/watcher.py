@@ -12,9 +12,9 @@ from weightbeam.formats.lease import HeldError
 from weightbeam.formats.storage import StorageError
 from weightbeam.pipelines.errors import FailedError
 from weightbeam.pipelines.watching import isolation
-from weightbeam.pipelines.watching.config import Config
+from weightbeam.pipelines.watching.config import WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
-from weightbeam.pipelines.watching.isolation import Apart
+from weightbeam.pipelines.watching.isolation import WorkerProcess
 from weightbeam.pipelines.watching.notices import Notices, note, warn
 from weightbeam.pipelines.watching.records import (
     CONVERTING,
@@ -58,7 +58,7 @@ class Finding:
 class Watcher:
     """Makes of each feed's versions what a configuration asks for."""
 
-    def __init__(self, config: Config, feeds: Sequence[Feed], notices: Notices, dry_run: bool = False):
+    def __init__(self, config: WatchConfig, feeds: Sequence[Feed], notices: Notices, dry_run: bool = False):
         self.config, self.feeds, self._notices, self._dry_run = config, feeds, notices, dry_run
 
     def once(self, names: Iterable[str] | None = None) -> list[Finding]:
@@ -194,7 +194,7 @@ class Watcher:
 
     # --- the steps, with the lease held
 
-    def _work(self, feed: Feed, history: History, target: Target, apart: Apart) -> None:
+    def _work(self, feed: Feed, history: History, target: Target, apart: WorkerProcess) -> None:
         attempt = history.attempt + 1
         if (why := feed.is_gone(history)) and not feed.is_made(history):
             self._say_gone(feed, history, why)
@@ -233,7 +233,7 @@ class Watcher:
         self._notices.tell(history.add(PUBLISHED, feed.notice(history), **said))
         feed.announce(history, target)
 
-    def _do(self, feed: Feed, history: History, apart: Apart, task: Task, attempt: int) -> isolation.Outcome | None:
+    def _do(self, feed: Feed, history: History, apart: WorkerProcess, task: Task, attempt: int) -> isolation.Outcome | None:
         """Does it; None if it isn't done, which is recorded."""
         outcome = apart.run(task.work, task.arguments)
         if outcome.status == isolation.DONE:

@@ -181,14 +181,14 @@ def test_biases_of_zeros_are_dropped_where_nobody_uses_them(tmp_path: Path) -> N
     source = source_of(tmp_path / "gptq", gptq_tensors() | y | biases | {"z.bias": np.zeros(4, np.float16)}, gptq())
     assert source.problems == ()
     assert biases.keys() < source.encodings.keys()
-    assert source.settle_spare([]) == ({}, [])
+    assert source.drop_zero_biases([]) == ({}, [])
     assert source.spare == biases.keys()
-    dropped, problems = source.settle_spare(["x.bias", "y.bias", "z.bias", "x.weight"])
+    dropped, problems = source.drop_zero_biases(["x.bias", "y.bias", "z.bias", "x.weight"])
     assert dropped == {"x.bias": "zeros that AutoGPTQ stores for layers without a bias"}
     assert [(problem.kind, problem.subject) for problem in problems] == [("unused", "y.bias")]
     assert "isn't zeros that AutoGPTQ stores" in problems[0].message
     awq_source = source_of(tmp_path / "awq", awq_tensors() | {"x.bias": np.zeros(16, np.float16)}, awq())
-    assert awq_source.settle_spare(["x.bias"]) == ({}, [])
+    assert awq_source.drop_zero_biases(["x.bias"]) == ({}, [])
 
 
 # --- where it is described ------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from weightbeam.formats import lease
 from weightbeam.formats.links import COPY, put_source
 from weightbeam.formats.orbax import find_items
 from weightbeam.formats.safetensors import open_checkpoint
-from weightbeam.formats.storage import File, StorageError, Store, open_store, pieces
+from weightbeam.formats.storage import File, StorageError, Store, open_store, stretches
 from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import hub as hubs
 from weightbeam.formats.storage.store import Request, make_requests
@@ -283,7 +283,7 @@ def test_any_ranges(full: Store, ranges: list[tuple[int, int]]) -> None:
 
 def test_what_is_counted(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the server counts it: each byte once, in as many requests as it takes."""
-    monkeypatch.setattr(buckets, "MOST", 50_000)
+    monkeypatch.setattr(buckets, "MAX_REQUEST_BYTES", 50_000)
     bucket.write("x", DATA)
     gcs.log.clear()
     buffers = [(start, memoryview(bytearray(5000))) for start in range(0, len(DATA), 5000)]
@@ -579,12 +579,12 @@ def test_what_comes_is_checked(bucket: buckets.Bucket) -> None:
     bucket.write("x", DATA)
     found = bucket.stat("x")
     assert found is not None
-    assert b"".join(pieces(bucket, "x", len(DATA), hashlib.sha256(DATA).hexdigest(), found.crc32c)) == DATA
+    assert b"".join(stretches(bucket, "x", len(DATA), hashlib.sha256(DATA).hexdigest(), found.crc32c)) == DATA
     bucket.write("x", DATA[::-1])
     with pytest.raises(StorageError, match="its crc32c isn't"):
-        list(pieces(bucket, "x", len(DATA), crc32c=found.crc32c))
+        list(stretches(bucket, "x", len(DATA), crc32c=found.crc32c))
     with pytest.raises(StorageError, match="its sha256 isn't"):
-        list(pieces(bucket, "x", len(DATA), sha256=hashlib.sha256(DATA).hexdigest()))
+        list(stretches(bucket, "x", len(DATA), sha256=hashlib.sha256(DATA).hexdigest()))
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------------------
@@ -598,7 +598,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     monkeypatch.setattr(hubs, "BACKOFF", 0.002)
-    monkeypatch.setattr(hubs, "STALL", 0.4)
+    monkeypatch.setattr(hubs, "STALL_SECONDS", 0.4)
     monkeypatch.setattr(hubs, "_INFO", {})
     monkeypatch.setattr(hubs, "_locations", hubs._Locations())
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
@@ -684,7 +684,7 @@ def test_a_revision_is_resolved_once(model: hubs.Repository, hub: FakeHub, tmp_p
 )
 def test_a_hub_that_fails_now_and_then(model: hubs.Repository, hub: FakeHub, fault: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A range goes on where it broke: no byte comes twice."""
-    monkeypatch.setattr(hubs, "MOST", 70_000)
+    monkeypatch.setattr(hubs, "MAX_REQUEST_BYTES", 70_000)
     made = hub.cdn.fail(**fault, every=2, times=3)
     assert fetch(model, SHARD, (1, len(DATA))) == [DATA[1:]]
     assert made.hits >= 2
@@ -736,7 +736,7 @@ def test_a_hub_that_always_fails(model: hubs.Repository, hub: FakeHub, fault: di
 
 def test_a_connection_that_is_too_slow(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """It always brings something, and it would take for ever."""
-    monkeypatch.setattr(hubs, "LONGEST", 0.3)
+    monkeypatch.setattr(hubs, "MAX_REQUEST_SECONDS", 0.3)
     hub.cdn.fail("slow", seconds=0.2)
     hub.cdn.fail("cut")
     with pytest.raises(StorageError, match="too slow"):
@@ -794,8 +794,8 @@ def test_a_file_that_isnt_what_the_hub_said(model: hubs.Repository, hub: FakeHub
 
 def test_after_a_failure_no_buffer_is_written(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory may belong to another read by then."""
-    monkeypatch.setattr(hubs, "MOST", 10_000)
-    monkeypatch.setattr(hubs, "STALL", 30.0)
+    monkeypatch.setattr(hubs, "MAX_REQUEST_BYTES", 10_000)
+    monkeypatch.setattr(hubs, "STALL_SECONDS", 30.0)
     answer, scatter, busy = hub.cdn.answer, Request.scatter, threading.Event()
 
     def fails_first(call: Call) -> Reply:
@@ -821,8 +821,8 @@ def test_after_a_failure_no_buffer_is_written(model: hubs.Repository, hub: FakeH
 
 def test_after_a_failure_few_requests_are_made(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """What still waits, because the hub limits it, asks no more."""
-    monkeypatch.setattr(hubs, "MOST", 50_000)
-    monkeypatch.setattr(hubs, "LONGEST", 6.0)
+    monkeypatch.setattr(hubs, "MAX_REQUEST_BYTES", 50_000)
+    monkeypatch.setattr(hubs, "MAX_REQUEST_SECONDS", 6.0)
     together, asked = threading.Barrier(4), []  # of four stretches one fails, when the others have been refused
 
     def answer(call: Call) -> Reply:
@@ -841,8 +841,8 @@ def test_after_a_failure_few_requests_are_made(model: hubs.Repository, hub: Fake
 
 def test_few_connections_at_a_time(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of threads and requests."""
-    monkeypatch.setattr(hubs, "MOST", 5000)
-    monkeypatch.setattr(hubs, "STALL", 30.0)  # a busy machine is slow to answer, and would still count what the client gave up
+    monkeypatch.setattr(hubs, "MAX_REQUEST_BYTES", 5000)
+    monkeypatch.setattr(hubs, "STALL_SECONDS", 30.0)  # a busy machine is slow to answer, and would still count what the client gave up
     answer, lock, now, most = hub.cdn.answer, threading.Lock(), 0, 0
 
     def counted(call: Call) -> Reply:
@@ -896,7 +896,7 @@ LOUD = """
 import logging, sys, traceback
 logging.basicConfig(level=logging.DEBUG)
 from weightbeam.formats.storage import hub, open_store
-hub.BACKOFF, hub.STALL = 0.002, 0.5
+hub.BACKOFF, hub.STALL_SECONDS = 0.002, 0.5
 for url in sys.argv[2:]:
     try:
         store = open_store(url)

@@ -283,7 +283,7 @@ def graph_of(conversion: Conversion, folder: Path) -> bytes:
     """The pipeline as Dataflow's runner would stage it."""
     arguments = [f"--project={PROJECT}", f"--region={REGION}", "--temp_location=gs://b/t", "--dry_run=true", "--no_auth", "--sdk_container_image=an/image:1"]
     options = pipeline_options(["--runner=DataflowRunner", "--dataflow_endpoint=http://localhost:1", *arguments])
-    dataflow.settle(options, conversion, str(folder))
+    dataflow.fill_in(options, conversion, str(folder))
     pipeline = beam.Pipeline(options=options)
     build(pipeline, conversion, staging_at(folder, 0))
     return pipeline.run().job.proto_pipeline.SerializeToString()
@@ -307,7 +307,7 @@ def conversion() -> Conversion:
 
 def settled(conversion: Conversion, *arguments: str) -> PipelineOptions:
     options = pipeline_options(["--runner=DataflowRunner", *arguments])
-    dataflow.settle(options, conversion, "gs://b/out/0")
+    dataflow.fill_in(options, conversion, "gs://b/out/0")
     return options
 
 

@@ -24,7 +24,7 @@ from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.plan import Array, expand, make_arrays
 from weightbeam.model_mappings.registry import family_of
 from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.grid import Stored, count_experts, make_grid
+from weightbeam.transforms.grid import SourceCost, count_experts, make_grid
 from weightbeam.transforms.load import Load, load_of, total
 from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
 from weightbeam.transforms.options import Options
@@ -269,7 +269,7 @@ def loads(arrays: tuple[Array, ...], meshes: list[Mesh], format: Format = Format
     alike = collections.Counter((array.shape, array.names, array.dtype, pattern(array.key)) for array in arrays)
     kinds = {(array.shape, array.names, array.dtype, pattern(array.key)): array for array in arrays}
     experts = count_experts(arrays)
-    grids = {kind: make_grid(array, Stored(2), (), base_rules(), Options().unit_bytes, format, experts) for kind, array in kinds.items()}
+    grids = {kind: make_grid(array, SourceCost(2), (), base_rules(), Options().unit_bytes, format, experts) for kind, array in kinds.items()}
     return {
         mesh.text: {array: load_of(grids[kind].spec, partition_spec(array.names, base_rules()), mesh) * alike[kind] for kind, array in kinds.items()}
         for mesh in meshes
@@ -301,7 +301,7 @@ def test_shards_without_a_mesh_are_few_and_their_indexes_small() -> None:
         arrays = arrays_of(name)
         shards = 0
         for array in arrays:
-            spec = make_grid(array, Stored(2), (), base_rules(), Options().unit_bytes, Format(), count_experts(arrays)).spec
+            spec = make_grid(array, SourceCost(2), (), base_rules(), Options().unit_bytes, Format(), count_experts(arrays)).spec
             shards += math.prod(spec.grid)
             packed = math.prod(spec.shard) // math.prod(spec.chunk)
             assert packed == 1 or packed * 16 * 16 <= math.prod(spec.chunk) * 2

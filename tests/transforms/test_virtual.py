@@ -15,7 +15,7 @@ from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.load import load_of
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.virtual import loads_of, share
+from weightbeam.transforms.virtual import loads_of, percent
 
 QWEN_30B = QWEN3_MOE | dict(
     vocab_size=151936, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_hidden_layers=48, num_experts=128,
@@ -119,7 +119,7 @@ def test_a_small_share_is_a_warning() -> None:
     assert not plan(LLAMA_8B).warnings
     padded = plan(LLAMA_8B | dict(num_hidden_layers=1), vocab_size=128512)
     (warning,) = padded.warnings
-    assert warning.startswith(f"only {share(padded.virtual_bytes, padded.target_bytes)} of the bytes are virtual")
+    assert warning.startswith(f"only {percent(padded.virtual_bytes, padded.target_bytes)} of the bytes are virtual")
 
 
 def test_a_load_that_reads_much_for_nothing_is_a_warning() -> None:
@@ -137,4 +137,4 @@ def test_a_load_that_reads_much_for_nothing_is_a_warning() -> None:
 
 def test_a_share_is_whole_only_if_all_of_it_is() -> None:
     """99.98 % isn't 100 %."""
-    assert [share(part, 10_000) for part in (10_000, 9_998, 9_951, 5_700, 0)] == ["100 %", "99.98 %", "99.5 %", "57 %", "0 %"]
+    assert [percent(part, 10_000) for part in (10_000, 9_998, 9_951, 5_700, 0)] == ["100 %", "99.98 %", "99.5 %", "57 %", "0 %"]
