@@ -19,13 +19,13 @@ class Work:
     Attributes:
       unit: what to do.
       arena: makes the arrays.
-      stored: by fetch, the arrays that were read (set by ReadBoxes).
+      raw: by fetch, the arrays that were read (set by ReadBoxes).
       values: by fetch, the decoded values (Dequantize).
       views: by job, the pieces and views of `values` in the array's layout (Reshape).
       shards: by job, one array whose first axes count shards; each shard is in C order (Stack).
     """
 
-    __slots__ = ("arena", "shards", "stored", "unit", "values", "views")
+    __slots__ = ("arena", "raw", "shards", "unit", "values", "views")
 
     def __init__(self, unit: Unit, arena: Arena):
         self.unit = unit
