@@ -122,8 +122,8 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
 
     mesh = Mesh.parse(MESH)
     arrays = prepare(Options(mesh=(MESH,)), open_checkpoint(source)).plan.arrays
-    specs = {array.key: partition_spec(array.names, base_rules()) for array in arrays}
-    experts = {array.key for array in arrays if EXPERTS in array.names}
+    specs = {array.key: partition_spec(array.logical_axes, base_rules()) for array in arrays}
+    experts = {array.key for array in arrays if EXPERTS in array.logical_axes}
     restored: dict[str, list[dict[str, Any]]] = {name: [] for name in checkpoints}
     of_experts: dict[str, float] = {}
     for number in range(1, rounds + 1):

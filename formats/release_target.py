@@ -140,7 +140,7 @@ def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleasePl
     return ReleaseBucket(store.parent, store.name, plan)
 
 
-def plan_of(release: Store) -> str | None:
+def plan_hash_of(release: Store) -> str | None:
     """The hash of the plan that a release was made by; None where it isn't whole, or isn't ours."""
     try:
         plan = json.loads(release.read(RECORD)).get("plan")

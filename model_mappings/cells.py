@@ -119,7 +119,7 @@ class Part:
         names = rule.names
         if names is not None:
             names = (*names[:at], *stack.names, *names[at:])
-        self.names: tuple[str | None, ...] = names or (None,) * len(axes)
+        self.logical_axes: tuple[str | None, ...] = names or (None,) * len(axes)
 
     def tensor(self, layer: tuple[int, ...], name: tuple[int, ...]) -> str | None:
         """The name of a cell's tensor; None for a constant."""

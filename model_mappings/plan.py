@@ -66,7 +66,7 @@ class Array:
       key: Orbax's dotted key.
       shape: of the array.
       dtype: stored dtype.
-      names: MaxText's logical name of each axis, None where it has none.
+      logical_axes: MaxText's logical name of each axis, None where it has none.
       parts: what it is made of.
       fill: the value of elements that no cell supplies; None where the cells tile the array.
       lossy: why the stored values aren't the tensor's to the bit; None where they are.
@@ -75,10 +75,15 @@ class Array:
     key: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    names: tuple[str | None, ...]
+    logical_axes: tuple[str | None, ...]
     parts: tuple[Part, ...]
     fill: float | None
     lossy: str | None = None
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """`logical_axes`, by the name that a plan's readers know."""
+        return self.logical_axes
 
     @property
     def nbytes(self) -> int:
@@ -135,8 +140,8 @@ def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Par
             if cells > most:
                 raise ConfigError(f"config.json: its layers and experts ask for more than {most:,} tensors, the files hold {len(layout.names):,}")
             same = parts.setdefault(part.path, [])
-            if same and (same[0].shape, same[0].names) != (part.shape, part.names):
-                raise ValueError(f"{part.path}: two rules disagree: {same[0].shape} {same[0].names}, {part.shape} {part.names}")
+            if same and (same[0].shape, same[0].logical_axes) != (part.shape, part.logical_axes):
+                raise ValueError(f"{part.path}: two rules disagree: {same[0].shape} {same[0].logical_axes}, {part.shape} {part.logical_axes}")
             same.append(part)
     if (elements := sum(math.prod(same[0].shape) for same in parts.values())) > MAX_ELEMENTS:
         raise ConfigError(f"config.json: its sizes make a model of {elements:,} elements; more than {MAX_ELEMENTS:,} can't be meant")
@@ -179,4 +184,4 @@ def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_
         reasons |= dict.fromkeys(f"{op}, rounded once to {save_dtype.name}" for op in inexact)
     fill = next((part.rule.fill for part in parts if part.rule.fill is not None), None)
     gap = sum(part.elements for part in parts) < math.prod(parts[0].shape)
-    return Array(key, parts[0].shape, dtype, parts[0].names, tuple(parts), fill if gap else None, "; ".join(reasons) or None)
+    return Array(key, parts[0].shape, dtype, parts[0].logical_axes, tuple(parts), fill if gap else None, "; ".join(reasons) or None)

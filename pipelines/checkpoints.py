@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.links import HARD, LinkError
-from weightbeam.formats.orbax import plan_of, publish
+from weightbeam.formats.orbax import plan_hash_of, publish
 from weightbeam.formats.staging import ITEMS, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.plan import Problem
@@ -118,7 +118,7 @@ def carry_checkpoint(
             written = counted
         else:
             _publish_index(planned, staging, how)
-    if plan_of(staging.final) != planned.hash:
+    if plan_hash_of(staging.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
     return Made(items, in_folder, time.monotonic() - start, written)
 

@@ -297,7 +297,7 @@ def _axes(items: Store, given: Any, source: str | None, model: str | None) -> tu
     conversion = prepare(options_of(items, open_arrays(items), {"maxtext_model": model}), open_source(source))
     if not conversion.plan.arrays:
         refuse(conversion, conversion.plan.problems)
-    return rules, {array.key: array.names for array in conversion.plan.arrays}
+    return rules, {array.key: array.logical_axes for array in conversion.plan.arrays}
 
 
 def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.links import COPY
-from weightbeam.formats.orbax import find_damage, is_checkpoint, plan_of
+from weightbeam.formats.orbax import find_damage, is_checkpoint, plan_hash_of
 from weightbeam.formats.staging import JOB, BucketStaging, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import LocalFolder, Store, open_store, reason
 from weightbeam.formats.zarr import ArraySpec, Format
@@ -150,7 +150,7 @@ def check_output(staging: Staging, conversion: CheckpointPlan, resume: bool, ove
 
 def is_finished(staging: Staging, conversion: CheckpointPlan) -> bool:
     """Whether the very checkpoint that is wanted is published, and nothing is staged beside it."""
-    return not staging.exists() and plan_of(staging.final) == conversion.hash
+    return not staging.exists() and plan_hash_of(staging.final) == conversion.hash
 
 
 def _problem(place: Store, message: str) -> list[Problem]:
@@ -187,7 +187,7 @@ def _find_problems(staging: Staging, conversion: CheckpointPlan, resume: bool, o
             if stopped:
                 return _problem(staging.final, "exists beside a stopped conversion; --resume --overwrite goes on with that and replaces it at the end")
             return _problem(staging.final, "exists, and was made with other options or of another source; --overwrite replaces it")
-    if resume and plan_of(staging.checkpoint) == conversion.hash:
+    if resume and plan_hash_of(staging.checkpoint) == conversion.hash:
         return []
     return _check_room(staging, conversion, resume, link) if isinstance(staging, FolderStaging) else []
 
@@ -242,7 +242,7 @@ def _check_room(staging: FolderStaging, conversion: CheckpointPlan, resume: bool
 def _difference(staging: Staging, wanted: CheckpointPlan) -> str:
     """What differs between the plan that is staged and the one that is wanted; empty if nothing does."""
     if not staging.is_staged():
-        return "it is complete but for its name" if plan_of(staging.checkpoint) not in (None, wanted.hash) else ""
+        return "it is complete but for its name" if plan_hash_of(staging.checkpoint) not in (None, wanted.hash) else ""
     try:
         staged = load(staging.read_plan())
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):

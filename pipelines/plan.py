@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """The arrays that it makes; each has `key`, `shape`, `dtype`, logical axes in `names`, and `lossy`, a reason or None."""
+        """The arrays that it makes; each has `key`, `shape`, `dtype`, `logical_axes`, and `lossy`, a reason or None."""
         return self.conversion.plan.arrays
 
     def maxtext_config(self) -> MaxTextConfig:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.release import edit_config, model_card, role_of
-from weightbeam.formats.release_target import ReleaseFolder, ReleasePlace, plan_of, release_staging
+from weightbeam.formats.release_target import ReleaseFolder, ReleasePlace, plan_hash_of, release_staging
 from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.strict_json import JsonError
@@ -196,7 +196,7 @@ def carry_out(planned: ReleasePlan, output: str, resume: bool, overwrite: bool, 
     staging = find_place(planned, output)
     refuse([*planned.plan.problems, *check_release(staging, planned, resume, overwrite)])
     refuse(planned.unreadable())
-    if resume and not staging.exists() and plan_of(staging.final) == planned.hash:
+    if resume and not staging.exists() and plan_hash_of(staging.final) == planned.hash:
         return Written(str(staging.final), state="nothing to do")
     for warning in planned.warnings:
         LOG.warning(warning)
@@ -206,7 +206,7 @@ def carry_out(planned: ReleasePlan, output: str, resume: bool, overwrite: bool, 
         from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
 
         run_units(planned, staging, beam, {"source": planned.inputs[0], "output": output}, resume, overwrite, report=reporter(progress))
-    if plan_of(staging.final) != planned.hash:
+    if plan_hash_of(staging.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
     return Written(str(staging.final), time.monotonic() - start)
 
@@ -237,7 +237,7 @@ def check_release(staging: ReleasePlace, planned: ReleasePlan, resume: bool, ove
             return problem(f"and {url}, which it is made of, lie in each other; choose another --output")
     try:
         staging.check_free()
-        stopped, made_by = staging.exists(), plan_of(staging.final)
+        stopped, made_by = staging.exists(), plan_hash_of(staging.final)
         there = staging.is_taken()
     except OSError as e:
         raise Busy(f"  output: {reason(e)}") from e

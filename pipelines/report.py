@@ -93,7 +93,7 @@ def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
     for array in plan.arrays:
         grid = grids.get(array.key)
         chunk = shape_text(grid.spec.chunk) if grid else "–"
-        axes = " ".join(name or "-" for name in array.names)
+        axes = " ".join(name or "-" for name in array.logical_axes)
         groups[pattern(array.key), array.shape, array.dtype.name, axes, chunk, array.lossy].append(array.key)
     arrays = Table("array", "shape", "dtype", "logical axes", "chunk", ">arrays", "exact", spare=("logical axes", "dtype", "exact", "arrays", "chunk"))
     for (_, shape, dtype, axes, chunk, lossy), keys in groups.items():
@@ -210,7 +210,7 @@ def rules_text(conversion: Conversion) -> str:
     """Whose logical axis rules are used, and where they differ for these arrays; empty for those of MaxText's base.yml."""
     model, given = conversion.options.maxtext_model, conversion.options.sharding_rules
     base, whose = (base_rules(), f"MaxText's for {model}") if given is None else (model_rules(model), "--sharding_rules")
-    known = {name for array in conversion.plan.arrays for name in array.names if name}
+    known = {name for array in conversion.plan.arrays for name in array.logical_axes if name}
     rules = rules_of(conversion.options)
     changed = [name for name in sorted(known) if [axes for n, axes in rules if n == name and axes] != [axes for n, axes in base if n == name and axes]]
     if not changed and given is None:
@@ -227,7 +227,7 @@ def json_report(conversion: Conversion, threads: int) -> dict[str, Any]:
         arrays[array.key] = {
             "shape": array.shape,
             "dtype": array.dtype.name,
-            "axes": array.names,
+            "axes": array.logical_axes,
             "chunk": grid.spec.chunk if grid else None,
             "partition": grid.partition if grid else {},
             "lossy": array.lossy,

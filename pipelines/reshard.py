@@ -347,7 +347,7 @@ def plan_dict(planned: Reshard) -> dict[str, Any]:
     arrays = {
         array.key: {
             "shape": list(array.shape), "dtype": array.dtype.name, "way": way.name, "chunk": list(way.grid.spec.chunk), "shard": list(way.grid.spec.shard),
-            "lossy": array.lossy, "axes": list(array.names),
+            "lossy": array.lossy, "axes": list(array.logical_axes),
         }
         for array, way in zip(planned.plan.arrays, planned.ways, strict=False)  # none where there are problems
     }  # fmt: skip

@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 
 from weightbeam.formats import lease, ocdbt
-from weightbeam.formats.orbax import Contents, assemble, plan_of, write_unit
+from weightbeam.formats.orbax import Contents, assemble, plan_hash_of, write_unit
 from weightbeam.formats.orbax import writing as orbax_writing
 from weightbeam.formats.staging import Staging, staging_at
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, renaming
@@ -220,7 +220,7 @@ def convert(output: Store, plan: str, resume: bool, overwrite: bool, format: For
     staging = staging_at(output, 0, plan)
 
     def problem() -> str:
-        if resume and not staging.exists() and plan_of(staging.final) == plan:
+        if resume and not staging.exists() and plan_hash_of(staging.final) == plan:
             return "finished"
         if staging.exists() and not resume and not overwrite:
             return "refused: stopped"
@@ -234,7 +234,7 @@ def convert(output: Store, plan: str, resume: bool, overwrite: bool, format: For
     with staging.hold():
         if why := problem():
             return why
-        if resume and plan_of(staging.checkpoint) == plan:
+        if resume and plan_hash_of(staging.checkpoint) == plan:
             staging.publish(overwrite)
             return "published"
         if resume and staging.is_staged():
@@ -250,7 +250,7 @@ def convert(output: Store, plan: str, resume: bool, overwrite: bool, format: For
         if not worker.is_complete():
             worker.gather()
         assemble(worker, Contents([SPEC], format, UNITS, True, {"plan": plan, "dropped": {}}, bare=True), overwrite)
-    return "published" if plan_of(staging.final) == plan else "failed: isn't its result"
+    return "published" if plan_hash_of(staging.final) == plan else "failed: isn't its result"
 
 
 # --- the world ----------------------------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class World:
         """What is published is whole, of one plan, and was only replaced by one that was asked to."""
         final, story = self.output / "0", "\n".join(self.log)
         items = final / "items"
-        plan = plan_of(final)
+        plan = plan_hash_of(final)
         if plan is not None:
             assert items.read("commit_success.txt"), story
             assert final.read("release").decode() == plan, story

@@ -282,7 +282,7 @@ class Conversion:
             "model": self.plan.model,
             "options": dataclasses.asdict(self.options),
             "versions": versions(),
-            "axes": {array.key: array.names for array in self.plan.arrays},
+            "axes": {array.key: array.logical_axes for array in self.plan.arrays},
             "lossy": {array.key: array.lossy for array in self.plan.arrays if array.lossy},
             "dropped": dict(self.plan.dropped),
             **({"adapters": [adapter.record() for adapter in self.adapters]} if self.adapters else {}),

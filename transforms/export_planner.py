@@ -171,7 +171,7 @@ def _find_arrays(
                 problems.append(Problem("shape", key, message, is_array=True))
             else:
                 fill = next((part.rule.fill for part in same if part.rule.fill is not None), None)
-                arrays.append(Array(key, same[0].shape, weights[key].dtype, same[0].names, tuple(same), fill))
+                arrays.append(Array(key, same[0].shape, weights[key].dtype, same[0].logical_axes, tuple(same), fill))
         known = {key_of(path) for path in parts}
         for key in weights:
             if key not in known:

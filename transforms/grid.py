@@ -110,12 +110,12 @@ def cut_axis(extent: int, limit: int, ragged: bool) -> int:
 
 def selecting_axes(array: Array) -> frozenset[int]:
     """Axes that count 1 in a chunk at first: layers, and experts in a tensor each or not."""
-    return frozenset().union(*(part.stack_axes for part in array.parts)) | {axis for axis, name in enumerate(array.names) if name == EXPERTS}
+    return frozenset().union(*(part.stack_axes for part in array.parts)) | {axis for axis, name in enumerate(array.logical_axes) if name == EXPERTS}
 
 
 def count_experts(arrays: Iterable[Array]) -> int:
     """How many experts a model has; 0 if it is dense."""
-    return max((size for array in arrays for name, size in zip(array.names, array.shape, strict=True) if name == EXPERTS), default=0)
+    return max((size for array in arrays for name, size in zip(array.logical_axes, array.shape, strict=True) if name == EXPERTS), default=0)
 
 
 def cut_rows(part: Part, itemsize: int, stored: SourceCost) -> tuple[frozenset[int], list[int]]:
@@ -170,7 +170,7 @@ def make_grid(
     names = sorted(axis for axis in selecting_axes(array) if any(f.kind == "name" for f in part.target_axes[axis]))
     growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole)]))
     reading = Reading(whole, growth, stored.element_bytes, ((selecting_axes(array), stored.tensor_bytes),))
-    return cut_array(array, partition_spec(array.names, rules), reading, meshes, unit_bytes, format, experts)
+    return cut_array(array, partition_spec(array.logical_axes, rules), reading, meshes, unit_bytes, format, experts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +221,8 @@ def cut_array(
         chunk = [1 if axis in selecting else finest[axis] for axis in range(len(shape))]
         slowest = [axis for axis in reversed(growth) if axis not in selecting]
         _shrink(chunk, MAX_CHUNK // itemsize, [*slowest, *sorted(whole_axes, key=lambda axis: -chunk[axis])], uncut)
-        for axis in sorted((axis for axis in growth if axis in selecting), key=lambda axis: not meshes and array.names[axis] == EXPERTS):
-            least = GOOD_PACKED_CHUNK if packed and array.names[axis] == EXPERTS else MIN_CHUNK
+        for axis in sorted((axis for axis in growth if axis in selecting), key=lambda axis: not meshes and array.logical_axes[axis] == EXPERTS):
+            least = GOOD_PACKED_CHUNK if packed and array.logical_axes[axis] == EXPERTS else MIN_CHUNK
             _grow(chunk, finest, axis, least // itemsize)
     _fit(chunk, finest, grid, unit_bytes, selecting, uncut)
     shard = _shard(chunk, grid, unit_bytes, selecting) if packed else list(chunk)
@@ -236,7 +236,7 @@ def finest_device_shard(array: Array, assignments: Sequence, meshes: Sequence[Me
         for axis, size in enumerate(array.shape):
             ways = mesh.ways(assignments[axis])
             if size % ways:
-                name = array.names[axis] or f"axis {axis}"
+                name = array.logical_axes[axis] or f"axis {axis}"
                 warnings.append(f"{array.key}: {name} = {size} doesn't divide over {mesh.text}; MaxText will refuse that mesh")
             else:
                 finest[axis] = math.gcd(finest[axis], size // ways)
@@ -257,7 +257,7 @@ def _even_device_shard(array: Array, meshes: Sequence[Mesh]) -> list[int]:
 
 def _common_device_shard(array: Array, assignments: Sequence, experts: bool, least: int) -> list[int]:
     """The finest shard of the common meshes: of those with as many devices as leave chunks of `least` bytes once they have grown."""
-    growing = selecting_axes(array) - {axis for axis, name in enumerate(array.names) if name == EXPERTS}
+    growing = selecting_axes(array) - {axis for axis, name in enumerate(array.logical_axes) if name == EXPERTS}
     layers = math.prod(array.shape[axis] for axis in growing)
     devices = COMMON_DEVICES if experts else COMMON_FSDP
     while True:

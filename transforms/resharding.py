@@ -344,7 +344,7 @@ class Reshard:
             **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
             "resharded_from": {"checkpoint": self.source.root, "files": self.source.files, "plan": before.get("plan"), "tree": self.tree.kind},
             "versions": versions(),
-            "axes": {array.key: array.names for array in self.plan.arrays},
+            "axes": {array.key: array.logical_axes for array in self.plan.arrays},
             "lossy": {**before.get("lossy", {}), **{array.key: array.lossy for array in self.plan.arrays if array.lossy}},
             "left_out": dict(self.plan.dropped),
             "source_digests": before.get("digests", {}),

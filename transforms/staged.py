@@ -99,7 +99,7 @@ class Movement(Protocol):
 
 def made_by(place: Store) -> str | None:
     """The hash of the plan that a whole checkpoint or release was made by; None where it isn't whole, or isn't ours."""
-    return orbax.plan_of(place) or release_target.plan_of(place)
+    return orbax.plan_hash_of(place) or release_target.plan_hash_of(place)
 
 
 _LOADERS: Mapping[str, Callable[[Mapping[str, Any]], Movement]] = {

@@ -246,7 +246,7 @@ class _Layouts:
     def names(self, scan: bool | None, axis: int | None) -> dict[Path, tuple[str | None, ...]]:
         """The logical names of arrays in a layout, by their paths below `params.params`."""
         if self.family is not None:
-            return {tuple(path.split("/")[1:]): parts[0].names for path, parts in expand(self.family, self.config, self.at(scan, axis)).items()}
+            return {tuple(path.split("/")[1:]): parts[0].logical_axes for path, parts in expand(self.family, self.config, self.at(scan, axis)).items()}
         axes = self.source.record.get("axes")
         if not isinstance(axes, dict):
             return {}

@@ -54,7 +54,7 @@ def find_twins(arrays: Sequence[Array], least_run: float = MIN_RUN) -> list[list
     for number, array in enumerate(arrays):
         part = array.parts[0]
         alone = len(array.parts) > 1 or not part.rule.window or _run(part) * array.dtype.itemsize >= least_run
-        key = number if alone else (part.template, part.layers.tobytes(), part.target_axes, part.window_shape, part.steps, array.names)
+        key = number if alone else (part.template, part.layers.tobytes(), part.target_axes, part.window_shape, part.steps, array.logical_axes)
         groups.setdefault(key, []).append(number)
     return list(groups.values())
 

@@ -269,7 +269,7 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
         tail -= 1
         run *= array.shape[free[tail]]
     stretch = run * array.dtype.itemsize
-    if stretch < LEAST_CHUNK and any(array.names[axis] != EXPERTS for axis in free[:tail]):
+    if stretch < LEAST_CHUNK and any(array.logical_axes[axis] != EXPERTS for axis in free[:tail]):
         raise NotVirtualError(f"lies in its tensors in stretches of {stretch:,} bytes, too short to refer to each")
     for axis in free[:tail]:
         chunk[axis] = 1
@@ -278,7 +278,7 @@ def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[in
         axis, behind = free[place], free[place + 1 :]
         row = math.prod(chunk[other] for other in behind) * array.dtype.itemsize
         wanted = math.gcd(allowed[axis], finest[axis])
-        if array.names[axis] == EXPERTS:
+        if array.logical_axes[axis] == EXPERTS:
             wanted = 1
         chunk[axis] = _rows(wanted, row)
         if chunk[axis] > 1:

@@ -9,7 +9,7 @@ from weightbeam.formats.orbax.metadata import (
     custom_metadata,
     is_checkpoint,
     item_metadata,
-    plan_of,
+    plan_hash_of,
     record_of,
 )
 from weightbeam.formats.orbax.reading import CheckpointArray, check_committed, find_damage, find_items, open_arrays, read_arrays
@@ -31,7 +31,7 @@ __all__ = [
     "is_checkpoint",
     "item_metadata",
     "open_arrays",
-    "plan_of",
+    "plan_hash_of",
     "publish",
     "read_arrays",
     "record_of",

@@ -72,7 +72,7 @@ def record_of(items: Store) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def plan_of(step: Store) -> str | None:
+def plan_hash_of(step: Store) -> str | None:
     """The hash of the plan that a complete checkpoint was made by; None where it isn't complete, or isn't ours."""
     if not step.exists(MARKER):
         return None

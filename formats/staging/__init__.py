@@ -16,7 +16,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def staging_at(output: str | Path | Store, step: int, plan: str = "plan") -> Staging:
+def staging_at(output: str | Path | Store, step: int, plan_hash: str = "plan") -> Staging:
     """The place of a conversion into `output`, by the plan with that hash.
 
     Raises:
@@ -25,4 +25,4 @@ def staging_at(output: str | Path | Store, step: int, plan: str = "plan") -> Sta
     if str(output).startswith("hf://"):
         raise StorageError(f"{output}: a checkpoint can't be written to the hub, only to a folder or to gs://bucket/folder")
     store: Any = open_store(output)
-    return FolderStaging(store, str(step), plan) if isinstance(store, LocalFolder) else BucketStaging(store, str(step), plan)
+    return FolderStaging(store, str(step), plan_hash) if isinstance(store, LocalFolder) else BucketStaging(store, str(step), plan_hash)

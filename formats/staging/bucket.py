@@ -28,8 +28,8 @@ class BucketStaging(Staging):
 
     output: Bucket
 
-    def __init__(self, output: Bucket, name: str, plan: str):
-        super().__init__(output, name, plan)
+    def __init__(self, output: Bucket, name: str, plan_hash: str):
+        super().__init__(output, name, plan_hash)
         self._id, self._claim, self._version = "", "", ""  # of the place, of the right to publish from it, and of the plan when that was had
 
     @property

@@ -34,8 +34,8 @@ class FolderStaging(Staging):
 
     output: LocalFolder
 
-    def __init__(self, output: LocalFolder, name: str, plan: str):
-        super().__init__(output, name, plan)
+    def __init__(self, output: LocalFolder, name: str, plan_hash: str):
+        super().__init__(output, name, plan_hash)
         self._folder: str | None = None  # what is staged; None until it is claimed or created
 
     @property

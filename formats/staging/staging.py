@@ -50,9 +50,9 @@ class Staging(abc.ABC):
 
     marker, growing = MARKER, GROWING
 
-    def __init__(self, output: Store, name: str, plan: str):
+    def __init__(self, output: Store, name: str, plan_hash: str):
         self.output, self.name = output, name
-        self.units = f"{UNITS}/{plan[:16]}"
+        self.units = f"{UNITS}/{plan_hash[:16]}"
         self._lease: lease.Lease | None = None
 
     def __getstate__(self) -> dict[str, Any]:

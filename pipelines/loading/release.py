@@ -35,7 +35,7 @@ class Release:
             array.key: Described(
                 array.shape,
                 array.dtype,
-                array.names,
+                array.logical_axes,
                 array.lossy,
                 order=tuple(reversed(grid.growth)),
                 grain=(1,) * len(array.shape),

@@ -116,14 +116,14 @@ def jax_tree_of(tree: Any, leaf: Any) -> Any:
 def test_biases_are_stacked_on_their_first_axis(axis: int) -> None:
     """`param_scan_axis` is the axis of parameters; MaxText's scan stacks other variables on the first (layers/nnx_scan.py)."""
     arrays = arrays_of(FLASH, scan_axis=axis)
-    biases = {key: (array.shape, array.names) for key, array in arrays.items() if key.startswith("MoEBiasVar.")}
+    biases = {key: (array.shape, array.logical_axes) for key, array in arrays.items() if key.startswith("MoEBiasVar.")}
     assert biases == {f"MoEBiasVar.decoder.scanned_blocks.layers_{i}.mlp.MoeBlock_0.gate.bias": ((20, 256), ("scanned_blocks", None)) for i in (0, 1)}
     assert arrays["params.decoder.scanned_blocks.layers_0.mlp.MoeBlock_0.wi_0"].shape[axis] == 20
 
 
 def test_every_layer_has_a_table_or_a_bias() -> None:
     """At the size of DeepSeek-V4-Flash, unscanned: tables in the first three layers, biases in the others."""
-    variables = {key: (array.shape, array.names) for key, array in arrays_of(FLASH, scan=False).items() if not key.startswith("params.")}
+    variables = {key: (array.shape, array.logical_axes) for key, array in arrays_of(FLASH, scan=False).items() if not key.startswith("params.")}
     tables = {f"Tid2EidVar.decoder.layers_{i}.mlp.MoeBlock_0.tid2eid": ((129280, 6), (None, None)) for i in range(3)}
     biases = {f"MoEBiasVar.decoder.layers_{i}.mlp.MoeBlock_0.gate.bias": ((256,), (None,)) for i in range(3, 43)}
     assert variables == tables | biases
@@ -281,9 +281,9 @@ def test_transformers_config_says_the_same() -> None:
     assert "compress_ratios" not in written
     assert written["layer_types"][:5] == [SLIDING, SLIDING, CSA, HCA, CSA]
     config = {key: value for key, value in FLASH.items() if key != "num_hash_layers"}
-    wanted = {key: (array.shape, array.names) for key, array in arrays_of(FLASH).items()}
+    wanted = {key: (array.shape, array.logical_axes) for key, array in arrays_of(FLASH).items()}
     for same in (written, written | {"compress_rates": None}, config):
-        assert {key: (array.shape, array.names) for key, array in arrays_of(same).items()} == wanted
+        assert {key: (array.shape, array.logical_axes) for key, array in arrays_of(same).items()} == wanted
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -215,7 +215,7 @@ def test_a_text_only_release_makes_maxtexts_tree(name: str) -> None:
     """`gemma3_text` has the fields of `text_config` on the outer level."""
     tree = load_trees()[name]
     arrays = expand(gemma3.FAMILY, Config(tree.config["text_config"]), Layout(scan=tree.scan, vocab=tree.vocab, model=tree.model))
-    assert {f"params/{path}": (parts[0].shape, parts[0].names) for path, parts in arrays.items()} == tree.arrays
+    assert {f"params/{path}": (parts[0].shape, parts[0].logical_axes) for path, parts in arrays.items()} == tree.arrays
     assert {cell.tensor.split(".")[0] for parts in arrays.values() for part in parts for cell in part.cells()} == {"model"}
 
 

@@ -124,7 +124,7 @@ def arrays_of(config: dict[str, Any], layout: Layout = Layout()) -> tuple[Array,
 
 
 def facts(arrays: tuple[Array, ...]) -> dict[str, tuple]:
-    return {array.key: (array.shape, array.names) for array in arrays}
+    return {array.key: (array.shape, array.logical_axes) for array in arrays}
 
 
 # the hub's config.json, as src/maxtext/checkpoint_conversion/utils/hf_model_configs.py of MaxText e591f30 has it

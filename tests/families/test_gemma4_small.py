@@ -114,7 +114,7 @@ def test_e4b_at_full_size() -> None:
     assert set(own) - set(shared) == {f"self_attention.{name}" for name in ("key.kernel", "key_norm.scale", "value.kernel")}
     wanted = {key: names for key, names in e2b.items() if not key.startswith("layers_")}
     wanted |= {f"layers_{layer}.{key}": names for layer in range(42) for key, names in (own if layer < 24 else shared).items()}
-    assert {key: array.names for key, array in made.items()} == wanted
+    assert {key: array.logical_axes for key, array in made.items()} == wanted
     assert made["layers_4.self_attention.key.kernel"].shape == (2560, 2, 256)
     assert made["layers_5.self_attention.key.kernel"].shape == (2560, 2, 512)
     assert made["layers_41.self_attention.query.kernel"].shape == (2560, 8, 512)

@@ -53,7 +53,7 @@ def test_table_makes_maxtexts_tree(name: str) -> None:
     config = Config(nested({"model_type": "kimi_k2"} | tree.config))
     layout = Layout(scan=tree.scan, vocab=tree.vocab, model=tree.model)
     arrays = make_arrays(expand(family_of(config, tree.model), config, layout), {}, np.dtype("float32"))
-    assert {array.key: (array.shape, array.names) for array in arrays} == {path.replace("/", "."): fact for path, fact in tree.arrays.items()}
+    assert {array.key: (array.shape, array.logical_axes) for array in arrays} == {path.replace("/", "."): fact for path, fact in tree.arrays.items()}
 
 
 def test_equals_numpy_on_the_state_dict(generated: Path, tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_names_of_the_stacked_axes():
 
     def names(words, axes, scan_axis):
         (line,) = rule("wi", "w", axes, words)
-        return Part(stack("", "", [0, 1], [[line]], "layers"), line, dict(embed=5, mlp=3), scan_axis).names
+        return Part(stack("", "", [0, 1], [[line]], "layers"), line, dict(embed=5, mlp=3), scan_axis).logical_axes
 
     assert names("embed -", "mlp embed -> embed mlp", 1) == ("embed", "layers", None)
     assert names("norm", "embed", 3) == ("norm", "layers")

@@ -31,7 +31,7 @@ PLANS |= {f"{name}-{key}": (name, False, layout) for name, entry in HEADERS.item
 def render(checked):
     """Each array: key, shape, dtype, axes, fill and loss; then of each of its parts the first and last cell: tensor, window, axes, segments, ops."""
     for array in checked.arrays:
-        names = " ".join(name or "-" for name in array.names)
+        names = " ".join(name or "-" for name in array.logical_axes)
         extra = {"fill": array.fill, "lossy": array.lossy}
         yield " | ".join([f"{array.key} {array.shape} {array.dtype.name} [{names}]", *(f"{key}: {value}" for key, value in extra.items() if value is not None)])
         for part in array.parts:

@@ -24,7 +24,7 @@ def test_table_makes_maxtexts_tree(name):
     config = Config(config_of(tree))
     layout = Layout(scan=tree.scan, mtp=tree.mtp, multimodal=tree.multimodal, model=tree.model, vocab=tree.vocab)
     arrays = make_arrays(expand(family_of(config, tree.model), config, layout), {}, np.dtype("float32"))
-    made = {array.key: (array.shape, array.names) for array in arrays if array.key.startswith("params.params.")}
+    made = {array.key: (array.shape, array.logical_axes) for array in arrays if array.key.startswith("params.params.")}
     others = {array.key: array for array in arrays if array.key not in made}
     assert {key.split(".")[1] for key in others} == COLLECTIONS.get(tree.model.partition("-")[0], set())
     assert made == {path.replace("/", "."): fact for path, fact in tree.arrays.items()}

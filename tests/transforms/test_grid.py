@@ -96,9 +96,9 @@ def test_a_chunk_divides_the_shards_of_every_mesh(config: dict[str, Any], meshes
         assert all(whole % part == 0 for whole, part in zip(shard, chunk, strict=True))
         assert math.prod(chunk) * array.dtype.itemsize <= 4 * MIB
         for mesh in meshes:
-            for axis, parts in enumerate(ways(array.names, mesh)):
+            for axis, parts in enumerate(ways(array.logical_axes, mesh)):
                 if array.shape[axis] % parts:
-                    expected.add((array.key, mesh, array.names[axis]))
+                    expected.add((array.key, mesh, array.logical_axes[axis]))
                 elif parts > 1:
                     assert array.shape[axis] // parts % shard[axis] == 0, (array.key, mesh, axis)
     assert sum(len(grid.warnings) for grid in conversion.grids) == len(expected)
@@ -266,12 +266,12 @@ def arrays_of(name: str) -> tuple[Array, ...]:
 
 def loads(arrays: tuple[Array, ...], meshes: list[Mesh], format: Format = Format()) -> dict[str, dict[Array, Load]]:  # noqa: B008, it is frozen
     """By mesh, what the hosts read of the arrays; arrays of layers that are alike are together one, with its load."""
-    alike = collections.Counter((array.shape, array.names, array.dtype, pattern(array.key)) for array in arrays)
-    kinds = {(array.shape, array.names, array.dtype, pattern(array.key)): array for array in arrays}
+    alike = collections.Counter((array.shape, array.logical_axes, array.dtype, pattern(array.key)) for array in arrays)
+    kinds = {(array.shape, array.logical_axes, array.dtype, pattern(array.key)): array for array in arrays}
     experts = count_experts(arrays)
     grids = {kind: make_grid(array, SourceCost(2), (), base_rules(), Options().unit_bytes, format, experts) for kind, array in kinds.items()}
     return {
-        mesh.text: {array: load_of(grids[kind].spec, partition_spec(array.names, base_rules()), mesh) * alike[kind] for kind, array in kinds.items()}
+        mesh.text: {array: load_of(grids[kind].spec, partition_spec(array.logical_axes, base_rules()), mesh) * alike[kind] for kind, array in kinds.items()}
         for mesh in meshes
     }
 

@@ -46,7 +46,7 @@ def names_of_arrays() -> set[tuple[str | None, ...]]:
         for scan in (True, False):
             conversion = prepare(Options(scan_layers=scan), headers_only(config))
             assert not conversion.plan.problems
-            found |= {array.names for array in conversion.plan.arrays}
+            found |= {array.logical_axes for array in conversion.plan.arrays}
     return found
 
 
