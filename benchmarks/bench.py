@@ -36,7 +36,7 @@ from typing import Any
 from benchmarks import models
 from benchmarks.figures import Figure, report
 from benchmarks.measure import WEIGHTBEAM, Run, count_flushes, run
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
@@ -98,8 +98,8 @@ def raw_copy(files: Sequence[Path], folder: Path, target_bytes: int) -> float:
 def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """The figures of one model, and every single round."""
     source, output, copy = make_source(kind, folder, layers), folder / "converted", folder / "copied"
-    conversion = prepare(Options(mesh=(MESH,)), open_checkpoint(source))
-    files = [Path(shard.path) for shard in conversion.checkpoint.shards]
+    conversion = prepare(Options(mesh=(MESH,)), open_hf(source))
+    files = [Path(shard.path) for shard in conversion.source.shards]
     file_bytes = sum(path.stat().st_size for path in files)
     raw_bytes = conversion.target_bytes if kind == "fp8" else file_bytes
     command = (WEIGHTBEAM, "convert", "--source", source, "--mesh", MESH, "--output", output)

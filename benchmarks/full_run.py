@@ -40,7 +40,7 @@ from benchmarks.measure import run
 from benchmarks.stock import BLOCK, tensors_in
 from weightbeam.formats import zarr
 from weightbeam.formats.orbax import find_items, open_arrays
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import Store
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
@@ -176,7 +176,7 @@ def measure(folder: Path, layers: int, keep: bool) -> tuple[list[Figure], dict[s
     tell(model, "writing the checkpoint")
     write(config, files, source, noisy=True)
     os.sync()
-    conversion = prepare(Options(mesh=(MESH,), compression="zstd"), open_checkpoint(source))
+    conversion = prepare(Options(mesh=(MESH,), compression="zstd"), open_hf(source))
 
     tell(model, "converting")
     here = (sys.executable, "-m", "benchmarks.full_run", "--notes", notes_file)

@@ -36,7 +36,7 @@ from benchmarks.bench import make_source, tell
 from benchmarks.figures import Figure, report
 from benchmarks.measure import WEIGHTBEAM, run
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.grid import EXPERTS
 from weightbeam.transforms.load import load_of, shard_box, total
 from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
@@ -121,7 +121,7 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     checkpoints[AXIS_0] = save_by_axis_0(checkpoints[OURS], folder / f"{kind}-{layers}-axis-0")
 
     mesh = Mesh.parse(MESH)
-    arrays = prepare(Options(mesh=(MESH,)), open_checkpoint(source)).plan.arrays
+    arrays = prepare(Options(mesh=(MESH,)), open_hf(source)).plan.arrays
     specs = {array.key: partition_spec(array.logical_axes, base_rules()) for array in arrays}
     experts = {array.key for array in arrays if EXPERTS in array.logical_axes}
     restored: dict[str, list[dict[str, Any]]] = {name: [] for name in checkpoints}

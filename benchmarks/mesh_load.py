@@ -35,7 +35,7 @@ import numpy as np
 from benchmarks import full_size, models
 from benchmarks.bench import make_source, tell, warm
 from benchmarks.figures import Figure, report
-from weightbeam.formats.safetensors import Tensor, open_checkpoint
+from weightbeam.formats.safetensors import Tensor, open_hf
 
 if TYPE_CHECKING:
     import jax
@@ -131,7 +131,7 @@ def _load_by_hand(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any])
 
     axes = _axes(source)
     groups: dict[str, list[Tensor]] = {}
-    for shard in open_checkpoint(source).shards:
+    for shard in open_hf(source).shards:
         for tensor in shard.tensors:
             groups.setdefault(_template(tensor.name), []).append(tensor)
     made = {}
@@ -173,7 +173,7 @@ def _load_by_orbax(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any]
         tensor.name: jax.ShapeDtypeStruct(
             tensor.shape, tensor.dtype, sharding=_spec(mesh, len(tensor.shape), axes[_template(tensor.name)][1] if len(tensor.shape) > 1 else -1)
         )
-        for shard in open_checkpoint(source).shards
+        for shard in open_hf(source).shards
         for tensor in shard.tensors
     }
     with ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS):
@@ -201,7 +201,7 @@ def load(way: str, source: Path, processes: int = 1, **options: Any) -> list[dic
 def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """The figures of one model, and every single load."""
     source = make_source(kind, folder, layers)
-    stored = sum(tensor.nbytes for shard in open_checkpoint(source).shards for tensor in shard.tensors)
+    stored = sum(tensor.nbytes for shard in open_hf(source).shards for tensor in shard.tensors)
     loads: dict[str, list[dict[str, Any]]] = {OURS: [], BY_HAND: [], ORBAX: []}
     for number in range(1, rounds + 1):
         for way, told in loads.items():

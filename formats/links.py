@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.safetensors import CONFIGS, Checkpoint, Shard
+from weightbeam.formats.safetensors import CONFIGS, HfCheckpoint, Shard
 from weightbeam.formats.storage import TEMPORARY, File, LocalFolder, StorageError, Store, open_store, stretches, sync_folder
 
 SOURCE = "source"  # below the item
@@ -29,7 +29,7 @@ class LinkError(StorageError):
     """A file can't be put into the checkpoint in the way that was asked for."""
 
 
-def put_source(folder: Store, checkpoint: Checkpoint, how: str, hashed: bool = False) -> None:
+def put_source(folder: Store, checkpoint: HfCheckpoint, how: str, hashed: bool = False) -> None:
     """Puts a checkpoint's files into `folder`, durably. What an earlier attempt left there is replaced; a finished copy is kept.
 
     Args:
@@ -196,7 +196,7 @@ def _leads_to(folder: Store, name: str) -> str:
     return os.readlink(path) if isinstance(folder, LocalFolder) and os.path.islink(path) else ""
 
 
-def identify(folder: Store, checkpoint: Checkpoint) -> list[Identity]:
+def identify(folder: Store, checkpoint: HfCheckpoint) -> list[Identity]:
     """What identifies the files that `put_source` put into a folder.
 
     Raises:

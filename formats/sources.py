@@ -19,7 +19,7 @@ from weightbeam.formats.encodings.fp8 import find_block
 from weightbeam.formats.encodings.gptq import spare_biases
 from weightbeam.formats.encodings.matching import SourceError, check_method, check_names, find_matches, logical_names, make_encoding, make_plain, why_dropped
 from weightbeam.formats.encodings.quantization import Quantization
-from weightbeam.formats.safetensors import BoxRead, Checkpoint, read_boxes
+from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, read_boxes
 from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.family import rename
@@ -89,7 +89,7 @@ def _spec(name: str, encoding: Encoding) -> TensorSpec:
     return TensorSpec(encoding.shape, dtype, file if stored == name else f"{file} (as {stored})", encoding.label)
 
 
-def open_source(checkpoint: Checkpoint) -> Source:
+def open_source(checkpoint: HfCheckpoint) -> Source:
     """The views over a checkpoint, with everything that stands against them."""
     tensors = checkpoint.tensors
     quantization = Quantization.of(checkpoint.config)

@@ -82,7 +82,7 @@ class Converted:
         return {
             "path": self.path,
             "state": self.state,
-            "source": self.conversion.checkpoint.root,
+            "source": self.conversion.source.root,
             "arrays": len(plan.arrays),
             "bytes": {"target": self.conversion.target_bytes, "written": self.written, "virtual": self.conversion.virtual_bytes},
             "seconds": self.seconds,
@@ -155,7 +155,7 @@ def carry_out(
 ) -> Converted:
     """Carries a planned conversion out, or refuses to; see `convert`, and `check_output` for `in_place`."""
     asked = {name: value for name, value in vars(conversion.options).items() if name != "sharding_rules"}
-    ours: dict[str, Any] = {"source": conversion.checkpoint.root, "output": output} | asked | {"mesh": list(conversion.options.mesh)}
+    ours: dict[str, Any] = {"source": conversion.source.root, "output": output} | asked | {"mesh": list(conversion.options.mesh)}
     how = Carrying(resume, overwrite, link, sha256, in_place)
     made = carry_checkpoint(
         conversion, output, ours, how, lambda problems: refuse(conversion, problems), report.warnings_of(conversion), beam, progress

@@ -147,8 +147,7 @@ def _threads(conversion: Conversion, machine: Machine | None) -> int:
 
 def job_name(conversion: Conversion, target: str) -> str:
     """The same for the same target: Dataflow lets no second job of a name run in a project's region."""
-    source = conversion.checkpoint if hasattr(conversion, "checkpoint") else conversion.source  # of an export
-    model = source.root.rstrip("/").rpartition("/")[2].partition("@")[0]
+    model = conversion.source.root.rstrip("/").rpartition("/")[2].partition("@")[0]
     words = re.sub("[^a-z0-9]+", "-", model.lower())[:NAME_LENGTH].strip("-")
     return f"weightbeam-{words or 'model'}-{hashlib.sha256(target.encode()).hexdigest()[:8]}"
 

@@ -25,7 +25,7 @@ import numpy as np
 from weightbeam.formats.encodings import ContentError, Encoding
 from weightbeam.formats.orbax import find_items, open_arrays
 from weightbeam.formats.orbax_source import OrbaxArray, open_orbax
-from weightbeam.formats.safetensors import Checkpoint, is_release, open_checkpoint
+from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.token import name_secret
@@ -226,7 +226,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0 if found.ok else 1
 
 
-def _look(where: str) -> Checkpoint | Store:
+def _look(where: str) -> HfCheckpoint | Store:
     """A release by its headers, or the item of an Orbax checkpoint.
 
     Raises:
@@ -234,16 +234,16 @@ def _look(where: str) -> Checkpoint | Store:
     """
     try:
         store = open_store(where)
-        return open_checkpoint(store) if is_release(store) else find_items(store)
+        return open_hf(store) if is_release(store) else find_items(store)
     except StorageError as e:
         raise Refused(str(e)) from e
     except OSError as e:
         raise Refused(f"{where}: {reason(e)}") from e
 
 
-def _in_one_spelling(where: Sequence[Checkpoint | Store], model: str | None, named: str | None) -> tuple[tuple[Side, Side], dict[str, str]]:
+def _in_one_spelling(where: Sequence[HfCheckpoint | Store], model: str | None, named: str | None) -> tuple[tuple[Side, Side], dict[str, str]]:
     """Both sides under the same names, and what of a release has no place there."""
-    releases = [place for place in where if isinstance(place, Checkpoint)]
+    releases = [place for place in where if isinstance(place, HfCheckpoint)]
     if len(releases) == 2:
         families = [_family(release, model, named) for release in releases]
         known = families[0] if all(family is families[0] for family in families) else None
@@ -254,10 +254,10 @@ def _in_one_spelling(where: Sequence[Checkpoint | Store], model: str | None, nam
     (items,) = (place for place in where if isinstance(place, Store))
     there = _arrays(items)
     here, left_out = _converted(releases[0], items, there, model, named)
-    return (here, there) if isinstance(where[0], Checkpoint) else (there, here), left_out
+    return (here, there) if isinstance(where[0], HfCheckpoint) else (there, here), left_out
 
 
-def _family(release: Checkpoint, model: str | None, named: str | None) -> Family | None:
+def _family(release: HfCheckpoint, model: str | None, named: str | None) -> Family | None:
     """The family of a release, whose table names its tensors; None where there is no table.
 
     Raises:
@@ -271,7 +271,7 @@ def _family(release: Checkpoint, model: str | None, named: str | None) -> Family
         return None
 
 
-def _tensors(release: Checkpoint, family: Family | None) -> Side:
+def _tensors(release: HfCheckpoint, family: Family | None) -> Side:
     """A release's own tensors; quantised ones by their values in float32."""
     source = open_source(release)
     source = source.renamed(family.aliases) if family else source
@@ -337,7 +337,7 @@ def _stored(encoding: Encoding | OrbaxArray) -> Operand:
     return Operand(encoding.shape, dtype, order, grain, fetch)
 
 
-def _converted(release: Checkpoint, items: Store, there: Side, model: str | None, named: str | None) -> tuple[Side, dict[str, str]]:
+def _converted(release: HfCheckpoint, items: Store, there: Side, model: str | None, named: str | None) -> tuple[Side, dict[str, str]]:
     """A release as the arrays that it would become in an Orbax checkpoint, and what is left out of them.
 
     Raises:

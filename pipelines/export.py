@@ -19,7 +19,7 @@ from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
 from weightbeam.formats.provenance import tensors_of
 from weightbeam.formats.release import packed_files, role_of, small_files, token_ids
-from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor, open_checkpoint
+from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.config_json import config_json
@@ -312,13 +312,13 @@ def with_tokenizer(small: Mapping[str, bytes], given: Mapping[str, bytes], where
 
 
 def _open_like(url: str) -> tuple[Like, Mapping[str, bytes]]:
-    checkpoint = open_checkpoint(url)
+    checkpoint = open_hf(url)
     if wrong := [problem for problem in checkpoint.problems if problem.kind != "missing" or problem.subject == "config.json"]:
         raise Refused(f"--like={url}: {count(len(wrong), 'problem')}:\n{describe(wrong)}", wrong)
     return Like.of(checkpoint), small_files(open_store(checkpoint.root))
 
 
-def _remembered(record: Mapping[str, Any]) -> Checkpoint:
+def _remembered(record: Mapping[str, Any]) -> HfCheckpoint:
     """The release that a checkpoint was made of, as its record describes it: names, dtypes and shapes, in their files.
 
     Raises:
@@ -329,7 +329,7 @@ def _remembered(record: Mapping[str, Any]) -> Checkpoint:
     for tensor in tensors_of(record).values():
         files.setdefault(tensor.path, []).append(dataclasses.replace(tensor, path=f"{root}/{tensor.path}"))
     shards = tuple(Shard(name, f"{root}/{name}", 0, "", tuple(tensors)) for name, tensors in files.items())
-    return Checkpoint(root, dict(record["config"]), shards)
+    return HfCheckpoint(root, dict(record["config"]), shards)
 
 
 def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:

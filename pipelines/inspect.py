@@ -14,7 +14,7 @@ from typing import Any
 
 from weightbeam.formats.orbax import STEP, CheckpointArray, find_items, item_metadata, open_arrays, read_arrays, record_of
 from weightbeam.formats.printable import printable
-from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
+from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.cells import pattern
@@ -124,7 +124,7 @@ class SafetensorsInspection(Inspection):
     """A folder of safetensors files."""
 
     path: str
-    checkpoint: Checkpoint
+    checkpoint: HfCheckpoint
 
     @property
     def problems(self) -> Sequence[Problem]:
@@ -230,7 +230,7 @@ def inspect(
         if any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
             if meshes:
                 raise Refused(f"{store}: --mesh is for Orbax checkpoints")
-            return SafetensorsInspection(str(store), open_checkpoint(store))
+            return SafetensorsInspection(str(store), open_hf(store))
         items = find_items(store)
         if meshes:
             return _load(items, meshes, sharding_rules, source, maxtext_model)

@@ -141,14 +141,14 @@ def make_small(planned: Merge, small: Mapping[str, bytes]) -> dict[str, bytes]:
     edits: dict[str, Any] = {} if planned.quantization is None else {"drop_quantization": gone, "quantization": planned.quantization or None}
     if planned.options.save_dtype:
         edits["dtype"] = planned.options.save_dtype
-    facts = {"base": planned.checkpoint.root}
+    facts = {"base": planned.source.root}
     facts |= {f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}" for number, adapter in enumerate(planned.adapters, 1)}
-    return make_small_files(small, planned.checkpoint.config, edits, ("quantisation",) if gone else (), planned.checkpoint.root, facts)
+    return make_small_files(small, planned.source.config, edits, ("quantisation",) if gone else (), planned.source.root, facts)
 
 
 def plan_text(planned: Merge, threads: int) -> str:
     """What would be written, for a person."""
-    lines = [f"source      {planned.checkpoint.root}, {human(planned.source_bytes)}", *size_lines(planned, threads), f"changes     {planned.changes}"]
+    lines = [f"source      {planned.source.root}, {human(planned.source_bytes)}", *size_lines(planned, threads), f"changes     {planned.changes}"]
     if planned.plan.dropped:
         lines.append(f"left out    {count(len(planned.plan.dropped), 'tensor')}: codes and scales of weights that are written as their values")
     return "\n".join(map(printable, [*lines, *(f"warning     {warning}" for warning in planned.warnings)]))

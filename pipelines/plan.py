@@ -46,7 +46,7 @@ class Plan:
     @property
     def source(self) -> str:
         """Where the weights are, at its commit if it is a repository."""
-        return self.conversion.checkpoint.root
+        return self.conversion.source.root
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -181,8 +181,8 @@ def plan(
     estimates: list[Estimate] = []
     if workers and not conversion.plan.problems:
         worker = report.worker_of(beam, worker_gbps, worker_hour_price)
-        efforts, files = list(efforts_of(conversion)), len(conversion.checkpoint.shards)
-        estimates = [estimate(efforts, number, worker, files, conversion.checkpoint.root.startswith("hf://")) for number in workers]
+        efforts, files = list(efforts_of(conversion)), len(conversion.source.shards)
+        estimates = [estimate(efforts, number, worker, files, conversion.source.root.startswith("hf://")) for number in workers]
     return Plan(conversion, threads, tuple(estimates))
 
 

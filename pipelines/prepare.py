@@ -16,7 +16,7 @@ import tensorstore as ts
 from weightbeam.formats.adapters import Adapter, open_adapter
 from weightbeam.formats.orbax import item_metadata
 from weightbeam.formats.printable import printable
-from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
+from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.cells import pattern
@@ -49,7 +49,7 @@ def prepare_conversion(source: str, options: Options, hf_token_secret: str | Non
     return plan_with(options, open_source(source, options.allow_links))
 
 
-def plan_with(options: Options, checkpoint: Checkpoint) -> Conversion:
+def plan_with(options: Options, checkpoint: HfCheckpoint) -> Conversion:
     """Plans a conversion of an opened source.
 
     Raises:
@@ -94,14 +94,14 @@ def reading(checkpoint: str) -> Iterator[None]:
         raise Refused(f"{checkpoint}: can't be read, its metadata are damaged or of a kind that isn't known: {what[:LINE]}") from e
 
 
-def open_source(source: str, allow_links: bool = False) -> Checkpoint:
+def open_source(source: str, allow_links: bool = False) -> HfCheckpoint:
     """The weights that `--source` names.
 
     Raises:
       Refused: there are none, or they can't be looked at.
     """
     try:
-        return open_checkpoint(source, allow_links)
+        return open_hf(source, allow_links)
     except StorageError as e:
         raise Refused(str(e)) from e
     except OSError as e:  # of a folder that can't be looked at
@@ -134,12 +134,12 @@ def refuse(conversion: Conversion, problems: Sequence[Problem]) -> None:
         return
     message = f"{count(len(problems), 'problem')}:\n{describe(problems)}"
     if any(problem.kind == UNKNOWN_FAMILY for problem in problems):
-        LOG.debug(f"What {conversion.checkpoint.root} holds:\n{inventory(conversion.checkpoint)}\n")
-        message += f"\nweightbeam inspect {shlex.quote(conversion.checkpoint.root)} lists what it holds."
+        LOG.debug(f"What {conversion.source.root} holds:\n{inventory(conversion.source)}\n")
+        message += f"\nweightbeam inspect {shlex.quote(conversion.source.root)} lists what it holds."
     raise Refused(message, problems)
 
 
-def inventory(checkpoint: Checkpoint) -> str:
+def inventory(checkpoint: HfCheckpoint) -> str:
     """The tensors of a checkpoint, numbers in their names collapsed."""
     groups: dict[str, Counter[str]] = defaultdict(Counter)
     for name, tensor in checkpoint.tensors.items():

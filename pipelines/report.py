@@ -78,12 +78,12 @@ def memory_bound(conversion: Conversion, threads: int) -> int:
 
 def thread_bytes(conversion: Conversion) -> int:
     """Bytes that each thread needs at most: a unit, and what reading takes beside it."""
-    return conversion.options.unit_bytes + open_store(conversion.checkpoint.root).held_bytes
+    return conversion.options.unit_bytes + open_store(conversion.source.root).held_bytes
 
 
 def base_bytes(conversion: Conversion) -> int:
     """Bytes of a worker that no unit needs."""
-    return BASE_BYTES + TENSOR_BYTES * len(conversion.checkpoint.tensors) + UNIT_BYTES * len(conversion.units)
+    return BASE_BYTES + TENSOR_BYTES * len(conversion.source.tensors) + UNIT_BYTES * len(conversion.units)
 
 
 def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
@@ -117,8 +117,8 @@ def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
             done = Counter(use.partition(" into ")[0] for use in uses.values())
             adapters.add_row(adapter.root, f"{adapter.weight:g}", "; ".join(f"{times:,} {what}" for what, times in done.items()))
         yield from ("", adapters)
-    if conversion.checkpoint.ignored:
-        yield from ("", f"not part of the model, ignored: {', '.join(conversion.checkpoint.ignored)}")
+    if conversion.source.ignored:
+        yield from ("", f"not part of the model, ignored: {', '.join(conversion.source.ignored)}")
     for warning in warnings_of(conversion):
         yield f"warning: {warning}"
     options = conversion.options
@@ -133,7 +133,7 @@ def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
     totals.add_row("layout", f"{layout}, for " + (" and for ".join(options.mesh) or "any mesh"))
     if rules := rules_text(conversion):
         totals.add_row("sharding rules", rules)
-    totals.add_row("source", f"{human(source)} in {count(len(conversion.checkpoint.shards), 'file')}, {count(len(conversion.checkpoint.tensors), 'tensor')}")
+    totals.add_row("source", f"{human(source)} in {count(len(conversion.source.shards), 'file')}, {count(len(conversion.source.tensors), 'tensor')}")
     totals.add_row("target", f"{human(conversion.target_bytes)} in {count(len(plan.arrays), 'array')}")
     if conversion.units:
         totals.add_row("units", f"{len(conversion.units):,}, the largest takes {human(conversion.unit_working_bytes)} of memory")
@@ -191,8 +191,8 @@ def warnings_of(conversion: Conversion) -> tuple[str, ...]:
             uneven[found["mesh"]].append(f"{found['axis']} = {found['size']}")
         else:
             others.append(warning)
-    if adapter := next((name for name in conversion.checkpoint.ignored if name.startswith("adapter_model")), ""):
-        others.append(f"{adapter} lies beside the model, and isn't merged into it; --lora {shlex.quote(conversion.checkpoint.root)} merges it")
+    if adapter := next((name for name in conversion.source.ignored if name.startswith("adapter_model")), ""):
+        others.append(f"{adapter} lies beside the model, and isn't merged into it; --lora {shlex.quote(conversion.source.root)} merges it")
     for name in conversion.plan.dropped:
         if found := CUT.fullmatch(name):
             rows = conversion.encodings[found["tensor"]].shape[0] if found["tensor"] in conversion.encodings else 0
@@ -240,7 +240,7 @@ def json_report(conversion: Conversion, threads: int) -> dict[str, Any]:
         "maxtext": plan.maxtext.to_dict() if plan.maxtext else None,
         "maxtext_overrides": plan.maxtext.command_line() if plan.maxtext else None,
         "limits": list(plan.maxtext.limits) if plan.maxtext else [],
-        "source": conversion.checkpoint.root,
+        "source": conversion.source.root,
         "arrays": arrays,
         "dropped": dict(plan.dropped),
         "adapters": [

@@ -201,7 +201,7 @@ class Subject:
 
     def found(self, findings: Mapping[str, ArrayResult], sample: float) -> Verification:
         """The same with what was found."""
-        export = None if self.keys is None else self.conversion.checkpoint.root
+        export = None if self.keys is None else self.conversion.source.root
         return Verification(str(self.items), self.conversion, findings, self.wrong, sample, export)
 
 
@@ -303,7 +303,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         subject = plan_verification(args.checkpoint, args.source, given, args.hf_token_secret, rest)
         conversion = subject.conversion
         nbytes = human(sum(compared_bytes(array, args.sample) for array in conversion.plan.arrays))
-        print(f"would compare {count(len(conversion.plan.arrays), 'array')}, {nbytes}, of {subject.items} with {conversion.checkpoint.root}")
+        print(f"would compare {count(len(conversion.plan.arrays), 'array')}, {nbytes}, of {subject.items} with {conversion.source.root}")
         subject.found({}, args.sample).check()
         return 0
     found = verify(**keywords_of(args, verify), beam=rest)

@@ -10,7 +10,7 @@ from typing import Any
 from weightbeam.formats.links import SOURCE, SYMBOLIC, find_changes, identities
 from weightbeam.formats.orbax import record_of
 from weightbeam.formats.references import Reference, encode_leaf
-from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
+from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Array
@@ -77,7 +77,7 @@ def check_files(items: Store) -> str:
     return f"{count(len(files), 'file')} of the source that the checkpoint refers to: as when it was made{copies}"
 
 
-def open_own_source(items: Store) -> Checkpoint:
+def open_own_source(items: Store) -> HfCheckpoint:
     """The source of a virtual checkpoint whose files `check_files` found right: its own folder, or where its links lead.
 
     Raises:
@@ -86,9 +86,9 @@ def open_own_source(items: Store) -> Checkpoint:
     record = record_of(items)
     files = {file.name: file for file in identities(record)}
     if all(file.link != SYMBOLIC for file in files.values()):
-        return open_checkpoint(items / SOURCE)
+        return open_hf(items / SOURCE)
     try:
-        checkpoint = open_checkpoint(record["source"])
+        checkpoint = open_hf(record["source"])
     except StorageError as e:
         raise Refused(f"  {e}; the links in {items / SOURCE} lead there") from e
     found = {shard.name: (shard.size, shard.version, shard.inode) for shard in checkpoint.shards}

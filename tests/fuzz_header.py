@@ -27,9 +27,9 @@ except ImportError:  # the tests use `check` without it
     atheris = None
 if atheris and __name__ == "__main__":
     with atheris.instrument_imports(include=["weightbeam.formats.safetensors", "weightbeam.formats.strict_json", "json", "json.decoder"]):
-        from weightbeam.formats.safetensors import HeaderError, open_checkpoint, read_header
+        from weightbeam.formats.safetensors import HeaderError, open_hf, read_header
 else:
-    from weightbeam.formats.safetensors import HeaderError, open_checkpoint, read_header
+    from weightbeam.formats.safetensors import HeaderError, open_hf, read_header
 
 INDEX = "model.safetensors.index.json"
 RAW, HEADER, SHARDS = b"\0", b"\1", b"\2"  # the kinds: a whole file, a header to which a file is made, an index
@@ -108,7 +108,7 @@ def check_index(content: bytes, folder: Path) -> str:
         shards.mkdir()
         make_shards(shards)
     (shards / INDEX).write_bytes(content)
-    checkpoint = open_checkpoint(shards)
+    checkpoint = open_hf(shards)
     assert {shard.path for shard in checkpoint.shards} <= {str(shards / f"{name}.safetensors") for name in "ab"}
     for problem in checkpoint.problems:
         assert not CONTROL.search(str(problem)), ascii(str(problem))

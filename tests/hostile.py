@@ -21,7 +21,7 @@ from facts import load_headers, tiny
 from measured import runner
 from support import BF16, INDEX, LLAMA, random_tensors, save, split
 
-from weightbeam.formats.safetensors import HF_QUANT_CONFIG, Checkpoint, Shard, Tensor
+from weightbeam.formats.safetensors import HF_QUANT_CONFIG, HfCheckpoint, Shard, Tensor
 from weightbeam.model_mappings.plan import TensorSpec
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -243,14 +243,14 @@ def tiny_checkpoints() -> dict[str, tuple[dict[str, Any], Tensors]]:
     return written | found
 
 
-def checkpoint_of(config: dict[str, Any], tensors: Tensors) -> Checkpoint:
+def checkpoint_of(config: dict[str, Any], tensors: Tensors) -> HfCheckpoint:
     """A checkpoint that is known by its headers, without a file."""
     held: list[Tensor] = []
     offset = 0
     for name, spec in tensors.items():
         held.append(Tensor(name, spec.dtype, spec.shape, "/nowhere/model.safetensors", offset))
         offset += held[-1].nbytes
-    return Checkpoint("/nowhere", config, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(held)),))
+    return HfCheckpoint("/nowhere", config, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(held)),))
 
 
 def paths(value: Any, prefix: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

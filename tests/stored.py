@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from support import BF16, F32
 
 from weightbeam.formats.encodings import Encoding
-from weightbeam.formats.safetensors import open_checkpoint, read_boxes
+from weightbeam.formats.safetensors import open_hf, read_boxes
 from weightbeam.formats.sources import Source, open_source
 from weightbeam.model_mappings.boxes import Box, extent, whole
 
@@ -51,7 +51,7 @@ def source_of(folder: Path, tensors: Mapping[str, np.ndarray], quantization: Map
     config = {"model_type": "any"} | ({"quantization_config": quantization} if quantization else {})
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, folder / "model.safetensors")
-    return open_source(open_checkpoint(folder))
+    return open_source(open_hf(folder))
 
 
 def encoding_of(folder: Path, tensors: Mapping[str, np.ndarray], quantization: Mapping[str, Any] | None = None, name: str = "x.weight") -> Encoding:

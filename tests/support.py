@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from weightbeam.formats.encodings import Encoding
-from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor, read_boxes
+from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, read_boxes
 from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.pipelines.cli import main
 
@@ -246,7 +246,7 @@ def split(tensors: Mapping[str, np.ndarray], parts: int) -> list[dict[str, np.nd
 
 def headers_only(
     config: Mapping[str, Any], dtype: np.dtype = BF16, shard_bytes: int = 5_000_000_000, known: Mapping[str, tuple[int, ...]] | None = None
-) -> Checkpoint:
+) -> HfCheckpoint:
     """A checkpoint that is known by its headers, without files, whatever its size; its tensors are those `known`, else `shapes(config)`."""
     shards: list[Shard] = []
     tensors: list[Tensor] = []
@@ -265,7 +265,7 @@ def headers_only(
             close()
     if tensors:
         close()
-    return Checkpoint("/nowhere", dict(config), tuple(shards))
+    return HfCheckpoint("/nowhere", dict(config), tuple(shards))
 
 
 # --- a reference in plain numpy -------------------------------------------------------------------------------------------------

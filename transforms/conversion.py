@@ -21,7 +21,7 @@ from weightbeam.formats.orbax import STEP, Contents, assemble, write_unit
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
 from weightbeam.formats.release import keep_files
-from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, Checkpoint
+from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, HfCheckpoint
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.zarr import ArraySpec, Format
@@ -65,7 +65,7 @@ class Conversion:
     """The plan of a conversion, its chunk grids and its units.
 
     Attributes:
-      options, checkpoint: the inputs.
+      options, source: the inputs; the source is the release.
       plan: arrays, drops and problems.
       encodings: how each tensor is stored.
       grids: one for each array; empty if the plan has problems.
@@ -78,7 +78,7 @@ class Conversion:
     """
 
     options: Options
-    checkpoint: Checkpoint
+    source: HfCheckpoint
     plan: Plan
     encodings: dict[str, Encoding]
     grids: tuple[Grid, ...]
@@ -137,13 +137,13 @@ class Conversion:
     @property
     def inputs(self) -> list[str]:
         """URLs of all that the checkpoint is made of: the source, the adapters, and their files, which may be links to elsewhere."""
-        folders = (self.checkpoint, *(adapter.files for adapter in self.adapters))
+        folders = (self.source, *(adapter.files for adapter in self.adapters))
         return [url for files in folders for url in (files.root, *(shard.path for shard in files.shards))]
 
     def was_touched(self, since: Conversion) -> bool:
         """Whether a file of the source was replaced since it was planned with; that isn't in the hash, as the source may have moved, times and all."""
-        before = {shard.path: shard for shard in since.checkpoint.shards}
-        pairs = [(before[shard.path], shard) for shard in self.checkpoint.shards if shard.path in before]
+        before = {shard.path: shard for shard in since.source.shards}
+        pairs = [(before[shard.path], shard) for shard in self.source.shards if shard.path in before]
         return any(old.inode != new.inode or old.was_touched(new) for old, new in pairs)
 
     @property
@@ -164,7 +164,7 @@ class Conversion:
     @property
     def linked_bytes(self) -> int:
         """Bytes of the source's files that become part of a virtual checkpoint."""
-        return sum(shard.size for shard in self.checkpoint.shards) if self.virtual_bytes else 0
+        return sum(shard.size for shard in self.source.shards) if self.virtual_bytes else 0
 
     @property
     def made_bytes(self) -> int:
@@ -173,7 +173,7 @@ class Conversion:
 
     def references(self) -> Iterator[Reference]:
         """Every chunk of the virtual arrays, as a range of a file that has the name it has in the source."""
-        names = {tensor.path: shard.name for shard in self.checkpoint.shards for tensor in shard.tensors[:1]}
+        names = {tensor.path: shard.name for shard in self.source.shards for tensor in shard.tensors[:1]}
         for array, placement in zip(self.plan.arrays, self.placements, strict=False):  # none without --virtual
             if placement.spec:
                 yield from references(array, placement.spec, self.encodings, names)
@@ -190,13 +190,13 @@ class Conversion:
         Raises:
           StorageError: one isn't, or is gone.
         """
-        for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)):
+        for files in (self.source, *(adapter.files for adapter in self.adapters)):
             files.check()
 
     def unreadable(self) -> list[Problem]:
         """The files whose end can't be read."""
-        problems = [problem for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
-        return problems or (self.checkpoint.find_damage() if self.options.check_source == "true" else [])
+        problems = [problem for files in (self.source, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
+        return problems or (self.source.find_damage() if self.options.check_source == "true" else [])
 
     @property
     def unit_working_bytes(self) -> int:
@@ -207,8 +207,8 @@ class Conversion:
     def hash(self) -> str:
         """Identifies the result: the source's files and headers, the options, the rules, grids and units. The same everywhere."""
         identity = Identity()
-        identity.add(DECODING_VERSION, dataclasses.asdict(self.options), self.checkpoint.config)
-        for shard in self.checkpoint.shards:
+        identity.add(DECODING_VERSION, dataclasses.asdict(self.options), self.source.config)
+        for shard in self.source.shards:
             identity.add(*shard.identity)
         for adapter in self.adapters:
             identity.add(adapter.identity)
@@ -226,9 +226,9 @@ class Conversion:
         Raises:
           StorageError: the small files can't be read, or the source's files can't be put there so (LinkError).
         """
-        keep_files(staging.aside, open_store(self.checkpoint.root))
+        keep_files(staging.aside, open_store(self.source.root))
         if self.virtual_bytes:
-            put_source(staging.shards / SOURCE, self.checkpoint, link, hashed)
+            put_source(staging.shards / SOURCE, self.source, link, hashed)
 
     def write(self, staging: Staging, unit: Unit, made: Sequence[np.ndarray]) -> int:
         """Writes the shards of a unit into a database of their own, and enters the unit in the ledger; returns their bytes."""
@@ -252,7 +252,7 @@ class Conversion:
         if not staging.is_complete():
             staging.gather()
         if references:
-            files = identify(staging.items / SOURCE, self.checkpoint)
+            files = identify(staging.items / SOURCE, self.source)
             arrays = sum(placement.spec is not None for placement in self.placements)
             about = {"arrays": arrays, "bytes": self.virtual_bytes, "chunks": len(references), "files": [dataclasses.asdict(file) for file in files]}
             record["references"] = about
@@ -265,17 +265,17 @@ class Conversion:
     def record(self) -> dict[str, Any]:
         """Where the checkpoint comes from, see `formats/provenance.py`."""
         identity = ("name", "size", "version", "sha256", "crc32c")
-        shards = [{field: value for field in identity if (value := getattr(shard, field)) is not None} for shard in self.checkpoint.shards]
+        shards = [{field: value for field in identity if (value := getattr(shard, field)) is not None} for shard in self.source.shards]
         for shard in shards:
             if shard.keys() & {"sha256", "crc32c"}:  # by the source's word, or by reading the file
                 shard["hash"] = "checked" if self.options.check_source == "true" else "stated"
         tensors = {
             tensor.name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "file": shard.name}
-            for shard in self.checkpoint.shards
+            for shard in self.source.shards
             for tensor in shard.tensors
         }
         return {
-            "source": self.checkpoint.root,
+            "source": self.source.root,
             "shards": shards,
             "plan": self.hash,
             "family": self.plan.family,
@@ -286,7 +286,7 @@ class Conversion:
             "lossy": {array.key: array.lossy for array in self.plan.arrays if array.lossy},
             "dropped": dict(self.plan.dropped),
             **({"adapters": [adapter.record() for adapter in self.adapters]} if self.adapters else {}),
-            "config": {key: value for key, value in self.checkpoint.config.items() if key not in QUANT_CONFIGS},
+            "config": {key: value for key, value in self.source.config.items() if key not in QUANT_CONFIGS},
             "tensors": tensors,
         }
 
@@ -295,7 +295,7 @@ class Conversion:
         inputs = {
             "kind": self.kind,
             "options": dataclasses.asdict(self.options),
-            "source": self.checkpoint.to_json(),
+            "source": self.source.to_json(),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "hash": self.hash,
         }

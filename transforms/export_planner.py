@@ -26,7 +26,7 @@ import numpy as np
 from weightbeam.formats.adapters import Adapter, merge
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
-from weightbeam.formats.safetensors import Checkpoint
+from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.model_mappings.audit import audit
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, rename
@@ -319,6 +319,6 @@ def load(inputs: Mapping[str, Any]) -> Export:
     """The export that `Export.stage` staged."""
     tensors = {name: (dtype, tuple(shape), file) for name, (dtype, shape, file) in inputs["like"]["tensors"].items()}
     like = Like(inputs["like"]["root"], inputs["like"]["config"], tensors)
-    adapters = [Adapter(Checkpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     return plan_export(ExportOptions(**inputs["options"] | {"lora": lora}), load_checkpoint(inputs["source"]), like, adapters)

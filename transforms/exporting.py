@@ -23,7 +23,7 @@ from weightbeam.formats.adapters import Adapter
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.provenance import versions
-from weightbeam.formats.safetensors import Checkpoint
+from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import Store
 from weightbeam.formats.unpacking import UnpackedArray, chunks, unpack
@@ -70,7 +70,7 @@ class Like:
     tensors: Mapping[str, tuple[str, tuple[int, ...], str]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Like:
+    def of(cls, checkpoint: HfCheckpoint) -> Like:
         """A release, by its headers."""
         source = open_source(checkpoint)
         tensors = {}

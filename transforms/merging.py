@@ -17,7 +17,7 @@ import numpy as np
 from weightbeam.formats.adapters import Adapter, Merging, merge
 from weightbeam.formats.encodings import Encoding, Plain, stored_bytes
 from weightbeam.formats.provenance import versions
-from weightbeam.formats.safetensors import BoxRead, Checkpoint
+from weightbeam.formats.safetensors import BoxRead, HfCheckpoint
 from weightbeam.formats.sources import Source, open_source
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.boxes import Box, extent, volume, whole
@@ -58,7 +58,7 @@ class Merge(ReleasePlan):
     """The plan of a merge.
 
     Attributes:
-      options, checkpoint, adapters: the inputs.
+      options, source, adapters: the inputs; the source is the release.
       plan: what is left out, and the problems.
       encodings: how each tensor that is written is stored, by its name.
       files: where each goes; None if there are problems.
@@ -70,7 +70,7 @@ class Merge(ReleasePlan):
     """
 
     options: MergeOptions
-    checkpoint: Checkpoint
+    source: HfCheckpoint
     adapters: tuple[Adapter, ...]
     plan: Plan
     encodings: Mapping[str, Encoding]
@@ -125,8 +125,8 @@ class Merge(ReleasePlan):
     def hash(self) -> str:
         """Identifies the result: files and headers of the release and of the adapters, the options, what is written, the units."""
         identity = Identity()
-        identity.add(self.kind, dataclasses.asdict(self.options), self.checkpoint.config)
-        for shard in self.checkpoint.shards:
+        identity.add(self.kind, dataclasses.asdict(self.options), self.source.config)
+        for shard in self.source.shards:
             identity.add(*shard.identity)
         for adapter in self.adapters:
             identity.add(adapter.identity)
@@ -140,7 +140,7 @@ class Merge(ReleasePlan):
         """Where the release comes from."""
         return {
             "kind": self.kind,
-            "source": self.checkpoint.root,
+            "source": self.source.root,
             "adapters": [adapter.record() for adapter in self.adapters],
             "plan": self.hash,
             "options": dataclasses.asdict(self.options),
@@ -154,7 +154,7 @@ class Merge(ReleasePlan):
         inputs = {
             "kind": self.kind,
             "options": dataclasses.asdict(self.options),
-            "source": self.checkpoint.to_json(),
+            "source": self.source.to_json(),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "hash": self.hash,
         }
@@ -162,25 +162,25 @@ class Merge(ReleasePlan):
 
     @property
     def inputs(self) -> Sequence[str]:
-        return self.checkpoint.root, *(adapter.root for adapter in self.adapters)
+        return self.source.root, *(adapter.root for adapter in self.adapters)
 
     def check(self) -> None:
-        for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)):
+        for files in (self.source, *(adapter.files for adapter in self.adapters)):
             files.check()
 
     def unreadable(self) -> list[Problem]:
         """The files whose end can't be read."""
-        return [problem for files in (self.checkpoint, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
+        return [problem for files in (self.source, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
 
 
 def load(inputs: Mapping[str, Any]) -> Merge:
     """The merge that `Merge.stage` staged."""
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
-    adapters = [Adapter(Checkpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
-    return plan_merge(MergeOptions(**inputs["options"] | {"lora": lora}), Checkpoint.from_json(inputs["source"]), adapters)
+    adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    return plan_merge(MergeOptions(**inputs["options"] | {"lora": lora}), HfCheckpoint.from_json(inputs["source"]), adapters)
 
 
-def plan_merge(options: MergeOptions, checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> Merge:
+def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequence[Adapter]) -> Merge:
     """Plans a merge. What stands against it is in `plan.problems`."""
     source = open_source(checkpoint)
     aliases = _aliases(checkpoint, options.family)
@@ -230,7 +230,7 @@ def plan_merge(options: MergeOptions, checkpoint: Checkpoint, adapters: Sequence
     return Merge(options, checkpoint, tuple(adapters), plan, encodings, files, tuple(units), merged, quantization, codes, warnings=files.warnings)
 
 
-def _aliases(checkpoint: Checkpoint, named: str | None) -> Mapping[str, str]:
+def _aliases(checkpoint: HfCheckpoint, named: str | None) -> Mapping[str, str]:
     """Other spellings of the tensors' names, where the model is one that there is a table for.
 
     Raises:
@@ -244,7 +244,7 @@ def _aliases(checkpoint: Checkpoint, named: str | None) -> Mapping[str, str]:
         return {}
 
 
-def _companions(checkpoint: Checkpoint, source: Source, name: str) -> set[str]:
+def _companions(checkpoint: HfCheckpoint, source: Source, name: str) -> set[str]:
     """The stored tensors of a quantised weight: those that it is decoded from, and others that lie below its name."""
     encoding = source.encodings[name]
     read = {part.tensor.name for part in encoding.reads(whole(encoding.shape)) if isinstance(part, BoxRead)}
@@ -253,7 +253,7 @@ def _companions(checkpoint: Checkpoint, source: Source, name: str) -> set[str]:
     return read | below | {encoding.weight.name}
 
 
-def _dtype(name: str, quantised: Collection[str], checkpoint: Checkpoint, save_dtype: str | None) -> np.dtype:
+def _dtype(name: str, quantised: Collection[str], checkpoint: HfCheckpoint, save_dtype: str | None) -> np.dtype:
     """What a tensor is written in: its own dtype, a quantised one in the one that was asked for, or in the model's."""
     if name not in quantised:
         return checkpoint.tensors[name].dtype
@@ -261,7 +261,7 @@ def _dtype(name: str, quantised: Collection[str], checkpoint: Checkpoint, save_d
     return np.dtype(getattr(ml_dtypes, str(said), None) or str(said)) if said in ("bfloat16", "float16", "float32") else np.dtype(ml_dtypes.bfloat16)
 
 
-def _quantization(checkpoint: Checkpoint, source: Source, merged: Collection[str]) -> tuple[dict[str, Any] | None, list[Problem]]:
+def _quantization(checkpoint: HfCheckpoint, source: Source, merged: Collection[str]) -> tuple[dict[str, Any] | None, list[Problem]]:
     """`quantization_config` once these quantised weights aren't any more, and what stands against it."""
     if not merged:
         return None, []

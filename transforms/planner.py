@@ -26,7 +26,7 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Folding, fold, merge
 from weightbeam.formats.encodings import Encoding, stored_bytes
-from weightbeam.formats.safetensors import Checkpoint
+from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.sources import Source, open_source
 from weightbeam.model_mappings.adapters import RANK
 from weightbeam.model_mappings.audit import audit, drop_reason
@@ -85,7 +85,7 @@ class _Cut:
     problems: tuple[Problem, ...] = ()
 
 
-def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter] = ()) -> Conversion:
+def prepare(options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapter] = ()) -> Conversion:
     """Plans a conversion, with adapters merged into the source's tensors. What stands against it is in `plan.problems`.
 
     Raises:
@@ -136,7 +136,7 @@ def prepare(options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter
 
 
 def _without_table(
-    options: Options, checkpoint: Checkpoint, adapters: Sequence[Adapter], found: Sequence[Problem], error: ConfigError | UnknownFamilyError
+    options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapter], found: Sequence[Problem], error: ConfigError | UnknownFamilyError
 ) -> Conversion:
     """The conversion of a model that there is no table for, or whose `config.json` a table can't do with: its problems alone."""
     problems = list(dict.fromkeys(found))
@@ -184,7 +184,7 @@ def _unneeded(source: Source, family: Family, table: _Table) -> dict[Problem, st
 
 
 def _audit(
-    checkpoint: Checkpoint,
+    checkpoint: HfCheckpoint,
     source: Source,
     family: Family,
     table: _Table,
@@ -301,5 +301,5 @@ def _tuples(value: Any) -> Any:
 
 def load(inputs: Mapping[str, Any]) -> Conversion:
     """The conversion whose inputs `Conversion.stage` staged."""
-    adapters = [Adapter(Checkpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
-    return prepare(options_from(inputs["options"]), Checkpoint.from_json(inputs["source"]), adapters)
+    adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
+    return prepare(options_from(inputs["options"]), HfCheckpoint.from_json(inputs["source"]), adapters)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.adapters.config import CONFIG, AdapterConfig, read_config
-from weightbeam.formats.safetensors import Checkpoint, Tensor
+from weightbeam.formats.safetensors import HfCheckpoint, Tensor
 from weightbeam.formats.safetensors.folder import Shard, open_shard, read_json
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.model_mappings.plan import Problem, is_float
@@ -38,7 +38,7 @@ class Adapter:
       weight: what its deltas are multiplied by, beside their own scaling.
     """
 
-    files: Checkpoint
+    files: HfCheckpoint
     weight: float = 1.0
 
     @functools.cached_property
@@ -196,4 +196,4 @@ def open_adapter(where: str | Path | Store, weight: float = 1.0) -> Adapter:
         pickles = sorted(name for name in entries if name.endswith((".bin", ".pt", ".pth")))
         hint = f"; {pickles[0]} is a pickle file, which can run code when it is loaded: save the adapter as safetensors" if pickles else ""
         problems.append(Problem("missing", WEIGHTS, f"no such file in {store}{hint}"))
-    return Adapter(Checkpoint(store.url, config, shards, problems=tuple(problems)), weight)
+    return Adapter(HfCheckpoint(store.url, config, shards, problems=tuple(problems)), weight)

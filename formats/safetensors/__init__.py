@@ -7,10 +7,10 @@ from weightbeam.formats.safetensors.folder import (
     HF_QUANT_CONFIG,
     INDEX,
     QUANT_CONFIGS,
-    Checkpoint,
+    HfCheckpoint,
     Shard,
     is_release,
-    open_checkpoint,
+    open_hf,
 )
 from weightbeam.formats.safetensors.header import DTYPE_NAMES, DTYPES, MAX_HEADER, HeaderError, Tensor, read_header
 from weightbeam.formats.safetensors.reading import Allocate, BoxRead, read_boxes
@@ -27,12 +27,12 @@ __all__ = [
     "QUANT_CONFIGS",
     "Allocate",
     "BoxRead",
-    "Checkpoint",
     "HeaderError",
+    "HfCheckpoint",
     "Shard",
     "Tensor",
     "is_release",
-    "open_checkpoint",
+    "open_hf",
     "read_boxes",
     "read_header",
 ]  # fmt: skip

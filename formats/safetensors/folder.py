@@ -62,7 +62,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class HfCheckpoint:
     """A folder with `config.json` and safetensors files, known by its headers.
 
     Attributes:
@@ -156,7 +156,7 @@ def is_release(store: Store) -> bool:
     return any(name.endswith(".safetensors") or name == "config.json" for name in store.entries())
 
 
-def open_checkpoint(where: str | Path | Store, allow_links: bool = False) -> Checkpoint:
+def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoint:
     """Reads `config.json`, the index and every header; what is wrong with the files is in `Checkpoint.problems`.
 
     Args:
@@ -178,7 +178,7 @@ def open_checkpoint(where: str | Path | Store, allow_links: bool = False) -> Che
     is_whole = "config.json" in entries and any(_FILE_NAME.fullmatch(name) for name in entries)
     if not is_whole and INDEX not in entries and (other := describe_other(store, entries)):
         problem = Problem("missing", "*.safetensors", f"no model in safetensors files in {store}; {other}")
-        return Checkpoint(store.url, {}, (), problems=(problem,))
+        return HfCheckpoint(store.url, {}, (), problems=(problem,))
     config = read_json(store, "config.json", problems, budget, allow_links)
     if config:
         config |= {name: read_json(store, name, problems, budget, allow_links) for name in QUANT_CONFIGS if name in entries}
@@ -206,7 +206,7 @@ def open_checkpoint(where: str | Path | Store, allow_links: bool = False) -> Che
         problems += _check_twice(shards)
     readable = {shard.name for shard in shards}
     lost = frozenset(name for name, file in (weight_map or {}).items() if file not in readable)
-    return Checkpoint(store.url, config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
+    return HfCheckpoint(store.url, config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
 
 
 def read_json(store: Store, name: str, problems: list[Problem], budget: Budget | None = None, allow_links: bool = False) -> dict[str, Any]:

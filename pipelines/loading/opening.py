@@ -9,7 +9,7 @@ import numpy as np
 
 from weightbeam.formats.adapters import merge
 from weightbeam.formats.orbax import find_items
-from weightbeam.formats.safetensors import Checkpoint, open_checkpoint
+from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.errors import Refused
@@ -61,7 +61,7 @@ def find_source(where: str, options: Options, as_is: bool = False) -> Source:
                     f"lora={options.lora[0][0]}: an adapter is merged into a release, and {where} is none; `weightbeam reshard --lora` merges MaxText's"
                 )
             return Orbax(find_items(store), as_is)
-        checkpoint = open_checkpoint(store, options.allow_links)
+        checkpoint = open_hf(store, options.allow_links)
     if as_is:
         return _as_it_is(checkpoint, options)
     conversion = plan_with(options, checkpoint)
@@ -69,7 +69,7 @@ def find_source(where: str, options: Options, as_is: bool = False) -> Source:
     return Release(conversion)
 
 
-def _as_it_is(checkpoint: Checkpoint, options: Options) -> Tensors:
+def _as_it_is(checkpoint: HfCheckpoint, options: Options) -> Tensors:
     """A release's own tensors, with adapters merged into them."""
     source = open_source(checkpoint)
     adapters = open_adapters(options)

@@ -27,7 +27,7 @@ class Release:
     """A Hugging Face release as MaxText's arrays, by a plan without problems."""
 
     def __init__(self, conversion: Conversion):
-        self.conversion, self.url = conversion, conversion.checkpoint.root
+        self.conversion, self.url = conversion, conversion.source.root
         self._arrays = {array.key: array for array in conversion.plan.arrays}
         self._costs: dict[tuple[str, tuple[Box, ...]], Cost] = {}
         self._stacked_axes: dict[str, tuple[int, ...]] = {}

@@ -11,7 +11,7 @@ import pytest
 from support import call, flatten
 
 from weightbeam.formats.adapters import open_adapter
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.execution import make_boxes
@@ -25,7 +25,7 @@ PARAMETERS = "params.params."
 def plan(folder: Path, *, lora: bool = True, **options: object) -> Conversion:
     """A conversion of a case, with its adapter or without."""
     adapters = [open_adapter(folder / "adapter")] if lora else []
-    return prepare(Options(save_dtype="float32", **options), open_checkpoint(folder / "base"), adapters)
+    return prepare(Options(save_dtype="float32", **options), open_hf(folder / "base"), adapters)
 
 
 def arrays(conversion: Conversion) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from quantised import nf4
 from support import BF16, INDEX, call, decoded, read_config, read_file, read_tensors, save, split
 
 from weightbeam.formats.adapters import open_adapter
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.sources import open_source
 from weightbeam.transforms.execution import arrange, decode, make, read
 from weightbeam.transforms.merging import Merge, MergeOptions, plan_merge
@@ -22,7 +22,7 @@ from weightbeam.transforms.staged import load
 def plan(base: Path, *adapters: Path, **options: object) -> Merge:
     """A merge of adapters, planned."""
     lora = tuple((str(adapter), 1.0) for adapter in adapters)
-    return plan_merge(MergeOptions(lora, **options), open_checkpoint(base), [open_adapter(adapter) for adapter in adapters])
+    return plan_merge(MergeOptions(lora, **options), open_hf(base), [open_adapter(adapter) for adapter in adapters])
 
 
 def made(merge: Merge) -> dict[str, np.ndarray]:
@@ -148,7 +148,7 @@ def test_the_command_on_a_quantised_release(written: Path, tmp_path: Path) -> No
     folder = quantised(written, tmp_path / "base", ("q_proj.weight", "mlp.up_proj.weight"))
     output = tmp_path / "merged"
     assert call("merge", "--source", folder, "--lora", written / "second" / "adapter", "--output", output) == 0
-    before, after = (open_source(open_checkpoint(release)) for release in (folder, output))
+    before, after = (open_source(open_hf(release)) for release in (folder, output))
     assert not after.problems
     assert after.encodings["model.layers.1.self_attn.q_proj.weight"].label is None
     up = "model.layers.1.mlp.up_proj.weight"

@@ -15,7 +15,7 @@ from weightbeam.formats.adapters import Merging, merge, open_adapter
 from weightbeam.formats.adapters.delta import Delta
 from weightbeam.formats.adapters.merged import Merged
 from weightbeam.formats.encodings import Plain
-from weightbeam.formats.safetensors import open_checkpoint, read_header
+from weightbeam.formats.safetensors import open_hf, read_header
 from weightbeam.formats.sources import open_source
 from weightbeam.model_mappings.boxes import Box
 
@@ -29,7 +29,7 @@ CASES = (
 
 def merge_case(base: Path, *adapters: tuple[Path, float]) -> Merging:
     """A base and adapters, merged below any table."""
-    checkpoint = open_checkpoint(base)
+    checkpoint = open_hf(base)
     return merge(open_source(checkpoint).encodings, [open_adapter(*adapter) for adapter in adapters], {}, checkpoint.config["model_type"])
 
 

@@ -17,7 +17,7 @@ from support import BF16, FP8, decoded
 from weightbeam.formats.adapters import merge, open_adapter
 from weightbeam.formats.adapters.merged import STRIP_ELEMENTS
 from weightbeam.formats.encodings import Encoding
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.sources import open_source
 
 NAME = "model.layers.0.self_attn.q_proj"
@@ -64,7 +64,7 @@ def write(folder: Path, quantiser: Callable[[str, tuple[int, ...], int], Quantis
             magnitude = tensors[f"base_model.model.{NAME}.lora_magnitude_vector"]
         save_file(tensors, place / file)
         (place / ("config.json" if place == base else "adapter_config.json")).write_text(json.dumps(config))
-    source = open_source(open_checkpoint(base))
+    source = open_source(open_hf(base))
     assert not source.problems
     merging = merge(source.encodings, [open_adapter(adapter)], {}, "any")
     assert not merging.problems

@@ -11,7 +11,7 @@ from support import call, decoded, read_config, read_file
 
 from weightbeam.formats.adapters import merge, open_adapter
 from weightbeam.formats.orbax_source import open_orbax
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.sources import open_source
 from weightbeam.pipelines.adapters import export_adapter
 from weightbeam.pipelines.errors import Refused
@@ -54,7 +54,7 @@ def test_there_and_back(written: Path, tmp_path: Path, case: str, options: tuple
         assert all("q_proj.lora_B" in name for name in set(given) - set(exact))
         for name in given:
             np.testing.assert_allclose(found[name], given[name], rtol=2e-7)
-    encodings = open_source(open_checkpoint(folder / "base")).encodings
+    encodings = open_source(open_hf(folder / "base")).encodings
     merged = [merge(encodings, [open_adapter(adapter)], {}, "llama") for adapter in (folder / "adapter", made)]
     assert not merged[1].problems
     for name in merged[0].touched:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from stored import boxes, decode, source_of
 
 from weightbeam.formats.encodings import ScaleError
-from weightbeam.formats.safetensors import open_checkpoint, read_boxes
+from weightbeam.formats.safetensors import open_hf, read_boxes
 from weightbeam.formats.sources import open_source
 from weightbeam.model_mappings.boxes import whole
 
@@ -311,7 +311,7 @@ def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
 
     source_of(tmp_path, {}, QuantizationConfig(config_groups={"group_0": scheme}, format=kind, quantization_status="compressed").to_dict())
     save_torch({f"x.{key}": value.contiguous() for key, value in stored.items()}, tmp_path / "model.safetensors")
-    encoding = only(open_source(open_checkpoint(tmp_path)))
+    encoding = only(open_source(open_hf(tmp_path)))
     if wanted.dtype == torch.float32:
         assert_bits(decode(encoding), wanted.numpy())
     else:

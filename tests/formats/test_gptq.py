@@ -15,7 +15,7 @@ from stored import AWQ_COLUMNS, assert_decodes, boxes, decode, encoding_of, mess
 
 from weightbeam.formats.encodings.nibbles import ScaleError
 from weightbeam.formats.encodings.packed import PackedError
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.sources import open_source
 
 
@@ -207,11 +207,11 @@ def test_files_of_their_own(tmp_path: Path, file: str, tensors: dict[str, np.nda
     """Older releases say nothing in config.json. What is wrong is said of that file."""
     assert "says None" in message_of(tmp_path, tensors, {})
     (tmp_path / file).write_text(json.dumps(fields))
-    source = open_source(open_checkpoint(tmp_path))
+    source = open_source(open_hf(tmp_path))
     assert source.problems == ()
     assert str(source.encodings["x.weight"].label).startswith("AWQ" if "w_bit" in fields else "GPTQ")
     (tmp_path / file).write_text("{nonsense")
-    assert [problem.subject for problem in open_checkpoint(tmp_path).problems] == [file]
+    assert [problem.subject for problem in open_hf(tmp_path).problems] == [file]
 
 
 def test_groups_in_any_order_are_not_cut(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import HERE, INDEX
 
-from weightbeam.formats.safetensors import HeaderError, open_checkpoint, read_header
+from weightbeam.formats.safetensors import HeaderError, open_hf, read_header
 from weightbeam.formats.strict_json import MAX_VALUES
 
 CORPUS = sorted((HERE / "corpus" / "inputs").iterdir())
@@ -157,7 +157,7 @@ def test_names_are_never_printed_raw(tmp_path: Path) -> None:
     """A name of an index that would move the cursor is shown with its escapes."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x\x1b[2J": "a.safetensors"}}))
-    problems = [str(problem) for problem in open_checkpoint(tmp_path).problems]
+    problems = [str(problem) for problem in open_hf(tmp_path).problems]
     assert any(r"x\x1b[2J" in problem for problem in problems)
     assert not any(re.search(r"[\x00-\x1f]", problem) for problem in problems)
 
@@ -168,5 +168,5 @@ def test_files_with_names_that_no_index_can_have_are_left_alone(tmp_path: Path) 
     with_header(tmp_path / "x.safetensors", b"{}")
     for name in (b"a\nb.safetensors", b"\xff.safetensors"):
         (Path(str(tmp_path)) / name.decode(errors="surrogateescape")).write_bytes(b"")
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = open_hf(tmp_path)
     assert ([shard.name for shard in checkpoint.shards], checkpoint.ignored, checkpoint.problems) == (["x.safetensors"], (), ())

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 from support import LLAMA, call, random_tensors, save
 
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import StorageError
 
 
@@ -56,26 +56,26 @@ def test_what_isnt_a_model_is_named(kind: str, tmp_path: Path, capsys: pytest.Ca
 )
 def test_what_was_meant(source: str, meant: str) -> None:
     with pytest.raises(StorageError, match=f"did you mean {meant}\\?"):
-        open_checkpoint(source)
+        open_hf(source)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     for name in ("config.json", "model.safetensors"):
         with pytest.raises(StorageError, match=f"is a file: name its folder, {folder}"):
-            open_checkpoint(folder / name)
+            open_hf(folder / name)
 
 
 def test_mistrals_own_format_beside_the_model(tmp_path: Path) -> None:
     """`consolidated.safetensors` holds the same weights under other names; transformers reads `model.safetensors`."""
     folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     save_file(random_tensors(LLAMA), folder / "consolidated.safetensors")
-    opened = open_checkpoint(folder)
+    opened = open_hf(folder)
     assert opened.problems == ()
     assert [shard.name for shard in opened.shards] == ["model.safetensors"]
     assert opened.ignored == ("consolidated.safetensors",)
     save_file(random_tensors(LLAMA), folder / "other.safetensors")
-    assert [problem.kind for problem in open_checkpoint(folder).problems] == ["index"]
+    assert [problem.kind for problem in open_hf(folder).problems] == ["index"]
 
 
 def test_an_adapter_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,11 +100,11 @@ def test_a_cache_s_repository_is_its_snapshot(tmp_path: Path) -> None:
     snapshot = save(root / "snapshots" / ("0" * 40), LLAMA, random_tensors(LLAMA))
     (root / "refs").mkdir()
     (root / "refs" / "main").write_text("0" * 40)
-    assert open_checkpoint(root).root == str(snapshot)
+    assert open_hf(root).root == str(snapshot)
     (root / "snapshots" / ("1" * 40)).mkdir()
-    assert open_checkpoint(root).root == str(snapshot)
+    assert open_hf(root).root == str(snapshot)
     (root / "refs" / "main").unlink()
-    assert "several snapshots" in str(open_checkpoint(root).problems[0])
+    assert "several snapshots" in str(open_hf(root).problems[0])
 
 
 def test_links_to_another_folder_are_allowed_by_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

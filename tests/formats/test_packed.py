@@ -19,7 +19,7 @@ from stored import COMPRESSED, assert_decodes, boxes, decode, encoding_of, messa
 
 from weightbeam.formats.encodings.nibbles import ScaleError, byte_table, runs
 from weightbeam.formats.encodings.packed import PackedError
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.sources import open_source
 from weightbeam.model_mappings.boxes import Box
 
@@ -208,7 +208,7 @@ def test_the_config_may_stand_in_text_config(tmp_path: Path) -> None:
     del tensors["x.weight_shape"]
     assert encoding_of(tmp_path, tensors, scheme(4, 32)).shape == (8, 64)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": scheme(4, 32)}}))
-    assert open_source(open_checkpoint(tmp_path)).encodings["x.weight"].shape == (8, 64)
+    assert open_source(open_hf(tmp_path)).encodings["x.weight"].shape == (8, 64)
 
 
 def test_a_group_index_of_minus_ones_means_none(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from support import INDEX, LLAMA, random_tensors, read_file, save, split
 
-from weightbeam.formats.safetensors import MAX_HEADER, BoxRead, HeaderError, open_checkpoint, read_boxes, read_header
+from weightbeam.formats.safetensors import MAX_HEADER, BoxRead, HeaderError, open_hf, read_boxes, read_header
 from weightbeam.formats.storage import StorageError
 
 PLAIN = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -256,7 +256,7 @@ def test_whole_rows_read_nothing_else(tmp_path: Path) -> None:
     """Boxes of whole rows, in several tensors of two files: bytes read = bytes needed. The file's own counter says so."""
     arrays = {name: bits((64, 4096), "bfloat16", i) for i, name in enumerate("abcd")}
     folder = save(tmp_path / "hf", {}, *split(arrays, 2))
-    tensors = open_checkpoint(folder).tensors
+    tensors = open_hf(folder).tensors
     reads = [BoxRead(tensors[name], ((8, 40), (0, 4096))) for name in "abcd"]
     before = bytes_read_by_this_process()
     got, nbytes = read_boxes(reads)
@@ -305,7 +305,7 @@ def change_index(folder: Path, change: Callable[[dict[str, str]], object]) -> No
 
 
 def problems(folder: Path) -> list[str]:
-    return [str(problem) for problem in open_checkpoint(folder).problems]
+    return [str(problem) for problem in open_hf(folder).problems]
 
 
 def test_single_and_sharded_checkpoints_hold_the_same(tmp_path: Path) -> None:
@@ -314,10 +314,10 @@ def test_single_and_sharded_checkpoints_hold_the_same(tmp_path: Path) -> None:
     single, several = save(tmp_path / "single", LLAMA, tensors), sharded(tmp_path / "several")
     save_file({"stray": np.zeros(3)}, several / "consolidated.safetensors")
     for folder in (single, several):
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_hf(folder)
         assert not checkpoint.problems
         assert {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()} == {n: (v.shape, v.dtype) for n, v in tensors.items()}
-    assert open_checkpoint(several).ignored == ("consolidated.safetensors",)
+    assert open_hf(several).ignored == ("consolidated.safetensors",)
 
 
 FIRST = "model-00001-of-00003.safetensors"
@@ -387,7 +387,7 @@ def test_links_inside_the_folder_and_from_a_hub_cache(tmp_path: Path) -> None:
     linked = tmp_path / "link"
     linked.symlink_to(snapshot)
     assert problems(linked) == []
-    assert len(open_checkpoint(linked).tensors) == len(random_tensors(LLAMA))
+    assert len(open_hf(linked).tensors) == len(random_tensors(LLAMA))
 
 
 @pytest.mark.parametrize("target", ["../outside.safetensors", "absolute", "../../blobs/x", "nowhere"])

@@ -16,7 +16,7 @@ from support import LLAMA, call, random_tensors, save
 
 from weightbeam.formats.encodings.matching import BY_DTYPE
 from weightbeam.formats.encodings.table import DROPPED, FORMATS, METHODS, REFUSED_NAMES
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.sources import Source, open_source
 
 BF16, F16, F32, I64 = ml_dtypes.bfloat16, np.float16, np.float32, np.int64
@@ -95,7 +95,7 @@ def test_each_weight_is_of_its_own_format(tmp_path: Path) -> None:
 
 def test_scales_may_lie_in_another_file(tmp_path: Path) -> None:
     folder = save(tmp_path / "hf", {"quantization_config": SAID}, {"x.weight_scale_inv": FP8["x.weight_scale_inv"]}, {"x.weight": FP8["x.weight"]})
-    encoding = only(open_source(open_checkpoint(folder)))
+    encoding = only(open_source(open_hf(folder)))
     assert len({read.tensor.path for read in encoding.reads(((0, 1), (0, 1)))}) == 2
     assert (decode(encoding) == 1).all()
 
@@ -112,19 +112,19 @@ PLACES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 def test_where_the_quantisation_is_described(tmp_path: Path, place: str) -> None:
     """Wherever it stands, what only it can tell is read."""
     folder = save(tmp_path / "hf", PLACES[place]({"quant_method": "fp8", "weight_block_size": [24, 28]}), BLOCK)
-    values = decode(only(open_source(open_checkpoint(folder))))
+    values = decode(only(open_source(open_hf(folder))))
     np.testing.assert_array_equal(values, np.arange(6, dtype=F32).reshape(2, 3)[np.arange(48) // 24][:, np.arange(64) // 28])
 
 
 def test_modelopts_own_file(tmp_path: Path) -> None:
     """`hf_quant_config.json` beside a config that says nothing: the algorithm tells that bytes are exponents. Without it they are refused."""
     folder = save(tmp_path / "hf", {"model_type": "x"}, {"x.weight": ones(4, 64, dtype=E4M3), "x.weight_scale": np.full((4, 2), 128, np.uint8)})
-    assert "uint8" in told(open_source(open_checkpoint(folder)))["scale: x.weight"]
+    assert "uint8" in told(open_source(open_hf(folder)))["scale: x.weight"]
     said = {"producer": {"name": "modelopt", "version": "0.39"}, "quantization": {"quant_algo": "MXFP8", "kv_cache_quant_algo": None}}
     (folder / "hf_quant_config.json").write_text(json.dumps(said))
-    assert (decode(only(open_source(open_checkpoint(folder)))) == 2).all()
+    assert (decode(only(open_source(open_hf(folder)))) == 2).all()
     (folder / "hf_quant_config.json").write_text("{nonsense")
-    assert [problem.subject for problem in open_checkpoint(folder).problems] == ["hf_quant_config.json"]
+    assert [problem.subject for problem in open_hf(folder).problems] == ["hf_quant_config.json"]
 
 
 def test_the_scales_dtype_settles_who_wrote_packed_bytes(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from support import LLAMA, random_tensors, save
 from weightbeam.formats import lease
 from weightbeam.formats.links import COPY, put_source
 from weightbeam.formats.orbax import find_items
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import File, StorageError, Store, open_store, stretches
 from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import hub as hubs
@@ -542,7 +542,7 @@ def release(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 def test_a_finished_copy_is_kept(release: Store, bucket: buckets.Bucket, gcs: FakeGcs, tmp_path: Path) -> None:
     """In a bucket or a folder; another one is replaced."""
-    checkpoint = open_checkpoint(release)
+    checkpoint = open_hf(release)
     shard, config = checkpoint.shards[0], len(release.read("config.json"))
     wanted = release.read(shard.name)
     for target in (bucket / "copy", open_store(tmp_path / "copy")):

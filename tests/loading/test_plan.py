@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import DEEPSEEK_V3, FP8, LLAMA_8B, QWEN3_MOE, call, headers_only, random_tensors, save
 
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.boxes import volume
 from weightbeam.pipelines.loading import release
 from weightbeam.pipelines.loading.release import Release
@@ -62,7 +62,7 @@ def test_the_cost_of_boxes_is_that_of_their_reads(tmp_path: Path, mixed: bool) -
     for name in [name for name in tensors if name.endswith("_proj.weight") and not (mixed and ".1." in name)]:
         blocks = tuple(-(-size // 16) for size in tensors[name].shape)
         tensors[name], tensors[f"{name}_scale_inv"] = tensors[name].astype(FP8), rng.random(blocks, np.float32)
-    conversion = prepare(Options(), open_checkpoint(save(tmp_path / "hf", QUANTISED, tensors)))
+    conversion = prepare(Options(), open_hf(save(tmp_path / "hf", QUANTISED, tensors)))
     assert not conversion.plan.problems
     source = Release(conversion)
     for array in conversion.plan.arrays:

@@ -22,7 +22,7 @@ from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationC
 from submission import OUTPUT, PROJECT, REGION, STAGED, TIMEOUT, Cloud, Submission, cloud
 from support import LLAMA, LLAMA_8B, call, digests, given, given_arrays, headers_only, random_tensors, restore, save, split
 
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.token import SECRET
@@ -140,7 +140,7 @@ def test_the_job_makes_the_checkpoint(run: Run) -> None:
 
 def test_what_the_job_asks_for(run: Run, generated: Path) -> None:
     """Machines, threads and memory follow from the plan's bound; one process on a machine; the package is staged, and nothing of __main__."""
-    conversion = prepare(Options(unit_bytes=UNIT_BYTES, maxtext_model=given()[CASE]["maxtext_model"]), open_checkpoint(generated / "cases" / CASE))
+    conversion = prepare(Options(unit_bytes=UNIT_BYTES, maxtext_model=given()[CASE]["maxtext_model"]), open_hf(generated / "cases" / CASE))
     pool, environment = run.job.pool, run.job.environment
     assert (pool["machineType"], pool["numThreadsPerWorker"], pool["diskSizeGb"]) == ("n2-standard-2", 4, 30)
     assert pool["autoscalingSettings"] == {"algorithm": 2, "maxNumWorkers": -(-len(conversion.units) // 4)}  # 2: by throughput

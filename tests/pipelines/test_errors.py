@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 from support import DEEPSEEK, FP8, INDEX, LLAMA, call, convert, random_tensors, read_config, read_file, save, split
 
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.pipelines.cli import FailedError
 from weightbeam.pipelines.execution import execute
@@ -398,7 +398,7 @@ def test_a_bad_source_and_an_output_that_exists_are_told_together(source: Path, 
 def test_a_source_that_changes_after_it_was_planned(tmp_path: Path) -> None:
     """A file that shrinks in between fails the run: the message has the file and how to go on, and nothing is published."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
-    conversion = prepare(Options(), open_checkpoint(source))
+    conversion = prepare(Options(), open_hf(source))
     os.truncate(source / "model.safetensors", 3000)
     with pytest.raises(FailedError, match=r"model\.safetensors: ends at byte 3000[^$]*--resume"):
         execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import BF16, DEEPSEEK, F32, FP8, assert_same_bits, call, converted, random_tensors, read_config, read_tensors, save, split
 
-from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor
+from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 
@@ -116,7 +116,7 @@ def test_a_plan_of_gpt_oss_20b_reads_each_byte_once() -> None:
         dtype = np.dtype(np.uint8) if name.endswith(("_blocks", "_scales")) else BF16
         tensors.append(Tensor(name, dtype, shape, "/nowhere/model.safetensors", offset))
         offset += tensors[-1].nbytes
-    checkpoint = Checkpoint("/nowhere", GPT_OSS_20B, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),))
+    checkpoint = HfCheckpoint("/nowhere", GPT_OSS_20B, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),))
     conversion = prepare(Options(unit_bytes=128 << 20), checkpoint)
     assert not conversion.plan.problems
     assert conversion.source_bytes == offset

@@ -14,7 +14,7 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from support import DEEPSEEK, convert, digests, given, given_arrays, headers_only, random_tensors, restore, save, split
 
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.pipelines.execution import build, execute
 from weightbeam.pipelines.options import make_pipeline, pipeline_options
@@ -61,7 +61,7 @@ def test_every_stage_did_its_own_work(generated: Path, tmp_path: Path) -> None:
     """Each counts bytes and milliseconds: what is read is the source, what is written the arrays. That the run passed proves that no
     `Work` was encoded on the way, since that raises.
     """
-    conversion = prepare(Options(unit_bytes=100_000), open_checkpoint(generated / "cases" / CASE))
+    conversion = prepare(Options(unit_bytes=100_000), open_hf(generated / "cases" / CASE))
     assert len(conversion.units) > 5
     result = execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))
     found = {(counter.key.metric.namespace, counter.key.metric.name): counter.result for counter in result.metrics().query()["counters"]}
@@ -103,7 +103,7 @@ def test_plain_numbers_are_shuffled(tmp_path: Path) -> None:
 def test_each_worker_makes_the_same_units(tmp_path: Path) -> None:
     """What a worker finds in its own copy of the plan is what the launcher planned."""
     source = save(tmp_path / "hf", DEEPSEEK, random_tensors(DEEPSEEK))
-    conversion = prepare(Options(unit_bytes=30_000, mesh=("fsdp=4",)), open_checkpoint(source))
+    conversion = prepare(Options(unit_bytes=30_000, mesh=("fsdp=4",)), open_hf(source))
     staging = staging_at(tmp_path / "out", 0, conversion.hash)
     staging.create(conversion.stage())
     copy = load(staging.read_plan())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import LLAMA, call, random_tensors, save
 
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import StorageError
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
@@ -29,16 +29,16 @@ def release(folder: Path, seed: int) -> Path:
 
 def test_two_releases_of_equal_sizes_and_times_have_two_plans(tmp_path: Path) -> None:
     """As from reproducible archives: --resume took one for the other, and published a mixture."""
-    plans = [prepare(OPTIONS, open_checkpoint(release(tmp_path / str(seed), seed))).hash for seed in (1, 2)]
+    plans = [prepare(OPTIONS, open_hf(release(tmp_path / str(seed), seed))).hash for seed in (1, 2)]
     assert plans[0] != plans[1]
     shutil.move(tmp_path / "1", tmp_path / "moved")
-    assert prepare(OPTIONS, open_checkpoint(tmp_path / "moved")).hash == plans[0]
+    assert prepare(OPTIONS, open_hf(tmp_path / "moved")).hash == plans[0]
 
 
 def test_a_file_that_is_rewritten_in_place_and_its_time_set_back(tmp_path: Path) -> None:
     """As by `rsync --inplace -t`, a byte that no fingerprint has looked at."""
     folder = release(tmp_path / "hf", 1)
-    opened = open_checkpoint(folder)
+    opened = open_hf(folder)
     file = folder / "model.safetensors"
     with file.open("r+b") as data:
         data.seek(opened.shards[0].tensors[0].offset)
@@ -50,7 +50,7 @@ def test_a_file_that_is_rewritten_in_place_and_its_time_set_back(tmp_path: Path)
 
 def test_another_name_for_a_file_is_no_change(tmp_path: Path) -> None:
     folder = release(tmp_path / "hf", 1)
-    opened = open_checkpoint(folder)
+    opened = open_hf(folder)
     os.link(folder / "model.safetensors", tmp_path / "other")
     opened.check()
 

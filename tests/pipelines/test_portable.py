@@ -17,7 +17,7 @@ from apache_beam.runners.portability import abstract_job_service, local_job_serv
 from support import LLAMA, call, random_tensors, save
 
 from weightbeam import __version__
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import JOB, Staging, staging_at
 from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.pipelines.runners.jobs import Site, outlives
@@ -90,7 +90,7 @@ def test_the_words_of_a_java_failure() -> None:
 def stopped(tmp_path: Path) -> tuple[Path, Staging, Conversion]:
     """A conversion that is staged, and nothing of it done: its source, its place and its plan."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
-    conversion = prepare(Options(), open_checkpoint(source))
+    conversion = prepare(Options(), open_hf(source))
     staging = staging_at(tmp_path / "out", 0, conversion.hash)
     stage(conversion, staging, resume=False)
     return source, staging, conversion

@@ -19,7 +19,7 @@ import pytest
 from support import BF16, DEEPSEEK, LLAMA, assert_same_bits, call, convert, digests, flatten, random_tensors, reference, restore, save, split
 
 from weightbeam.formats.ocdbt import ATTEMPT
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.pipelines.execution import execute
 from weightbeam.pipelines.options import pipeline_options
@@ -79,7 +79,7 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     first = kill_after(source, output, 3)
     second = kill_after(source, output, len(first) + 3, "--resume")
     assert first.items() <= second.items()
-    conversion = prepare(Options(unit_bytes=8000, mesh=("fsdp=2",)), open_checkpoint(source))
+    conversion = prepare(Options(unit_bytes=8000, mesh=("fsdp=2",)), open_hf(source))
     rest = [conversion.expand(unit) for unit in range(len(conversion.units)) if f"{unit}.json" not in second]
     assert len(rest) > 3
     with staging_at(output, 0).hold():  # the killed process's, which is stale

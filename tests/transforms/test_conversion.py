@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from support import BF16, DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, shapes, split
 
-from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor, open_checkpoint
+from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
@@ -56,7 +56,7 @@ def test_staging_keeps_everything(tmp_path: Path, scan: bool) -> None:
         tensors[name] = tensors[name].astype(FP8)
         tensors[f"{name}_scale_inv"] = random_tensors(LLAMA)["model.embed_tokens.weight"][: blocks[0], : blocks[1]].astype("float32")
     tensors["model.layers.3.extra"] = tensors["model.norm.weight"].copy()  # behind the last layer: dropped
-    checkpoint = open_checkpoint(save(tmp_path / "hf", config, *split(tensors, 3)))
+    checkpoint = open_hf(save(tmp_path / "hf", config, *split(tensors, 3)))
     made = prepare(dataclasses.replace(SMALL_UNITS, scan_layers=scan), checkpoint)
     assert not made.plan.problems
     assert made.plan.dropped
@@ -116,11 +116,11 @@ def test_the_hash_doesnt_know_where_the_files_lie() -> None:
         path = shard.path.replace("/nowhere", "/elsewhere")
         return dataclasses.replace(shard, path=path, tensors=tuple(dataclasses.replace(tensor, path=path) for tensor in shard.tensors))
 
-    elsewhere = Checkpoint("/elsewhere", checkpoint.config, tuple(moved(shard) for shard in checkpoint.shards))
+    elsewhere = HfCheckpoint("/elsewhere", checkpoint.config, tuple(moved(shard) for shard in checkpoint.shards))
     assert prepare(SMALL_UNITS, elsewhere).hash == prepare(SMALL_UNITS, checkpoint).hash
 
 
-def gptq_headers(index: bool) -> Checkpoint:
+def gptq_headers(index: bool) -> HfCheckpoint:
     """A model of some size in GPTQ, with 4 bits in groups of 32, by its headers alone."""
     model = LLAMA | dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_attention_heads=8, head_dim=128, vocab_size=2048)
     tensors: list[Tensor] = []
@@ -140,7 +140,7 @@ def gptq_headers(index: bool) -> Checkpoint:
             add(name, BF16, shape)
     config = model | {"quantization_config": dict(quant_method="gptq", bits=4, group_size=32, desc_act=index, sym=True)}
     size = tensors[-1].offset + tensors[-1].nbytes
-    return Checkpoint("/nowhere", config, (Shard("model.safetensors", tensors[0].path, size, 0, tuple(tensors)),))
+    return HfCheckpoint("/nowhere", config, (Shard("model.safetensors", tensors[0].path, size, 0, tuple(tensors)),))
 
 
 @pytest.mark.parametrize("index", [False, True], ids=["ordered", "desc_act"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, assert_same_bits, random_tensors, reference, save, split
 
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.transforms.conversion import Conversion
@@ -22,7 +22,7 @@ MODELS = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "deepseek": DEEPSEEK}
 
 def planned(folder: Path, config: dict[str, Any], **options: Any) -> tuple[Conversion, dict[str, np.ndarray]]:
     tensors = random_tensors(config)
-    conversion = prepare(Options(**options), open_checkpoint(save(folder, config, *split(tensors, 2))))
+    conversion = prepare(Options(**options), open_hf(save(folder, config, *split(tensors, 2))))
     assert not conversion.plan.problems
     return conversion, reference(config, tensors, conversion.save_dtype)
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from support import BF16, F32, FP8
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from weightbeam.formats.safetensors import DTYPES, open_checkpoint, read_header
+from weightbeam.formats.safetensors import DTYPES, open_hf, read_header
 from weightbeam.transforms.files import MAX_INDEX, Entry, FileLayout, natural, plan_files
 
 WORDS = st.lists(st.sampled_from(["model", "layers", "2", "10", "mlp", "weight", "ä", "experts", "0"]), min_size=1, max_size=5).map(".".join)
@@ -73,8 +73,8 @@ def test_read_back(tmp_path_factory: pytest.TempPathFactory, entries: list[Entry
             assert raw[found.offset : found.offset + found.nbytes] == bytes_of(entry)
     assert (layout.index is None) == (len(layout.files) == 1)
     if entries:
-        assert open_checkpoint(folder).problems == ()
-        assert open_checkpoint(folder).ignored == ()
+        assert open_hf(folder).problems == ()
+        assert open_hf(folder).ignored == ()
 
 
 @given(ENTRIES, st.integers(0, 300))
@@ -154,7 +154,7 @@ def test_index_as_transformers_writes_it(tmp_path: Path) -> None:
     )
     model.save_pretrained(tmp_path, max_shard_size=4000)
     text = (tmp_path / "model.safetensors.index.json").read_bytes()
-    theirs = open_checkpoint(tmp_path)
+    theirs = open_hf(tmp_path)
     like = {tensor.name: shard.name for shard in theirs.shards for tensor in shard.tensors}
     layout = plan_files([(tensor.name, tensor.dtype, tensor.shape) for tensor in theirs.tensors.values()], like)
     assert layout.index == text

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import BF16, DEEPSEEK, DEEPSEEK_V3, FP8, LLAMA, LLAMA_8B, QWEN3_MOE, headers_only, nbytes, shapes
 
-from weightbeam.formats.safetensors import Checkpoint, Shard, Tensor
+from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor
 from weightbeam.formats.zarr import Format
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.config import Config, Layout
@@ -200,7 +200,7 @@ def test_small_units_are_gathered() -> None:
     assert len(conversion.units) == 1
 
 
-def fp8_headers(config: dict[str, Any]) -> Checkpoint:
+def fp8_headers(config: dict[str, Any]) -> HfCheckpoint:
     """The same model with its projections in FP8 and a scale for each 128 × 128."""
     tensors, offset = [], 0
     for name, shape in shapes(config).items():
@@ -212,7 +212,7 @@ def fp8_headers(config: dict[str, Any]) -> Checkpoint:
             tensors.append(Tensor(part, dtype, extents, "/nowhere/model.safetensors", offset))
             offset += tensors[-1].nbytes
     quantization = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    return Checkpoint("/nowhere", dict(config) | quantization, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),))
+    return HfCheckpoint("/nowhere", dict(config) | quantization, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

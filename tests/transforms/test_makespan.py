@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support import DEEPSEEK, FP8, LLAMA, LLAMA_8B, call, headers_only, random_tensors, save
 
 from weightbeam.formats.encodings import bitsandbytes, encoding, fp4, gptq, packed, scaled
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms import makespan
 from weightbeam.transforms.makespan import DOUBLING, LATENCY, START, Effort, Worker, efforts_of, estimate, occupation, ramp, schedule
 from weightbeam.transforms.options import Options
@@ -163,7 +163,7 @@ def test_decoding_takes_its_time(tmp_path: Path) -> None:
         tensors[name] = tensors[name].astype(FP8)
         tensors[f"{name}_scale_inv"] = np.ones((1, 1), np.float32)
     config = DEEPSEEK | dict(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    conversion = prepare(Options(unit_bytes=30_000), open_checkpoint(save(tmp_path / "hf", config, tensors)))
+    conversion = prepare(Options(unit_bytes=30_000), open_hf(save(tmp_path / "hf", config, tensors)))
     efforts = list(efforts_of(conversion))
     assert sum(effort.read for effort in efforts) == conversion.read_bytes
     decoded = sum(tensors[name].nbytes for name in names) / makespan.FP8

@@ -10,7 +10,7 @@ import pytest
 from support import BF16, DEEPSEEK_V3, F32, LLAMA, LLAMA_8B, QWEN3_MOE, headers_only, random_tensors, save
 
 from weightbeam.formats import zarr
-from weightbeam.formats.safetensors import open_checkpoint
+from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.load import load_of
 from weightbeam.transforms.options import Options
@@ -58,7 +58,7 @@ def test_references_tile_the_arrays_and_the_tensors(config: dict, options: dict)
     references = list(made.references())
     assert sorted(reference.key for reference in references) == sorted(keys)
     at: dict[str, int] = {}
-    virtual = {shard.path.rpartition("/")[2]: shard.size for shard in made.checkpoint.shards}
+    virtual = {shard.path.rpartition("/")[2]: shard.size for shard in made.source.shards}
     for reference in sorted(references, key=lambda reference: (reference.path, reference.offset)):
         assert reference.offset == at.get(reference.path, 0), "the headers have no holes, and every tensor is used"
         at[reference.path] = reference.offset + reference.length
@@ -103,7 +103,7 @@ def test_a_changed_dtype_is_refused_where_it_is_most_of_the_model(tmp_path: Path
         assert f"a changed dtype; --save_dtype {dtype.name}" in problem.message
     tensors = random_tensors(LLAMA)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(F32)
-    made = prepare(Options(virtual=True, maxtext_model="llama3.3-70b"), open_checkpoint(save(tmp_path / "source", LLAMA, tensors)))
+    made = prepare(Options(virtual=True, maxtext_model="llama3.3-70b"), open_hf(save(tmp_path / "source", LLAMA, tensors)))
     assert not made.plan.problems
     assert reasons(made)[f"{P}decoder_norm.scale"] == "float32, stored as bfloat16"
 
