@@ -17,6 +17,7 @@ test-all: .venv/test ## the same on Python 3.11, 3.12 and 3.13, those that are i
 soak: .venv/test ## kill and resume hundreds of conversions, 3,000 schedules of sleeps and takeovers, every field of every config: an hour
 	PYTHONPATH=.:tests $(RUN)/python tests/soak.py
 	FOLLOW_KILLS=25 $(RUN)/python -m pytest -n 0 tests/pipelines/test_follow.py -k beside_a_run
+	LARGE_CHUNKS=1 $(RUN)/python -m pytest -n 0 tests/pipelines/test_memory.py -k larger_than_the_limit
 
 test-engines: .venv/test ## Flink, Spark and Prism as clusters of this machine's own: needs Java, Maven, Go and root, and fetches 450 MB once; ten minutes
 	WEIGHTBEAM_ENGINES=all $(RUN)/python -m pytest -n 0 tests/engines

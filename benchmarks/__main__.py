@@ -21,6 +21,7 @@ SECTIONS = {
     "convert": "bench",
     "export": "export",
     "reshard": "reshard",
+    "merging": "merging",
     "load": "load",
     "mesh_load": "mesh_load",
     "kernels": "kernels",

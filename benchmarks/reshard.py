@@ -4,28 +4,23 @@
 
 *own*: a Llama-like checkpoint of about 2 GB in bfloat16, converted with `--mesh fsdp=16`, is cut anew for `fsdp=64`. *trained*: stock
 Orbax writes one float32 array (embed, layers, mlp) of 2 GiB as one device holds it, which is one chunk with zstd; it is cut for
-`fsdp=16`. *params*: the first one's weights alone, whose chunks are copied as they are. Before each measurement the checkpoint is read
-once, so that it lies in the page cache; *raw copy* (one thread reads its files and writes their bytes, with an fsync for each) and
-*reshard* (a subprocess: start-up and imports are inside) take turns, and the medians count. The peak memory comes from one more
-reshard, which is watched.
+`fsdp=16`. *params*: the first one's weights alone, whose chunks are copied as they are. *Raw copy* (one thread reads its files and writes
+their bytes, with an fsync for each) and *reshard* (a subprocess: start-up and imports are inside) take turns; see `benchmarks/copies.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.bench import MAX_PEAK_BYTES, MESH, make_source, raw_copy, tell, warm
-from benchmarks.figures import Figure, report
-from benchmarks.measure import WEIGHTBEAM, Run, run
+from benchmarks.bench import MESH, make_source
+from benchmarks.copies import take_turns
+from benchmarks.figures import report
+from benchmarks.measure import WEIGHTBEAM
 
-START_SECONDS, TIMES_RAW = 2.0, 1.25  # the limit of a reshard of our own chunks: START_SECONDS + this × the raw copy
 SHAPE = (4096, 32, 4096)  # embed, layers, mlp of the trained array: 2 GiB in float32
 
 
@@ -49,39 +44,6 @@ ocp.PyTreeCheckpointer().save({str(folder.resolve() / "trained" / "0" / "items")
     return folder / "trained"
 
 
-def measure(kind: str, checkpoint: Path, options: Sequence[str], folder: Path, rounds: int, limit: bool) -> tuple[list[Figure], dict[str, Any]]:
-    """The figures of one checkpoint, and every single round."""
-    output, copy = folder / "resharded", folder / "copied"
-    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size]
-    nbytes = sum(path.stat().st_size for path in files)
-
-    def once(watch: bool = False) -> Run:
-        warm(files)
-        shutil.rmtree(output, ignore_errors=True)
-        return run(WEIGHTBEAM, "reshard", checkpoint, output, *options, watch=watch)
-
-    raw, resharded = [], []
-    for number in range(1, rounds + 1):
-        warm(files)
-        shutil.rmtree(copy, ignore_errors=True)
-        raw.append(raw_copy(files, copy, nbytes))
-        shutil.rmtree(copy)
-        resharded.append(once())
-        tell(kind, f"round {number} of {rounds}: raw copy {raw[-1]:.2f} s, reshard {resharded[-1].seconds:.2f} s")
-    watched = once(watch=True)
-    shutil.rmtree(output)
-    copied = statistics.median(raw)
-    seconds = statistics.median(one.seconds for one in resharded)
-    most = (START_SECONDS + TIMES_RAW * copied, f"{START_SECONDS:.0f} s + {TIMES_RAW} × raw copy") if limit else ()
-    figures = [
-        Figure("reshard, raw copy", kind, copied, "s"),
-        Figure("reshard", kind, seconds, "s", *most),
-        Figure("reshard, CPU", kind, statistics.median(one.cpu_seconds for one in resharded), "s"),
-        Figure("reshard, peak memory", kind, watched.peak_bytes, "bytes", MAX_PEAK_BYTES),
-    ]
-    return figures, {"bytes": nbytes, "raw_copy_seconds": raw, "reshard_seconds": [one.seconds for one in resharded]}
-
-
 def main() -> int:
     """Measures the three and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,10 +60,11 @@ def main() -> int:
     cases = [("own", own, ("--mesh", "fsdp=64"), True), ("params", own, ("--state", "params"), True)]
     cases.append(("trained", make_trained(args.folder), ("--mesh", MESH), False))
     for kind, checkpoint, options, limit in cases:
-        more, details[kind] = measure(kind, checkpoint, options, args.folder, args.rounds, limit)
+        output = args.folder / "resharded"
+        more, details[kind] = take_turns(kind, checkpoint, "reshard", (checkpoint, output, *options), output, args.rounds, limit)
         figures += more
-    shutil.rmtree(own)
-    shutil.rmtree(args.folder / "trained")
+    for old in (own, args.folder / "trained", args.folder / "resharded"):
+        shutil.rmtree(old)
     report("reshard", figures, details, args.json)
     return 0
 

@@ -31,7 +31,7 @@ from weightbeam.transforms.grid import Grid
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, model_rules
 from weightbeam.transforms.options import Options
-from weightbeam.transforms.units import Block, Unit, expand_unit, fetches_of, working_bytes
+from weightbeam.transforms.units import Block, InUnits, Unit, expand_unit, fetches_of, shards_of
 from weightbeam.transforms.virtual import Placement, references
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
@@ -61,7 +61,7 @@ def format_of(options: Options) -> Format:
 
 
 @dataclasses.dataclass(frozen=True)
-class Conversion:
+class Conversion(InUnits):
     """The plan of a conversion, its chunk grids and its units.
 
     Attributes:
@@ -90,10 +90,6 @@ class Conversion:
     folding: Folding | None = None
 
     kind = "convert"
-
-    @property
-    def unit_bytes(self) -> int:
-        return self.options.unit_bytes
 
     @property
     def save_dtype(self) -> np.dtype:
@@ -198,11 +194,6 @@ class Conversion:
         problems = [problem for files in (self.source, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
         return problems or (self.source.find_damage() if self.options.check_source == "true" else [])
 
-    @property
-    def unit_working_bytes(self) -> int:
-        """Memory of the largest unit."""
-        return max(map(working_bytes, self.units), default=0)
-
     @functools.cached_property
     def hash(self) -> str:
         """Identifies the result: the source's files and headers, the options, the rules, grids and units. The same everywhere."""
@@ -232,11 +223,7 @@ class Conversion:
 
     def write(self, staging: Staging, unit: Unit, made: Sequence[np.ndarray]) -> int:
         """Writes the shards of a unit into a database of their own, and enters the unit in the ledger; returns their bytes."""
-        shards = [
-            (job.spec, box, of_job[index])
-            for job, of_job in zip(unit.jobs, made, strict=True)
-            for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
-        ]
+        shards = shards_of(unit.jobs, made)
         write_unit(staging, unit.id, shards, self.format)
         return sum(array.nbytes for array in made)
 

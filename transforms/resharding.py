@@ -46,7 +46,7 @@ from weightbeam.transforms.grid import Grid, Reading, UnitBytesError, count_expe
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
 from weightbeam.transforms.tree import Kept, Model, Tree, make_tree
-from weightbeam.transforms.units import Block, Fetch, Job, element_box, expand_unit, largest_first, pack, working_bytes
+from weightbeam.transforms.units import Block, Fetch, InUnits, Job, element_box, expand_unit, largest_first, pack, shards_of, working_bytes
 
 KEEP, FULL, PARAMS = "keep", "full", "params"
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -110,7 +110,7 @@ class ReshardUnit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reshard:
+class Reshard(InUnits):
     """The plan of a reshard.
 
     Attributes:
@@ -136,15 +136,6 @@ class Reshard:
     adapted: Adapted = Adapted()  # noqa: RUF009 — immutable
 
     kind = "reshard"
-
-    @property
-    def unit_bytes(self) -> int:
-        return self.options.unit_bytes
-
-    @property
-    def unit_working_bytes(self) -> int:
-        """Memory of the largest unit."""
-        return max(map(working_bytes, self.units), default=0)
 
     @functools.cached_property
     def format(self) -> Format:
@@ -273,11 +264,7 @@ class Reshard:
 
     def write(self, staging: Staging, unit: ReshardUnit, made: Sequence[np.ndarray]) -> int:
         """Writes the shards of a unit, and the chunks that are copied, and enters the unit in the ledger."""
-        shards = [
-            (job.spec, box, of_job[index])
-            for job, of_job in zip(unit.jobs, made, strict=True)
-            for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
-        ]
+        shards = shards_of(unit.jobs, made)
         copies = read_chunks([(self.source.arrays[key], self.around.zarr[key], spec, index) for key, spec, index in unit.copies])
         orbax.write_unit(staging, unit.id, shards, self.format, copies)
         return sum(values.nbytes for _, _, values in shards) + sum(copy.values.nbytes for copy in copies)

@@ -18,7 +18,7 @@ from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.transforms.arena import aligned
 from weightbeam.transforms.files import FileLayout
-from weightbeam.transforms.units import Block, Fetch, working_bytes
+from weightbeam.transforms.units import Block, Fetch, InUnits, UnitOptions
 
 VALUES = np.dtype(np.float32)
 MADE = "made here"  # in place of a file's path
@@ -101,17 +101,14 @@ class RowsUnit:
         return read + sum(aligned(volume(job.box) * job.dtype.itemsize) for job in self.jobs)
 
 
-class WritingOptions(Protocol):
+class WritingOptions(UnitOptions, Protocol):
     """The options that every plan of a release has."""
-
-    @property
-    def unit_bytes(self) -> int: ...
 
     @property
     def max_shard_size(self) -> int | None: ...
 
 
-class ReleasePlan:
+class ReleasePlan(InUnits):
     """The part of a plan that its release follows from; a dataclass with these fields adds where the values come from.
 
     Attributes:
@@ -163,15 +160,6 @@ class ReleasePlan:
     @property
     def made_bytes(self) -> int:
         return self.target_bytes
-
-    @property
-    def unit_bytes(self) -> int:
-        return self.options.unit_bytes
-
-    @property
-    def unit_working_bytes(self) -> int:
-        """Memory of the largest unit."""
-        return max(map(working_bytes, self.units), default=0)
 
     def record(self) -> dict[str, Any]:
         """Where the release comes from."""

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -42,6 +43,35 @@ class Block:
 def working_bytes(unit: Iterable[Block]) -> int:
     """Memory to make a unit."""
     return sum(block.working_bytes for block in unit)
+
+
+class UnitOptions(Protocol):
+    """The option that every plan in units has."""
+
+    @property
+    def unit_bytes(self) -> int: ...
+
+
+class InUnits:
+    """What is alike in plans whose work is cut into units: dataclasses with these fields.
+
+    Attributes:
+      options: the user's.
+      units: the blocks of each unit.
+    """
+
+    options: UnitOptions
+    units: tuple[tuple[Block, ...], ...]
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bound on the memory of a unit."""
+        return self.options.unit_bytes
+
+    @property
+    def unit_working_bytes(self) -> int:
+        """Memory of the largest unit."""
+        return max(map(working_bytes, self.units), default=0)
 
 
 def find_twins(arrays: Sequence[Array], least_run: float = MIN_RUN) -> list[list[int]]:
@@ -162,6 +192,13 @@ class Job:
     def boxes(self) -> Iterator[Box]:
         """The elements of each shard, in C order."""
         return (self.spec.shard_box(index) for index in itertools.product(*(range(start, stop) for start, stop in self.shards)))
+
+
+def shards_of(jobs: Sequence[Job], made: Sequence[np.ndarray]) -> list[tuple[ArraySpec, Box, np.ndarray]]:
+    """The shards that jobs have made, each with its array and its box there."""
+    return [
+        (job.spec, box, of_job[index]) for job, of_job in zip(jobs, made, strict=True) for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from support import LLAMA, LLAMA_8B, convert, random_tensors, save, shapes
 
+from weightbeam.formats.orbax import find_items, open_arrays
+from weightbeam.formats.orbax_source import open_orbax
 from weightbeam.formats.storage.local import RWF_DONTCACHE
 from weightbeam.transforms import arena
 
@@ -62,7 +64,7 @@ def group() -> Iterator[Path | None]:
     yield None
 
 
-def run(command: list[str], limit: int, group: Path | None) -> subprocess.CompletedProcess:
+def run(command: list[str], limit: int, group: Path | None, seconds: float = 100) -> subprocess.CompletedProcess:
     """Runs a command that can't have more than `limit` bytes."""
 
     def limited() -> None:
@@ -74,7 +76,7 @@ def run(command: list[str], limit: int, group: Path | None) -> subprocess.Comple
     if group is not None:
         file = group / "memory.limit_in_bytes"
         (file if file.exists() else group / "memory.max").write_text(str(limit))
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=limited, check=False, timeout=100)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=limited, check=False, timeout=seconds)
 
 
 def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> None:
@@ -92,6 +94,31 @@ def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> 
     assert (tmp_path / "out" / "0" / "commit_success.txt").exists()
     if group is not None:
         assert run([*command, "--overwrite"], limit // 4, group).returncode == -9, "the limit doesn't limit"
+
+
+TRAINED = """
+import sys, jax.numpy as jnp, numpy as np, orbax.checkpoint as ocp
+values = np.resize(np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32), (3686, 32, 4096))
+tree = {"params": {"params": {"decoder": {"layers": {"mlp": {"wi_0": {"kernel": jnp.asarray(values)}}}}}}}
+ocp.PyTreeCheckpointer().save(sys.argv[1], tree)
+"""
+
+
+@pytest.mark.skipif("LARGE_CHUNKS" not in os.environ, reason="writes 6 GB; make soak runs it")
+@pytest.mark.parametrize("options", [("--mesh", "fsdp=2"), ("--save_dtype", "bfloat16", "--compression", "zstd")])
+def test_one_chunk_that_is_larger_than_the_limit(tmp_path: Path, group: Path | None, options: tuple[str, ...]) -> None:
+    """1.8 GiB of float32 in a single zstd chunk with all layers, as training writes it, is cut anew within 1.5 GiB, to the bit."""
+    source = tmp_path / "run" / "7" / "items"
+    subprocess.run([sys.executable, "-c", TRAINED, str(source)], check=True, capture_output=True)
+    (chunk,) = {array.chunk_bytes for array in open_orbax(source, any_tree=True).arrays.values()}
+    assert chunk > 1_800 * MIB
+    command = [sys.executable, "-m", "weightbeam.pipelines.reshard", str(source), str(tmp_path / "out"), *options]
+    done = run(command, 1536 * MIB, group, seconds=500)
+    assert done.returncode == 0, done.stderr
+    stores = [open_arrays(items)["params.params.decoder.layers.mlp.wi_0.kernel"] for items in (find_items(source), find_items(tmp_path / "out"))]
+    for row in range(0, 3686, 400):
+        old, new = (np.asarray(store[row].read().result()) for store in stores)
+        assert old.astype(new.dtype).tobytes() == new.tobytes()
 
 
 def cached(file: Path) -> int:

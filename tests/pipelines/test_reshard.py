@@ -20,10 +20,12 @@ import yaml
 from support import LLAMA, assert_same_bits, convert, digest, digests, given, random_tensors, restore, save
 from trained import SHARED, trained_like
 
-from weightbeam.formats.orbax import find_items, open_arrays
+from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
 from weightbeam.formats.orbax_source import open_orbax
 from weightbeam.pipelines.cli import main
 from weightbeam.pipelines.reshard import plan
+from weightbeam.transforms.load import load_of, total
+from weightbeam.transforms.mesh import Mesh, axes_in, model_rules, partition_spec
 
 CASES = [case for case, facts in given().items() if {"scanned", "unscanned"} <= set(facts) and case not in ("deepseek4", "deepseek3-mtp-standalone")]
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
@@ -297,6 +299,19 @@ def test_one_host_reads_what_it_owns(tmp_path: Path) -> None:
     assert 64 % (8 * rows) == 0
     assert 48 % columns == 0
     assert 48 % (8 * length) == 0
+
+
+@pytest.mark.parametrize(("meshes", "layout"), [(("fsdp=8", "fsdp=4,tensor=2"), "true"), (("fsdp=16",), "false"), (("fsdp=2,tensor=4",), "true")])
+def test_each_host_reads_what_it_needs(tmp_path: Path, meshes: tuple[str, ...], layout: str) -> None:
+    """Load amplification 1.0 on each mesh that was asked for, from chunks that were for another one."""
+    convert(save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--mesh", "fsdp=32")
+    options = ("--scan_layers", layout, *(word for mesh in meshes for word in ("--mesh", mesh)))
+    step = reshard(tmp_path / "ckpt", tmp_path / "out", *options)
+    axes, rules = json.loads((step / "conversion.json").read_text())["axes"], model_rules("llama2-7b")
+    specs = [array.spec for array in read_arrays(find_items(step)) if array.spec.key in axes]
+    assert len(specs) == len(axes)
+    for mesh in (Mesh.parse(text, axes_in(rules)) for text in meshes):
+        assert total(load_of(spec, partition_spec(axes[spec.key], rules), mesh) for spec in specs).worst == 1
 
 
 def test_a_damaged_source_isnt_copied(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

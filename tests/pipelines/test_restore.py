@@ -15,6 +15,7 @@ import pytest
 from support import HERE, convert, given_arrays, restore
 
 from weightbeam.formats.orbax import find_items, read_arrays
+from weightbeam.pipelines.cli import main
 
 CASE = "deepseek3"
 FORMATS = {
@@ -38,11 +39,21 @@ WAYS = [
 ]
 
 
+RESHARDED = {
+    "cut anew": ("--mesh", "fsdp=2", "--mesh", "fsdp=4,tensor=2", "--use_zarr3", "false"),
+    "for eight": ("--mesh", "fsdp=8", "--use_ocdbt", "false", "--use_zarr3", "false", "--compression", "zstd"),
+    "copied": (),
+}
+
+
 @pytest.fixture(scope="module")
 def steps(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same model in several formats and grids, and once as stock Orbax writes it."""
     folder = tmp_path_factory.mktemp("formats")
     made = {name: convert(generated / "cases" / CASE, folder / str(i), *options) for i, (name, options) in enumerate(FORMATS.items())}
+    for name, options in RESHARDED.items():
+        assert main(["reshard", str(made["ocdbt, zarr3"]), str(folder / name), *options]) == 0
+        made[name] = folder / name / "0"
     tree = ocp.PyTreeCheckpointer().restore(made["ocdbt, zarr3"] / "items")
     with ocp.CheckpointManager(folder / "stock") as manager:
         manager.save(0, args=ocp.args.Composite(items=ocp.args.PyTreeSave(tree)))
@@ -73,7 +84,7 @@ def test_every_way_to_restore(steps: dict[str, Path], mesh: str) -> None:
     devices = math.prod(int(size) for size in mesh.split("x"))
     told = restore_all(steps, mesh, devices)
     wanted = given_arrays(CASE, "scanned")
-    for name in FORMATS:
+    for name in (*FORMATS, *RESHARDED):
         assert list(told[name]) == WAYS
         for way in WAYS:
             result = told[name][way]
