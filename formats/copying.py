@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from weightbeam.formats import ocdbt
 from weightbeam.formats.orbax_source import OrbaxArray
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.zarr import ArraySpec, EncodedChunk
-from weightbeam.model_mappings.boxes import extent
 
 
 def copy_spec(metadata: str, key: str, dtype: np.dtype) -> ArraySpec | None:
@@ -57,8 +55,6 @@ def _decoded(array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int
     if got.state != "value":
         raise StorageError(f"{array.items}: {array.key}/{name} is missing")
     box = spec.shard_box(index)
-    if is_plain(metadata) and len(got.value) == math.prod(spec.shard) * spec.dtype.itemsize and extent(box) == spec.shard:
-        return EncodedChunk(spec, f"{spec.key}/{name}", box, got.value, np.frombuffer(got.value, spec.dtype).reshape(spec.shard))
     memory = ts.Context()  # of its own: a store in memory belongs to its context
     store = ts.KvStore.open("memory://", context=memory).result()
     store.write(name, got.value).result()

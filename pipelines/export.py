@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.hub_publishing import check_target, publish_folder
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
 from weightbeam.formats.provenance import tensors_of
@@ -156,6 +155,8 @@ def export(
 
 def _to_hub(planned: Export, output: str, create_pr: bool, beam: Sequence[str], progress: bool | Report) -> Exported:
     """Writes the release to a folder of this user's cache, which a later attempt goes on with, and publishes it as one commit."""
+    from weightbeam.formats.hub_publishing import check_target, publish_folder  # here: the hub's client takes a third of a second to import
+
     try:
         check_target(output)
     except StorageError as e:

@@ -26,7 +26,7 @@ import numpy as np
 
 from weightbeam.formats import orbax
 from weightbeam.formats.adapters.kernels import AdaptedKernel
-from weightbeam.formats.copying import copy_spec, read_chunks
+from weightbeam.formats.copying import copy_spec, is_plain, read_chunks
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.orbax import ARRAY_METADATAS, STRINGS, Contents
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
@@ -200,8 +200,8 @@ class Reshard(InUnits):
     def expand(self, unit: int, place: Store) -> ReshardUnit:
         """A unit, spelled out; `place` is where the plan is at work."""
         blocks = self.units[unit]
-        copied = [block for block in blocks if self.ways[block.array].name == "copied"]
-        others = [block for block in blocks if self.ways[block.array].name != "copied"]
+        copied = [block for block in blocks if self._is_encoded(block)]
+        others = [block for block in blocks if not self._is_encoded(block)]
         made = expand_unit(unit, others, self.plan.arrays, self.grids, self._encodings(place) if others else {}, np.dtype(np.float32))
         copies = [
             (self.plan.arrays[block.array].parts[0].tensors[0], self.ways[block.array].grid.spec, index)
@@ -209,6 +209,10 @@ class Reshard(InUnits):
             for index in itertools.product(*(range(start, stop) for start, stop in block.shards))
         ]
         return ReshardUnit(unit, made.fetches, made.jobs, tuple(copies), made.working_bytes + working_bytes(copied))
+
+    def _is_encoded(self, block: Block) -> bool:
+        """Whether chunks are copied as they are encoded; plain ones are read and written as values, which spares two copies in memory."""
+        return self.ways[block.array].name == "copied" and not is_plain(self.around.zarr[self.plan.arrays[block.array].parts[0].tensors[0]])
 
     def _encodings(self, place: Store) -> dict[str, Encoding]:
         """How each array of the source is read: as it is stored or unpacked, with the adapters in it."""
