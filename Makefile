@@ -3,13 +3,16 @@ NEW_ENVIRONMENT = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11)
 RUN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-all soak dataflow-dry-run lint format bench bench-full clean
+.PHONY: demo test test-slow test-all soak dataflow-dry-run lint format bench bench-full clean
 
 demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 	$(RUN)/python -m examples.demo out/demo
 
 test: .venv/test ## everything that CI runs but the linters
-	$(RUN)/python -m pytest -n $(WORKERS)
+	$(RUN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+test-slow: .venv/test ## what takes too long for every change: more processes, kills, bombs and hostile folders, an installation; a quarter of an hour
+	$(RUN)/python -m pytest -n $(WORKERS) -m slow
 
 test-all: .venv/test ## the same on Python 3.11, 3.12 and 3.13, those that are installed, each in an environment of its own in .nox
 	$(RUN)/nox

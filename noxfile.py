@@ -14,4 +14,4 @@ nox.options.error_on_missing_interpreters = False
 def tests(session: nox.Session) -> None:
     """All tests, in an environment with everything that `make test` installs."""
     session.install("--editable", ".[test,models]")
-    session.run("python", "-m", "pytest", *(session.posargs or ["-n", "2"]))
+    session.run("python", "-m", "pytest", *(session.posargs or ["-n", "2", "-m", "not slow"]))

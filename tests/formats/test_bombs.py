@@ -39,7 +39,10 @@ def check(run: Run, folder: Path, command: str, *options: str) -> dict[str, Any]
     return told
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+MANY = ("240,000", "450,000", "million", "1.7 TiB")  # these take seconds to tens of them
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * any(size in name for size in MANY)) for name in FOLDERS])
 def test_bombs_are_planned_or_refused_in_time(name: str, tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "hf"
     FOLDERS[name](folder)

@@ -177,7 +177,8 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def of(*processes: int) -> pytest.MarkDecorator:
     """The jobs that a test looks at."""
-    return pytest.mark.parametrize("job", processes, indirect=True)
+    slow = {4: [pytest.mark.slow]}
+    return pytest.mark.parametrize("job", [pytest.param(number, marks=slow.get(number, [])) for number in processes], indirect=True)
 
 
 @of(1, 2, 4)

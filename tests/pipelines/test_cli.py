@@ -90,17 +90,17 @@ def test_no_command_is_a_usage_error() -> None:
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
-    """`weightbeam convert` and `python -m weightbeam.pipelines.convert` are the same; nothing on stderr."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    """`weightbeam convert` and `python -m weightbeam.pipelines.convert` are the same; nothing on stderr. Paths may be relative."""
+    save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     arrays = []
     for name, command in {"a": [WEIGHTBEAM, "convert"], "b": [sys.executable, "-m", "weightbeam.pipelines.convert"]}.items():
-        ran = run(*command, "--source", source, "--output", tmp_path / name)
+        ran = run(*command, "--source", "hf", "--output", name, cwd=tmp_path)
         assert (ran.returncode, ran.stderr) == (0, "")
-        assert re.match(rf"{tmp_path / name}/0/items: 12 arrays, .* in .* s \(.*/s\)\n", ran.stdout)
+        assert re.match(rf".*{name}/0/items: 12 arrays, .* in .* s \(.*/s\)\n", ran.stdout)
         arrays.append(restore(tmp_path / name / "0"))
     assert_same_bits(*arrays)
     refusals = [
-        run(*command, "--source", source, "--output", tmp_path / "a")
+        run(*command, "--source", "hf", "--output", "a", cwd=tmp_path)
         for command in ([WEIGHTBEAM, "convert"], [sys.executable, "-m", "weightbeam.pipelines.convert"])
     ]
     assert refusals[0].returncode == refusals[1].returncode == 2
@@ -118,14 +118,6 @@ def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
     code = "import atexit\nfrom pipelines import cli\ncli.main = lambda: atexit.register(print, 'done at the end') and 3\ncli.run()"
     ran = run(sys.executable, "-c", code, cwd=Path(__file__).parents[2])
     assert (ran.returncode, ran.stdout, ran.stderr) == (3, "done at the end\n", "")
-
-
-def test_paths_may_be_relative(tmp_path: Path) -> None:
-    """Source and output below the working directory."""
-    save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
-    ran = run(WEIGHTBEAM, "convert", "--source", "hf", "--output", "out", cwd=tmp_path)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert len(restore(tmp_path / "out" / "0")) == 12
 
 
 def test_a_conversion_imports_no_framework(tmp_path: Path) -> None:

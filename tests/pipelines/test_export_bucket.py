@@ -105,7 +105,7 @@ def test_dequantize_and_merge_write_there_too(gcs: FakeGcs, place: str, source: 
     assert "name a folder in it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stage", ["units", "compose", "gather", "record"])
+@pytest.mark.parametrize("stage", ["units", "compose", pytest.param("gather", marks=pytest.mark.slow), pytest.param("record", marks=pytest.mark.slow)])
 def test_stopped_anywhere_and_resumed(gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """What is done isn't done again; no loader sees a model before all is there."""
     command = ["export", source / "ckpt", place, "--unit_bytes", "12000", "--direct_num_workers=1"]

@@ -49,12 +49,13 @@ def assert_says(told: dict[str, Any], *words: str) -> None:
     assert [word for word in words if word not in told["message"]] == [], told["message"]
 
 
-def test_kills_at_random_moments(tmp_path: Path) -> None:
-    """In each of reading, writing, merging and publishing, at least three, each then resumed, killed once more and resumed to the end."""
-    counts = kill_and_resume(tmp_path / "kills", [stage for stage in STAGES for _ in range(3)], seed=1)
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(tmp_path: Path, times: int) -> None:
+    """In each of reading, writing, merging and publishing, each then resumed, killed once more and resumed to the end."""
+    counts = kill_and_resume(tmp_path / "kills", [stage for stage in STAGES for _ in range(times)], seed=times)
     print(dict(counts))
-    assert min(counts[f"SIGKILL in {stage}"] for stage in STAGES) >= 3
-    assert counts["resumed to the end"] == 12
+    assert min(counts[f"SIGKILL in {stage}"] for stage in STAGES) >= times
+    assert counts["resumed to the end"] == times * len(STAGES)
 
 
 def test_every_bundle_twice(tmp_path: Path) -> None:

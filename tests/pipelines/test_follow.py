@@ -468,9 +468,9 @@ def follow_a_run(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]],
     assert_same_bits(restored, flatten(training_run.weights_of(training_run.load_state(state / "0"), last)["params"]))
 
 
-@pytest.mark.parametrize("place", ["folder", "bucket", "hub"])
+@pytest.mark.parametrize("place", ["folder", pytest.param("bucket", marks=pytest.mark.slow), pytest.param("hub", marks=pytest.mark.slow)])
 def test_beside_a_run_that_goes_on(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs) -> None:
-    follow_a_run(place, tmp_path, model, hub, gcs, kills=int(os.environ.get("FOLLOW_KILLS", "2")), seed=0)
+    follow_a_run(place, tmp_path, model, hub, gcs, kills=int(os.environ.get("FOLLOW_KILLS", "1")), seed=0)
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from weightbeam.transforms.planner import prepare
 
 CHECKPOINTS = tiny_checkpoints()
 SECONDS, MEGABYTES, CHARACTERS = 20, 1500, 20_000  # of CPU and memory of one command, and what it printed
-SHARE = 8  # of the pairs of a field and a value one is tried
+SHARE = 64  # of the pairs of a field and a value one is tried
 
 
 @pytest.fixture(scope="module")
