@@ -186,14 +186,14 @@ class OrbaxCheckpoint:
         if identify(open_store(self.root)) != self.files:
             raise StorageError(f"{self.root} changed while it was read; start anew with --overwrite")
 
-    def stage(self) -> dict[str, Any]:
-        """As JSON, for workers."""
+    def to_json(self) -> dict[str, Any]:
+        """What a worker needs to know of it, as JSON."""
         arrays = {key: [array.driver, array.use_ocdbt, array.shape, array.dtype.name, array.chunk, array.compressed] for key, array in self.arrays.items()}
         return {"root": self.root, "files": self.files, "metadata": self.metadata, "custom": self.custom, "record": self.record, "arrays": arrays}
 
 
 def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
-    """The checkpoint that `OrbaxCheckpoint.stage` staged."""
+    """The checkpoint that `OrbaxCheckpoint.to_json` wrote."""
     arrays = {
         key: OrbaxArray(staged["root"], key, driver, use_ocdbt, tuple(shape), _dtype(dtype), tuple(chunk), compressed)
         for key, (driver, use_ocdbt, shape, dtype, chunk, compressed) in staged["arrays"].items()

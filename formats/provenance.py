@@ -37,7 +37,7 @@ Digest = int
 def digest(spec: ArraySpec, box: Box, values: np.ndarray) -> Digest:
     """The share of one shard in its array's digest."""
     hashed = xxhash.xxh3_128(f"{spec.key} {spec.dtype.name} {[list(span) for span in box]}".encode())
-    hashed.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    hashed.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
     return hashed.intdigest()
 
 

@@ -16,6 +16,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
@@ -125,7 +126,8 @@ def _with_checksum(data: bytes) -> bytes:
     metadata = {"shape": [len(data)], "data_type": "uint8", "codecs": codecs, "chunk_grid": grid}
     store = ts.open({"driver": "zarr3", "kvstore": "memory://", "metadata": metadata}, create=True).result()
     store.write(np.frombuffer(data, np.uint8)).result()
-    return store.kvstore.read("c/0").result().value
+    kvstore: Any = store.kvstore
+    return kvstore.read("c/0").result().value
 
 
 def read_references(folder: Store) -> Iterator[Reference]:

@@ -72,8 +72,13 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
         for entry in ledger.values():
             for file, *component in entry["parts"]:
                 written[file].append(Component(*component))
+
+        def seal(file: tuple[str, bytes, int]) -> None:
+            name, header, size = file
+            self._seal_file(name, header, size, written[name])
+
         with concurrent.futures.ThreadPoolExecutor(MAX_COMPOSED_FILES) as pool:
-            list(pool.map(lambda file: self._seal_file(*file, written[file[0]]), files))
+            list(pool.map(seal, files))
 
     def _seal_file(self, name: str, header: bytes, size: int, written: Iterable[Component]) -> None:
         head = Component(0, len(header), f"header/{name}", google_crc32c.value(header))

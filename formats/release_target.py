@@ -137,7 +137,8 @@ def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleasePl
 
     if not store.folder:
         raise StorageError(f"{output}: is a whole bucket; name a folder in it")
-    return ReleaseBucket(store.parent, store.name, plan)
+    bucket: Any = ReleaseBucket(store.parent, store.name, plan)  # a circle to pyright
+    return bucket
 
 
 def plan_hash_of(release: Store) -> str | None:
@@ -152,7 +153,7 @@ def plan_hash_of(release: Store) -> str | None:
 def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows]) -> None:
     """Writes rows durably to their places, and enters the unit in the ledger."""
     staging.check()
-    buffers = [(tensor, box, memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))) for tensor, box, values in rows]
+    buffers = [(tensor, box, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data) for tensor, box, values in rows]
     stretches = [(tensor.path, offset, part) for tensor, box, buffer in buffers for offset, part in BoxRead(tensor, box).ranges(buffer)]
     about = staging.write_stretches(stretches)
     shares: dict[str, int] = {}

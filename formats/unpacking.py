@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -160,7 +161,8 @@ def decoded(array: OrbaxArray, index: Sequence[int]) -> Iterator[bytes]:
         yield from encoded
         return
     try:  # a reader, since an object that is fed returns all that its input becomes: zeros are a thousand times as many
-        reader = zstandard.ZstdDecompressor().stream_reader(_InPieces(encoded), read_size=READ, read_across_frames=True)
+        source: Any = _InPieces(encoded)
+        reader = zstandard.ZstdDecompressor().stream_reader(source, read_size=READ, read_across_frames=True)
         while data := reader.read(PIECE):
             yield data
     except zstandard.ZstdError as e:

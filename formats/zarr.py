@@ -132,7 +132,8 @@ def metadata_json(spec: ArraySpec, format: Format) -> bytes:
     """The metadata as TensorStore itself writes it."""
     opened = {"driver": format.driver, "kvstore": "memory://", "metadata": metadata(spec, format)}
     store = ts.open(opened, create=True).result()
-    return store.kvstore.read(format.metadata_name).result().value
+    kvstore: Any = store.kvstore
+    return kvstore.read(format.metadata_name).result().value
 
 
 def keys(spec: ArraySpec, format: Format) -> Iterator[str]:

@@ -101,6 +101,6 @@ def _write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     with path.open("xb") as out:
         out.write(file.header)
         for tensor in file.tensors:
-            out.write(np.ascontiguousarray(tensors[tensor.name]).reshape(-1).view(np.uint8))
+            out.write(np.ascontiguousarray(tensors[tensor.name]).reshape(-1).view(np.uint8).data)
         out.flush()
         os.fsync(out.fileno())

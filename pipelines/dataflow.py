@@ -22,7 +22,7 @@ from weightbeam.pipelines.progress import Report, at_most_every, quiet, watch_pr
 from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, memory_bound, thread_bytes
 from weightbeam.pipelines.runners.failure import RunnerError
 from weightbeam.pipelines.tables import human
-from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.movement import Movement
 
 RUNNER = "DataflowRunner"
 MACHINE = "n2-standard-2"  # bytes are moved: a network of 10 Gbit/s for two cores
@@ -53,7 +53,7 @@ def find_problems(options: PipelineOptions, runner: PipelineRunner) -> Iterator[
         return
     if not cloud.project:
         yield "--project=PROJECT is missing: the Google Cloud project that the job runs in"
-    cloud.region = cloud.region or runner.get_default_gcp_region()
+    cloud.region = cloud.region or _default_region(runner)
     if not cloud.region:
         yield "--region=REGION is missing: where the workers run; best where the bucket is"
     if not cloud.temp_location and not cloud.staging_location:
@@ -98,14 +98,19 @@ class Machine:
         return None
 
 
-def fill_in(options: PipelineOptions, conversion: Conversion, target: str) -> None:
+def _default_region(runner: Any) -> str | None:
+    """gcloud's; only Dataflow's runner has one."""
+    return runner.get_default_gcp_region()
+
+
+def fill_in(options: PipelineOptions, conversion: Movement, target: str) -> None:
     """Sets what the user left open: gcloud's region; machines, threads and memory by the plan's bound; a job's name that is the target's own.
 
     Raises:
       RefusedError: the machine that was asked for is too small.
     """
     cloud, worker, debug = options.view_as(GoogleCloudOptions), options.view_as(WorkerOptions), options.view_as(DebugOptions)
-    cloud.region = cloud.region or create_runner(RUNNER).get_default_gcp_region()
+    cloud.region = cloud.region or _default_region(create_runner(RUNNER))
     prime = "enable_prime" in (cloud.dataflow_service_options or []) or debug.lookup_experiment("enable_prime")
     if worker.machine_type is None and not prime:  # Prime chooses machines itself, and takes no wishes
         worker.machine_type = MACHINE
@@ -137,7 +142,7 @@ def fill_in(options: PipelineOptions, conversion: Conversion, target: str) -> No
     cloud.job_name = cloud.job_name or job_name(conversion, target)
 
 
-def _threads(conversion: Conversion, machine: Machine | None) -> int:
+def _threads(conversion: Movement, machine: Machine | None) -> int:
     """As a local run has them for each core, or fewer where memory is short."""
     machine = machine or Machine.parse(MACHINE)
     assert machine is not None
@@ -145,7 +150,7 @@ def _threads(conversion: Conversion, machine: Machine | None) -> int:
     return max(1, min(THREADS_PER_CORE * machine.cores, MAX_THREADS, room))
 
 
-def job_name(conversion: Conversion, target: str) -> str:
+def job_name(conversion: Movement, target: str) -> str:
     """The same for the same target: Dataflow lets no second job of a name run in a project's region."""
     model = conversion.source.root.rstrip("/").rpartition("/")[2].partition("@")[0]
     words = re.sub("[^a-z0-9]+", "-", model.lower())[:NAME_LENGTH].strip("-")

@@ -28,7 +28,8 @@ from weightbeam.pipelines.runners import jobs, local, portable
 from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.handshake import GREETINGS, GreetWorkers
-from weightbeam.transforms.staged import Movement, remember
+from weightbeam.transforms.movement import Movement
+from weightbeam.transforms.staged import remember
 from weightbeam.transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, SayInstead, Stack, UnpackChunks, WriteChunks
 
 

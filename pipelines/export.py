@@ -372,7 +372,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             refuse(adapter.problems)
             print(f"ready       an adapter for PEFT of rank {adapter.rank} with alpha {adapter.alpha:g}, of {checkpoint.root}")
             return 0
-        return say_ready(plan(**keywords_of(args, plan) | {"source": checkpoint}), args, rest)
+        keywords = keywords_of(args, plan)
+        keywords["source"] = checkpoint  # it is open
+        return say_ready(plan(**keywords), args, rest)
     say(args, export(**keywords_of(args, export), beam=rest))
     return 0
 

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import (
@@ -72,7 +72,7 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
         create_runner(runner.parse_known_args(list(arguments))[0].runner or local.RUNNER)  # a runner's options are known once it is loaded
     parser = _Parser(add_help=False, allow_abbrev=False)
     for options in {cls.__name__: cls for cls in PipelineOptions.__subclasses__()}.values():
-        options._add_argparse_args(parser)
+        options._add_argparse_args(cast(Any, parser))
     problems = []
     if unknown := parser.parse_known_args(list(arguments))[1]:
         meant = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions)

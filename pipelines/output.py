@@ -20,7 +20,8 @@ from weightbeam.formats.zarr import ArraySpec, Format
 from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.tables import human
-from weightbeam.transforms.staged import Movement, load
+from weightbeam.transforms.movement import Movement
+from weightbeam.transforms.staged import load
 
 
 class CheckpointPlan(Movement, Protocol):
@@ -118,7 +119,7 @@ def bring_back(output: str) -> None:
                     pass
 
 
-def share_left(staging: Staging, conversion: CheckpointPlan) -> float:
+def share_left(staging: Staging, conversion: Movement) -> float:
     """The share of the units that are still to do."""
     return 1 - len(staging.done()) / max(1, len(conversion.units))
 

@@ -151,7 +151,7 @@ def plan_adapter(source: OrbaxCheckpoint, config: Mapping[str, Any], base: str, 
       model: the MaxText model, where neither the checkpoint nor `config` settles it.
     """
     problems: list[Problem] = []
-    said = source.custom.get("lora") if isinstance(source.custom.get("lora"), Mapping) else {}
+    said = _mapping(source.custom, "lora")
     weights = source.weights
     ranks = {array.shape[-1] for key, array in weights.items() if key.endswith("_lora_a") and array.shape}
     rank = said.get("lora_rank", next(iter(ranks), 0))
@@ -161,7 +161,7 @@ def plan_adapter(source: OrbaxCheckpoint, config: Mapping[str, Any], base: str, 
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
         problems.append(Problem("adapter", source.root, "doesn't say what its product is scaled by (alpha / rank); name it with --lora_alpha"))
         alpha = float(rank or 1)
-    made = source.record.get("options") if isinstance(source.record.get("options"), Mapping) else {}
+    made = _mapping(source.record, "options")
     try:
         family = family_of(Config(config), model or made.get("maxtext_model"))
         naming = name_model(family, Config(config), model or made.get("maxtext_model"))
@@ -182,6 +182,12 @@ def plan_adapter(source: OrbaxCheckpoint, config: Mapping[str, Any], base: str, 
         if other not in weights:
             problems.append(Problem("missing", other, f"the checkpoint holds {key}, and a product has two factors", is_array=True))
     return AdapterExport(source, base, parts, rank, float(alpha), tuple(problems), family, config)
+
+
+def _mapping(held: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object of a checkpoint's metadata; empty where there is none."""
+    found = held.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _parts(family: Family, config: Config, layout: Layout, rank: int, weights: Mapping[str, OrbaxArray]) -> tuple[dict[str, Part], list[str]]:

@@ -49,7 +49,7 @@ class MaxTextAdapter:
 
     def stage(self) -> list[Any]:
         """As JSON, for workers."""
-        return [self.files.stage(), self.weight, self.alpha]
+        return [self.files.to_json(), self.weight, self.alpha]
 
     @classmethod
     def load(cls, staged: Sequence[Any]) -> MaxTextAdapter:

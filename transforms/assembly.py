@@ -5,7 +5,8 @@ from __future__ import annotations
 from weightbeam.formats.links import HARD
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import StorageError
-from weightbeam.transforms.staged import Movement, made_by
+from weightbeam.transforms.movement import Movement
+from weightbeam.transforms.staged import made_by
 
 
 def stage(plan: Movement, staging: Staging, resume: bool, link: str = HARD, hashed: bool = False) -> bool:

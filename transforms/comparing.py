@@ -1,15 +1,20 @@
 """The stages of a verification: numbers of tasks in, what was found of each array out; what a comparison is stands in `verification.py`."""
 
+# pyright: reportReturnType=false
+# Beam says of `pcoll | transform` only that it is a PValue.
+
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import apache_beam as beam
 
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.storage import Store, write_file
+from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.staged import load_bytes
 from weightbeam.transforms.verification import ArrayResult, run_task, tasks
 from weightbeam.transforms.work import Tally
@@ -44,7 +49,7 @@ class _CompareFn(beam.DoFn):
 
     def setup(self) -> None:
         self.stores = open_arrays(self.items)
-        self.conversion = load_bytes(self.staged, self.plan_hash)
+        self.conversion = cast(Conversion, load_bytes(self.staged, self.plan_hash))
         self.tasks = tasks(self.conversion)
 
     def process(self, number: int) -> Iterator[bytes]:

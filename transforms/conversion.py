@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -99,7 +99,10 @@ class Conversion(InUnits):
     def format(self) -> Format:
         return format_of(self.options)
 
-    chunks: ClassVar[Sequence[object]] = ()  # a release has nothing to unpack
+    @property
+    def chunks(self) -> Sequence[object]:
+        """Nothing: a release has nothing to unpack."""
+        return ()
 
     def unpack(self, number: int, place: Store) -> int:
         """Never called."""
@@ -194,9 +197,13 @@ class Conversion(InUnits):
         problems = [problem for files in (self.source, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
         return problems or (self.source.find_damage() if self.options.check_source == "true" else [])
 
-    @functools.cached_property
+    @property
     def hash(self) -> str:
         """Identifies the result: the source's files and headers, the options, the rules, grids and units. The same everywhere."""
+        return self._identity.hash
+
+    @functools.cached_property
+    def _identity(self) -> Identity:
         identity = Identity()
         identity.add(DECODING_VERSION, dataclasses.asdict(self.options), self.source.config)
         for shard in self.source.shards:
@@ -209,7 +216,7 @@ class Conversion(InUnits):
             identity.add(grid.spec.chunk, grid.spec.shard, grid.spec.order)
         for unit in self.units:
             identity.add([(block.array, block.shards) for block in unit])
-        return identity.hash
+        return identity
 
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
         """Puts the release's small files there, and with `--virtual` the source's files.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +30,7 @@ def read(fetches: Sequence[Fetch], empty: Allocate = np.empty) -> tuple[list[lis
     """Reads what the fetches need: for each its stored arrays, and the bytes read from the files."""
     groups = [fetch.encoding.reads(fetch.box) for fetch in fetches]
     reads = [read for group in groups for read in group]
-    arrays: list[np.ndarray | None] = [None] * len(reads)
+    arrays: list[Any] = [None] * len(reads)
     total = 0
     for kind in dict.fromkeys(map(type, reads)):  # boxes of files, chunks of a checkpoint: each fetches many at once
         numbers = [number for number, read in enumerate(reads) if type(read) is kind]

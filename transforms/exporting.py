@@ -162,9 +162,13 @@ class Export(ReleasePlan):
                 jobs += [job_for(self.layout.tensors, given, self.quantised, box, inside, self.merged.get(name)) for given in self.names[name]]
         return RowsUnit(unit, tuple(fetches), tuple(jobs))
 
-    @functools.cached_property
+    @property
     def hash(self) -> str:
         """Identifies the result: the checkpoint's files, the options, the table, the files that are written."""
+        return self._identity.hash
+
+    @functools.cached_property
+    def _identity(self) -> Identity:
         identity = Identity()
         identity.add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.like.config)
         for adapter in self.adapters:
@@ -175,7 +179,7 @@ class Export(ReleasePlan):
             identity.add(file.name, file.header.hex())
         for unit in self.units:
             identity.add([(block.array, block.shards) for block in unit])
-        return identity.hash
+        return identity
 
     @property
     def inputs(self) -> Sequence[str]:
@@ -214,7 +218,7 @@ class Export(ReleasePlan):
         inputs = {
             "kind": self.kind,
             "options": dataclasses.asdict(self.options),
-            "source": self.source.stage(),
+            "source": self.source.to_json(),
             "like": dataclasses.asdict(self.like),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "hash": self.hash,

@@ -5,6 +5,9 @@ data, for which Flink's side waits for minutes without a word (org.apache.beam.r
 `createOutboundAggregator`, 2.62.0). So this stage travels as source, which any Python can read, and its neighbours are Beam's own.
 """
 
+# pyright: reportReturnType=false
+# Beam says of `pcoll | transform` only that it is a PValue.
+
 from __future__ import annotations
 
 import functools

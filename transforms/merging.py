@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -83,14 +83,22 @@ class Merge(ReleasePlan):
     warnings: tuple[str, ...] = ()
 
     kind = "merge"
-    chunks: ClassVar[Sequence[object]] = ()  # a release has nothing to unpack
-    config_edits: ClassVar[Mapping[str, Any]] = {}  # beside those of the quantisation
+
+    @property
+    def chunks(self) -> Sequence[object]:
+        """Nothing: a release has nothing to unpack."""
+        return ()
+
+    @property
+    def config_edits(self) -> Mapping[str, Any]:
+        """None beside those of the quantisation."""
+        return {}
 
     def unpack(self, number: int, place: Store) -> int:
         """Never called."""
         raise IndexError(number)
 
-    @functools.cached_property
+    @property
     def lossy(self) -> dict[str, str]:
         """By tensor, why its values aren't the release's to the bit."""
         reasons = {name: f"{encoding.label}, rounded once" for name, encoding in self.encodings.items() if encoding.label}
@@ -121,9 +129,13 @@ class Merge(ReleasePlan):
             jobs.append(job)
         return RowsUnit(unit, tuple(fetches), tuple(jobs))
 
-    @functools.cached_property
+    @property
     def hash(self) -> str:
         """Identifies the result: files and headers of the release and of the adapters, the options, what is written, the units."""
+        return self._identity.hash
+
+    @functools.cached_property
+    def _identity(self) -> Identity:
         identity = Identity()
         identity.add(self.kind, dataclasses.asdict(self.options), self.source.config)
         for shard in self.source.shards:
@@ -134,7 +146,7 @@ class Merge(ReleasePlan):
             identity.add(file.name, file.header.hex())
         for unit in self.units:
             identity.add([(block.array, block.shards) for block in unit])
-        return identity.hash
+        return identity
 
     def record(self) -> dict[str, Any]:
         """Where the release comes from."""

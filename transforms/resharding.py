@@ -346,7 +346,7 @@ class Reshard(InUnits):
         inputs = {
             "kind": self.kind,
             "options": dataclasses.asdict(self.options),
-            "source": self.source.stage(),
+            "source": self.source.to_json(),
             "around": self.around.stage(),
             "model": self.model.stage(),
             "adapters": [adapter.stage() for adapter in self.adapters],

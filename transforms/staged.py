@@ -7,94 +7,15 @@ refuses to work if it comes out differently.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-import numpy as np
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from weightbeam.formats import orbax, release_target
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.transforms import export_planner, merging, planner, resharding
 from weightbeam.transforms.inputs import unpack_inputs
-from weightbeam.transforms.units import Block, Fetch
-
-
-class Work(Protocol):
-    """A unit of work, complete in itself."""
-
-    @property
-    def id(self) -> int: ...
-
-    @property
-    def fetches(self) -> Sequence[Fetch]: ...
-
-    @property
-    def jobs(self) -> Sequence[Any]:
-        """What is made; see `stack.Make`."""
-        ...
-
-    @property
-    def is_done(self) -> bool: ...
-
-    @property
-    def working_bytes(self) -> int: ...
-
-
-class Movement(Protocol):
-    """What a pipeline carries out: the plan of a conversion, an export or a reshard."""
-
-    @property
-    def kind(self) -> str:
-        """The command's name."""
-        ...
-
-    @property
-    def hash(self) -> str:
-        """Identifies the result."""
-        ...
-
-    @property
-    def units(self) -> Sequence[Sequence[Block]]: ...
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bound on the memory of a unit."""
-        ...
-
-    @property
-    def made_bytes(self) -> int:
-        """Bytes that the units write."""
-        ...
-
-    def stage(self) -> bytes:
-        """The inputs, compressed."""
-        ...
-
-    @property
-    def chunks(self) -> Sequence[object]:
-        """What has to be unpacked before the first unit; mostly nothing."""
-        ...
-
-    def unpack(self, number: int, place: Store) -> int:
-        """Unpacks one of the chunks; returns the bytes that were decoded."""
-        ...
-
-    def expand(self, unit: int, place: Store) -> Work:
-        """A unit, spelled out; `place` is where the plan is at work."""
-        ...
-
-    def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
-        """Puts there what has to be there before the first unit."""
-        ...
-
-    def write(self, staging: Staging, unit: Any, made: Sequence[np.ndarray]) -> int:
-        """Writes what a unit has made durably, and enters the unit in the ledger; returns the bytes, of values."""
-        ...
-
-    def assemble(self, staging: Staging, overwrite: bool) -> None:
-        """Makes the published result of the units that are done."""
-        ...
+from weightbeam.transforms.movement import Movement
 
 
 def made_by(place: Store) -> str | None:
@@ -102,7 +23,7 @@ def made_by(place: Store) -> str | None:
     return orbax.plan_hash_of(place) or release_target.plan_hash_of(place)
 
 
-_LOADERS: Mapping[str, Callable[[Mapping[str, Any]], Movement]] = {
+_LOADERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "convert": planner.load,
     "export": export_planner.load,
     "merge": merging.load,

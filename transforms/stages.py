@@ -7,10 +7,14 @@ number means. From ReadBoxes to WriteChunks one `Work` goes by reference. Every 
 under its own name. On an engine whose workers are elsewhere a handshake comes before all of it (`handshake.py`).
 """
 
+# pyright: reportReturnType=false
+# Beam says of `pcoll | transform` only that it is a PValue.
+
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import apache_beam as beam
 from apache_beam.metrics import Metrics
@@ -68,7 +72,7 @@ class _ReadBoxesFn(StageFn):
 
     def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
         number, is_done = todo
-        unit = Unit.done(number) if is_done else load_staged(self.staging, self.plan_hash).expand(number, self.staging.work)
+        unit: Any = Unit.done(number) if is_done else load_staged(self.staging, self.plan_hash).expand(number, self.staging.work)
         yield self.timed(Work(unit, take(unit.working_bytes, self.budget)))  # WriteChunks gives the arena back
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings import Encoding, StoredArray
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.cells import Part, Piece
@@ -151,9 +151,9 @@ def largest_first(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fetch:
-    """A box of a tensor's values, and the dtype to compute them in if they are computed."""
+    """A box of a source's array, and the dtype to compute its values in if they are computed."""
 
-    encoding: Encoding
+    encoding: StoredArray
     box: Box
     dtype: np.dtype
 

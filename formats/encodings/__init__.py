@@ -21,8 +21,8 @@ checks shapes and returns the encoding, or raises `MismatchError`. A new module 
 does the rest: it finds the parts, refuses codes without scales and scales without codes, and collects all problems.
 """
 
-from weightbeam.formats.encodings.encoding import ContentError, Encoding, Plain, Read, Transposed, stored_bytes
+from weightbeam.formats.encodings.encoding import ContentError, Encoding, Plain, Read, StoredArray, Transposed, stored_bytes
 from weightbeam.formats.encodings.nibbles import ScaleError
 from weightbeam.formats.encodings.scaled import Scaled
 
-__all__ = ["ContentError", "Encoding", "Plain", "Read", "ScaleError", "Scaled", "Transposed", "stored_bytes"]
+__all__ = ["ContentError", "Encoding", "Plain", "Read", "ScaleError", "Scaled", "StoredArray", "Transposed", "stored_bytes"]

@@ -102,7 +102,7 @@ class BlockCodes(InOrder):
         flat, at = values.reshape(-1), 0
         for start, stop in self._runs(box):
             octets, magnitudes = next(rest), next(rest)
-            if self.nested:
+            if self.nested and nested_map is not None:
                 first = start // self.block
                 which = np.arange(first, first + len(magnitudes)) // self.nested.block - first // self.nested.block
                 scales = finite(next(rest), self.nested.absmax)[which]

@@ -1,4 +1,4 @@
-"""What an encoding is, and the two that hold no numbers of their own: values as they are, and values stored transposed."""
+"""What a stored array is, and an encoding, which is one in a release; and the two that hold no numbers of their own: as it is, and transposed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ class Read(Protocol):
         ...
 
 
-class Encoding(Protocol):
-    """How the values of a tensor are stored. Implementations are small, immutable and picklable."""
+class StoredArray(Protocol):
+    """An array of a source, on any medium: what is to be read for a box of its values, and how that becomes values.
 
-    @property
-    def weight(self) -> Tensor:
-        """The stored tensor that gives the values' name and file."""
-        ...
+    Implementations are small, immutable and picklable.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,11 +65,24 @@ class Encoding(Protocol):
         ...
 
 
+class Encoding(StoredArray, Protocol):
+    """How the values of a release's tensor are stored in its files."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The stored tensor that gives the values' name and file."""
+        ...
+
+    def reads(self, box: Box) -> Sequence[BoxRead]:
+        """The boxes of stored tensors that the values of `box` need."""
+        ...
+
+
 class ContentError(ValueError):
     """What the files hold can't be right, which only shows when it is read; the message names the tensor."""
 
 
-def stored_bytes(encoding: Encoding, box: Box | None = None) -> int:
+def stored_bytes(encoding: StoredArray, box: Box | None = None) -> int:
     """Bytes that a box is stored in, by default the whole tensor, its scales included."""
     return sum(read.nbytes for read in encoding.reads(whole(encoding.shape) if box is None else box))
 
@@ -81,14 +92,18 @@ def cover(span: Range, size: int) -> Range:
     return span[0] // size, -(-span[1] // size)
 
 
+class _HasShape(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 class InOrder:
     """What is alike in encodings whose values lie in C order and may be cut anywhere."""
 
     __slots__ = ()
-    shape: tuple[int, ...]
 
     @property
-    def order(self) -> tuple[int, ...]:
+    def order(self: _HasShape) -> tuple[int, ...]:
         return tuple(range(len(self.shape)))
 
     @property
@@ -142,7 +157,7 @@ class Transposed:
     def indivisible(self) -> frozenset[int]:
         return frozenset(self.order[axis] for axis in self.inner.indivisible)
 
-    def reads(self, box: Box) -> Sequence[Read]:
+    def reads(self, box: Box) -> Sequence[BoxRead]:
         return self.inner.reads(self._as_stored(box))
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -111,6 +112,6 @@ class QuantizedFormat:
     in_blocks: bool = False
 
 
-def dtypes(*names: object) -> frozenset[np.dtype]:
+def dtypes(*names: Any) -> frozenset[np.dtype]:
     """A set of dtypes, from whatever numpy takes for one."""
     return frozenset(np.dtype(name) for name in names)

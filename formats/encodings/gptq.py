@@ -108,9 +108,11 @@ class Gptq(InOrder):
     def _which(self, index: np.ndarray | None, inputs: Range) -> np.ndarray:
         """For each input its group, counted from the first that was read."""
         if not self.ordered:
+            assert index is not None, "only ordered groups have no index"
+            assert self.index is not None, "likewise"
             return in_range(index, self.index, self.scale.shape[0])
         which = np.arange(*inputs) // self.group
-        if index is not None and not np.array_equal(index, which):
+        if index is not None and self.index is not None and not np.array_equal(index, which):
             raise PackedError(f"{self.index.name} doesn't put the inputs into groups of {self.group} in their order, but quantization_config has no desc_act")
         return which - cover(inputs, self.group)[0]
 

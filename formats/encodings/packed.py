@@ -130,6 +130,7 @@ class PackedRows(InOrder):
         """The group of each column of the box; None where groups lie side by side."""
         if (index == -1).all():
             return None
+        assert self.index is not None, "it was read"
         return in_range(index, self.index, self.scale.shape[-1])[slice(*columns)]
 
     def _decode_matrix(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -108,10 +108,15 @@ def read_arrays(items: Store) -> list[CheckpointArray]:
     arrays = []
     for key, store in open_arrays(items).items():
         layout, codec = store.chunk_layout, json.dumps(store.codec.to_json() if store.codec else None)
-        chunk, shard = layout.read_chunk.shape or store.shape, layout.write_chunk.shape or store.shape
-        spec = ArraySpec(key, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), tuple(chunk), tuple(shard))
+        chunk, shard = _extents(layout.read_chunk.shape or store.shape), _extents(layout.write_chunk.shape or store.shape)
+        spec = ArraySpec(key, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), chunk, shard)
         arrays.append(CheckpointArray(spec, any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"'))))
     return arrays
+
+
+def _extents(shape: Iterable[int | None]) -> tuple[int, ...]:
+    """A chunk's shape, of which TensorStore knows every extent once an array is open."""
+    return tuple(n or 0 for n in shape)
 
 
 def find_damage(step: Store, everything: Sequence[ArraySpec], format: Format) -> str:

@@ -47,6 +47,10 @@ class FolderStaging(Staging):
         return self.checkpoint
 
     @property
+    def items(self) -> LocalFolder:
+        return self.checkpoint / ITEMS
+
+    @property
     def final(self) -> LocalFolder:
         return self.output / self.name
 

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import google_crc32c
 import tensorstore as ts
 from google.api_core import exceptions
-from google.api_core.retry import Retry
 from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
 from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
@@ -26,11 +25,12 @@ from requests.exceptions import RequestException
 from weightbeam.formats.storage.store import PIECE, PROBE, ByteRange, File, Request, StorageError, Store, in_base64, make_requests, stretches
 
 CONNECTIONS = 128  # that are kept: 16 for each of eight threads
-TIMEOUT = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
-RETRY: Retry = DEFAULT_RETRY.with_timeout(300.0)  # seconds in all; backs off, and only what a repetition can mend is repeated
+TIMEOUT: Any = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
+RETRY: Any = DEFAULT_RETRY.with_timeout(300.0)  # seconds in all; backs off, and only what a repetition can mend is repeated
 MAX_REQUEST_BYTES = 8 << 20  # bytes of a request
 MAX_REQUEST_SECONDS = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
 MAX_REQUESTS = 4  # requests of one read, whose bytes are held beside the buffers that they go to
+NO_CHECKSUM: Any = None  # what is read is checked by those who know its hash
 ORIGINAL = "original"  # in an object's metadata: `File.original`
 FIELDS = "items(name,size,generation,crc32c,updated,metadata),prefixes,nextPageToken"
 CONTEXT = {"gcs_request_concurrency": {"limit": 32}, "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"}}
@@ -114,7 +114,7 @@ class Bucket(Store):
     def _list(self, prefix: str, recursive: bool, pattern: str | None = None) -> tuple[list[File], set[str]]:
         with self._translate_errors():
             try:
-                found = _client().list_blobs(
+                found: Any = _client().list_blobs(
                     self.bucket,
                     prefix=f"{self._prefix}{prefix}",
                     delimiter=None if recursive else "/",
@@ -129,7 +129,7 @@ class Bucket(Store):
                 raise StorageError(f"gs://{self.bucket}: no such bucket") from e
         return sorted(files, key=lambda file: file.name), set(found.prefixes)
 
-    def _file(self, blob: storage.Blob) -> File:
+    def _file(self, blob: Any) -> File:
         updated = blob.updated.timestamp() if blob.updated else 0.0
         original = (blob.metadata or {}).get(ORIGINAL, "")
         return File(blob.name.removeprefix(self._prefix), blob.size or 0, str(blob.generation), updated, crc32c=blob.crc32c, original=original)
@@ -159,7 +159,7 @@ class Bucket(Store):
         with self._translate_errors(name):
             try:
                 last = None if stop is None else stop - 1
-                return self._blob(name).download_as_bytes(start=start or None, end=last, raw_download=True, checksum=None, timeout=TIMEOUT, retry=RETRY)
+                return self._blob(name).download_as_bytes(start=start or None, end=last, raw_download=True, checksum=NO_CHECKSUM, timeout=TIMEOUT, retry=RETRY)
             except exceptions.RequestRangeNotSatisfiable:
                 return b""
             except exceptions.NotFound as e:
@@ -265,7 +265,8 @@ class Bucket(Store):
         blob, summed = self._blob(file.name), google_crc32c.Checksum()
         blob.metadata = {ORIGINAL: file.version}
         try:
-            with blob.open("wb", chunk_size=PIECE, timeout=TIMEOUT, retry=RETRY) as upload:
+            opened: Any = blob.open("wb", chunk_size=PIECE, timeout=TIMEOUT, retry=RETRY)
+            with opened as upload:
                 for piece in stretches(source, file.name, file.size, file.sha256):
                     summed.update(piece)
                     upload.write(piece)

@@ -4,6 +4,9 @@ A process whose reading failed goes on with empty buffers, so that nobody waits 
 number of each device, whose largest every process sees a few steps later, all at the same step; then all of them stop.
 """
 
+# pyright: reportInvalidTypeForm=false
+# jax.Device is a variable to pyright.
+
 from __future__ import annotations
 
 import collections

@@ -38,7 +38,7 @@ class Orbax:
     @staticmethod
     def _described(store: ts.TensorStore, axes: Sequence[str | None] | None) -> Described:
         shape, dtype = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)
-        chunk = tuple(store.chunk_layout.read_chunk.shape or shape)
+        chunk = tuple(n or 0 for n in store.chunk_layout.read_chunk.shape or shape)
         known = axes is not None and len(axes) == len(shape)
         names = tuple(axes) if axes is not None and known else (None,) * len(shape)
         order = tuple(axis for axis, (size, step) in enumerate(zip(shape, chunk, strict=True)) if step < size)

@@ -4,6 +4,9 @@ The plan is the converter's, and so are the bits. Reading runs ahead of the devi
 that the next step uses again.
 """
 
+# pyright: reportInvalidTypeForm=false
+# jax.Device is a variable to pyright.
+
 from __future__ import annotations
 
 import collections

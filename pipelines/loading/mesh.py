@@ -1,5 +1,8 @@
 """JAX: meshes, and how arrays lie on their devices."""
 
+# pyright: reportInvalidTypeForm=false
+# jax.Device is a variable to pyright.
+
 from __future__ import annotations
 
 import functools

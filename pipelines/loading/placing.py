@@ -1,5 +1,8 @@
 """JAX: the programs that exchange slices and put blocks into their places."""
 
+# pyright: reportInvalidTypeForm=false
+# jax.Device is a variable to pyright.
+
 from __future__ import annotations
 
 import dataclasses

@@ -133,12 +133,12 @@ def _follow() -> None:
 # --- what is done so ------------------------------------------------------------------------------------------------------------
 
 
-def _keywords(command: str, arguments: Sequence[str], function: Callable[..., Any]) -> dict[str, Any]:
-    """A command line as keywords of the API, Beam's options among them."""
+def _keywords(command: str, arguments: Sequence[str], function: Callable[..., Any], **said: Any) -> dict[str, Any]:
+    """A command line as keywords of the API, Beam's options among them; what is said here goes before."""
     from weightbeam.pipelines.keywords import keywords_of
 
     args, rest = parse([command, *arguments])
-    return keywords_of(args, function) | {"beam": rest}
+    return keywords_of(args, function) | {"beam": rest} | said
 
 
 def plan(arguments: Sequence[str]) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def export(arguments: Sequence[str]) -> dict[str, Any]:
     """Exports, or goes on with it."""
     from weightbeam.pipelines.export import export
 
-    print(export(**_keywords("export", arguments, export) | {"progress": False}))
+    print(export(**_keywords("export", arguments, export, progress=False)))
     return {}
 
 
@@ -261,7 +261,7 @@ def quantize(arguments: Sequence[str]) -> dict[str, Any]:
     """Quantises, or goes on with it."""
     from weightbeam.pipelines.quantize import quantize
 
-    print(quantize(**_keywords("quantize", arguments, quantize) | {"progress": False}))
+    print(quantize(**_keywords("quantize", arguments, quantize, progress=False)))
     return {}
 
 
@@ -269,7 +269,7 @@ def merge(arguments: Sequence[str]) -> dict[str, Any]:
     """Merges an adapter into a release, or goes on with it."""
     from weightbeam.pipelines.merge import merge
 
-    print(merge(**_keywords("merge", arguments, merge) | {"progress": False}))
+    print(merge(**_keywords("merge", arguments, merge, progress=False)))
     return {}
 
 
@@ -295,7 +295,7 @@ def reshard(arguments: Sequence[str]) -> dict[str, Any]:
     """Writes a checkpoint's parameters anew, or goes on with it."""
     from weightbeam.pipelines.reshard import reshard
 
-    print(reshard(**_keywords("reshard", arguments, reshard) | {"progress": False}))
+    print(reshard(**_keywords("reshard", arguments, reshard, progress=False)))
     return {}
 
 
