@@ -19,7 +19,7 @@ from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineS
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.progress import Report, at_most_every, quiet, watch_progress
-from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, memory_bound, thread_bytes
+from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, memory_bound, spare_bytes, thread_bytes
 from weightbeam.pipelines.runners.failure import RunnerError
 from weightbeam.pipelines.tables import human
 from weightbeam.transforms.movement import Movement
@@ -118,9 +118,9 @@ def fill_in(options: PipelineOptions, conversion: Movement, target: str) -> None
     if not debug.lookup_experiment(PROCESSES) and not debug.lookup_experiment(f"no_{PROCESSES}"):
         debug.add_experiment(f"no_{PROCESSES}")  # the memory bound is that of one process
     if debug.number_of_worker_harness_threads is None:
-        debug.number_of_worker_harness_threads = _threads(conversion, machine)
+        debug.number_of_worker_harness_threads = _threads(conversion, machine, target)
     threads = debug.number_of_worker_harness_threads
-    needed = memory_bound(conversion, threads) + SYSTEM_BYTES
+    needed = memory_bound(conversion, threads, target) + SYSTEM_BYTES
     if machine and machine.memory < needed:
         what = f"{threads} threads × --unit_bytes={human(conversion.options.unit_bytes)}, and what is always needed"
         todo = f"a larger one, a smaller --unit_bytes, or fewer with --number_of_worker_harness_threads (now {threads})"
@@ -142,11 +142,11 @@ def fill_in(options: PipelineOptions, conversion: Movement, target: str) -> None
     cloud.job_name = cloud.job_name or job_name(conversion, target)
 
 
-def _threads(conversion: Movement, machine: Machine | None) -> int:
+def _threads(conversion: Movement, machine: Machine | None, target: str) -> int:
     """As a local run has them for each core, or fewer where memory is short."""
     machine = machine or Machine.parse(MACHINE)
     assert machine is not None
-    room = (machine.memory - SYSTEM_BYTES - base_bytes(conversion)) // thread_bytes(conversion)
+    room = (machine.memory - SYSTEM_BYTES - base_bytes(conversion) - spare_bytes(conversion, target)) // thread_bytes(conversion)
     return max(1, min(THREADS_PER_CORE * machine.cores, MAX_THREADS, room))
 
 

@@ -29,6 +29,7 @@ from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.handshake import GREETINGS, GreetWorkers
 from weightbeam.transforms.movement import Movement
+from weightbeam.transforms.overlap import overlaps, units_at_a_time
 from weightbeam.transforms.staged import remember
 from weightbeam.transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, SayInstead, Stack, UnpackChunks, WriteChunks
 
@@ -46,7 +47,7 @@ def build(
       budget: bounds the bytes of the units that one process works on at a time.
       greeted: begin with a handshake: the workers aren't this process.
     """
-    units, chunks = len(conversion.units), len(conversion.chunks)
+    units, chunks, overlapping = len(conversion.units), len(conversion.chunks), overlaps(*conversion.inputs, staging.output.url)
     if greeted:
         counted = pipeline | "Greetings" >> beam.Create(range(GREETINGS)) | GreetWorkers(staging, conversion.hash, secret())
         counted = counted | "Count" >> SayInstead(chunks or units)
@@ -57,11 +58,11 @@ def build(
     return (
         counted
         | ExpandUnits(staging, conversion.hash)
-        | ReadBoxes(staging, conversion.hash, budget, secret())
+        | ReadBoxes(staging, conversion.hash, budget, secret(), overlapping)
         | Dequantize()
         | Reshape()
         | Stack()
-        | WriteChunks(staging, conversion.hash)
+        | WriteChunks(staging, conversion.hash, overlapping)
         | AssembleCheckpoint(staging, conversion.hash, overwrite, secret())
     )
 
@@ -139,8 +140,9 @@ def execute(
     cloud = options.view_as(GoogleCloudOptions)  # where every engine looks for the job's name
     cloud.job_name = cloud.job_name or dataflow.job_name(conversion, str(staging.final))
     threads = threads_of(options.get_all_options(drop_default=True))
+    at_a_time = units_at_a_time(threads, overlaps(*conversion.inputs, staging.output.url))
     try:
-        pipeline = make_pipeline(options, threads * conversion.unit_working_bytes)
+        pipeline = make_pipeline(options, at_a_time * conversion.unit_working_bytes)
     except ValueError as e:
         raise RefusedError(str(e)) from e
     noise = io.StringIO()
@@ -151,7 +153,7 @@ def execute(
         remember(conversion)
         left = int(conversion.made_bytes * share_left(staging, conversion))
         with as_in_a_script():
-            build(pipeline, conversion, staging, overwrite, threads * conversion.unit_bytes, on_engine)
+            build(pipeline, conversion, staging, overwrite, at_a_time * conversion.unit_bytes, on_engine)
         if on_dataflow:
             dataflow.note_job(staging, options)
             return dataflow.run(pipeline, left, noise, report)

@@ -237,7 +237,7 @@ def plan(
     return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
 
 
-def plan_text(planned: Export, threads: int) -> str:
+def plan_text(planned: Export, threads: int, output: str | None = None) -> str:
     """What an export would do, for a person: totals, what is rounded, left out and edited, and the command that does it."""
     plan = planned.plan
     lines = [
@@ -245,7 +245,7 @@ def plan_text(planned: Export, threads: int) -> str:
         f"like        {planned.like.root or 'the table alone'}",
         f"family      {plan.family}" + (f", MaxText's {plan.model}" if plan.model else "") + (f": {plan.note}" if plan.note else ""),
     ]
-    lines += size_lines(planned, threads)
+    lines += size_lines(planned, threads, output)
     if planned.chunks:
         nbytes = sum(planned.encodings[key].nbytes for key in planned.unpacked)
         lines.append(f"unpacked    {count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')} first, {human(nbytes)} of disk meanwhile")
@@ -359,7 +359,7 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def say_ready(planned: Export, args: argparse.Namespace, rest: Sequence[str]) -> int:
     """What a dry run says."""
-    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest))), args)
+    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest)), args.output), args)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

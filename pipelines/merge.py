@@ -146,9 +146,9 @@ def make_small(planned: Merge, small: Mapping[str, bytes]) -> dict[str, bytes]:
     return make_small_files(small, planned.source.config, edits, ("quantisation",) if gone else (), planned.source.root, facts)
 
 
-def plan_text(planned: Merge, threads: int) -> str:
+def plan_text(planned: Merge, threads: int, output: str | None = None) -> str:
     """What would be written, for a person."""
-    lines = [f"source      {planned.source.root}, {human(planned.source_bytes)}", *size_lines(planned, threads), f"changes     {planned.changes}"]
+    lines = [f"source      {planned.source.root}, {human(planned.source_bytes)}", *size_lines(planned, threads, output), f"changes     {planned.changes}"]
     if planned.plan.dropped:
         lines.append(f"left out    {count(len(planned.plan.dropped), 'tensor')}: codes and scales of weights that are written as their values")
     return "\n".join(map(printable, [*lines, *(f"warning     {warning}" for warning in planned.warnings)]))
@@ -156,7 +156,7 @@ def plan_text(planned: Merge, threads: int) -> str:
 
 def say_ready(planned: Merge, args: argparse.Namespace, rest: Sequence[str]) -> int:
     """What a dry run says."""
-    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest))), args)
+    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest)), args.output), args)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -80,7 +80,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """What `weightbeam plan --json` writes."""
         simulated = {"workers": [dataclasses.asdict(each) for each in self.estimates]} if self.estimates else {}
-        return report.json_report(self.conversion, self.threads) | virtual.json_report(self.conversion) | simulated
+        return report.json_report(self.conversion, self.threads, self.output) | virtual.json_report(self.conversion) | simulated
 
     def to_json(self) -> str:
         """The same as text."""
@@ -97,14 +97,14 @@ class Plan:
     def verdict(self) -> Iterator[tables.Block]:
         """That it can be carried out, with what it takes, and the command."""
         conversion = self.conversion
-        memory = tables.human(report.memory_bound(conversion, self.threads))
+        memory = tables.human(report.memory_bound(conversion, self.threads, self.output))
         model = f", MaxText's {conversion.plan.model}" if conversion.plan.model else ""
         yield from ("", f"ready: {tables.human(conversion.made_bytes)} to write, at most {memory} of memory{model}", f"  {self.command}")
 
     def blocks(self) -> Iterator[tables.Block]:
         """What a person sees of it, without its problems."""
         if self.arrays:
-            yield from report.plan_blocks(self.conversion, self.threads)
+            yield from report.plan_blocks(self.conversion, self.threads, self.output)
         if self.conversion.placements:
             yield from virtual.placement_blocks(self.conversion)
         if self.estimates:

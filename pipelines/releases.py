@@ -23,7 +23,7 @@ from weightbeam.pipelines.errors import Busy, Failed, Refused
 from weightbeam.pipelines.output import alone, look_for_job
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
-from weightbeam.pipelines.report import BASE_BYTES
+from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes
 from weightbeam.pipelines.shell import STDOUT, say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.files import FileLayout
@@ -113,15 +113,15 @@ def say_plan(planned: ReleasePlan, text: str, args: argparse.Namespace) -> int:
     return 0
 
 
-def size_lines(planned: ReleasePlan, threads: int) -> list[str]:
+def size_lines(planned: ReleasePlan, threads: int, output: str | None = None) -> list[str]:
     """What a release takes, for a person: its files, the units, the memory."""
     if (files := planned.files) is None:
         return []
-    bound = human(threads * planned.unit_bytes + BASE_BYTES)
+    most, parts = memory_parts(threads, planned.unit_bytes, spare_bytes(planned, output), BASE_BYTES)
     return [
         f"release     {count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}",
         f"units       {len(planned.units):,}, the largest takes {human(planned.unit_working_bytes)} of memory",
-        f"memory      at most {bound}: {threads} threads × {human(planned.unit_bytes)} + {human(BASE_BYTES)}",
+        f"memory      at most {most}: {parts}",
     ]
 
 

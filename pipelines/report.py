@@ -8,7 +8,7 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.cells import pattern
@@ -19,6 +19,10 @@ from weightbeam.transforms.conversion import Conversion, rules_of
 from weightbeam.transforms.makespan import CLUSTER_SLOTS, CLUSTER_START, Estimate, Worker
 from weightbeam.transforms.mesh import base_rules, model_rules
 from weightbeam.transforms.options import Options
+from weightbeam.transforms.overlap import SPARE, overlaps
+
+if TYPE_CHECKING:
+    from weightbeam.transforms.movement import Movement
 
 BASE_BYTES = 384 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
 TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
@@ -71,9 +75,20 @@ def collapse(lines: Iterable[str]) -> list[str]:
     return [same[0] + (f" (and {len(same) - 1} alike)" if len(same) > 1 else "") for same in groups.values()]
 
 
-def memory_bound(conversion: Conversion, threads: int) -> int:
-    """Bytes of memory that a worker needs at most."""
-    return threads * thread_bytes(conversion) + base_bytes(conversion)
+def memory_bound(conversion: Conversion, threads: int, output: str | None = None) -> int:
+    """Bytes of memory that a worker needs at most; `output` is where the checkpoint goes, if that is known."""
+    return threads * thread_bytes(conversion) + spare_bytes(conversion, output) + base_bytes(conversion)
+
+
+def spare_bytes(planned: Movement, output: str | None = None) -> int:
+    """Bytes of the units that a worker reads ahead and writes behind, beside one for each of its threads: where bytes go over a network."""
+    return SPARE * planned.unit_bytes if overlaps(*planned.inputs, output or "") else 0
+
+
+def memory_parts(threads: int, thread: int, spare: int, base: int) -> tuple[str, str]:
+    """A worker's bound on memory, and what it is the sum of: bytes of each thread, of the units that are under way besides, of the rest."""
+    parts = (f"{threads} threads × {human(thread)}", f"{human(spare)} read ahead or written behind" if spare else "", human(base))
+    return human(threads * thread + spare + base), " + ".join(filter(None, parts))
 
 
 def thread_bytes(conversion: Conversion) -> int:
@@ -86,7 +101,7 @@ def base_bytes(conversion: Conversion) -> int:
     return BASE_BYTES + TENSOR_BYTES * len(conversion.source.tensors) + UNIT_BYTES * len(conversion.units)
 
 
-def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
+def plan_blocks(conversion: Conversion, threads: int, output: str | None = None) -> Iterator[Block]:
     """The whole plan: arrays (alike layers collapsed), what is rounded, drops, warnings and totals."""
     plan, grids = conversion.plan, {grid.spec.key: grid for grid in conversion.grids}
     groups: dict[tuple, list[str]] = defaultdict(list)
@@ -138,8 +153,8 @@ def plan_blocks(conversion: Conversion, threads: int) -> Iterator[Block]:
     if conversion.units:
         totals.add_row("units", f"{len(conversion.units):,}, the largest takes {human(conversion.unit_working_bytes)} of memory")
         totals.add_row("reads", f"{human(read)}, {read / source:.3f} × the source")
-        sum_of = f"{threads} threads × {human(thread_bytes(conversion))} + {human(base_bytes(conversion))}"
-        totals.add_row("memory", f"at most {human(memory_bound(conversion, threads))} a worker: {sum_of}")
+        most, parts = memory_parts(threads, thread_bytes(conversion), spare_bytes(conversion, output), base_bytes(conversion))
+        totals.add_row("memory", f"at most {most} a worker: {parts}")
     yield from ("", totals)
 
 
@@ -218,7 +233,7 @@ def rules_text(conversion: Conversion) -> str:
     return f"{whose}, which differ for {', '.join(changed) or 'no axis of this model'}"
 
 
-def json_report(conversion: Conversion, threads: int) -> dict[str, Any]:
+def json_report(conversion: Conversion, threads: int, output: str | None = None) -> dict[str, Any]:
     """What `weightbeam plan --json` writes; see `docs/data_model.md`."""
     plan, grids = conversion.plan, {grid.spec.key: grid for grid in conversion.grids}
     arrays = {}
@@ -252,5 +267,5 @@ def json_report(conversion: Conversion, threads: int) -> dict[str, Any]:
         "note": plan.note,
         "units": len(conversion.units),
         "bytes": {"source": source, "target": conversion.target_bytes, "read_amplification": read / source if source and conversion.units else None},
-        "memory": {"per_worker_bytes": memory_bound(conversion, threads)},
+        "memory": {"per_worker_bytes": memory_bound(conversion, threads, output)},
     }

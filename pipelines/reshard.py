@@ -31,7 +31,7 @@ from weightbeam.pipelines.keywords import check_options_of, keywords_of, read_lo
 from weightbeam.pipelines.output import check_output
 from weightbeam.pipelines.prepare import describe, reading
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.report import BASE_BYTES, thread_options, threads_of
+from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, thread_options, threads_of
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapting import MaxTextAdapter
@@ -103,7 +103,7 @@ class ReshardPlan:
         return self.planned.plan.problems
 
     def __str__(self) -> str:
-        return plan_text(self.planned, self.threads)
+        return plan_text(self.planned, self.threads, self.output)
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` writes."""
@@ -308,7 +308,7 @@ def _rounded(planned: Reshard) -> Counter[str]:
     return Counter(array.lossy for array in planned.plan.arrays if array.lossy)
 
 
-def plan_text(planned: Reshard, threads: int) -> str:
+def plan_text(planned: Reshard, threads: int, output: str | None = None) -> str:
     """What a reshard would do, for a person: what is copied, re-cut or unpacked, what is rounded or left out, the bound on memory."""
     plan, tree = planned.plan, planned.tree
     layout = {True: "scanned", False: "unscanned", None: "no layers known"}[tree.scan]
@@ -334,8 +334,8 @@ def plan_text(planned: Reshard, threads: int) -> str:
     if planned.chunks:
         scratch = sum(array.nbytes for array in planned.unpacked)
         lines.append(f"unpacked    {count(len(planned.chunks), 'chunk')} first, {human(scratch)} of disk meanwhile")
-    bound = threads * planned.unit_bytes + BASE_BYTES
-    lines.append(f"memory      at most {human(bound)}: {threads} threads × {human(planned.unit_bytes)} + {human(BASE_BYTES)}")
+    most, parts = memory_parts(threads, planned.unit_bytes, spare_bytes(planned, output), BASE_BYTES)
+    lines.append(f"memory      at most {most}: {parts}")
     lines += [f"rounded     {count(times, 'array')}: {reason}" for reason, times in _rounded(planned).items()]
     lines += [f"left out    {count(times, 'array')}: {reason}" for reason, times in Counter(plan.dropped.values()).items()]
     lines += [f"warning     {warning}" for warning in planned.warnings]

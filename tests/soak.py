@@ -32,8 +32,13 @@ CALLS = {"reading": 5, "writing": 5, "merging": 1, "publishing": 1}  # at most, 
 SECONDS = 0.006  # what a stage takes, about
 
 
+OVERLAPPING = {"weightbeam.transforms.overlap.REMOTE": "/"}  # units are read and written in the background, as if a folder were a bucket
+
+
 def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 2) -> Counter[str]:
     """Conversions that are killed, one for each of `stages`, resumed and killed again (at a stage at random), and at last resumed to the end.
+
+    Every other one reads and writes units in the background, as from and to a bucket.
 
     After every kill a reader finds no checkpoint or a whole one. At the end all are whole, and equal; nothing else is in the output, and
     nothing outside of it was touched; another `--resume` changes nothing. Returns the counts.
@@ -51,7 +56,8 @@ def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 
         for output, stage in plan.items():
             name = "SIGKILL" if turn == 0 or rng.random() < 0.7 else rng.choice(["SIGTERM", "SIGINT"])
             fault = kill(stage, name, rng.uniform(0, SECONDS), rng.randint(1, CALLS[stage]))
-            jobs.append(dict(arguments=arguments(source, output, "--resume"), fault=fault, printed=str(root / "printed")))
+            overlapping = OVERLAPPING if (len(jobs) + turn) % 2 else {}
+            jobs.append(dict(arguments=arguments(source, output, "--resume"), fault=fault, printed=str(root / "printed"), set=overlapping))
         for (output, stage), job, told in zip(plan.items(), jobs, run(jobs), strict=True):
             name = job["fault"]["signal"]
             assert told["status"] in ({-9, 0} if name == "SIGKILL" else {1, 130, 0}), told

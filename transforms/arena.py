@@ -12,7 +12,6 @@ import mmap
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 
@@ -30,7 +29,7 @@ class Arena:
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
         self._used = 0
-        self.release: Callable[[], object] = lambda: None  # gives its bytes back to the budget
+        self.release: weakref.finalize | None = None  # gives its bytes back to the budget
 
     def reset(self, capacity: int) -> None:
         """Begins anew with room for `capacity` bytes."""
@@ -60,6 +59,7 @@ class Arena:
 _FREE: list[Arena] = []
 _CHANGED = threading.Condition()  # guards what follows and _FREE
 _HELD: Counter[int] = Counter()  # bytes of the arenas that each thread has taken, and that still exist
+BACKGROUND = 0  # stands in _HELD for what no thread has to go on with: no thread's number
 
 
 def take(capacity: int, budget: int | None = None) -> Arena:
@@ -70,23 +70,55 @@ def take(capacity: int, budget: int | None = None) -> Arena:
     """
     me = threading.get_ident()
     with _CHANGED:
-        while budget is not None and me not in _HELD and _HELD and _HELD.total() + capacity > budget:
+        while me not in _HELD and not _has_room(capacity, budget):
             _CHANGED.wait()
-        _HELD[me] += capacity
-        arena = _FREE.pop() if _FREE else Arena()
+        arena = _hold(me, capacity)
     arena.reset(capacity)
-    arena.release = weakref.finalize(arena, _release, me, capacity)
     return arena
 
 
-def give_back(arena: Arena) -> None:
-    """Takes an arena back whose arrays nobody uses any more.
+def take_now(capacity: int, budget: int | None) -> Arena | None:
+    """The same without waiting; None where it would be too much."""
+    with _CHANGED:
+        if not _has_room(capacity, budget):
+            return None
+        arena = _hold(threading.get_ident(), capacity)
+    arena.reset(capacity)
+    return arena
 
-    After an error it isn't given back: writes that were started may still read from it. Its bytes count until it is gone.
-    """
+
+def _has_room(capacity: int, budget: int | None) -> bool:
+    return budget is None or not _HELD or _HELD.total() + capacity <= budget
+
+
+def _hold(owner: int, capacity: int) -> Arena:
+    _HELD[owner] += capacity
+    arena = _FREE.pop() if _FREE else Arena()
+    arena.release = weakref.finalize(arena, _release, owner, capacity)
+    return arena
+
+
+def hand_over(arena: Arena) -> None:
+    """Leaves an arena to the background: the thread that took it needn't go on for it to be given back, and may wait for that."""
+    with _CHANGED:
+        if arena.release and (held := arena.release.detach()):
+            owner, nbytes = held[2]
+            _HELD[BACKGROUND] += nbytes
+            _uncount(owner, nbytes)
+            arena.release = weakref.finalize(arena, _release, BACKGROUND, nbytes)
+
+
+def let_go(arena: Arena) -> None:
+    """Counts an arena's bytes no more, after an error, so that nobody waits for them; writes that were started may still read from it."""
+    if arena.release:
+        arena.release()
+
+
+def give_back(arena: Arena) -> None:
+    """Takes an arena back whose arrays nobody uses any more."""
     with _CHANGED:
         _FREE.append(arena)
-    arena.release()
+    let_go(arena)
 
 
 def release_free() -> None:
@@ -95,9 +127,13 @@ def release_free() -> None:
         _FREE.clear()
 
 
-def _release(thread: int, nbytes: int) -> None:
+def _release(owner: int, nbytes: int) -> None:
     with _CHANGED:
-        _HELD[thread] -= nbytes
-        if not _HELD[thread]:
-            del _HELD[thread]
-        _CHANGED.notify_all()
+        _uncount(owner, nbytes)
+
+
+def _uncount(owner: int, nbytes: int) -> None:
+    _HELD[owner] -= nbytes
+    if not _HELD[owner]:
+        del _HELD[owner]
+    _CHANGED.notify_all()

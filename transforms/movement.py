@@ -108,6 +108,11 @@ class Movement(Target, Protocol):
     def source(self) -> Source: ...
 
     @property
+    def inputs(self) -> Sequence[str]:
+        """URLs of all that the result is made of."""
+        ...
+
+    @property
     def units(self) -> Sequence[Sequence[Block]]: ...
 
     @property

@@ -18,17 +18,21 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.metrics import Metrics
+from apache_beam.transforms.window import GlobalWindow
+from apache_beam.utils.windowed_value import WindowedValue
 
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.transforms import execution
-from weightbeam.transforms.arena import give_back, release_free, take
+from weightbeam.transforms.arena import give_back, hand_over, let_go, release_free, take, take_now
+from weightbeam.transforms.overlap import AHEAD, BEHIND, Background
 from weightbeam.transforms.staged import load_staged, made_by
 from weightbeam.transforms.units import Unit
 from weightbeam.transforms.work import Tally, Work, total_bytes
 
 WRITTEN = Tally()  # bytes
+Done = tuple[Work, int, int]  # what a stage has done its part of, the bytes it handled, and the milliseconds that took
 
 
 class StageFn(beam.DoFn):
@@ -47,24 +51,38 @@ class StageFn(beam.DoFn):
         """Does the stage's part; returns the bytes it handled."""
         raise NotImplementedError
 
-    def timed(self, work: Work) -> Work:
-        """Runs the stage's part, and counts its bytes and milliseconds."""
+    def measured(self, work: Work) -> Done:
+        """Runs the stage's part; counts nothing yet: Beam's counters are the thread's whose bundle it is."""
         start = time.perf_counter_ns()
-        self.bytes.inc(self.run(work))
-        self.milliseconds.inc(-(-(time.perf_counter_ns() - start) // 1_000_000))
+        try:
+            nbytes = self.run(work)
+        except BaseException:
+            let_go(work.arena)
+            raise
+        return work, nbytes, -(-(time.perf_counter_ns() - start) // 1_000_000)
+
+    def counted(self, done: Done) -> Work:
+        """Counts bytes and milliseconds of a part that was run."""
+        work, nbytes, milliseconds = done
+        self.bytes.inc(nbytes)
+        self.milliseconds.inc(milliseconds)
         return work
 
     def process(self, work: Work) -> Iterator:
-        yield self.timed(work)
+        yield self.counted(self.measured(work))
 
 
 class _ReadBoxesFn(StageFn):
-    def __init__(self, staging: Staging, plan_hash: str, budget: int | None, secret: str | None):
+    def __init__(self, staging: Staging, plan_hash: str, budget: int | None, secret: str | None, overlapping: bool):
         super().__init__()
-        self.staging, self.plan_hash, self.budget, self.secret = staging, plan_hash, budget, secret
+        self.staging, self.plan_hash, self.budget, self.secret, self.ahead = staging, plan_hash, budget, secret, AHEAD * overlapping
 
     def setup(self) -> None:
         name_secret(self.secret)
+        self.reading = Background[Done](self.ahead)
+
+    def teardown(self) -> None:
+        self.reading.forget(lambda done: let_go(done[0].arena))  # after an error there may be some, which other threads mustn't wait for
 
     def run(self, work: Work) -> int:
         work.raw, nbytes = execution.read(work.unit.fetches, work.arena.empty)
@@ -73,7 +91,14 @@ class _ReadBoxesFn(StageFn):
     def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
         number, is_done = todo
         unit: Any = Unit.done(number) if is_done else load_staged(self.staging, self.plan_hash).expand(number, self.staging.work)
-        yield self.timed(Work(unit, take(unit.working_bytes, self.budget)))  # WriteChunks gives the arena back
+        arena = take_now(unit.working_bytes, self.budget)
+        if arena is None:  # what was read ahead goes on first: its memory may be what is waited for
+            yield from map(self.counted, self.reading.end())
+            arena = take(unit.working_bytes, self.budget)  # WriteChunks gives it back
+        yield from map(self.counted, self.reading.begin(self.measured, Work(unit, arena)))
+
+    def finish_bundle(self) -> Iterator[WindowedValue]:
+        yield from map(in_global_window, map(self.counted, self.reading.end()))
 
 
 class _DequantizeFn(StageFn):
@@ -97,22 +122,35 @@ class _StackFn(StageFn):
 
 
 class _WriteChunksFn(StageFn):
-    def __init__(self, staging: Staging, plan_hash: str):
+    def __init__(self, staging: Staging, plan_hash: str, overlapping: bool):
         super().__init__()
-        self.staging, self.plan_hash = staging, plan_hash
+        self.staging, self.plan_hash, self.behind = staging, plan_hash, BEHIND * overlapping
+
+    def setup(self) -> None:
+        self.writing = Background[Done](self.behind)
 
     def run(self, work: Work) -> int:
-        if work.unit.is_done:
-            return 0
-        nbytes = load_staged(self.staging, self.plan_hash).write(self.staging, work.unit, work.shards)
+        nbytes = 0
+        if not work.unit.is_done:
+            nbytes = load_staged(self.staging, self.plan_hash).write(self.staging, work.unit, work.shards)
         work.shards = []
+        give_back(work.arena)
         WRITTEN.add(nbytes)
         return nbytes
 
     def process(self, work: Work) -> Iterator[int]:
-        self.timed(work)
-        give_back(work.arena)
-        yield work.unit.id
+        hand_over(work.arena)
+        try:
+            over = self.writing.begin(self.measured, work)
+        except BaseException:
+            let_go(work.arena)
+            raise
+        for done in over:
+            yield self.counted(done).unit.id
+
+    def finish_bundle(self) -> Iterator[WindowedValue]:
+        for done in self.writing.end():
+            yield in_global_window(self.counted(done).unit.id)
 
 
 class ExpandUnits(beam.PTransform):
@@ -183,11 +221,12 @@ class ReadBoxes(beam.PTransform):
     """Number of a unit, and whether it is done -> Work with the stored boxes, as the staged plan says.
 
     Waits while the units of this process would take more than `budget` bytes. `secret` names where the workers find the hub's token.
+    Where the plan is `overlapping`, the next unit is read while the thread does the rest of the one before.
     """
 
-    def __init__(self, staging: Staging, plan_hash: str, budget: int | None = None, secret: str | None = None):
+    def __init__(self, staging: Staging, plan_hash: str, budget: int | None = None, secret: str | None = None, overlapping: bool = False):
         super().__init__()
-        self.fn = _ReadBoxesFn(staging, plan_hash, budget, secret)
+        self.fn = _ReadBoxesFn(staging, plan_hash, budget, secret, overlapping)
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return pcoll | beam.ParDo(self.fn).with_output_types(Work)
@@ -215,14 +254,17 @@ class Stack(beam.PTransform):
 
 
 class WriteChunks(beam.PTransform):
-    """Shards -> a database of the unit's own, and its ledger entry; the id of the unit goes on."""
+    """Shards -> a database of the unit's own, and its ledger entry; the id of the unit goes on, once both are durable.
 
-    def __init__(self, staging: Staging, plan_hash: str):
+    Where the plan is `overlapping`, units are written while the thread goes on; the end of a bundle waits for them.
+    """
+
+    def __init__(self, staging: Staging, plan_hash: str, overlapping: bool = False):
         super().__init__()
-        self.staging, self.plan_hash = staging, plan_hash
+        self.fn = _WriteChunksFn(staging, plan_hash, overlapping)
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | beam.ParDo(_WriteChunksFn(self.staging, self.plan_hash)).with_output_types(int)
+        return pcoll | beam.ParDo(self.fn).with_output_types(int)
 
 
 class AssembleCheckpoint(beam.PTransform):
@@ -238,6 +280,12 @@ class AssembleCheckpoint(beam.PTransform):
             | "AllUnits" >> beam.CombineGlobally(beam.combiners.CountCombineFn()).without_defaults()
             | "Assemble" >> beam.Map(_assemble, self.staging, self.plan_hash, self.overwrite, self.secret)
         )
+
+
+def in_global_window(value: Any) -> WindowedValue:
+    """What the end of a bundle gives."""
+    window = GlobalWindow()
+    return WindowedValue(value, window.max_timestamp(), [window])
 
 
 def is_published(staging: Staging, plan_hash: str) -> bool:

@@ -31,6 +31,7 @@ MAX_REQUEST_BYTES = 8 << 20  # bytes of a request
 MAX_REQUEST_SECONDS = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
 MAX_REQUESTS = 4  # requests of one read, whose bytes are held beside the buffers that they go to
 NO_CHECKSUM: Any = None  # what is read is checked by those who know its hash
+NAMING = "it has 3 to 63 lower-case letters, digits, dashes, underscores and dots, and begins and ends with a letter or a digit"
 ORIGINAL = "original"  # in an object's metadata: `File.original`
 FIELDS = "items(name,size,generation,crc32c,updated,metadata),prefixes,nextPageToken"
 CONTEXT = {"gcs_request_concurrency": {"limit": 32}, "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"}}
@@ -82,6 +83,10 @@ class Bucket(Store):
         self.bucket, _, self.folder = rest.partition("/")
         if not self.bucket:
             raise StorageError(f"{url}: names no bucket; it should be gs://bucket/folder")
+        try:
+            ts.KvStore.Spec({"driver": "gcs", "bucket": self.bucket})
+        except ValueError as e:
+            raise StorageError(f"{url}: {self.bucket} can't be a bucket's name; {NAMING}") from e
         if self.folder and not {"", ".", ".."}.isdisjoint(self.folder.split("/")):
             raise StorageError(f"{url}: has an empty part, or a dot for one; buckets don't resolve them")
 

@@ -31,6 +31,7 @@ from apache_beam.runners.worker.data_plane import InMemoryDataChannel, InMemoryD
 
 from weightbeam.pipelines.report import count, human
 from weightbeam.pipelines.runners.failure import RunnerError
+from weightbeam.transforms.overlap import wait_for_all
 
 RUNNER = "FnApiRunner"  # Beam's name for it
 NO_THREAD = "can't start new thread"  # what Python says
@@ -71,8 +72,9 @@ class LocalRunner(FnApiRunner):
         check_addresses(direct.direct_num_workers, self._stage_bytes)
         try:
             return super().run_pipeline(pipeline, options)
-        except RuntimeError as e:
-            if NO_THREAD not in str(e):
+        except Exception as e:
+            wait_for_all()
+            if NO_THREAD not in str(e) or not isinstance(e, RuntimeError):
                 raise
             raise ThreadError(f"the system refuses another thread; {MORE_ROOM}") from e
 

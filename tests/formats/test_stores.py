@@ -221,6 +221,8 @@ def test_stores_pickle(store: Store) -> None:
         ("s3://bucket/x", "isn't supported"),
         ("gs://", "names no bucket"),
         ("gs:///x", "names no bucket"),
+        ("gs://in/x", "in can't be a bucket's name"),  # TensorStore alone refuses it, in the workers
+        ("gs://Bucket/x", "Bucket can't be a bucket's name"),
         ("gs://bucket//x", "has an empty part"),
         ("gs://bucket/x/../y", "or a dot for one"),
     ],

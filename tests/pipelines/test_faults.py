@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from faults import STAGES, arguments, is_published, run
 from hostile import snapshot
-from soak import bundles_twice, kill_and_resume
+from soak import OVERLAPPING, bundles_twice, kill_and_resume
 from support import BF16, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -104,26 +104,30 @@ def test_shards_that_change_while_they_are_read(tmp_path: Path) -> None:
 def test_a_read_error(source: Path, tmp_path: Path) -> None:
     """The message has the file and what the system says of it; with the disk mended, `--resume` finishes."""
     before = snapshot(source)
-    told = run([go(source, tmp_path / "out", fault=dict(kind="broken disk", stage="reading", call=4)), go(source, tmp_path / "out", "--resume")])
-    assert_says(told[0], ".safetensors", os.strerror(5), "--resume")
-    assert told[1]["status"] == 0
-    assert_whole(tmp_path / "out")
+    fault = dict(kind="broken disk", stage="reading", call=4)
+    for name, how in {"in turn": {}, "ahead": OVERLAPPING}.items():
+        told = run([go(source, tmp_path / name, fault=fault, set=how), go(source, tmp_path / name, "--resume")])
+        assert_says(told[0], ".safetensors", os.strerror(5), "--resume", "while running 'ReadBoxes/")
+        assert told[1]["status"] == 0
+        assert_whole(tmp_path / name)
     assert snapshot(source) == before
 
 
 def test_no_more_writes(source: Path, tmp_path: Path) -> None:
     """From some moment on writes fail, as by a quota. Nothing is published, unless nothing was left to write; `--resume` finishes."""
-    calls = dict(writing=3, merging=1, publishing=1)
+    calls = {"writing": 3, "writing behind": 3, "merging": 1, "publishing": 1}
     jobs = []
-    for stage, nth in calls.items():
-        jobs += [go(source, tmp_path / stage, fault=dict(kind="no more writes", stage=stage, call=nth)), go(source, tmp_path / stage, "--resume")]
+    for name, nth in calls.items():
+        fault = dict(kind="no more writes", stage=name.partition(" ")[0], call=nth)
+        jobs += [go(source, tmp_path / name, fault=fault, set=OVERLAPPING if "behind" in name else {}), go(source, tmp_path / name, "--resume")]
     told = dict(zip(calls, zip(*[iter(run(jobs))] * 2, strict=True), strict=True))
-    for stage in ("writing", "merging"):
-        assert_says(told[stage][0])
+    for name in ("writing", "writing behind", "merging"):
+        assert_says(told[name][0])
+    assert "while running 'WriteChunks/" in told["writing behind"][0]["message"]
     assert told["publishing"][0]["status"] == 0
-    for stage in calls:
-        assert told[stage][1]["status"] == 0, told[stage]
-        assert_whole(tmp_path / stage)
+    for name in calls:
+        assert told[name][1]["status"] == 0, told[name]
+        assert_whole(tmp_path / name)
 
 
 @pytest.fixture
