@@ -314,6 +314,18 @@ def test_each_host_reads_what_it_needs(tmp_path: Path, meshes: tuple[str, ...], 
         assert total(load_of(spec, partition_spec(axes[spec.key], rules), mesh) for spec in specs).worst == 1
 
 
+def test_a_virtual_checkpoint_is_a_source_like_any_other(tmp_path: Path) -> None:
+    """Its chunks are ranges of the release's files; the copy refers to none, and has the values that `materialize` writes."""
+    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    convert(folder, tmp_path / "virtual", "--maxtext_model", "llama2-7b", "--virtual", "--param_scan_axis", "0")
+    assert main(["materialize", str(tmp_path / "virtual"), str(tmp_path / "wanted")]) == 0
+    wanted = restore(tmp_path / "wanted" / "0")
+    for number, options in enumerate([(), ("--mesh", "fsdp=4"), ("--use_ocdbt", "false")]):
+        step = reshard(tmp_path / "virtual", tmp_path / f"out{number}", *options)
+        assert not (step / "items" / "source").exists()
+        assert_same_bits(restore(step), wanted)
+
+
 def test_a_damaged_source_isnt_copied(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A bit that flipped since the checkpoint was written, in chunks that nothing protects: the record's digests tell."""
     step = convert(save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
