@@ -14,7 +14,8 @@ BANNED = {
     "pipelines": HEAVY | {"safetensors"},
 }
 # A module that is for one of these libraries, and imports it inside a function.
-EXCEPTIONS: dict[str, set[str]] = {f"pipelines/loading/{name}.py": {"jax"} for name in ("abstract", "agreement", "load", "maxtext", "mesh", "placing", "tree")}
+WITH_JAX = ("abstract", "agreement", "decoding", "load", "maxtext", "mesh", "placing", "tree")
+EXCEPTIONS: dict[str, set[str]] = {f"pipelines/loading/{name}.py": {"jax"} for name in WITH_JAX}
 
 
 def imported(path: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
     source.py      what arrays come from
     release.py     a release, as MaxText's arrays or as it is
+    coded.py       a release whose FP8 is left to the devices: codes and scales
     checkpoint.py  an Orbax checkpoint, ours or anyone's
     opening.py     what a user names, opened as one of them
 
@@ -12,6 +13,7 @@
     exchange.py    how slices travel between devices: integers, too
     abstract.py    which arrays a program asks for, and the tree that they become
     mesh.py        JAX: meshes, and how arrays lie on their devices
+    decoding.py    JAX: the programs that make values of codes and scales
     placing.py     JAX: the programs that exchange slices and put blocks into their places
     scratch.py     buffers that are used again
     agreement.py   several processes: an error of one is an error of all

@@ -49,13 +49,13 @@ class Orbax:
         makers = list(results or [empty] * len(wanted))
         plain = [self.arrays[want.key].dtype == want.dtype for want in wanted]
         made = [(maker if same else empty)(extent(want.box), self.arrays[want.key].dtype) for want, maker, same in zip(wanted, makers, plain, strict=True)]
-        reads = [self._read(key, box, into) for (key, box, _), into in zip(wanted, made, strict=True)]
+        reads = [self._read(key, box, into) for (key, box, *_), into in zip(wanted, made, strict=True)]
         try:
             for read in reads:
                 read.result()
         except ValueError as e:  # TensorStore's, of whatever went wrong
             raise StorageError(f"{self.url}: {str(e).partition(' [source locations=')[0]}") from e
-        nbytes = sum(self.cost(key, [box]).nbytes for key, box, _ in wanted)
+        nbytes = sum(self.cost(key, [box]).nbytes for key, box, *_ in wanted)
         for number, (want, maker) in enumerate(zip(wanted, makers, strict=True)):
             if not plain[number]:
                 made[number] = cast(made[number], want.dtype, want.key, maker)

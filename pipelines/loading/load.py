@@ -23,10 +23,13 @@ from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.loading.abstract import Abstract, Target, every_parameter, mismatches, read_tree
 from weightbeam.pipelines.loading.agreement import Agreement
+from weightbeam.pipelines.loading.coded import Coded, CodedRelease
+from weightbeam.pipelines.loading.decoding import alike, check_devices, compile_program, decoded
 from weightbeam.pipelines.loading.mesh import layout_of, named_sharding, open_mesh
 from weightbeam.pipelines.loading.opening import choose, find_source
 from weightbeam.pipelines.loading.placing import bits, empty_arrays, exchange, place, settle
-from weightbeam.pipelines.loading.schedule import MAX_READERS, MIN_REMOTE_RUN, MIN_RUN, ON_THE_WAY, UNIT_BYTES, Block, Layout, Step, boxes_of, make_steps
+from weightbeam.pipelines.loading.release import Release
+from weightbeam.pipelines.loading.schedule import MAX_READERS, MIN_REMOTE_RUN, MIN_RUN, ON_THE_WAY, UNIT_BYTES, Block, Layout, Step, make_steps
 from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
 from weightbeam.pipelines.loading.source import Source, Wanted
 from weightbeam.pipelines.prepare import describe
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
-HOST = "host"
+HOST, DEVICE = "host", "device"  # where codes become values
 
 
 def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_bytes: int = UNIT_BYTES, dequantize: str = HOST, **options: Any) -> Any:
@@ -57,7 +60,7 @@ def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_
       mesh: shards the leaves that have no sharding, by MaxText's logical axis rules: a `jax.sharding.Mesh`, or `"fsdp=4,tensor=2"`
         for all devices.
       unit_bytes: memory for a step; up to eight of them are there at a time, on a host of six cores or more.
-      dequantize: where codes become values: `host`.
+      dequantize: where codes become values: on the `host`, or plain FP8 on the `device`, which then has the same bits.
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`, `maxtext_model` …; `lora`
         merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
 
@@ -65,8 +68,8 @@ def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_
       RefusedError: before anything is read: there is no such source, or problems stand against it or against `like`: all of them.
       FailedError: on the way: a file can't be read, or another process failed.
     """
-    if dequantize != HOST:
-        raise RefusedError(f"dequantize={dequantize}: quantised weights are decoded on the host, so that their bits are those of a conversion; leave it out")
+    if dequantize not in (HOST, DEVICE):
+        raise RefusedError(f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}")
     if like is None and mesh is None:
         raise RefusedError("like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie")
     asked = read_tree(like) if like is not None else None
@@ -77,6 +80,8 @@ def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_
         abstract = _shard(abstract, opened, open_mesh(mesh, rules), rules)
     if problems := mismatches(abstract, opened.arrays):
         raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    if dequantize == DEVICE and isinstance(opened, Release):
+        opened = CodedRelease(opened.conversion)
     return abstract.build(Loading(opened, abstract.targets, unit_bytes).run())
 
 
@@ -122,7 +127,7 @@ def _shard(abstract: Abstract, source: Source, mesh: Mesh, rules: Any) -> Abstra
     return dataclasses.replace(abstract, targets=tuple(targets))
 
 
-Shares = list[dict["jax.Device", np.ndarray]]  # of a step, as they were read: for each block what its devices get
+Shares = list[dict["jax.Device", np.ndarray | Coded]]  # of a step, as they were read: for each block what its devices get
 
 
 class Loading:
@@ -130,6 +135,9 @@ class Loading:
 
     Attributes:
       steps: the schedule.
+
+    Raises:
+      RefusedError: devices are to decode, and their bits aren't the host's.
     """
 
     def __init__(self, source: Source, targets: Sequence[Target], unit_bytes: int = UNIT_BYTES):
@@ -142,6 +150,8 @@ class Loading:
         for target in targets:
             assert target.sharding is not None
             self.layouts[target.key], self.devices[target.key] = layout_of(target.shape, target.sharding)
+        if isinstance(source, CodedRelease):
+            check_devices({(self.devices[key], self.targets[key].dtype) for key in source.coded if key in self.targets})
         remote = "://" in source.url
         self.steps = make_steps(source, self.layouts, unit_bytes, MIN_REMOTE_RUN if remote else MIN_RUN)
 
@@ -185,7 +195,10 @@ class Loading:
         waiting: collections.deque[tuple[Step, Scratch, concurrent.futures.Future[Shares]]] = collections.deque()
         todo = collections.deque(self.steps)
         pool = concurrent.futures.ThreadPoolExecutor(readers, "load")
+        compilers = concurrent.futures.ThreadPoolExecutor(readers, "compile")
         try:
+            for program in self._programs():  # while the first steps are read
+                compilers.submit(compile_program, *program)
             while todo or waiting:
                 while todo and free:
                     step, scratch = todo.popleft(), free.pop()
@@ -210,6 +223,7 @@ class Loading:
             for *_, future in waiting:
                 future.cancel()
             pool.shutdown()
+            compilers.shutdown(cancel_futures=True)
         return arrays
 
     def _read(self, step: Step, scratch: Scratch) -> Shares:
@@ -217,15 +231,15 @@ class Loading:
         wanted, makers = [], []
         for block in step.blocks:
             dtype = self.targets[block.key].dtype
-            boxes = boxes_of(block, self.process)
-            wanted += [Wanted(block.key, box, dtype) for box in boxes]
-            kept = block.is_whole and block.ways is None  # a CPU device keeps such an array where it is
-            makers += [aligned_empty if kept else scratch.empty] * len(boxes)
+            kept = block.is_whole_direct  # a CPU device keeps such an array where it is
+            for share in block.shares(self.process):
+                wanted += [Wanted(block.key, box, dtype, share.is_one_box) for _, box in share.parts]
+                makers += [aligned_empty if kept else scratch.empty] * len(share.parts)
         made, _ = self.source.make(wanted, scratch.empty, makers)
         rest = iter(made)
         shares = []
         for block in step.blocks:
-            mine: dict[jax.Device, np.ndarray] = {}
+            mine: dict[jax.Device, np.ndarray | Coded] = {}
             for share in block.shares(self.process):
                 parts = [(box, next(rest)) for box, _ in share.parts]
                 values = self._joined(share.shape, parts, self.targets[block.key].dtype, scratch)
@@ -233,8 +247,26 @@ class Loading:
             shares.append(mine)
         return shares
 
+    def _programs(self) -> list[tuple[Any, ...]]:
+        """What `compile_program` needs for each of the programs that decode."""
+        if not isinstance(self.source, CodedRelease):
+            return []
+        wanted: dict[tuple[Any, ...], None] = {}
+        for block in (block for step in self.steps for block in step.blocks if block.key in self.source.coded):
+            forms = {}
+            for share in block.shares(self.process):
+                if share.is_one_box and (form := self.source.form_of(Wanted(block.key, share.parts[0][1], self.targets[block.key].dtype, alone=True))):
+                    forms |= {self.devices[block.key][device]: form for device in share.devices}
+            wanted |= {(devices, form, *self._dtypes(block)): None for form, devices in alike(forms).items()}
+        return list(wanted)
+
+    def _dtypes(self, block: Block) -> tuple[np.dtype, np.dtype]:
+        """Of a block's values, and of what devices make of codes: of these, or of their bits where the block is moved further."""
+        dtype = self.targets[block.key].dtype
+        return dtype, dtype if block.is_whole_direct else bits(dtype)
+
     @staticmethod
-    def _joined(shape: tuple[int, ...], parts: Sequence[tuple[Any, np.ndarray]], dtype: np.dtype, scratch: Scratch) -> np.ndarray:
+    def _joined(shape: tuple[int, ...], parts: Sequence[tuple[Any, Any]], dtype: np.dtype, scratch: Scratch) -> np.ndarray | Coded:
         """A share of its parts; one that is the whole of it as it is."""
         if len(parts) == 1 and parts[0][1].shape == shape:
             return parts[0][1]
@@ -245,10 +277,11 @@ class Loading:
             joined[tuple(slice(*span) for span in box)] = values
         return joined
 
-    def _place(self, arrays: dict[str, jax.Array], step: Step, shares: Sequence[Mapping[jax.Device, np.ndarray]]) -> None:
+    def _place(self, arrays: dict[str, jax.Array], step: Step, shares: Sequence[Mapping[jax.Device, np.ndarray | Coded]]) -> None:
         """Puts what was read for a step onto the devices; arrays that are exchanged whole all together."""
-        whole: dict[tuple[jax.Device, ...], list[tuple[Block, Mapping[jax.Device, np.ndarray]]]] = {}
-        for block, mine in zip(step.blocks, shares, strict=True):
+        whole: dict[tuple[jax.Device, ...], list[tuple[Block, Mapping[jax.Device, np.ndarray | jax.Array]]]] = {}
+        for block, read in zip(step.blocks, shares, strict=True):
+            mine = decoded(read, *self._dtypes(block))
             if block.is_whole_exchange:
                 whole.setdefault(self.devices[block.key], []).append((block, mine))
             else:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import NamedSharding, Sharding
 
+    Shares = Mapping[jax.Device, np.ndarray | jax.Array]  # of an array or a block, what each device of this process gets, or has already
+
 
 def bits(dtype: np.dtype) -> np.dtype:
     """Unsigned integers of the same size, in which programs move values.
@@ -29,7 +31,7 @@ def bits(dtype: np.dtype) -> np.dtype:
     return np.dtype(f"u{dtype.itemsize}")
 
 
-def put(shape: tuple[int, ...], sharding: Sharding, shares: Mapping[jax.Device, np.ndarray], dtype: np.dtype) -> jax.Array:
+def put(shape: tuple[int, ...], sharding: Sharding, shares: Shares, dtype: np.dtype) -> jax.Array:
     """An array of shares, one for each device of this process. On CPUs it may lie in the same memory."""
     import jax
 
@@ -60,7 +62,7 @@ def _zeros(arrays: tuple[tuple[tuple[int, ...], np.dtype], ...], shardings: tupl
     return jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for shape, dtype in arrays), out_shardings=shardings)
 
 
-def place(target: jax.Array | None, block: Block, devices: tuple[jax.Device, ...], shares: Mapping[jax.Device, np.ndarray], dtype: np.dtype) -> jax.Array:
+def place(target: jax.Array | None, block: Block, devices: tuple[jax.Device, ...], shares: Shares, dtype: np.dtype) -> jax.Array:
     """Puts a block onto the devices, by an exchange if it needs one, and into the target, which is donated.
 
     Args:
@@ -82,9 +84,7 @@ def place(target: jax.Array | None, block: Block, devices: tuple[jax.Device, ...
     return _exchange_and_update(way)(target, _slices(block, way, shares, dtype), start)
 
 
-def exchange(
-    blocks: Sequence[Block], devices: tuple[jax.Device, ...], shares: Sequence[Mapping[jax.Device, np.ndarray]], dtypes: Sequence[np.dtype]
-) -> list[jax.Array]:
+def exchange(blocks: Sequence[Block], devices: tuple[jax.Device, ...], shares: Sequence[Shares], dtypes: Sequence[np.dtype]) -> list[jax.Array]:
     """Whole arrays of bits, exchanged in one program. All have the same devices, in one order."""
     ways = tuple(_way_of(block, devices) for block in blocks)
     return _exchange(ways)([_slices(*each) for each in zip(blocks, ways, shares, dtypes, strict=True)])
@@ -139,13 +139,14 @@ def _way_of(block: Block, devices: tuple[jax.Device, ...]) -> _Way:
     return _find_way(devices, block.ways, block.layout.counts, block.shape)
 
 
-def _slices(block: Block, way: _Way, shares: Mapping[jax.Device, np.ndarray], dtype: np.dtype) -> jax.Array:
+def _slices(block: Block, way: _Way, shares: Shares, dtype: np.dtype) -> jax.Array:
     """What all devices have read of a block, side by side."""
     return put(block.padded_shape, way.steps[0], _bits_of(shares), bits(dtype))
 
 
-def _bits_of(shares: Mapping[jax.Device, np.ndarray]) -> dict[jax.Device, np.ndarray]:
-    return {device: values.view(bits(values.dtype)) for device, values in shares.items()}
+def _bits_of(shares: Shares) -> Shares:
+    """Those that a device has decoded are bits already."""
+    return {device: values if values.dtype == bits(values.dtype) else values.view(bits(values.dtype)) for device, values in shares.items()}
 
 
 def _updated(to: NamedSharding) -> Callable[[jax.Array, jax.Array, Any], jax.Array]:

@@ -116,11 +116,11 @@ class Tensors:
         return Described(encoding.shape, dtype, axes, None, order, grain, stored + 2 * dtype.itemsize, position, has_axes=False)
 
     def make(self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None) -> tuple[list[np.ndarray], int]:
-        reads = [self._encodings[key].reads(box) for key, box, _ in wanted]
+        reads = [self._encodings[key].reads(box) for key, box, *_ in wanted]
         stored, nbytes = read_boxes([read for group in reads for read in group], empty)
         rest = iter(stored)
         made = []
-        for (key, box, dtype), group, result in zip(wanted, reads, results or [empty] * len(wanted), strict=True):
+        for (key, box, dtype, _), group, result in zip(wanted, reads, results or [empty] * len(wanted), strict=True):
             encoding = self._encodings[key]
             values = encoding.decode([next(rest) for _ in group], box, self.arrays[key].dtype, empty)
             made.append(cast(values, dtype, key, result))

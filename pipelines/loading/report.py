@@ -92,7 +92,7 @@ def _device_bytes(source: Release, step: Step) -> int:
     total = 0
     for block in step.blocks:
         slices = 0 if block.ways is None else math.prod(block.slice_shape)
-        share = 0 if block.is_whole and block.ways is None else math.prod(block.extent)
+        share = 0 if block.is_whole_direct else math.prod(block.extent)
         total += (slices + share) * source.arrays[block.key].dtype.itemsize
     return total
 

@@ -83,6 +83,11 @@ class Share:
     shape: tuple[int, ...]
     parts: tuple[tuple[Box, Box], ...]
 
+    @property
+    def is_one_box(self) -> bool:
+        """Whether it is one box of the array, and nothing else."""
+        return [part for part, _ in self.parts] == [whole(self.shape)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Block:
@@ -112,6 +117,11 @@ class Block:
     def is_whole(self) -> bool:
         """Whether it is the whole array."""
         return self.extent == self.layout.shard
+
+    @property
+    def is_whole_direct(self) -> bool:
+        """Whether it is an array that needs no exchange, in one go."""
+        return self.is_whole and self.ways is None
 
     @property
     def is_whole_exchange(self) -> bool:

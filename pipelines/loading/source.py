@@ -17,11 +17,12 @@ from weightbeam.transforms.stack import copy
 
 
 class Wanted(NamedTuple):
-    """A box of an array, to be made in a dtype."""
+    """A box of an array, to be made in a dtype; `alone` if nothing is joined to it, so that it may be what a device decodes."""
 
     key: str
     box: Box
     dtype: np.dtype
+    alone: bool = False
 
 
 class Cost(NamedTuple):

@@ -96,6 +96,7 @@ class Job:
         if processes == 2:
             quantised, step, stored = _quantised(folder)
             self._add("quantised", stored, source=quantised, mesh=MESHES[2], options=dict(unit_bytes=1_000_000, vocab_size=512))
+            self._add("decoded by devices", stored, source=quantised, mesh=MESHES[2], options=dict(unit_bytes=1_000_000, vocab_size=512, dequantize="device"))
             self._add("stored", stored, source=step, mesh=MESHES[3], options=dict(unit_bytes=1_000_000))
             deep = save(folder / "deep", DEEP, random_tensors(DEEP))
             self._add("deep", {}, source=deep, mesh=MESHES[1], options=dict(unit_bytes=200_000))
@@ -106,6 +107,10 @@ class Job:
             self._add("dies", {}, source=source, mesh=MESHES[1], options=STEPS, fault=[1, "dies"])
         else:
             self._add_cases(cases)
+        if processes == 1:
+            quantised, wanted = _fp8(folder)
+            for mesh in MESHES[1:]:
+                self._add(f"decoded by devices on {mesh[1]}", wanted, source=quantised, mesh=mesh, options=dict(unit_bytes=1_000_000, dequantize="device"))
         self.told, self.ended = run_job(processes, self._loads, folder)
 
     def _add(self, name: str, wanted: Mapping[str, np.ndarray], **load: Any) -> None:
@@ -143,14 +148,22 @@ def _uneven(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
     return source, wanted
 
 
-def _quantised(folder: Path) -> tuple[Path, Path, dict[str, np.ndarray]]:
-    """FP8 in blocks, an Orbax checkpoint of it in other chunks than the mesh has, and what stock Orbax restores of that."""
+def _fp8(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """FP8 in blocks, and its arrays by plain numpy."""
     tensors = random_tensors(QUANTISED)
+    values = dict(tensors)
     rng = np.random.default_rng(2)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        blocks = tuple(-(-size // 32) for size in tensors[name].shape)
-        tensors[name], tensors[f"{name}_scale_inv"] = tensors[name].astype(FP8), rng.random(blocks, F32)
-    source = save(folder / "quantised", QUANTISED, *split(tensors, 2))
+        rows, columns = np.indices(tensors[name].shape) // 32
+        scales = rng.random((rows.max() + 1, columns.max() + 1), F32)
+        tensors[name], tensors[f"{name}_scale_inv"] = tensors[name].astype(FP8), scales
+        values[name] = tensors[name].astype(F32) * scales[rows, columns]
+    return save(folder / "quantised", QUANTISED, *split(tensors, 2)), reference(QUANTISED, values, BF16)
+
+
+def _quantised(folder: Path) -> tuple[Path, Path, dict[str, np.ndarray]]:
+    """FP8, an Orbax checkpoint of it in other chunks than the mesh has, and what stock Orbax restores of that."""
+    source, _ = _fp8(folder)
     step = convert(source, folder / "converted", "--vocab_size", "512", "--mesh", "fsdp=2,expert=2")
     return source, step, restore(step)
 

@@ -109,11 +109,6 @@ def test_all_mismatches_at_once(folder: Path) -> None:
     }
 
 
-def test_decoding_on_devices_is_refused(folder: Path) -> None:
-    with pytest.raises(wb.Refused, match="decoded on the host"):
-        wb.load(str(folder), abstract(wanted()), dequantize="device")
-
-
 def test_a_file_that_is_cut_short_fails_in_words(tmp_path: Path) -> None:
     """Between the plan and the reading, which is when it can happen."""
     source = save(tmp_path / "hf", CONFIG, random_tensors(CONFIG))
