@@ -82,9 +82,10 @@ def test_the_grids_are_different(steps: dict[str, Path]) -> None:
 def test_every_way_to_restore(steps: dict[str, Path], mesh: str) -> None:
     """MaxText's own bits come out, in the shardings that were asked for, and with no warning that a stock checkpoint doesn't cause too."""
     devices = math.prod(int(size) for size in mesh.split("x"))
-    told = restore_all(steps, mesh, devices)
+    named = (*FORMATS, *RESHARDED) if mesh == "4x2" else tuple(FORMATS)  # a reshard's results once: each takes a second
+    told = restore_all({name: steps[name] for name in (*named, "stock")}, mesh, devices)
     wanted = given_arrays(CASE, "scanned")
-    for name in (*FORMATS, *RESHARDED):
+    for name in named:
         assert list(told[name]) == WAYS
         for way in WAYS:
             result = told[name][way]
