@@ -177,6 +177,11 @@ class OrbaxCheckpoint:
         """The weights, by MaxText's keys."""
         return {name: self.arrays[key] for name, key in self.tree.weights.items()}
 
+    @property
+    def array_count(self) -> int:
+        """How many arrays it holds."""
+        return len(self.arrays)
+
     def check(self) -> None:
         """Checks that the checkpoint is the one that was opened.
 

@@ -122,7 +122,7 @@ def fill_in(options: PipelineOptions, conversion: Movement, target: str) -> None
     threads = debug.number_of_worker_harness_threads
     needed = memory_bound(conversion, threads, target) + SYSTEM_BYTES
     if machine and machine.memory < needed:
-        what = f"{threads} threads × --unit_bytes={human(conversion.options.unit_bytes)}, and what is always needed"
+        what = f"{threads} threads × --unit_bytes={human(conversion.unit_bytes)}, and what is always needed"
         todo = f"a larger one, a smaller --unit_bytes, or fewer with --number_of_worker_harness_threads (now {threads})"
         raise RefusedError(f"--machine_type={worker.machine_type} has {human(machine.memory)} of memory, but {human(needed)} are needed: {what}; take {todo}")
     hints = options.view_as(StandardOptions)

@@ -9,7 +9,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.links import COPY
@@ -252,8 +252,8 @@ def _difference(staging: Staging, wanted: CheckpointPlan) -> str:
         return f"it is of weightbeam {staged.kind}"
     if staged.hash == wanted.hash:
         return "the source's files have changed" if wanted.was_touched(staged) else ""
-    options = vars(wanted.options)
-    changed = [f"--{name} was {_shown(old)}, is {_shown(options[name])}" for name, old in vars(staged.options).items() if options[name] != old]
+    options, before = vars(wanted.options), vars(cast(CheckpointPlan, staged).options)
+    changed = [f"--{name} was {_shown(old)}, is {_shown(options[name])}" for name, old in before.items() if options[name] != old]
     return "; ".join(changed) or "the source's files have changed"
 
 

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weightbeam.formats.release import edit_config, model_card, role_of
 from weightbeam.formats.release_target import ReleaseFolder, ReleasePlace, plan_hash_of, release_staging
@@ -27,6 +27,7 @@ from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes
 from weightbeam.pipelines.shell import STDOUT, say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.files import FileLayout
+from weightbeam.transforms.movement import Movement
 from weightbeam.transforms.rows import ReleasePlan
 
 LOG = logging.getLogger("weightbeam")
@@ -205,7 +206,7 @@ def carry_out(planned: ReleasePlan, output: str, resume: bool, overwrite: bool, 
         refuse(check_release(staging, planned, resume, overwrite))  # again: now nobody else changes it
         from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
 
-        run_units(planned, staging, beam, {"source": planned.inputs[0], "output": output}, resume, overwrite, report=reporter(progress))
+        run_units(cast(Movement, planned), staging, beam, {"source": planned.inputs[0], "output": output}, resume, overwrite, report=reporter(progress))
     if plan_hash_of(staging.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
     return Written(str(staging.final), time.monotonic() - start)

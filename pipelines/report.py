@@ -8,7 +8,7 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.cells import pattern
@@ -18,11 +18,9 @@ from weightbeam.pipelines.tables import Block, Table, count, duration, human, sh
 from weightbeam.transforms.conversion import Conversion, rules_of
 from weightbeam.transforms.makespan import CLUSTER_SLOTS, CLUSTER_START, Estimate, Worker
 from weightbeam.transforms.mesh import base_rules, model_rules
+from weightbeam.transforms.movement import Movement
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.overlap import SPARE, overlaps
-
-if TYPE_CHECKING:
-    from weightbeam.transforms.movement import Movement
 
 BASE_BYTES = 384 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
 TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
@@ -75,7 +73,7 @@ def collapse(lines: Iterable[str]) -> list[str]:
     return [same[0] + (f" (and {len(same) - 1} alike)" if len(same) > 1 else "") for same in groups.values()]
 
 
-def memory_bound(conversion: Conversion, threads: int, output: str | None = None) -> int:
+def memory_bound(conversion: Movement, threads: int, output: str | None = None) -> int:
     """Bytes of memory that a worker needs at most; `output` is where the checkpoint goes, if that is known."""
     return threads * thread_bytes(conversion) + spare_bytes(conversion, output) + base_bytes(conversion)
 
@@ -91,14 +89,14 @@ def memory_parts(threads: int, thread: int, spare: int, base: int) -> tuple[str,
     return human(threads * thread + spare + base), " + ".join(filter(None, parts))
 
 
-def thread_bytes(conversion: Conversion) -> int:
+def thread_bytes(conversion: Movement) -> int:
     """Bytes that each thread needs at most: a unit, and what reading takes beside it."""
-    return conversion.options.unit_bytes + open_store(conversion.source.root).held_bytes
+    return conversion.unit_bytes + open_store(conversion.source.root).held_bytes
 
 
-def base_bytes(conversion: Conversion) -> int:
+def base_bytes(conversion: Movement) -> int:
     """Bytes of a worker that no unit needs."""
-    return BASE_BYTES + TENSOR_BYTES * len(conversion.source.tensors) + UNIT_BYTES * len(conversion.units)
+    return BASE_BYTES + TENSOR_BYTES * conversion.source.array_count + UNIT_BYTES * len(conversion.units)
 
 
 def plan_blocks(conversion: Conversion, threads: int, output: str | None = None) -> Iterator[Block]:

@@ -138,9 +138,13 @@ class Export(ReleasePlan):
             for block in unit
         )
 
-    @functools.cached_property
+    @property
     def chunks(self) -> list[tuple[str, tuple[int, ...]]]:
         """The chunks to unpack before the first unit: each array's key and the chunk's index."""
+        return self._chunks
+
+    @functools.cached_property
+    def _chunks(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(key, index) for key in sorted(self.unpacked) for index in chunks(self.encodings[key])]
 
     def unpack(self, number: int, place: Store) -> int:

@@ -36,6 +36,11 @@ class Source(Protocol):
         """URL."""
         ...
 
+    @property
+    def array_count(self) -> int:
+        """How many arrays it holds, as they are stored."""
+        ...
+
     def check(self) -> None:
         """Checks that it is what was planned with, before anything is published.
 

@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,7 @@ import numpy as np
 from weightbeam.formats import orbax
 from weightbeam.formats.adapters.kernels import AdaptedKernel
 from weightbeam.formats.copying import copy_spec, is_plain, read_chunks
-from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings import StoredArray
 from weightbeam.formats.orbax import ARRAY_METADATAS, STRINGS, Contents
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.orbax_state import Surroundings, array_metadatas
@@ -137,7 +137,7 @@ class Reshard(InUnits):
 
     kind = "reshard"
 
-    @functools.cached_property
+    @property
     def format(self) -> Format:
         """How the checkpoint is stored; arrays that are copied keep their codec."""
         return _format(self.options, self.source)
@@ -187,9 +187,13 @@ class Reshard(InUnits):
         roots = [adapter.root for adapter in self.adapters]
         return {self.source.arrays[key]: "" for key in sorted(keys)} | {array: f"adapter{roots.index(array.items)}/" for array in large}
 
-    @functools.cached_property
+    @property
     def chunks(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
         """The chunks to unpack before the first unit: each array and the chunk's index."""
+        return self._chunks
+
+    @functools.cached_property
+    def _chunks(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
         return [(array, index) for array in self.unpacked for index in chunks(array)]
 
     def unpack(self, number: int, place: Store) -> int:
@@ -214,19 +218,24 @@ class Reshard(InUnits):
         """Whether chunks are copied as they are encoded; plain ones are read and written as values, which spares two copies in memory."""
         return self.ways[block.array].name == "copied" and not is_plain(self.around.zarr[self.plan.arrays[block.array].parts[0].tensors[0]])
 
-    def _encodings(self, place: Store) -> dict[str, Encoding]:
+    def _encodings(self, place: Store) -> dict[str, StoredArray]:
         """How each array of the source is read: as it is stored or unpacked, with the adapters in it."""
 
-        def find(array: Encoding) -> Encoding:
-            is_unpacked = isinstance(array, OrbaxArray) and array in self.unpacked
-            return UnpackedArray(array, place.url, self.unpacked[array]) if is_unpacked else array
+        def find(array: StoredArray) -> StoredArray:
+            if isinstance(array, OrbaxArray) and array in self.unpacked:
+                return UnpackedArray(array, place.url, self.unpacked[array])
+            return array
 
         kernels = self.adapted.kernels
         return {key: kernels[key].stored_as(find) if key in kernels else find(array) for key, array in self.source.arrays.items()}
 
-    @functools.cached_property
+    @property
     def hash(self) -> str:
         """Identifies the result: the source's files, the options, each array and what it is made of, the chunks, the units."""
+        return self._identity.hash
+
+    @functools.cached_property
+    def _identity(self) -> Identity:
         identity = Identity()
         identity.add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.model.config)
         for adapter in self.adapters:
@@ -238,9 +247,12 @@ class Reshard(InUnits):
             identity.add(way.name, way.grid.spec.chunk, way.grid.spec.shard)
         for unit in self.units:
             identity.add([(block.array, block.shards) for block in unit])
-        return identity.hash
+        return identity
 
-    linked_bytes: ClassVar[int] = 0  # every array is made
+    @property
+    def linked_bytes(self) -> int:
+        """None: every array is made."""
+        return 0
 
     def was_touched(self, since: Reshard) -> bool:
         """Never, since the hash knows the source's files."""
@@ -323,7 +335,8 @@ class Reshard(InUnits):
         """Where the checkpoint comes from: what the source remembers of its release, and the source itself."""
         before = self.source.record
         kept = {key: before[key] for key in ("source", "shards", "family", "model", "config", "tensors", "dropped", "adapters") if key in before}
-        made = before.get("options") if isinstance(before.get("options"), dict) else {}
+        said = before.get("options")
+        made = said if isinstance(said, dict) else {}
         asked = {key: value for key, value in vars(self.options).items() if value not in (None, KEEP) and key not in ("lora", "lora_alpha")}
         layout = {"scan_layers": self.tree.scan, "param_scan_axis": self.tree.scan_axis, "use_ocdbt": self.format.use_ocdbt, "use_zarr3": self.format.use_zarr3}
         return {

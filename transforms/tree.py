@@ -166,7 +166,9 @@ def find_parts(source: OrbaxCheckpoint, model: Model, family_name: str | None, m
         layouts = _Layouts(source, model, source.tree.weights, family_name, model_name)
     except TreeError as e:
         return {}, str(e)
-    if layouts.family is None or (why := layouts.unsettled):
+    if layouts.family is None:
+        return {}, layouts.reason
+    if why := layouts.unsettled:
         return {}, layouts.reason or why
     parts = expand(layouts.family, layouts.config, layouts.at(layouts.scan, layouts.axis))
     return {key_of(path): made[0] for path, made in parts.items() if len(made) == 1}, ""

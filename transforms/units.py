@@ -258,7 +258,7 @@ def _join(boxes: list[tuple[Box, bool]], new: Box, computed: bool) -> None:
 
 
 def expand_unit(
-    id: int, blocks: Sequence[Block], arrays: Sequence[Array], grids: Sequence[Grid], encodings: Mapping[str, Encoding], save_dtype: np.dtype
+    id: int, blocks: Sequence[Block], arrays: Sequence[Array], grids: Sequence[Grid], encodings: Mapping[str, StoredArray], save_dtype: np.dtype
 ) -> Unit:
     """Spells a unit out: what to fetch, and which piece of it goes where."""
     fetches: list[Fetch] = []

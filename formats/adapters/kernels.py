@@ -19,7 +19,7 @@ import numpy as np
 
 from weightbeam.formats.adapters.delta import Product, doubled
 from weightbeam.formats.adapters.merged import FLOAT32, STRIP_ELEMENTS
-from weightbeam.formats.encodings import ContentError, Encoding
+from weightbeam.formats.encodings import ContentError, StoredArray
 from weightbeam.formats.encodings.encoding import InOrder, Read
 from weightbeam.formats.orbax_source import OrbaxArray
 from weightbeam.formats.safetensors import Allocate
@@ -36,7 +36,7 @@ class Factor:
       rank_axis: which of the other two is the rank: 1 of A, 0 of B.
     """
 
-    array: Encoding
+    array: StoredArray
     at: int
     rank_axis: int
 
@@ -106,7 +106,7 @@ class AdaptedKernel(InOrder):
       inputs: how many of its other axes are inputs; they come first.
     """
 
-    base: Encoding
+    base: StoredArray
     pairs: tuple[Pair, ...]
     at: int
     stacked: int
@@ -126,7 +126,7 @@ class AdaptedKernel(InOrder):
         """The factors' arrays."""
         return tuple(dict.fromkeys(factor.array for pair in self.pairs for factor in (pair.a, pair.b) if isinstance(factor.array, OrbaxArray)))
 
-    def stored_as(self, find: Callable[[Encoding], Encoding]) -> AdaptedKernel:
+    def stored_as(self, find: Callable[[StoredArray], StoredArray]) -> AdaptedKernel:
         """The same, each array of it where `find` says that it is."""
         pairs = tuple(
             dataclasses.replace(pair, **{side: dataclasses.replace(factor, array=find(factor.array)) for side, factor in (("a", pair.a), ("b", pair.b))})
@@ -142,7 +142,7 @@ class AdaptedKernel(InOrder):
         """The values in float32, whatever `dtype` is: who stacks them casts them."""
         rest = iter(stored)
 
-        def take(array: Encoding, part: Box) -> list[np.ndarray]:
+        def take(array: StoredArray, part: Box) -> list[np.ndarray]:
             return list(itertools.islice(rest, len(array.reads(part))))
 
         values = empty(extent(box), FLOAT32)
@@ -202,5 +202,5 @@ def _rows(values: np.ndarray, held: Box, wanted: Box) -> np.ndarray:
     return shaped[tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(wanted, held, strict=True))].reshape(-1, values.shape[-1])
 
 
-def _name(array: Encoding) -> str:
+def _name(array: StoredArray) -> str:
     return str(getattr(array, "key", "") or getattr(getattr(array, "array", None), "key", "the kernel"))

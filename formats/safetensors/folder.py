@@ -86,6 +86,11 @@ class HfCheckpoint:
         """Every tensor by name; in the order of the files and of their offsets."""
         return {tensor.name: tensor for shard in self.shards for tensor in shard.tensors}
 
+    @property
+    def array_count(self) -> int:
+        """How many tensors it holds."""
+        return sum(len(shard.tensors) for shard in self.shards)
+
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON; what is wrong with it is left out."""
         shards = [

@@ -199,7 +199,8 @@ def settle(arrays: Mapping[str, jax.Array], dtypes: Mapping[str, np.dtype], shar
             on_devices = jax.device_put(shards, devices)  # a CPU device takes an array that begins at a cache line as it is
             settled[key] = jax.make_array_from_single_device_arrays(arrays[key].shape, arrays[key].sharding, on_devices)
         else:
-            orders.setdefault(tuple(arrays[key].sharding.mesh.devices.flat), []).append(key)
+            sharding: Any = arrays[key].sharding  # a NamedSharding
+            orders.setdefault(tuple(sharding.mesh.devices.flat), []).append(key)
     for keys in orders.values():
         made = [settled.pop(key) for key in keys]
         kinds = tuple(dtypes[key] for key in keys)

@@ -25,7 +25,6 @@ from apache_beam.portability.api import beam_fn_api_pb2
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.portability.fn_api_runner.execution import BundleContextManager, PartitionableBuffer
 from apache_beam.runners.portability.fn_api_runner.fn_runner import BundleManager
-from apache_beam.runners.portability.fn_api_runner.worker_handlers import EmbeddedWorkerHandler
 from apache_beam.runners.runner import PipelineResult
 from apache_beam.runners.worker.data_plane import InMemoryDataChannel, InMemoryDataChannelFactory
 
@@ -109,7 +108,7 @@ class _Threads(BundleManager):
     def process_bundle(
         self,
         inputs: Mapping[str, PartitionableBuffer],
-        expected_outputs: Mapping[str, bytes],
+        expected_outputs: Any,
         fired_timers: Mapping[Any, PartitionableBuffer],
         expected_output_timers: Mapping[Any, Any],
         dry_run: bool = False,
@@ -117,7 +116,7 @@ class _Threads(BundleManager):
         context = self.bundle_context_manager
         elements = _Elements((name, element) for name, buffer in inputs.items() for element in split(buffer, context.get_input_coder_impl(name)))
 
-        def run(handler: EmbeddedWorkerHandler) -> beam_fn_api_pb2.InstructionResponse:
+        def run(handler: Any) -> beam_fn_api_pb2.InstructionResponse:
             own = copy.copy(context)
             own._worker_handlers = [handler]
             _Channel.of(handler).elements = elements
@@ -135,7 +134,7 @@ class _Channel(InMemoryDataChannel):
     elements: _Elements
 
     @classmethod
-    def of(cls, handler: EmbeddedWorkerHandler) -> _Channel:
+    def of(cls, handler: Any) -> _Channel:
         """The worker's; it must stay the same, since Beam keeps what it builds on it from bundle to bundle."""
         cache = handler.bundle_processor_cache
         channel = cache.data_channel_factory.create_data_channel_from_url("")

@@ -20,13 +20,13 @@ import pytest
 from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOptions, PipelineOptions, SetupOptions, StandardOptions, WorkerOptions
 from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationClient
 from submission import OUTPUT, PROJECT, REGION, STAGED, TIMEOUT, Cloud, Submission, cloud
-from support import LLAMA, LLAMA_8B, call, digests, given, given_arrays, headers_only, random_tensors, restore, save, split
+from support import LLAMA, LLAMA_8B, call, convert, digests, given, given_arrays, headers_only, random_tensors, restore, save, split
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage.bucket import Bucket
 from weightbeam.formats.storage.token import SECRET
-from weightbeam.pipelines import dataflow
+from weightbeam.pipelines import dataflow, export
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.execution import build
 from weightbeam.pipelines.options import SETUP_FILE, pipeline_options
@@ -304,6 +304,16 @@ def test_the_job_is_small_for_any_model(tmp_path: Path, unit_bytes: int, units: 
     conversion = prepare(Options(unit_bytes=unit_bytes), headers_only(LLAMA_8B))
     assert len(conversion.units) >= units
     assert len(graph_of(conversion, tmp_path)) < 60_000
+
+
+def test_a_job_of_an_export_fits_its_machines(tmp_path: Path) -> None:
+    """The bound on a worker's memory is that of any plan: what is always needed, and a unit for each thread."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    planned = export.plan(convert(source, tmp_path / "checkpoint"), like=str(source))
+    options = pipeline_options(["--runner=DataflowRunner"])
+    dataflow.fill_in(options, planned, "gs://b/out")
+    threads = options.view_as(DebugOptions).number_of_worker_harness_threads
+    assert options.view_as(StandardOptions).resource_hints == [f"min_ram={memory_bound(planned, threads) + (1 << 30)}B"]
 
 
 # --- options --------------------------------------------------------------------------------------------------------------------
