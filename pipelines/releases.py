@@ -118,7 +118,7 @@ def size_lines(planned: ReleasePlan, threads: int, output: str | None = None) ->
     """What a release takes, for a person: its files, the units, the memory."""
     if (files := planned.files) is None:
         return []
-    most, parts = memory_parts(threads, planned.unit_bytes, spare_bytes(planned, output), BASE_BYTES)
+    most, parts = memory_parts(threads, planned.unit_bytes, spare_bytes(cast(Movement, planned), output), BASE_BYTES)
     return [
         f"release     {count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}",
         f"units       {len(planned.units):,}, the largest takes {human(planned.unit_working_bytes)} of memory",

@@ -285,7 +285,8 @@ class AssembleCheckpoint(beam.PTransform):
 def in_global_window(value: Any) -> WindowedValue:
     """What the end of a bundle gives."""
     window = GlobalWindow()
-    return WindowedValue(value, window.max_timestamp(), [window])
+    windows: Any = [window]
+    return WindowedValue(value, window.max_timestamp(), windows)
 
 
 def is_published(staging: Staging, plan_hash: str) -> bool:
