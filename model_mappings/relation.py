@@ -131,7 +131,17 @@ class Relation(NamedTuple):
             yield (mine, theirs, order) if back else (theirs, mine, order)
 
     def _align(self, side: Sequence[Axis], spans: Sequence[Spans], cell: Sequence[int], shared: dict[int, Range]) -> list[Spans] | None:
-        """The part of `spans` that belongs to the cell, None where there is none; notes the ranges of the shared factors."""
+        """The part of `spans` that belongs to the cell, None where there is none; notes the ranges of the shared factors.
+
+        An axis of the array of 20 rows, of which the tensor supplies 4 from row 16 on; and the box [14, 18) of it:
+
+            array    … 13  14  15  16  17  18  19
+            box            [14          18)
+            tensor                 [16          20)     its rows 0 to 3
+            met                    [16  18)             shared: rows [0, 2) of the tensor
+
+        On an axis of layers the box [2, 5) meets the cell of layer 3 in [3, 4), and the cell of layer 7 not at all.
+        """
         met = []
         for axis, ranges in zip(side, spans, strict=True):
             parts = []

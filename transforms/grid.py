@@ -153,6 +153,16 @@ def make_grid(
 ) -> Grid:
     """Cuts an array for `meshes`, in units of at most `unit_bytes`.
 
+    Llama-3.1-8B's `wi_0` for `fsdp=16`, which shards `embed`; of each layer a tensor gate_proj (mlp, embed), in bfloat16:
+
+        embed   4096    |256|256| … 16 devices … |256|     a chunk is one device's 256: no host reads what another owns
+        layers    32    |1|1|1| …                          each index selects a tensor, so a chunk has one
+        mlp    14336    |     7168     |     7168     |    cut to where a chunk, (256, 1, 7168), has 1 to 4 MB
+
+    A row of gate_proj is all of `embed`: that is its whole axis. So the smallest unit is 16 chunks, one beside the other, and it grows
+    along `mlp`, where the next rows lie, then along `layers`. With 4 bytes an element, two in the file and two in the chunk, 7168 rows
+    take 117 MB, which is what 128 MiB hold.
+
     Args:
       array: what is cut.
       stored: how its tensors are stored.

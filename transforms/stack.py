@@ -60,7 +60,12 @@ def stack(job: Make, views: Sequence[tuple[Piece, np.ndarray]], empty: Allocate 
 def _align(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """`source`, and the view of the shards `made` that it becomes, with the same axes.
 
-    An axis that runs through several shards is two: the shard's number, and the index within it.
+    An axis that runs through several shards is two: the shard's number, and the index within it. Two shards of (3, 4), one below the
+    other, and a piece that is all six rows of them:
+
+        made     (2, 1, 3, 4)      number of the shard on each axis, index within it on each
+        source   (6, 4)        ─▸  (2, 3, 4)      rows 0–2 for shard 0, rows 3–5 for shard 1
+        region   made[0:2, 0]  ─▸  (2, 3, 4)      axis 1 lies within one shard, and stays one axis
     """
     rank = len(origin)
     numbers: list[int | slice] = []  # of shards, on each axis
@@ -129,7 +134,18 @@ def _coalesce(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _copy_bits(source: np.ndarray, target: np.ndarray) -> None:
-    """A plain copy where both sides run along the same axis, else transpositions, one for each index of the axes without a share in it."""
+    """A plain copy where both sides run along the same axis, else transpositions, one for each index of the axes without a share in it.
+
+    The axes are in the target's order; what counts is how each side strides through memory along them. The tensor (mlp, embed) into
+    the array (embed, mlp), 2 bytes an element:
+
+        axis      target's stride     source's stride
+        embed        2 · mlp               2            near: neighbours in the source are columns
+        mlp             2               2 · embed       far: neighbours in the target are rows
+
+    So each block of 256 rows and 8192 bytes is copied as it is, and turned where both its sides are in the cache. Where a run is short,
+    such as 64 elements of a rotary half, the axis that follows it in memory joins it, until a block is full.
+    """
     if source.ndim < 2 or source.size < 1 << 10:
         target[...] = source
         return

@@ -98,7 +98,17 @@ def _run(part: Part) -> int:
 
 
 def make_blocks(number: int, array: Array, grid: Grid, encodings: Mapping[str, Encoding], unit_bytes: int) -> Iterator[Block]:
-    """Cuts an array into blocks of at most `unit_bytes`, as long as possible along the source's bytes."""
+    """Cuts an array into blocks of at most `unit_bytes`, as long as possible along the source's bytes.
+
+    A block begins with all shards along the whole axes, and grows along the others one after the other, until it is full. Shards of
+    `wi_0` (embed, layers, mlp) as 16 × 32 × 2, where embed is a whole axis and growth is mlp, then layers:
+
+        16 × 1 × 1       117 MB; a unit has 134 MB, so two along mlp don't fit, and nothing grows further
+        16 × 1 × 2       with twice the memory: all of mlp, so that it goes on along layers
+        16 × 16 × 2      with 36 times: 20 layers fit, and two blocks of 16 are made, rather than one of 20 and one of 12
+
+    Along the axis where it ends, blocks are of about equal length.
+    """
     spec = grid.spec
     counts = [count if axis in grid.whole_axes else 1 for axis, count in enumerate(spec.grid)]
     for axis in grid.growth:

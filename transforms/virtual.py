@@ -255,6 +255,16 @@ def _position(axis: Sequence[Factor], layer: tuple[int, ...], name: tuple[int, .
 def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[int]:
     """The extents of a chunk: one range of rows, within a device's shard where rows can serve it, and of at most `MAX_CHUNK` if they divide so.
 
+    Llama-3.1-8B's `wi_0`, and the tensor gate_proj of each layer, (mlp 14336, embed 4096), in bfloat16; strides in elements:
+
+        axis       embed    layers    mlp
+        size        4096        32  14336
+        stride         1         –   4096     of layers none: each selects a tensor
+        chunk       4096         1    512     512 whole rows, 4 MiB side by side in the file
+
+    Only the slowest axis can be cut so that what is left is one range, and a faster one only where all slower ones are cut to 1. For
+    `fsdp=16`, which shards `embed`, that is no use: each host reads whole rows of which it needs a sixteenth, and the plan says so.
+
     Raises:
       MaterialError: no range of a tensor is a chunk.
     """
