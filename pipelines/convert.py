@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from weightbeam.formats.links import HARD
 from weightbeam.formats.storage import Store
 from weightbeam.pipelines import report
-from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
+from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place, slots_before
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, option_keywords, read_options, takes_options
 from weightbeam.pipelines.output import check_output
@@ -138,7 +138,9 @@ def convert(
             raise TypeError(f"a plan has its options already: {', '.join(options)}")
         conversion = source.conversion
     else:
-        conversion = prepare_conversion(source, read_options(options), hf_token_secret)
+        asked = read_options(options)
+        slots = report.slots_of(beam, asked, None, source, output)
+        conversion = prepare_conversion(source, asked, hf_token_secret, slots_before(output, asked.step, slots) if resume else slots)
     return carry_out(conversion, output, resume, overwrite, link, sha256, beam, progress)
 
 
@@ -168,7 +170,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Converts, and says what came of it."""
     if args.dry_run:
         check_places(rest, "convert", {"source": args.source, "output": args.output})
-        dry_run(args, prepare_conversion(args.source, read_options(option_keywords(args)), args.hf_token_secret), rest)
+        asked = read_options(option_keywords(args))
+        slots = report.slots_of(rest, asked, None, args.source, args.output or "")
+        dry_run(args, prepare_conversion(args.source, asked, args.hf_token_secret, slots), rest)
         return 0
     say(args, convert(**keywords_of(args, convert), beam=rest))
     return 0

@@ -15,12 +15,13 @@ from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines import report, tables, virtual
 from weightbeam.pipelines.arguments import GBPS, HOUR_PRICE
 from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.keywords import OptionKeywords, arguments_of, keywords_of, read_options, takes_options
+from weightbeam.pipelines.keywords import OptionKeywords, arguments_of, option_keywords, read_options, takes_options
 from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.shell import STDOUT, say, write_json, write_text
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.makespan import Estimate, efforts_of, estimate
+from weightbeam.transforms.options import Options
 
 UNKNOWN = "unknown"  # the family of a plan that found none
 
@@ -176,14 +177,29 @@ def plan(
     Raises:
       Refused: there is nothing to plan: no such source, no such mesh.
     """
-    conversion = prepare_conversion(source, read_options(options), hf_token_secret)
+    return _plan(source, read_options(options), workers, worker_gbps, worker_hour_price, hf_token_secret, beam)
+
+
+def _plan(
+    source: str,
+    options: Options,
+    workers: Sequence[int],
+    worker_gbps: float,
+    worker_hour_price: float,
+    hf_token_secret: str | None,
+    beam: Sequence[str],
+    output: str | None = None,
+) -> Plan:
+    """The plan of a conversion into a place that is known or not: its units are cut for the workers that are."""
+    worker = report.worker_of(beam, worker_gbps, worker_hour_price)
+    slots = report.slots_of(beam, options, max(workers) * worker.threads if workers else None, source, output or "")
+    conversion = prepare_conversion(source, options, hf_token_secret, slots)
     threads = report.threads_of(report.thread_options(beam))
     estimates: list[Estimate] = []
     if workers and not conversion.plan.problems:
-        worker = report.worker_of(beam, worker_gbps, worker_hour_price)
         efforts, files = list(efforts_of(conversion)), len(conversion.source.shards)
         estimates = [estimate(efforts, number, worker, files, conversion.source.root.startswith("hf://")) for number in workers]
-    return Plan(conversion, threads, tuple(estimates))
+    return Plan(conversion, threads, tuple(estimates), output)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -193,7 +209,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         from weightbeam.pipelines.options import check_options
 
         check_options(rest)
-    made = dataclasses.replace(plan(**keywords_of(args, plan), beam=rest), output=args.output)
+    asked = read_options(option_keywords(args))
+    made = _plan(args.source, asked, args.workers or (), args.worker_gbps, args.worker_hour_price, args.hf_token_secret, rest, args.output)
     loads = _plan_loads(made, args) if args.load else []
     if args.maxtext_config:
         if made.conversion.plan.family == UNKNOWN:

@@ -37,8 +37,8 @@ LINE = 5000  # characters of a problem: names and values in it are the files', h
 KINDS, NAME = 200, 300  # of tensors that an inventory lists, and characters of their names
 
 
-def prepare_conversion(source: str, options: Options, hf_token_secret: str | None = None) -> Conversion:
-    """Plans a conversion; problems stay in the plan.
+def prepare_conversion(source: str, options: Options, hf_token_secret: str | None = None, slots: int | None = None) -> Conversion:
+    """Plans a conversion, its units cut for `slots` of them at a time if that is known; problems stay in the plan.
 
     Raises:
       Refused: there is nothing to plan: no source, no such mesh.
@@ -46,17 +46,17 @@ def prepare_conversion(source: str, options: Options, hf_token_secret: str | Non
     if not source:
         raise Refused("--source is missing: the folder with config.json and the safetensors files")
     name_secret(hf_token_secret)
-    return plan_with(options, open_source(source, options.allow_links))
+    return plan_with(options, open_source(source, options.allow_links), slots)
 
 
-def plan_with(options: Options, checkpoint: HfCheckpoint) -> Conversion:
+def plan_with(options: Options, checkpoint: HfCheckpoint, slots: int | None = None) -> Conversion:
     """Plans a conversion of an opened source.
 
     Raises:
       Refused: a mesh can't be read.
     """
     try:
-        return prepare(options, checkpoint, open_adapters(options))
+        return prepare(options, checkpoint, open_adapters(options), slots)
     except MeshError as e:
         raise Refused(str(e)) from e
 

@@ -65,6 +65,26 @@ def worker_of(arguments: Sequence[str], gbps: float, hour_price: float) -> Worke
     return Worker(gbps, hour_price, threads_of(thread_options(arguments), CLUSTER_SLOTS), engine=engine, start=CLUSTER_START)
 
 
+def slots_of(arguments: Sequence[str], options: Options, simulated: int | None, *places: object) -> int | None:
+    """Units that all workers work on at a time, which the size of units follows from: `simulated`, or by Beam's options; without Beam.
+
+    None where nobody says it, where `--unit_bytes` settles the size, and from disk to disk, which does best with the largest.
+    """
+    if options.unit_bytes != DEFAULTS.unit_bytes:
+        return None
+    if simulated:
+        return simulated
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--runner", default="")
+    for option in ("--parallelism", "--max_num_workers", "--num_workers"):
+        parser.add_argument(option, type=int)
+    said = parser.parse_known_args(list(arguments))[0]
+    if said.runner.rpartition(".")[2].lower().removesuffix("runner") in ("", "direct", "fnapi"):
+        return threads_of(thread_options(arguments)) if overlaps(*places) else None
+    workers = said.max_num_workers or said.num_workers
+    return said.parallelism or (workers * worker_of(arguments, 1, 0).threads if workers else None)
+
+
 def collapse(lines: Iterable[str]) -> list[str]:
     """Lines that differ only in numbers, once each."""
     groups: dict[str, list[str]] = defaultdict(list)
@@ -149,7 +169,8 @@ def plan_blocks(conversion: Conversion, threads: int, output: str | None = None)
     totals.add_row("source", f"{human(source)} in {count(len(conversion.source.shards), 'file')}, {count(len(conversion.source.tensors), 'tensor')}")
     totals.add_row("target", f"{human(conversion.target_bytes)} in {count(len(plan.arrays), 'array')}")
     if conversion.units:
-        totals.add_row("units", f"{len(conversion.units):,}, the largest takes {human(conversion.unit_working_bytes)} of memory")
+        size = f"{len(conversion.units):,}, the largest takes {human(conversion.unit_working_bytes)} of memory"
+        totals.add_row("units", size + (f", cut for {conversion.slots:,} at a time" if conversion.slots else ""))
         totals.add_row("reads", f"{human(read)}, {read / source:.3f} × the source")
         most, parts = memory_parts(threads, thread_bytes(conversion), spare_bytes(conversion, output), base_bytes(conversion))
         totals.add_row("memory", f"at most {most} a worker: {parts}")
@@ -264,6 +285,7 @@ def json_report(conversion: Conversion, threads: int, output: str | None = None)
         "warnings": conversion.warnings,
         "note": plan.note,
         "units": len(conversion.units),
+        "slots": conversion.slots,
         "bytes": {"source": source, "target": conversion.target_bytes, "read_amplification": read / source if source and conversion.units else None},
         "memory": {"per_worker_bytes": memory_bound(conversion, threads, output)},
     }

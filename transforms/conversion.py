@@ -75,6 +75,7 @@ class Conversion(InUnits):
       adapters: what is merged into the source's tensors, an input too.
       merging: what the adapters' tensors are used for.
       folding: the adapter as MaxText's, with `--adapter_only`.
+      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
     """
 
     options: Options
@@ -88,6 +89,7 @@ class Conversion(InUnits):
     adapters: tuple[Adapter, ...] = ()
     merging: Merging | None = None
     folding: Folding | None = None
+    slots: int | None = None
 
     kind = "convert"
 
@@ -275,6 +277,7 @@ class Conversion(InUnits):
             "family": self.plan.family,
             "model": self.plan.model,
             "options": dataclasses.asdict(self.options),
+            **({} if self.slots is None else {"slots": self.slots}),
             "versions": versions(),
             "axes": {array.key: array.logical_axes for array in self.plan.arrays},
             "lossy": {array.key: array.lossy for array in self.plan.arrays if array.lossy},
@@ -291,6 +294,7 @@ class Conversion(InUnits):
             "options": dataclasses.asdict(self.options),
             "source": self.source.to_json(),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
+            "slots": self.slots,
             "hash": self.hash,
         }
         return pack_inputs(inputs)

@@ -25,9 +25,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def overlaps(*urls: str) -> bool:
-    """Whether one of the places is in a bucket or on the hub, so that reading, computing and writing go on at the same time."""
-    return any(REMOTE in url for url in urls)
+def overlaps(*places: object) -> bool:
+    """Whether one of the places, as people name them, is in a bucket or on the hub, so that reading, computing and writing go on at the same time."""
+    return any(REMOTE in str(place) for place in places)
 
 
 def units_at_a_time(threads: int, overlapping: bool) -> int:

@@ -42,7 +42,7 @@ from weightbeam.transforms.grid import Grid, SourceCost, UnitBytesError, count_e
 from weightbeam.transforms.layouts import maxtext_of
 from weightbeam.transforms.mesh import Mesh
 from weightbeam.transforms.options import Options
-from weightbeam.transforms.units import Block, find_twins, largest_first, make_blocks, pack
+from weightbeam.transforms.units import Block, find_twins, largest_first, largest_in_the_middle, make_blocks, pack, target_bytes
 from weightbeam.transforms.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
 
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
@@ -85,8 +85,10 @@ class _Cut:
     problems: tuple[Problem, ...] = ()
 
 
-def prepare(options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapter] = ()) -> Conversion:
+def prepare(options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapter] = (), slots: int | None = None) -> Conversion:
     """Plans a conversion, with adapters merged into the source's tensors. What stands against it is in `plan.problems`.
+
+    Its units are cut for `slots` of them at a time, if that is known; see `units.target_bytes`.
 
     Raises:
       MeshError: a mesh can't be read.
@@ -116,7 +118,7 @@ def prepare(options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapt
     unneeded = _unneeded(source, family, table)
     dropped, problems = _audit(checkpoint, source, family, table, arrays, asked, unneeded)
     problems += merging.in_vain(dropped)
-    cut = _cut(options, arrays, source.encodings, meshes) if not problems else _Cut()
+    cut = _cut(options, arrays, source.encodings, meshes, slots) if not problems else _Cut()
     problems += cut.problems
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
     plan = Plan(family.name, arrays, dropped, tuple(problems), table.note, family.support, naming.model, naming.sizes, table.maxtext)
@@ -132,6 +134,7 @@ def prepare(options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapt
         tuple(adapters),
         merging,
         folding,
+        slots,
     )
 
 
@@ -206,7 +209,7 @@ def _audit(
     return dropped, problems
 
 
-def _cut(options: Options, arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh]) -> _Cut:
+def _cut(options: Options, arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh], slots: int | None) -> _Cut:
     """Cuts the arrays into chunks and shards, and these into units; with `--virtual` only those that can't stay where they are."""
     placements: tuple[Placement, ...] = ()
     problems: list[Problem] = []
@@ -219,7 +222,7 @@ def _cut(options: Options, arrays: Sequence[Array], encodings: Mapping[str, Enco
             grids = [dataclasses.replace(grid, spec=at.spec) if at.spec else grid for grid, at in zip(grids, placements, strict=True)]
             warnings += warnings_of(arrays, placements, loads_of(grids, meshes))
         made = [number for number in range(len(arrays)) if not (placements and placements[number].spec)]
-        units = _units(options, arrays, made, grids, encodings) if not problems else ()
+        units = _units(options, arrays, made, grids, encodings, slots) if not problems else ()
     except UnitBytesError as e:
         return _Cut(problems=(Problem("memory", f"--unit_bytes={options.unit_bytes}", str(e)),))
     return _Cut(tuple(grids), placements, tuple(units), tuple(warnings), tuple(problems))
@@ -278,14 +281,18 @@ def _source_cost(array: Array, encodings: Mapping[str, Encoding], save: np.dtype
     return SourceCost(element_bytes, order, indivisible, tensor_bytes)
 
 
-def _units(options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding]) -> list[tuple[Block, ...]]:
+def _units(
+    options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding], slots: int | None
+) -> list[tuple[Block, ...]]:
     """The units that make the arrays of these numbers."""
     blocks: list[tuple[Block, ...]] = []
+    unit_bytes = target_bytes(sum(grids[number].working_bytes(arrays[number].shape) for number in made), options.unit_bytes, slots)
     for twins in find_twins([arrays[number] for number in made]):
         group = [made[twin] for twin in twins]
-        cut = [make_blocks(number, arrays[number], grids[number], encodings, options.unit_bytes // len(group)) for number in group]
+        cut = [make_blocks(number, arrays[number], grids[number], encodings, unit_bytes // len(group)) for number in group]
         blocks += zip(*cut, strict=True)
-    return largest_first(pack(blocks, options.unit_bytes))
+    units = pack(blocks, unit_bytes)
+    return largest_first(units) if slots is None else largest_in_the_middle(units)
 
 
 def options_from(said: Mapping[str, Any]) -> Options:
@@ -302,4 +309,4 @@ def _tuples(value: Any) -> Any:
 def load(inputs: Mapping[str, Any]) -> Conversion:
     """The conversion whose inputs `Conversion.stage` staged."""
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
-    return prepare(options_from(inputs["options"]), HfCheckpoint.from_json(inputs["source"]), adapters)
+    return prepare(options_from(inputs["options"]), HfCheckpoint.from_json(inputs["source"]), adapters, inputs.get("slots"))

@@ -22,6 +22,8 @@ from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.arena import aligned
 from weightbeam.transforms.grid import MIN_RUN, Grid
 
+UNITS_PER_SLOT, LEAST_UNITS, LEAST_UNIT_BYTES = 8, 64, 8 << 20  # where the size of units follows from the workers
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
@@ -149,6 +151,22 @@ def pack(blocks: Sequence[tuple[Block, ...]], unit_bytes: int) -> list[tuple[Blo
     return units
 
 
+def target_bytes(total: int, most: int, slots: int | None) -> int:
+    """Bytes that units should have.
+
+    With few units some slots have one more to do than others, and while the first are read and the last are written a link is used in one
+    direction only. With many there are many databases to merge. So each slot gets some eight, and all together 64 at least.
+
+    Args:
+      total: working bytes of all units.
+      most: bound on those of one.
+      slots: units that all workers work on at a time; None where nobody knows, or it doesn't matter.
+    """
+    if slots is None:
+        return most
+    return min(most, max(LEAST_UNIT_BYTES, total // max(UNITS_PER_SLOT * slots, LEAST_UNITS)))
+
+
 def largest_first(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]:
     """The same units in the order of their sizes; those of one size stay in the order of the source's bytes.
 
@@ -157,6 +175,15 @@ def largest_first(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]
     one round is at most what any other got in the round before.
     """
     return sorted(units, key=working_bytes, reverse=True)
+
+
+def largest_in_the_middle(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]:
+    """The same units, small ones first and last: while the first are read and the last are written a link is used in one direction only.
+
+    Neighbours are of about one size, so that workers to which they are dealt out in turn get about as much.
+    """
+    ordered = largest_first(units)
+    return [*reversed(ordered[1::2]), *ordered[0::2]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -276,3 +276,24 @@ def test_a_second_conversion_into_the_same_output_is_refused(source: Path, tmp_p
         assert [path.name for path in output.iterdir()] == ["0.weightbeam-lease"]
         assert call("convert", "--source", source, "--output", output, "--step", 1) == 0
     assert [path.name for path in output.iterdir()] == ["1"]
+
+
+def test_other_threads_go_on_with_the_units_there_are(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From and to buckets the size of units follows from the threads: a plan that is staged or published keeps what it was cut for."""
+    monkeypatch.setattr("weightbeam.transforms.overlap.REMOTE", "/")
+    monkeypatch.setattr("weightbeam.transforms.units.LEAST_UNITS", 1)
+    monkeypatch.setattr("weightbeam.transforms.units.LEAST_UNIT_BYTES", 1000)
+
+    def asked(threads: int) -> int:
+        return call("convert", "--source", source, "--output", tmp_path / "out", "--resume", f"--direct_num_workers={threads}")
+
+    with monkeypatch.context() as failing:
+        failing.setattr("weightbeam.formats.ocdbt.merge", lambda *_: 1 // 0)
+        assert asked(2) == 1
+    cut = [len(prepare(Options(), open_hf(source), slots=slots).units) for slots in (2, 4)]
+    assert cut[0] < cut[1]
+    assert asked(4) == 0
+    record = json.loads((tmp_path / "out/0/conversion.json").read_text())
+    assert record["slots"] == 2
+    assert asked(3) == 0  # nothing to do
+    assert json.loads((tmp_path / "out/0/conversion.json").read_text()) == record
