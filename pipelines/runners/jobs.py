@@ -36,6 +36,7 @@ ANSWER = 10.0  # seconds in which a service answers
 PATIENCE = 60.0  # seconds in which a cancelled job ends
 POLL = 2.0  # seconds between looks at a job's state
 QUIET = 60.0  # seconds without a byte, after which one may want to look at the engine
+ONE_SLOT = "--parallelism isn't given: Flink has a job run in one slot then, unless its parallelism.default says otherwise"
 LOG = logging.getLogger("weightbeam")
 
 
@@ -139,6 +140,11 @@ def outlives(options: PipelineOptions) -> bool:
     return portable.environment_type != "LOOPBACK" and site.endpoint != "embed" and bool(site.endpoint or site.master)
 
 
+def may_get_one_slot(options: PipelineOptions) -> bool:
+    """Whether a cluster of Flink's, if it is one, isn't told how many slots a job should have."""
+    return outlives(options) and options.view_as(StandardOptions).runner != "SparkRunner" and options.view_as(FlinkRunnerOptions).parallelism < 1
+
+
 def note(staging: Staging, site: Site) -> None:
     """Says beside the staged plan which job is at work on it."""
     staging.work.write(JOB, json.dumps(dataclasses.asdict(site)).encode())
@@ -187,6 +193,8 @@ def run(pipeline: beam.Pipeline, staging: Staging, total: int, done: Callable[[]
       Exception: it failed.
     """
     site, follows = Site.of(pipeline.options), outlives(pipeline.options)
+    if may_get_one_slot(pipeline.options):
+        LOG.warning(ONE_SLOT)
     before: Sequence[str] = ()
     if follows:
         with contextlib.suppress(OSError):

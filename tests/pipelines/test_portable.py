@@ -20,7 +20,7 @@ from weightbeam import __version__
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import JOB, Staging, staging_at
 from weightbeam.pipelines.runners.failure import last_words
-from weightbeam.pipelines.runners.jobs import Site, outlives
+from weightbeam.pipelines.runners.jobs import Site, may_get_one_slot, outlives
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.handshake import UnfitError, check_place, greet
@@ -167,6 +167,19 @@ def test_which_jobs_outlive_their_command(options: str, outlive: bool) -> None:
 
 
 # --- the handshake ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--runner=PortableRunner --job_endpoint=a:1 --environment_type=EXTERNAL --environment_config=b:2", True),
+        ("--runner=PortableRunner --job_endpoint=a:1 --environment_type=EXTERNAL --environment_config=b:2 --parallelism=4", False),
+        ("--runner=PortableRunner --job_endpoint=embed", False),
+        ("--runner=SparkRunner --spark_master_url=spark://a:1 --environment_type=EXTERNAL --environment_config=b:2", False),
+    ],
+)
+def test_a_job_that_may_get_one_slot(options: str, told: bool) -> None:
+    assert may_get_one_slot(PipelineOptions(options.split())) is told
 
 
 def test_a_fit_worker_greets(stopped: tuple[Path, Staging, Conversion]) -> None:
