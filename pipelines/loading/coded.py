@@ -150,8 +150,9 @@ def _is_coded(array: Array, encodings: Mapping[str, Encoding]) -> bool:
 
 def _sizes(encoding: Encoding) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The sizes of a tensor and of its blocks; None for other formats."""
-    plain = isinstance(encoding, Scaled) and encoding.code == CODE and encoding.zero is None and encoding.second is None
-    return (encoding.shape, encoding.block) if plain else None
+    if isinstance(encoding, Scaled) and encoding.code == CODE and encoding.zero is None and encoding.second is None:
+        return encoding.shape, encoding.block
+    return None
 
 
 def _find_field(part: Part, encoding: Encoding, box: Box) -> Field:
@@ -176,7 +177,7 @@ def _find_field(part: Part, encoding: Encoding, box: Box) -> Field:
 def _run(numbers: np.ndarray) -> int:
     """The length of the runs of equal rows, all of one length, that `numbers` is cut into."""
     changes = np.flatnonzero((numbers[1:] != numbers[:-1]).any(axis=tuple(range(1, numbers.ndim)))) + 1
-    return int(np.gcd.reduce([len(numbers), *changes]))
+    return int(np.gcd.reduce(np.array([len(numbers), *changes])))
 
 
 def _arrange_scales(job: BoxJob, part: Part, field: Field, fetches: Sequence[Fetch], stored: Sequence[list[np.ndarray]], scales: np.ndarray) -> None:

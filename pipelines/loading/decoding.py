@@ -1,5 +1,8 @@
 """JAX: codes and scales become values on the devices, with the host's bits."""
 
+# pyright: reportInvalidTypeForm=false
+# jax.Device is a variable to pyright.
+
 from __future__ import annotations
 
 import functools
@@ -33,7 +36,8 @@ def decoded(shares: Mapping[jax.Device, np.ndarray | Coded], dtype: np.dtype, ma
         sides = zip(*(coded[device][:2] for device in devices), strict=True)
         result = program(*(_side_by_side(parts, devices, along) for parts in sides))
         values |= {shard.device: shard.data for shard in result.addressable_shards}
-    return dict(shares) | values
+    rest = {device: share for device, share in shares.items() if not isinstance(share, Coded)}
+    return {device: values[device] if device in values else rest[device] for device in shares}
 
 
 def alike(forms: Mapping[jax.Device, Form]) -> dict[Form, Devices]:

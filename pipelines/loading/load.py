@@ -14,7 +14,7 @@ import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_
     if problems := mismatches(abstract, opened.arrays):
         raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
     if dequantize == DEVICE and isinstance(opened, Release):
-        opened = CodedRelease(opened.conversion)
+        opened = cast(Source, CodedRelease(opened.conversion))  # whose boxes may be codes, which `Loading` knows
     return abstract.build(Loading(opened, abstract.targets, unit_bytes).run())
 
 
