@@ -47,7 +47,7 @@ def total(shares: Iterable[Mapping[str, str]]) -> dict[str, str]:
     for unit in shares:
         for key, share in unit.items():
             sums[key] = (sums[key] + int(share, 16)) % (1 << 128)
-    return {key: f"{sum:032x}" for key, sum in sorted(sums.items())}
+    return {key: f"{found:032x}" for key, found in sorted(sums.items())}
 
 
 def versions() -> dict[str, str]:

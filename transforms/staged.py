@@ -54,25 +54,25 @@ def remember(plan: Movement) -> None:
     _LOADED[plan.hash] = plan
 
 
-def load_staged(staging: Staging, hash: str) -> Movement:
+def load_staged(staging: Staging, plan_hash: str) -> Movement:
     """The plan with this hash that is staged in a folder; made once in a process, by the first thread that asks.
 
     Raises:
       RuntimeError: another plan is staged there.
     """
-    return _loaded(staging.read_plan, hash)
+    return _loaded(staging.read_plan, plan_hash)
 
 
-def load_bytes(staged: bytes, hash: str) -> Movement:
+def load_bytes(staged: bytes, plan_hash: str) -> Movement:
     """The plan with this hash that was staged as these bytes; made once in a process, as by `load_staged`."""
-    return _loaded(lambda: staged, hash)
+    return _loaded(lambda: staged, plan_hash)
 
 
-def _loaded(read: Callable[[], bytes], hash: str) -> Movement:
+def _loaded(read: Callable[[], bytes], plan_hash: str) -> Movement:
     with _LOADING:
-        if hash not in _LOADED:
+        if plan_hash not in _LOADED:
             plan = load(read())
-            if plan.hash != hash:
+            if plan.hash != plan_hash:
                 raise RuntimeError("another plan is staged there; was it started twice?")
             remember(plan)
-        return _LOADED[hash]
+        return _LOADED[plan_hash]
