@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from weightbeam.model_mappings.blocks import Table
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.configuration import Line, derived, fixed, inside, same, size, written
@@ -35,13 +37,31 @@ QWEN_VISION = inside("vision_config", (  # MaxText's keys of `qwen_vision`
 ), when=bool)  # fmt: skip
 
 
-def multimodal_rope(sections: tuple[int, ...]) -> tuple[Line, ...]:
-    """The rotary embedding in sections for time, height and width, with the release's numbers where `config.json` has none."""
+def multimodal_rope(sections: tuple[int, ...], turning: Callable[[Config], int]) -> tuple[Line, ...]:
+    """The rotary embedding in sections for time, height and width, with the release's numbers where `config.json` has none.
+
+    `turning` says how many of a head's dimensions turn. MaxText refuses sections that aren't half as many in all
+    (src/maxtext/layers/embeddings.py, `Qwen3OmniMoeThinkerTextRotaryEmbedding`, e591f30 and 0.2.5); transformers doesn't look.
+    """
 
     def find(c: Config, model: str | None) -> list[int]:
-        return list(rope_of(c).get("mrope_section", sections))
+        said, half = list(rope_of(c).get("mrope_section", sections)), turning(c) // 2
+        return said if sum(said) == half else taken_sections(said, half)
 
     return fixed("use_mrope", True), derived("mrope_section", find, "rope_parameters.mrope_section"), written("rope_parameters.mrope_interleaved", True)
+
+
+def taken_sections(sections: list[int], half: int) -> list[int]:
+    """How many of `half` frequencies are time's, height's and width's, where the sections aren't as many: of each three in turn
+    the second is height's and the third width's, as long as their sections last; time has the others (transformers v5.23.0,
+    `recomposition_frequencies`)."""
+    height, width = (len(range(offset, min(3 * sections[offset], half), 3)) for offset in (1, 2))
+    return [half - height - width, height, width]
+
+
+def whole_head(c: Config) -> int:
+    """All of a head's dimensions turn."""
+    return c.size("head_dim", c.size("hidden_size") // c.size("num_attention_heads"))
 
 
 def deepstack_mergers(v: Config) -> int:

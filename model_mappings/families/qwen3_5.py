@@ -9,7 +9,7 @@ Qwen 3.5 (src/maxtext/configs/models).
 
 from weightbeam.model_mappings.blocks import common_drops, text_part, tied_head
 from weightbeam.model_mappings.configuration import fixed, inside
-from weightbeam.model_mappings.families.qwen3_next import BA, LINES, MTP, QKVZ, decoder
+from weightbeam.model_mappings.families.qwen3_next import BA, LINES, MTP, QKVZ, decoder, partial
 from weightbeam.model_mappings.families.qwen3_next import dims as text_dims
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import (
@@ -52,7 +52,7 @@ def drops(c, layout):
     return common_drops(text_part(c), layout, HF) | MTP | tower
 
 
-TEXT = (*LINES, *multimodal_rope((11, 11, 10)))
+TEXT = (*LINES, *multimodal_rope((11, 11, 10), lambda c: int(c.size("head_dim", 256) * partial(c))))
 
 FAMILY = Family(
     name="qwen3_5",

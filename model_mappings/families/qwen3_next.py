@@ -84,7 +84,7 @@ def decoder(c, layout, in_proj, hf="model."):
     return [top(c, layout, hf=hf, norm="-"), *cycles(layout, c.size("num_hidden_layers"), tables, f"{hf}layers.{{layer}}.", place="layer")]
 
 
-def partial(c, model):
+def partial(c, model=None):
     return number(rope_of(c).get("partial_rotary_factor", c.get("partial_rotary_factor", 0.25)))
 
 

@@ -15,7 +15,16 @@ from weightbeam.model_mappings.lines import (
     architecture,
 )
 from weightbeam.model_mappings.rules import rule, stack
-from weightbeam.model_mappings.towers import QWEN_VISION, deepstack_mergers, layer_norm, linear_layer, multimodal_rope, qwen_vision, qwen_vision_dims
+from weightbeam.model_mappings.towers import (
+    QWEN_VISION,
+    deepstack_mergers,
+    layer_norm,
+    linear_layer,
+    multimodal_rope,
+    qwen_vision,
+    qwen_vision_dims,
+    whole_head,
+)
 
 HF, HEAD, HF_VISION, HF_AUDIO = "thinker.model.", "thinker.lm_head", "thinker.visual.", "thinker.audio_tower."
 ENCODER, PROJECTOR = "audio_encoder/Qwen3OmniAudioEncoder_0", "audio_encoder/Qwen3OmniAudioProjector_0"
@@ -96,7 +105,7 @@ def drops(c, layout):
 
 
 THINKER = (
-    *inside("text_config", (*MOE, *multimodal_rope((24, 20, 20)), *TIED)),
+    *inside("text_config", (*MOE, *multimodal_rope((24, 20, 20), whole_head), *TIED)),
     *QWEN_VISION,
     size("position_id_per_seconds", "position_id_per_seconds", default=25),
     fixed("vision_encoder_block", "qwen3_omni"),

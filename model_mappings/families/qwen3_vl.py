@@ -15,7 +15,7 @@ from weightbeam.model_mappings.lines import (
     TIED,
     architecture,
 )
-from weightbeam.model_mappings.towers import QWEN_VISION, deepstack_mergers, multimodal_rope, qwen_vision, qwen_vision_dims
+from weightbeam.model_mappings.towers import QWEN_VISION, deepstack_mergers, multimodal_rope, qwen_vision, qwen_vision_dims, whole_head
 
 HF, HF_TOWER = "model.language_model.", "model.visual."
 
@@ -53,7 +53,7 @@ def drops(c, layout):
     return common_drops(text_part(c), layout, HF) | tower
 
 
-ROPE, OWN = multimodal_rope((24, 20, 20)), (fixed("vision_encoder_block", "qwen3_vl"),)
+ROPE, OWN = multimodal_rope((24, 20, 20), whole_head), (fixed("vision_encoder_block", "qwen3_vl"),)
 
 FAMILY = Family(
     name="qwen3_vl",

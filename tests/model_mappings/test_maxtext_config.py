@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import types
+
 import pytest
 import yaml
 from facts import config_of, load_headers, load_trees
@@ -61,7 +64,10 @@ def test_there_and_back(name):
     again = made_for(back.config, made.model)
     for key, value in again.settings.items():
         assert key == "scan_layers" or value == made.settings[key], key
-    assert all(key.endswith(("_for_vit", "_for_audio")) or key in ("vision_encoder_block", "vision_output_length", "use_mrope") for key in back.unknown)
+    assert all(
+        key.endswith(("_for_vit", "_for_audio")) or key in ("vision_encoder_block", "vision_output_length", "use_mrope", "mrope_section")
+        for key in back.unknown
+    )
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -130,6 +136,21 @@ def test_kimi_runs_as_deepseek():
         "num_experts=384",
     ):
         assert f" {part}" in line
+
+
+@pytest.mark.parametrize(("model", "head"), [("qwen3-vl-2b", 20), ("qwen3-omni-30b-a3b", 16), ("qwen3.5-35b-a3b", 72)])
+def test_sections_are_as_many_as_frequencies_turn(model, head):
+    """MaxText refuses others; transformers takes the release's sections for heads of any size, and these are what it makes of them."""
+    import torch
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+    config = copy.deepcopy(TREES[model])
+    text = config.get("thinker_config", config)["text_config"]
+    text["head_dim"] = head
+    said, half = ([11, 11, 10], head // 8) if "3.5" in model else ([24, 20, 20], head // 2)
+    axis = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, half).clone()  # 0 for time, 1 for height, 2 for width
+    taken = Qwen3VLTextRotaryEmbedding.recomposition_frequencies(types.SimpleNamespace(mrope_section=said), axis)[..., :half]
+    assert made_for(config, model).settings["mrope_section"] == [int((taken == kind).sum()) for kind in range(3)]
 
 
 def test_yarn_of_a_plain_model():
