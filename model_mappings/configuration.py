@@ -178,8 +178,19 @@ def count(key: str, field: str, default: Default = 0, none: int = 0) -> Line:
 
 
 def real(key: str, field: str, default: Default = NEEDED, none: float | None = None) -> Line:
-    """A number; with `none`, what MaxText says where `config.json` says null."""
-    return Line(key, field, lambda x: none if x is None else number(x), lambda x: None if x == none and none is not None else float(x), default)
+    """A number; with `none`, what MaxText says where `config.json` says null, which isn't the default then."""
+
+    def find(about: Config, model: str | None) -> Any:
+        return none if field in about and about[field] is None else about.get(field)
+
+    return Line(
+        key,
+        field,
+        to_key=lambda x: none if x is None else number(x),
+        to_field=lambda x: None if x == none and none is not None else float(x),
+        default=default,
+        find=None if none is None else find,
+    )
 
 
 def same(key: str, field: str, default: Default = NEEDED) -> Line:

@@ -153,6 +153,13 @@ def test_sections_are_as_many_as_frequencies_turn(model, head):
     assert made_for(config, model).settings["mrope_section"] == [int((taken == kind).sum()) for kind in range(3)]
 
 
+def test_null_is_no_cap():
+    """transformers caps nothing where Gemma 2's `config.json` says null, and as its class says where it says nothing."""
+    given = {key: value for key, value in TREES["gemma2-2b"].items() if not key.endswith("softcapping")}
+    caps = [made_for(given | said, "gemma2-2b").settings for said in ({}, dict(final_logit_softcapping=None, attn_logit_softcapping=None))]
+    assert [(each["final_logits_soft_cap"], each["attn_logits_soft_cap"]) for each in caps] == [(30, 50), (0, 0)]
+
+
 def test_yarn_of_a_plain_model():
     """A factor of YaRN's in a Qwen's config.json becomes MaxText's keys."""
     config = TREES["qwen3-8b"] | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
