@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, ParamSpec, TypeVar
 
 REMOTE = "://"  # of a URL of a bucket or of the hub; local folders have none
-AHEAD, BEHIND = 1, 2  # units of a thread that are read before it gets to them, and written after it is done with them
+AHEAD, BEHIND = 1, 6  # units of a thread that are read before it gets to them, and written after it is done with them
 SPARE = 2  # units that a process has memory for beside one for each of its threads, where it overlaps; its threads share them
 P = ParamSpec("P")
 T = TypeVar("T")
