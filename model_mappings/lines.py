@@ -37,7 +37,7 @@ def eps(default: float = 1e-6) -> Line:
 
 
 def fixed_eps(default: float = 1e-6) -> tuple[Line, ...]:
-    """The same, where MaxText's layers have their own whatever the key says."""
+    """The same, where MaxText's layers have their own whatever the key says (models/gemma2.py, gemma3.py, gemma4.py, e591f30 and 0.2.5)."""
     return eps(default), only("rms_norm_eps", 1e-6, "MaxText's Gemma layers add 1e-6 whatever its configuration says; logits differ a little", default)
 
 

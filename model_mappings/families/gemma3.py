@@ -28,7 +28,7 @@ from weightbeam.model_mappings.lines import (
     MLP,
     activation,
     architecture,
-    eps,
+    fixed_eps,
 )
 from weightbeam.model_mappings.ops import Scale, Shift
 from weightbeam.model_mappings.rope import linear_factor, rope_of, theta
@@ -160,7 +160,7 @@ TEXT = (
     size("base_emb_dim", "hidden_size"),
     *(size(key, field, default=DEFAULTS[field]) for key, field in dict(
         base_num_query_heads="num_attention_heads", base_num_kv_heads="num_key_value_heads", head_dim="head_dim", vocab_size="vocab_size").items()),
-    LAYERS, MLP, *activation("hidden_activation", "gelu_pytorch_tanh"), eps(), CONTEXT,
+    LAYERS, MLP, *activation("hidden_activation", "gelu_pytorch_tanh"), *fixed_eps(), CONTEXT,
     *(fixed(key, True) for key in ("use_post_attn_norm", "use_post_ffw_norm")),
     size("sliding_window_size", "sliding_window", default=4096),
     real("final_logits_soft_cap", "final_logit_softcapping", default=None, none=0),

@@ -39,7 +39,7 @@ from weightbeam.model_mappings.lines import (
     VOCAB,
     WIDTHS,
     activation,
-    eps,
+    fixed_eps,
 )
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rope import rope_of
@@ -212,7 +212,7 @@ def thetas(t, kind, default):
 
 SHARED = (
     *WIDTHS[:2], size("base_num_kv_heads", "num_key_value_heads", default=DEFAULTS["num_key_value_heads"]),
-    LAYERS, VOCAB, MLP, *activation("hidden_activation", "gelu_pytorch_tanh"), eps(), CONTEXT,
+    LAYERS, VOCAB, MLP, *activation("hidden_activation", "gelu_pytorch_tanh"), *fixed_eps(), CONTEXT,
     size("head_dim", "head_dim", default=DEFAULTS["head_dim"]),
     derived("global_head_dim", lambda t, model: own_sizes(t, model)[0], "global_head_dim"),
     derived("global_num_kv_heads", lambda t, model: own_sizes(t, model)[1], "num_global_key_value_heads", to_field=lambda n: n or None),

@@ -105,6 +105,8 @@ LINES = (
 )  # fmt: skip
 NEXT = (*LINES, *TIED, *architecture("qwen3_next", "Qwen3NextForCausalLM", "qwen3_next"), only("norm_topk_prob", True, NORM_TOPK, default=True))
 
+STACKED = "layers stacked as MaxText e591f30 has them; MaxText 0.2.5 stacks the linear-attention ones apart, for it convert with --scan_layers false"
+
 FAMILY = Family(
     name="qwen3_next",
     models={"qwen3-next-[0-9]*": ("qwen3_next",)},
@@ -116,4 +118,5 @@ FAMILY = Family(
     releases="Qwen 3 Next 80B-A3B, Qwen 3 Coder Next",
     checked=("qwen3-next-80b-a3b",),
     missing="multi-token prediction",
+    note=lambda c, layout: STACKED if layout.scan else "",
 )

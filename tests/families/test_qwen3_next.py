@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from support import BF16, assert_same_bits, call, converted, read_config, read_tensors, save
 
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.families.qwen3_next import FAMILY
+
 MOE = "model.layers.{}.mlp.experts."
 
 
@@ -56,3 +59,11 @@ def test_another_vocabulary(folder: Path, tmp_path: Path) -> None:
     assert arrays["token_embedder.embedding"].shape == (260, 64)
     assert not arrays["token_embedder.embedding"][256:].any()
     assert_same_bits({"head": arrays["decoder.logits_dense.kernel"][:, :256]}, {"head": wanted["decoder.logits_dense.kernel"]})
+
+
+def test_who_reads_stacked_layers_is_said(folder: Path) -> None:
+    """MaxText 0.2.5 stacks the linear-attention layers apart: run in it, a scanned checkpoint was refused and an unscanned one loaded."""
+    scanned, apart = (FAMILY.note(Config(read_config(folder)), Layout(scan=scan)) for scan in (True, False))
+    assert "0.2.5" in scanned
+    assert "--scan_layers false" in scanned
+    assert apart == ""

@@ -106,6 +106,8 @@ def test_overrides_are_what_differs():
         (TREES["qwen3-8b"] | {"use_sliding_window": True}, None, ["use_sliding_window"]),
         (TREES["qwen2.5-7b"] | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6}}, None, ["rope_type is 'dynamic'"]),
         (TREES["gemma2-2b"] | {"rms_norm_eps": 1e-5}, None, ["rms_norm_eps"]),
+        (TREES["gemma3-4b"] | {"text_config": TREES["gemma3-4b"]["text_config"] | {"rms_norm_eps": 3e-6, "hidden_activation": None}}, None, ["rms_norm_eps"]),
+        (TREES["gemma4-31b"] | {"text_config": TREES["gemma4-31b"]["text_config"] | {"rms_norm_eps": 3e-6}}, None, ["rms_norm_eps"]),
         (TREES["deepseek2-16b"] | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, None, ["group_limited_greedy"]),
     ],
 )  # fmt: skip
