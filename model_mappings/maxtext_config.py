@@ -24,7 +24,7 @@ from weightbeam.model_mappings.naming import Naming
 FILE = "maxtext.yml"
 WIDTH = 120
 NAMES = {  # why a model runs under another one's name
-    "kimi-k2-1t": "under the name kimi-k2-1t MaxText e591f30's router normalises no scores and takes them after the bias (73 % of the tokens agree); not 0.2.5's",
+    "kimi-k2-1t": "under the name kimi-k2-1t MaxText e591f30's router doesn't normalise scores and takes them after the bias (73 % of tokens agree)",
     "llama3.2-1b": "MaxText has no file for Llama 3.2",
     "llama3.2-3b": "MaxText has no file for Llama 3.2",
 }
