@@ -53,6 +53,7 @@ def test_reshard(engine: Engine, source: Path, tmp_path: Path) -> None:
     assert_same_bits(restore(tmp_path / "again/0"), restore(tmp_path / "ckpt/0"))
 
 
+@pytest.mark.parametrize("engine", [STARTS[0], pytest.param(*STARTS[1].values, id="spark", marks=LONG), STARTS[2]], indirect=True, scope="module")
 def test_a_stop_ends_the_job(engine: Engine, large: Path, tmp_path: Path) -> None:
     """The engine's job is over before the command is; what is done is kept, and nothing stands in the way of `--resume`."""
     process, words = begin(large, tmp_path / "out", *engine.options)

@@ -58,7 +58,6 @@ def test_120b() -> None:
     arrays = {array.key.removeprefix("params.params.decoder.layers."): array.shape for array in conversion.plan.arrays}
     assert arrays["layers_0.GptOssMlp.wi_0"] == arrays["layers_1.GptOssMlp.wi_1"] == (128, 18, 2880, 2880)
     assert conversion.target_bytes == conversion.source_bytes == 2 * 116_829_156_672
-    assert conversion.read_bytes / conversion.source_bytes <= 1.02
 
 
 WAYS = {

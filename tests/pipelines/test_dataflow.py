@@ -313,7 +313,7 @@ def test_a_job_of_an_export_fits_its_machines(tmp_path: Path) -> None:
     options = pipeline_options(["--runner=DataflowRunner"])
     dataflow.fill_in(options, planned, "gs://b/out")
     threads = options.view_as(DebugOptions).number_of_worker_harness_threads
-    assert options.view_as(StandardOptions).resource_hints == [f"min_ram={memory_bound(planned, threads) + (1 << 30)}B"]
+    assert options.view_as(StandardOptions).resource_hints == [f"min_ram={memory_bound(planned, threads, 'gs://b/out') + (1 << 30)}B"]
 
 
 # --- options --------------------------------------------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ def test_reshard_within_a_bucket(gcs: FakeGcs, source: Path, wanted: dict[str, l
     assert "still being written" in run("reshard", "gs://bucket/ckpt", "gs://bucket/late", env=env, status=2)
 
 
+@pytest.mark.slow
 def test_faults_everywhere_change_nothing(gcs: FakeGcs, hub: FakeHub, wanted: dict[str, list]) -> None:
     """Refusals, cut answers and resets, of the hub, of the host with its files, and of the bucket."""
     faults = [
@@ -247,7 +248,7 @@ def test_what_cant_be_reached_is_said_before_any_work(arguments: tuple[str, ...]
     assert not gcs.objects["bucket"]
 
 
-@pytest.mark.parametrize("place", ["hub", "bucket", "folder"])
+@pytest.mark.parametrize("place", ["bucket", pytest.param("hub", marks=pytest.mark.slow), pytest.param("folder", marks=pytest.mark.slow)])
 def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Path, wanted: dict[str, list]) -> None:
     """The source's files are objects of the checkpoint, copied by the store itself where they are in it already; materialised it is an ordinary one."""
     for path in source.iterdir():

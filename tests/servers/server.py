@@ -246,7 +246,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self.rfile.read(size := int(self.headers.get("Content-Length") or 0))
+            if len(body) < size:
+                raise ConnectionError("the client is gone")  # killed, with half of its request sent
+            return body
         chunks = []
         while size := int(self.rfile.readline().split(b";")[0], 16):
             chunks.append(self.rfile.read(size))
