@@ -1,7 +1,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 NEW_ENVIRONMENT = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weightbeam needs Python 3.11 or later; make PYTHON=…")' && $(PYTHON) -m venv
 RUN := .venv/bin
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: demo test test-slow test-all soak dataflow-dry-run lint format bench bench-full clean
 

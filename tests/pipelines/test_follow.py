@@ -202,6 +202,7 @@ def test_nan_is_in_the_notice(model: tuple[Path, dict[str, Any]], tmp_path: Path
     assert found["like"]["tensors"]["lm_head.weight"]["relative"] == "nan"
 
 
+@pytest.mark.slow
 def test_what_is_kept(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """The last two and every third, of what was published; nothing of it comes back, and the run keeps its own."""
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
