@@ -11,7 +11,7 @@ demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 test: .venv/test ## everything that CI runs but the linters
 	$(RUN)/python -m pytest -n $(WORKERS) -m "not slow"
 
-test-slow: .venv/test ## what takes too long for every change: more processes, kills, bombs and hostile folders, an installation; a quarter of an hour
+test-slow: .venv/test ## what takes too long for every change: more processes, kills, bombs and hostile folders, an installation; half an hour
 	$(RUN)/python -m pytest -n $(WORKERS) -m slow
 
 test-all: .venv/test ## the same on Python 3.11, 3.12 and 3.13, those that are installed, each in an environment of its own in .nox

@@ -168,6 +168,7 @@ def test_each_step_is_published_with_what_changed(model: tuple[Path, dict[str, A
     assert states(output) == {"step-20": WHOLE, "step-10": WHOLE, "step-30": WHOLE}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """It begins again at step 1, and writes step 2 anew: another checkpoint, told as such; what was published stays."""
     like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
@@ -353,6 +354,7 @@ def test_a_step_that_is_deleted_while_it_is_read(model: tuple[Path, dict[str, An
     assert not list((output / ".weightbeam" / "work").iterdir())
 
 
+@pytest.mark.slow
 def test_a_step_on_the_hub_is_a_branch(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub) -> None:
     """And the newest is `main`: one commit each, once. A card that somebody has edited is kept."""
     like, run = model[0], tmp_path / "run" / "checkpoints"

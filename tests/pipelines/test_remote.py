@@ -121,6 +121,7 @@ def test_from_the_hub_to_a_bucket(gcs: FakeGcs, hub: FakeHub, source: Path, want
     assert "15 exact" in run("verify", "--source", "hf://org/model", "--checkpoint", "gs://bucket/ckpt", env=env)
 
 
+@pytest.mark.slow
 def test_reshard_within_a_bucket(gcs: FakeGcs, source: Path, wanted: dict[str, list]) -> None:
     """The same bits in other chunks; chunks that fit are copied; a step without its marker is refused."""
     env = gcs.env()
@@ -186,6 +187,7 @@ def test_a_killed_conversion_in_a_bucket_goes_on(gcs: FakeGcs, source: Path, wan
     assert all(name.startswith("ckpt/0/") for name in gcs.objects["bucket"])
 
 
+@pytest.mark.slow
 def test_two_conversions_into_one_place(gcs: FakeGcs, source: Path) -> None:
     """One is refused, by the lease, and says who is at work; afterwards the place is taken."""
     arguments = ("convert", "--source", str(source), "--output", "gs://bucket/ckpt", *OPTIONS)

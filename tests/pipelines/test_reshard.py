@@ -140,7 +140,7 @@ def test_dtypes_of_weights_and_moments_apart(tmp_path: Path, capsys: pytest.Capt
 # --- every family, scanned and unscanned ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * bool(number % 3)) for number, case in enumerate(CASES)])
 def test_every_family_is_restacked(generated: Path, tmp_path: Path, case: str) -> None:
     """Our scanned checkpoint, taken apart, has MaxText's own unscanned bits; stacked again, its scanned ones. The record says which model it is."""
     facts = given()[case]

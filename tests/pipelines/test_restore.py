@@ -78,7 +78,7 @@ def test_the_grids_are_different(steps: dict[str, Path]) -> None:
     assert not any(chunk != shard for chunk, shard in kinds["for three meshes"])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * bool(number)) for number, mesh in enumerate(MESHES)])
 def test_every_way_to_restore(steps: dict[str, Path], mesh: str) -> None:
     """MaxText's own bits come out, in the shardings that were asked for, and with no warning that a stock checkpoint doesn't cause too."""
     devices = math.prod(int(size) for size in mesh.split("x"))

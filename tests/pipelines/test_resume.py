@@ -213,7 +213,7 @@ def count_operations(source: Path, output: Path, *options: str) -> int:
     return max(int(line) for line in ran.stderr.splitlines() if line.isdigit())
 
 
-SOME_OR_ALL = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+SOME_OR_ALL = pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 
 
 @SOME_OR_ALL
@@ -221,7 +221,7 @@ def test_death_at_any_file_operation(tmp_path: Path, every: int) -> None:
     """After each of them a reader sees no checkpoint or a whole one, `--resume` finishes it, and nothing else is left in the folder."""
     source, wanted = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), reference(LLAMA, random_tensors(LLAMA), BF16)
     outputs = {number: tmp_path / str(number) for number in range(1, count_operations(source, tmp_path / "all") + 1, every)}
-    assert len(outputs) > 20 // every
+    assert len(outputs) * every > 20
     die_at_each(source, outputs)
     faults = {}
     for number, output in outputs.items():
@@ -246,7 +246,7 @@ def test_death_while_a_checkpoint_is_replaced(tmp_path: Path, every: int) -> Non
     convert(old, tmp_path / "out", *COARSE)
     shutil.copytree(tmp_path / "out", tmp_path / "counted")
     total = count_operations(new, tmp_path / "counted", "--overwrite")
-    outputs = {number: tmp_path / str(number) for number in range(total - 9, total + 1, every)}
+    outputs = {number: tmp_path / str(number) for number in range(total - 9, total + 1, min(every, 3))}
     for output in outputs.values():
         shutil.copytree(tmp_path / "out", output)
     die_at_each(new, outputs, "--overwrite")

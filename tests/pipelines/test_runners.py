@@ -46,6 +46,7 @@ def test_a_job_service_and_a_worker_of_its_own(source: Path, tmp_path: Path) -> 
     check(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_dask_on_two_worker_processes(source: Path, tmp_path: Path) -> None:
     """A scheduler and two workers of one thread each."""
     port = free_port()

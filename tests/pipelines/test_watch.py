@@ -359,6 +359,7 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     assert watch.published()["commit"] == second
 
 
+@pytest.mark.slow
 def test_killed_before_the_pointer_is_written(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
     """`published` is recorded, and told of; then `kill -9`. The next round has the pointer name the newest release: first there is none, then it names
     an older one. What is deleted stays deleted.

@@ -295,6 +295,7 @@ def test_more_experts_than_64_are_served_where_chunks_are_large() -> None:
     assert 1.5 < total(each.values()).worst <= 2
 
 
+@pytest.mark.slow
 def test_shards_without_a_mesh_are_few_and_their_indexes_small() -> None:
     """A shard is an object: one for 100 KB on average, even of the smallest experts; an index takes at most a sixteenth of a chunk."""
     for name in TREES:
