@@ -60,6 +60,12 @@ def test_120b() -> None:
     assert conversion.target_bytes == conversion.source_bytes == 2 * 116_829_156_672
 
 
+@pytest.mark.slow
+def test_120b_is_read_once() -> None:
+    conversion = plan(SIZES | dict(num_hidden_layers=36, num_local_experts=128), maxtext_model="gpt-oss-120b")
+    assert conversion.read_bytes / conversion.source_bytes <= 1.02
+
+
 WAYS = {
     "small units": "--unit_bytes 60000",
     "small units, unscanned": "--unit_bytes 60000 --scan_layers false",

@@ -284,8 +284,7 @@ def test_verify_judges_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[s
     step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32", "--vocab_size", "80", "--mesh", "fsdp=2")
     assert call(made, step, tmp_path / "out", *(("--save_dtype", "bfloat16") if made == "export" else ())) == 0
     assert call("plan", tmp_path / "out", "--maxtext_model", "llama2-7b") == 0  # its headers, by the same table
-    ways: tuple[tuple[object, ...], ...] = ((tmp_path / "out",), ("--source", step, "--checkpoint", tmp_path / "out"))
-    for arguments in (*ways, ("--source", tmp_path / "out", "--checkpoint", step)) if made == "export" else ways[:1]:
+    for arguments in ((tmp_path / "out",), ("--source", step, "--checkpoint", tmp_path / "out"), ("--source", tmp_path / "out", "--checkpoint", step)):
         capsys.readouterr()
         assert call("verify", *arguments) == 0
         assert "12 rounded once" in capsys.readouterr().out or made == "quantize"

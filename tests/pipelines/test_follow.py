@@ -209,15 +209,15 @@ def test_what_is_kept(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> Non
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
     about = dict(checkpoints=str(run), like=str(like), keep=dict(last=2, every=3), steps=dict(every=1), targets=[dict(name="f32")])
     file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about], verify=0)))
-    for step in (3, 5, 6, 7):
+    for step in (3, 4, 5, 6, 7):
         write(run, step, model=model)
         assert call("watch", "--config", file, "--once") == 0
     assert call("watch", "--config", file, "--once") == 0
     assert sorted(path.name for path in (tmp_path / "out" / "run" / "f32").iterdir()) == [".weightbeam", "step-3", "step-6", "step-7"]
     assert {step: found[-1] for step, found in states(tmp_path / "out").items()} == {
-        "step-3": "published", "step-5": "removed", "step-6": "published", "step-7": "published",
+        "step-3": "published", "step-4": "removed", "step-5": "removed", "step-6": "published", "step-7": "published",
     }  # fmt: skip
-    assert len(list(run.iterdir())) == 4
+    assert len(list(run.iterdir())) == 5
     assert all(record["reason"].startswith("not compared") for history in records(tmp_path / "out") for record in history if record["state"] == "verified")
 
 
