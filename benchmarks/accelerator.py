@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 
 from benchmarks.bench import make_source, tell, warm
-from benchmarks.figures import Figure, report
+from benchmarks.figures import Figure, make_parser, report
 from benchmarks.mesh_load import AXIS, BY_HAND, OURS, _load, _load_by_hand
 
 if TYPE_CHECKING:
@@ -110,11 +110,7 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
 
 def main() -> int:
     """Measures the models and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/bench"))
-    parser.add_argument("--layers", type=int, default=16, help="of each model; 16 make 3 to 5 GB")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures and every load into this file")
+    parser = make_parser(__doc__, layers=16, rounds=3)
     parser.add_argument("--way", help=argparse.SUPPRESS)  # one load, in this process
     parser.add_argument("--source", help=argparse.SUPPRESS)
     args = parser.parse_args()

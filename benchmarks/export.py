@@ -9,7 +9,6 @@ in turn; see `benchmarks/copies.py`. The last export is compared with the releas
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 from benchmarks.bench import MESH, make_source
 from benchmarks.copies import take_turns
-from benchmarks.figures import Figure, report
+from benchmarks.figures import Figure, make_parser, report
 from benchmarks.measure import WEIGHTBEAM
 
 MODELS = {"llama": "llama2-7b", "moe": "qwen3-30b-a3b"}  # and the MaxText model that the checkpoint is for
@@ -41,11 +40,7 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
 
 def main() -> int:
     """Measures both models and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/bench"))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
+    parser = make_parser(__doc__)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     figures, details = [], {}

@@ -6,6 +6,7 @@ replaces its own section.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -72,6 +73,16 @@ def text(value: float, unit: str) -> str:
         size, form = UNITS[unit]
         return form.format(value / size)
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if value < 0.1 else f"{value:.3f}"
+
+
+def make_parser(doc: str | None, layers: int = 8, rounds: int = 5) -> argparse.ArgumentParser:
+    """The options that benchmarks share, with their defaults; `--layers` of each model."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("out/bench"), help="where checkpoints and copies go; all on one disk")
+    parser.add_argument("--layers", type=int, default=layers, help="of each model; 8 make about 2 GB")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
+    return parser
 
 
 def read(file: Path) -> dict[str, Any]:

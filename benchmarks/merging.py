@@ -8,7 +8,6 @@ commands take turns, as subprocesses, each after a look at the source that bring
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -19,7 +18,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.bench import MESH, make_source, tell, warm
-from benchmarks.figures import Figure, report
+from benchmarks.figures import Figure, make_parser, report
 from benchmarks.measure import WEIGHTBEAM, run
 from weightbeam.formats.safetensors import open_hf
 
@@ -46,11 +45,7 @@ def make_adapter(source: Path, folder: Path) -> Path:
 
 def main() -> int:
     """Measures both and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/bench"))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
+    parser = make_parser(__doc__)
     args = parser.parse_args()
     source, output = make_source("llama", args.folder, args.layers), args.folder / "converted"
     adapter = make_adapter(source, args.folder / "adapter")

@@ -34,7 +34,7 @@ import numpy as np
 
 from benchmarks import full_size, models
 from benchmarks.bench import make_source, tell, warm
-from benchmarks.figures import Figure, report
+from benchmarks.figures import Figure, make_parser, report
 from weightbeam.formats.safetensors import Tensor, open_hf
 
 if TYPE_CHECKING:
@@ -234,11 +234,7 @@ def measure_programs(folder: Path) -> tuple[Figure, dict[str, Any]]:
 
 def main() -> int:
     """Measures both models and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/bench"))
-    parser.add_argument("--layers", type=int, default=2, help="of each model; 2 make about 0.9 GB")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures and every load into this file")
+    parser = make_parser(__doc__, layers=2, rounds=3)
     parser.add_argument("--request", help=argparse.SUPPRESS)  # one process of a load
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", help=argparse.SUPPRESS)

@@ -10,7 +10,6 @@ their bytes, with an fsync for each) and *reshard* (a subprocess: start-up and i
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.bench import MESH, make_source
 from benchmarks.copies import take_turns
-from benchmarks.figures import report
+from benchmarks.figures import make_parser, report
 from benchmarks.measure import WEIGHTBEAM
 
 SHAPE = (4096, 32, 4096)  # embed, layers, mlp of the trained array: 2 GiB in float32
@@ -46,11 +45,7 @@ ocp.PyTreeCheckpointer().save({str(folder.resolve() / "trained" / "0" / "items")
 
 def main() -> int:
     """Measures the three and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/bench"))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
+    parser = make_parser(__doc__)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     for old in ("own", "trained", "resharded", "copied"):
