@@ -18,6 +18,7 @@ Path = tuple[str, ...]
 
 VALUE = "value"  # the leaf of an nnx variable
 STATE = ("opt_state", "optimizer", "optimizer_state", "nnx_aux", "step", "iter", "accumulated_metrics", "accumulated_grads")
+DILOCO = {"inner_state", "outer_opt_state"}  # beside them `params`, the global weights, has no axis of replicas (trainers/diloco/diloco.py)
 GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
 
 
@@ -70,6 +71,8 @@ def recognise(paths: Iterable[Path]) -> Tree:
 def _kind(paths: list[Path], tops: set[str]) -> tuple[str, Path]:
     """What wrote a tree, and the components in front of its weights."""
     values = all(path[-1:] == (VALUE,) for path in paths if path and path[0] not in STATE and not GENERATORS.search(".".join(path)))
+    if PREFIX in tops and tops & DILOCO:
+        return "the global weights of a DiLoCo state", (PREFIX,)
     if PREFIX in tops:
         trained = "a training state" if tops & {"opt_state", "nnx_aux"} else "parameters"
         return (f"{trained}, each leaf an nnx variable" if values else trained), (PREFIX,)
@@ -105,8 +108,8 @@ def _refuse(paths: list[Path]) -> None:
     def has(*names: str) -> bool:
         return bool(components.intersection(names))
 
-    if "outer_opt_state" in tops or "inner_state" in tops:
-        raise TreeError("a DiLoCo state: every array has an axis of replicas in front; save the parameters of one replica first")
+    if tops & DILOCO and PREFIX not in tops:
+        raise TreeError("a DiLoCo state without the global weights (params), whose replicas have an axis in front; save the parameters of one first")
     if "aqt" in tops or has("qrhs") or any(component.startswith("AqtDotGeneral") for component in components):
         raise TreeError("an AQT checkpoint for serving: its quantised kernels aren't weights any more; take the checkpoint it was made of")
     if has("qvalue"):

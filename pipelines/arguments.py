@@ -442,7 +442,8 @@ def add_rewriting(parser: argparse.ArgumentParser) -> None:
     """The options of every command that makes a release of a release."""
     add = parser.add_argument
     add("--source", metavar="URL", help="the release: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
-    add("--output", metavar="URL", help="a folder or gs://bucket/folder for the new release; it must not be there yet")
+    add("--output", metavar="URL", help="a folder or gs://bucket/folder for the new release, which must not be there yet; or hf://owner/name: one commit there")
+    add("--create_pr", action="store_true", default=False, help="on the hub, open a pull request")
     add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --source)")
     add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
     add("--resume", action="store_true", default=False, help="go on with a stopped command")
@@ -468,7 +469,8 @@ def add_quantization(parser: argparse.ArgumentParser) -> None:
     add_rewriting(parser)
     add = parser.add_argument
     add("--format", choices=("fp8",), default="fp8", help="what the weights of linear layers become")
-    add("--like", metavar="URL", help="of an Orbax checkpoint: the release whose config.json, tokenizer and names are taken")
+    add("--like", metavar="URL", help="a release in FP8, whose scales come back where values didn't change; of an Orbax checkpoint as for export")
+    add("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated")
     add("--maxtext_model", metavar="NAME", help="of an Orbax checkpoint: the MaxText model, where neither it nor config.json settles it")
     add("--param_scan_axis", type=natural, metavar="N", help="of an Orbax checkpoint: where the layers are stacked, where its shapes fit several axes")
     add("--step", type=natural, metavar="N", help="of an Orbax checkpoint: which step, where the root has several")
@@ -550,6 +552,10 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
     add("--like", metavar="URL", help="of --run: the release that gives config, tokenizer, names and dtypes: a folder, gs:// or hf://")
     add("--output", metavar="URL", help="of --run: where the steps go: a folder, gs://bucket/folder, or hf://owner/name with a branch for each")
     add("--every", type=positive, metavar="N", help="of --run: take the multiples of this step only")
+    add("--kind", choices=("export", "quantize", "reshard"), help="of --run: a release (the default), one in FP8, or the parameters as an Orbax checkpoint")
+    add("--lora", choices=("adapter", "merged"), help="of --run: whether a LoRA run's steps become adapters for PEFT (the default), or --like with them in it")
+    add("--save_dtype", metavar="DTYPE", help="of --run: as for export or reshard")
+    add("--maxtext_model", metavar="NAME", help="of --run: the MaxText model, where neither the checkpoints nor config.json settle it")
     add("--once", action="store_true", help="look once, do what there is to do, and end")
     add("--interval", type=seconds, default="15m", metavar="TIME", help="how often to look")
     add("--retry", metavar="MODEL", help="have what was refused or failed of this model begin anew, and end")

@@ -26,6 +26,7 @@ def dequantize(
     unit_bytes: int | str = "128MiB",
     resume: bool = False,
     overwrite: bool = False,
+    create_pr: bool = False,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
@@ -34,7 +35,7 @@ def dequantize(
 
     Args:
       save_dtype: of the values: `bfloat16`, `float16` or `float32`; None for what `config.json` says.
-      source, output, max_shard_size, unit_bytes, resume, overwrite, hf_token_secret, beam, progress: as for `merge`.
+      source, output, max_shard_size, unit_bytes, resume, overwrite, create_pr, hf_token_secret, beam, progress: as for `merge`.
 
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
@@ -43,7 +44,7 @@ def dequantize(
     check_places("dequantize", source, output, beam)
     name_secret(hf_token_secret)
     planned = plan(source, save_dtype=save_dtype, max_shard_size=max_shard_size, unit_bytes=unit_bytes)
-    return Merged(planned, carry_out(planned, output, resume, overwrite, beam, progress))
+    return Merged(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
 
 
 def plan(source: str, *, save_dtype: str | None = None, max_shard_size: int | str | None = None, unit_bytes: int | str = "128MiB") -> Merge:

@@ -6,12 +6,9 @@ import argparse
 import dataclasses
 import json
 import logging
-import os
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
@@ -25,7 +22,7 @@ from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.pipelines.adapters import ExportedAdapter, export_adapter
-from weightbeam.pipelines.errors import Failed, Refused
+from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras, read_maxtext_yaml
 from weightbeam.pipelines.prepare import describe, open_adapters
 from weightbeam.pipelines.progress import Report
@@ -37,8 +34,10 @@ from weightbeam.transforms.adapters import AdapterExport, is_adapter, plan_adapt
 from weightbeam.transforms.export_planner import plan_export
 from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like
 from weightbeam.transforms.exporting import DTYPES as SAVED
+from weightbeam.transforms.quantizing import Given
 
 LOG = logging.getLogger("weightbeam")
+OF_MODELS = ("save_dtype", "param_scan_axis", "max_shard_size", "lora", "family", "maxtext_config", "tokenizer")  # keywords that adapters have no use for
 TOKENIZER_ROLES = ("tokenizer", "chat template", "processor")
 
 
@@ -49,31 +48,32 @@ class Exported:
     Attributes:
       export: what was planned.
       written: where the release is, and how long it took.
-      page: of the commit on the hub.
     """
 
     export: Export
     written: Written
-    page: str = ""
 
     @property
     def folder(self) -> str:
         """Where the release is."""
         return self.written.folder
 
+    @property
+    def page(self) -> str:
+        """Of the commit on the hub; empty elsewhere."""
+        return self.written.page
+
     def to_dict(self) -> dict[str, Any]:
         """What `--json` writes."""
-        return to_dict(self.export, self.written) | ({"page": self.page} if self.page else {})
+        return to_dict(self.export, self.written)
 
     def to_json(self) -> str:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
-        if self.page:
-            return f"{self.folder}: published, {self.page}"
         lines = [self.written.about(self.export.layout)]
-        if self.written.state == "done":
+        if self.written.state == "done" and not self.page:
             for what, reasons in (("rounded once", self.export.lossy), ("of the release left out", self.export.plan.dropped)):
                 if reasons:
                     lines.append(f"{count(len(reasons), 'tensor')} {what}: {'; '.join(sorted(set(reasons.values()))[:3])}")
@@ -142,34 +142,16 @@ def export(
     check_places("export", source, output, beam)
     name_secret(hf_token_secret)
     checkpoint = _open(source, step)
+    given = {
+        "like": like, "save_dtype": save_dtype, "maxtext_model": maxtext_model, "param_scan_axis": param_scan_axis, "max_shard_size": max_shard_size,
+        "unit_bytes": unit_bytes, "lora": lora, "family": family, "maxtext_config": maxtext_config, "tokenizer": tokenizer,
+    }  # fmt: skip
     if is_adapter(checkpoint):
-        return export_adapter(_plan_adapter(checkpoint, like, lora_alpha, maxtext_model), output, overwrite)
-    planned = plan(
-        checkpoint, like=like, save_dtype=save_dtype, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis,
-        max_shard_size=max_shard_size, unit_bytes=unit_bytes, lora=lora, family=family, maxtext_config=maxtext_config, tokenizer=tokenizer,
-    )  # fmt: skip
-    if output.startswith("hf://"):
-        return _to_hub(planned, output, create_pr, beam, progress)
-    return Exported(planned, carry_out(planned, output, resume, overwrite, beam, progress))
-
-
-def _to_hub(planned: Export, output: str, create_pr: bool, beam: Sequence[str], progress: bool | Report) -> Exported:
-    """Writes the release to a folder of this user's cache, which a later attempt goes on with, and publishes it as one commit."""
-    from weightbeam.formats.hub_publishing import check_target, publish_folder  # here: the hub's client takes a third of a second to import
-
-    try:
-        check_target(output)
-    except StorageError as e:
-        raise Refused(f"--output={e}") from e
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "weightbeam" / f"export-{planned.hash[:16]}"
-    written = carry_out(planned, str(folder), True, False, beam, progress)
-    try:
-        made = publish_folder(folder, output, f"Export of {planned.source.root} ({planned.hash[:12]})", create_pr=create_pr)
-    except StorageError as e:
-        raise Failed(f"  {e}\nThe release is whole in {folder}; the same command publishes it.") from e
-    shutil.rmtree(folder)
-    return Exported(planned, dataclasses.replace(written, folder=made.url), page=made.page)
+        return export_adapter(plan_adapter_with(checkpoint, given | {"lora_alpha": lora_alpha}), output, overwrite)
+    if lora_alpha is not None:
+        raise Refused(f"--lora_alpha: is of an adapter, and {checkpoint.root} holds a model; leave it out")
+    planned = plan(checkpoint, **given)
+    return Exported(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
 
 
 def _open(source: str, step: int | None) -> OrbaxCheckpoint:
@@ -186,13 +168,22 @@ def _open(source: str, step: int | None) -> OrbaxCheckpoint:
         raise Refused(str(e)) from e
 
 
-def _plan_adapter(checkpoint: OrbaxCheckpoint, like: str | None, alpha: float | None, model: str | None) -> AdapterExport:
-    """Plans the export of an adapter; the release that it is for is found as for any checkpoint."""
+def plan_adapter_with(checkpoint: OrbaxCheckpoint, given: Mapping[str, Any]) -> AdapterExport:
+    """Plans the export of an adapter; the release that it is for is found as for any checkpoint.
+
+    Args:
+      given: keywords of `export`.
+
+    Raises:
+      Refused: the release can't be read, or a keyword has no meaning for factors, which are written as they are.
+    """
+    if vain := [f"--{name}" for name in OF_MODELS if given.get(name) not in (None, AUTO, (), [])]:
+        raise Refused(f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out")
     try:
-        form, _ = find_like(checkpoint, like)
+        form, _ = find_like(checkpoint, given.get("like"))
     except StorageError as e:
         raise Refused(str(e)) from e
-    return plan_adapter(checkpoint, form.config, form.root, alpha, model)
+    return plan_adapter(checkpoint, form.config, form.root, given.get("lora_alpha"), given.get("maxtext_model"))
 
 
 def plan(
@@ -233,7 +224,7 @@ def plan(
         raise Refused(str(e)) from e
     sizes = read_sizes(max_shard_size, unit_bytes)
     options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, **sizes, lora=read_loras(lora) or (), family=family, quantize=quantize)
-    planned = plan_export(options, checkpoint, form, open_adapters(options))
+    planned = plan_export(options, checkpoint, form, open_adapters(options), open_given(like) if quantize and like else None)
     return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
 
 
@@ -319,6 +310,18 @@ def _open_like(url: str) -> tuple[Like, Mapping[str, bytes]]:
     return Like.of(checkpoint), small_files(open_store(checkpoint.root))
 
 
+def open_given(like: str) -> Given | None:
+    """What the release that `--like` names gives to one in FP8; None where it isn't quantised itself.
+
+    Raises:
+      Refused: it can't be read.
+    """
+    try:
+        return Given.of(open_hf(like))
+    except OSError as e:
+        raise Refused(f"--like={like}: {reason(e)}") from e
+
+
 def _remembered(record: Mapping[str, Any]) -> HfCheckpoint:
     """The release that a checkpoint was made of, as its record describes it: names, dtypes and shapes, in their files.
 
@@ -368,7 +371,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         name_secret(args.hf_token_secret)
         checkpoint = _open(args.source, args.step)
         if is_adapter(checkpoint):
-            adapter = _plan_adapter(checkpoint, args.like, args.lora_alpha, args.maxtext_model)
+            adapter = plan_adapter_with(checkpoint, vars(args))
             refuse(adapter.problems)
             print(f"ready       an adapter for PEFT of rank {adapter.rank} with alpha {adapter.alpha:g}, of {checkpoint.root}")
             return 0

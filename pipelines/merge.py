@@ -23,6 +23,7 @@ from weightbeam.pipelines.report import thread_options, threads_of
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.merging import Merge, MergeOptions, plan_merge
+from weightbeam.transforms.quantizing import Given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Merged:
 
     def __str__(self) -> str:
         lines = [self.written.about(self.merge.layout)]
-        if self.written.state == "done":
+        if self.written.state == "done" and not self.written.page:
             lines.append(f"{self.merge.changes}, the others are the release's own bytes")
             if self.merge.plan.dropped:
                 lines.append(f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are written as their values")
@@ -69,6 +70,7 @@ def merge(
     unit_bytes: int | str = "128MiB",
     resume: bool = False,
     overwrite: bool = False,
+    create_pr: bool = False,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
@@ -77,13 +79,14 @@ def merge(
 
     Args:
       source: the release: a folder, `gs://bucket/folder` or `hf://organisation/model[@revision]`.
-      output: the folder of the new one; it must not be there yet.
+      output: a folder or `gs://bucket/folder` for the new one, which must not be there yet; or `hf://owner/name`, where it becomes one commit.
       lora: adapters, `PATH[,weight]` each: a folder, `gs://` or `hf://`.
       family: the table whose spellings of names count; by default as `config.json` says.
       max_shard_size: bytes of tensors in a file, such as `5GB`; by default the files stay as they are.
       unit_bytes: bound on the memory of a unit of work.
       resume: go on with a stopped merge.
       overwrite: replace a release, or throw a stopped merge away.
+      create_pr: on the hub, open a pull request.
       hf_token_secret: the name of a secret with the hub's token.
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
@@ -95,7 +98,7 @@ def merge(
     check_places("merge", source, output, beam)
     name_secret(hf_token_secret)
     planned = plan(source, lora=lora, family=family, max_shard_size=max_shard_size, unit_bytes=unit_bytes)
-    return Merged(planned, carry_out(planned, output, resume, overwrite, beam, progress))
+    return Merged(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
 
 
 def plan(
@@ -114,8 +117,8 @@ def plan(
     return plan_with(source, MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), family=family))
 
 
-def plan_with(source: str, options: MergeOptions) -> Merge:
-    """Plans a release with its quantised weights, adapters, or both as values.
+def plan_with(source: str, options: MergeOptions, given: Given | None = None) -> Merge:
+    """Plans a release with its quantised weights, adapters, or both as values; or in FP8, like a `given` one.
 
     Raises:
       Refused: there is nothing to plan.
@@ -124,7 +127,7 @@ def plan_with(source: str, options: MergeOptions) -> Merge:
         raise Refused("--source is missing: the release")
     checkpoint = open_source(source)
     try:
-        planned = plan_merge(options, checkpoint, open_adapters(options))
+        planned = plan_merge(options, checkpoint, open_adapters(options), given)
     except UnknownFamilyError as e:
         raise Refused(str(e)) from e
     if planned.plan.problems:
@@ -142,6 +145,7 @@ def make_small(planned: Merge, small: Mapping[str, bytes]) -> dict[str, bytes]:
     if planned.options.save_dtype:
         edits["dtype"] = planned.options.save_dtype
     facts = {"base": planned.source.root}
+    facts |= {"scales of": planned.given.files.root} if planned.given else {}
     facts |= {f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}" for number, adapter in enumerate(planned.adapters, 1)}
     return make_small_files(small, planned.source.config, edits, ("quantisation",) if gone else (), planned.source.root, facts)
 

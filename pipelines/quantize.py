@@ -12,7 +12,7 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines import export, merge
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.export import Exported
-from weightbeam.pipelines.keywords import keywords_of
+from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.merge import Merged
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import carry_out, check_places, read_sizes
@@ -33,8 +33,10 @@ def quantize(
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = "128MiB",
     step: int | None = None,
+    lora: str | Sequence[str] = (),
     resume: bool = False,
     overwrite: bool = False,
+    create_pr: bool = False,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
@@ -43,10 +45,13 @@ def quantize(
 
     Args:
       source: a release, or an Orbax checkpoint, which is exported in the same pass.
-      output: the folder of the new release, or one in `gs://`; it must not be there yet.
+      output: the folder of the new release, or one in `gs://`, which must not be there yet; or `hf://owner/name`, where it becomes one commit.
       format: `fp8`.
-      like, maxtext_model, param_scan_axis, step: of an Orbax checkpoint, as for `export`.
-      max_shard_size, unit_bytes, resume, overwrite, hf_token_secret, beam, progress: as for `export`.
+      like: a release in FP8 whose choice of weights is taken, and the scales of blocks that are still what they were; of an Orbax checkpoint
+        also what `like` is for `export`.
+      maxtext_model, param_scan_axis, step: of an Orbax checkpoint, as for `export`.
+      lora: PEFT adapters to merge on the way, `PATH[,weight]` each.
+      max_shard_size, unit_bytes, resume, overwrite, create_pr, hf_token_secret, beam, progress: as for `export`.
 
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
@@ -56,9 +61,9 @@ def quantize(
     name_secret(hf_token_secret)
     planned = plan(
         source, format=format, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes,
-        step=step,
+        step=step, lora=lora,
     )  # fmt: skip
-    written = carry_out(planned, output, resume, overwrite, beam, progress)
+    written = carry_out(planned, output, resume, overwrite, beam, progress, create_pr)
     return Exported(planned, written) if isinstance(planned, Export) else Merged(planned, written)
 
 
@@ -72,6 +77,7 @@ def plan(
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = "128MiB",
     step: int | None = None,
+    lora: str | Sequence[str] = (),
 ) -> Merge | Export:
     """Plans a quantisation; problems stay in the plan. See `quantize`.
 
@@ -89,9 +95,15 @@ def plan(
     if not released:
         return export.plan(
             source, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes, step=step,
-            quantize=format,
+            lora=lora, quantize=format,
         )  # fmt: skip
-    return merge.plan_with(source, MergeOptions((), **read_sizes(max_shard_size, unit_bytes), quantize=format))
+    of_checkpoints = {"maxtext_model": maxtext_model, "param_scan_axis": param_scan_axis, "step": step}
+    if vain := [f"--{name}" for name, value in of_checkpoints.items() if value is not None]:
+        raise Refused(f"{', '.join(vain)}: of an Orbax checkpoint, and {source} is a release")
+    given = export.open_given(like) if like else None
+    if like and given is None:
+        raise Refused(f"--like={like}: isn't quantised, and a release is quantised like one that is; leave it out")
+    return merge.plan_with(source, MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), quantize=format), given)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -41,14 +42,18 @@ class Written:
       folder: its folder.
       seconds: that it took; 0 where it was finished already.
       state: `done`, or `nothing to do`.
+      page: of the commit, where it was published on the hub.
     """
 
     folder: str
     seconds: float = 0.0
     state: str = "done"
+    page: str = ""
 
     def about(self, files: FileLayout) -> str:
         """The line that says so."""
+        if self.page:
+            return f"{self.folder}: published, {self.page}"
         if self.state != "done":
             return f"{self.folder} is finished already; nothing to do"
         rate = f" ({human(files.size / self.seconds)}/s)" if self.seconds else ""
@@ -75,7 +80,9 @@ def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, A
         "bytes": {"source": planned.source_bytes, "target": planned.target_bytes},
         "memory": {"unit_bytes": planned.unit_bytes, "largest_unit_bytes": planned.unit_working_bytes},
     }
-    return about if written is None else about | {"output": written.folder, "seconds": written.seconds, "state": written.state}
+    if written is None:
+        return about
+    return about | {"output": written.folder, "seconds": written.seconds, "state": written.state} | ({"page": written.page} if written.page else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +199,14 @@ def refuse(problems: Sequence[Problem]) -> None:
         raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
 
 
-def carry_out(planned: ReleasePlan, output: str, resume: bool, overwrite: bool, beam: Sequence[str], progress: bool | Report) -> Written:
-    """Carries a planned release out, or refuses to."""
+def carry_out(
+    planned: ReleasePlan, output: str, resume: bool, overwrite: bool, beam: Sequence[str], progress: bool | Report, create_pr: bool = False
+) -> Written:
+    """Carries a planned release out, or refuses to: into a folder, into a bucket, or as one commit of the hub."""
+    if output.startswith("hf://"):
+        return _to_hub(planned, output, create_pr, beam, progress)
+    if create_pr:
+        raise Refused(f"--create_pr: only the hub has pull requests, and --output is {output}")
     staging = find_place(planned, output)
     refuse([*planned.plan.problems, *check_release(staging, planned, resume, overwrite)])
     refuse(planned.unreadable())
@@ -210,6 +223,26 @@ def carry_out(planned: ReleasePlan, output: str, resume: bool, overwrite: bool, 
     if plan_hash_of(staging.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
     return Written(str(staging.final), time.monotonic() - start)
+
+
+def _to_hub(planned: ReleasePlan, output: str, create_pr: bool, beam: Sequence[str], progress: bool | Report) -> Written:
+    """Writes the release to a folder of this user's cache, which a later attempt goes on with, and publishes it as one commit."""
+    from weightbeam.formats.hub_publishing import check_target, publish_folder  # here: the hub's client takes a third of a second to import
+
+    refuse(planned.plan.problems)
+    try:
+        check_target(output)
+    except StorageError as e:
+        raise Refused(f"--output={e}") from e
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "weightbeam" / f"{planned.title.lower()}-{planned.hash[:16]}"
+    written = carry_out(planned, str(folder), True, False, beam, progress)
+    try:
+        made = publish_folder(folder, output, f"{planned.title} of {planned.inputs[0]} ({planned.hash[:12]})", create_pr=create_pr)
+    except StorageError as e:
+        raise Failed(f"  {e}\nThe release is whole in {folder}; the same command publishes it.") from e
+    shutil.rmtree(folder)
+    return dataclasses.replace(written, folder=made.url, page=made.page)
 
 
 def find_place(planned: ReleasePlan, output: str) -> ReleasePlace:

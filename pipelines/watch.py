@@ -22,6 +22,8 @@ from weightbeam.pipelines.watching.release_feed import ReleaseFeed
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import Finding, Watcher
 
+TARGET = ("kind", "lora", "save_dtype", "maxtext_model")  # the options of --run that say what a step is made into, as a target of a file does
+
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Watches once, or until it is stopped."""
@@ -55,7 +57,8 @@ def _config(args: argparse.Namespace) -> WatchConfig:
     Raises:
       RefusedError: neither, both, or everything that is wrong with it.
     """
-    given = [f"--{name}" for name in ("run", "like", "output", "every") if getattr(args, name) is not None]
+    target = {name: value for name in TARGET if (value := getattr(args, name)) is not None}
+    given = [f"--{name}" for name in ("run", "like", "output", "every", *TARGET) if getattr(args, name) is not None]
     if args.config:
         if given:
             raise RefusedError(f"{', '.join(given)}: what the file of --config says; give the one or the other")
@@ -66,7 +69,7 @@ def _config(args: argparse.Namespace) -> WatchConfig:
         )
     if not args.output:
         raise RefusedError("--output is missing: a folder, gs://bucket/folder or hf://owner/name for the run's steps")
-    return config_of_run(args.run, args.like, args.output, args.every)
+    return config_of_run(args.run, args.like, args.output, args.every, target)
 
 
 @contextlib.contextmanager

@@ -239,6 +239,26 @@ def save(folder: Path, config: Mapping[str, Any], *shards: Mapping[str, np.ndarr
     return folder
 
 
+def peft_adapter(folder: Path, modules: Mapping[str, tuple[int, int]], rank: int = 4, **config: Any) -> tuple[Path, dict[str, np.ndarray]]:
+    """An adapter as PEFT stores it, of random factors with alpha twice the rank, and its tensors.
+
+    Args:
+      modules: by name, (rows, columns) of the weights that it is for.
+      config: fields of its `LoraConfig`.
+    """
+    import peft  # only now: imports torch
+
+    rng, factors = np.random.default_rng(len(modules)), {}
+    for module, (rows, columns) in modules.items():
+        for name, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            factors[f"base_model.model.{module}.lora_{name}.weight"] = rng.standard_normal(shape, np.float32)
+    folder.mkdir()
+    save_file(factors, folder / "adapter_model.safetensors")
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM", **config).save_pretrained(folder)
+    return folder, factors
+
+
 def split(tensors: Mapping[str, np.ndarray], parts: int) -> list[dict[str, np.ndarray]]:
     """Tensors dealt out to `parts` files, neighbours into different ones."""
     return [dict(list(tensors.items())[part::parts]) for part in range(parts)]

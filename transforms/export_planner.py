@@ -38,7 +38,7 @@ from weightbeam.transforms.chunk_blocks import Cut, chunk_blocks, chunk_grid, cu
 from weightbeam.transforms.exporting import AUTO, DTYPES, Export, ExportOptions, Like
 from weightbeam.transforms.files import plan_files
 from weightbeam.transforms.layouts import EMBEDDING, MTP, SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
-from weightbeam.transforms.quantizing import REASON, Entry, find_quantised, in_blocks, quantization_config, with_scales
+from weightbeam.transforms.quantizing import REASON, Entry, Given, find_quantised, in_blocks, quantization_config, with_scales
 from weightbeam.transforms.rows import VALUES, made_here
 from weightbeam.transforms.tensor_rows import rows_of
 from weightbeam.transforms.units import find_twins
@@ -70,8 +70,12 @@ class _Form:
     coded: frozenset[str]
 
 
-def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like, adapters: Sequence[Adapter] = ()) -> Export:
-    """Plans an export. What stands against it is in `plan.problems`."""
+def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like, adapters: Sequence[Adapter] = (), given: Given | None = None) -> Export:
+    """Plans an export. What stands against it is in `plan.problems`.
+
+    Args:
+      given: `like`, where it is in FP8 and what is written is to be so too.
+    """
     config = Config(like.config)
     model = options.maxtext_model or _said_model(source)
     try:
@@ -92,9 +96,12 @@ def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like, ada
     merged = {name: merging.encodings[name] for name in merging.touched}
     if not problems:
         problems += [*merging.problems, *merging.in_vain(drops), *_needing_columns(merged)]
-    form = _form(options, arrays, source.weights, names, shapes, specs, quantize=bool(options.quantize) and not problems)
-    if options.quantize and not form.quantised and not problems:
-        problems.append(Problem("quantised", source.root, "none of its weights is one that is quantised"))
+    form = _form(options, arrays, source.weights, names, shapes, specs, bool(options.quantize) and not problems, given)
+    if options.quantize and not problems:
+        if given:
+            problems += [*given.problems, *given.missing(form.entries), *_not_in_blocks(form, given)]
+        elif not form.quantised:
+            problems.append(Problem("quantised", source.root, "none of its weights is one that is quantised"))
     files, made = None, Cut()
     if not problems:
         order = {tensor.name: tensor.file for tensor in released.values()}
@@ -119,7 +126,8 @@ def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like, ada
         tuple(adapters),
         merged,
         quantised=form.quantised,
-        quantization=quantization_config(form.entries, form.quantised) if form.quantised else {},
+        quantization={} if not form.quantised else given.quantization_config if given else quantization_config(form.entries, form.quantised),
+        given=given,
         unpacked=made.unpacked,
     )
 
@@ -239,13 +247,23 @@ def _form(
     shapes: Mapping[str, tuple[int, ...]],
     specs: Mapping[str, TensorSpec],
     quantize: bool,
+    given: Given | None,
 ) -> _Form:
     """What each tensor is written as."""
     dtypes = {name: _target_dtype(options, specs[name].dtype) for name in shapes}
     entries = [(one, dtypes[name], shapes[name]) for name, ones in names.items() for one in ones]
-    quantised = _quantised(options.unit_bytes, arrays, weights, names, entries) if quantize else frozenset[str]()
+    quantised = _quantised(options.unit_bytes, arrays, weights, names, entries, given) if quantize else frozenset[str]()
     coded = frozenset(name for name, ones in names.items() if quantised.intersection(ones))
     return _Form(dtypes | dict.fromkeys(coded, VALUES), entries, quantised, coded)
+
+
+def _not_in_blocks(form: _Form, given: Given) -> Iterator[Problem]:
+    """The weights that a given release has as codes, and whose parts, in arrays of their own, don't begin and end at blocks."""
+    for name, _, _ in form.entries:
+        if name in given.scales and name not in form.quantised:
+            yield Problem(
+                "quantised", name, f"{given.files.root} has it in FP8, but its parts in the checkpoint don't begin at blocks; export it, then quantize that"
+            )
 
 
 def _target_dtype(options: ExportOptions, released: np.dtype) -> np.dtype:
@@ -253,10 +271,15 @@ def _target_dtype(options: ExportOptions, released: np.dtype) -> np.dtype:
 
 
 def _quantised(
-    unit_bytes: int, arrays: Sequence[Array], weights: Mapping[str, OrbaxArray], names: Mapping[str, tuple[str, ...]], wanted: Sequence[Entry]
+    unit_bytes: int,
+    arrays: Sequence[Array],
+    weights: Mapping[str, OrbaxArray],
+    names: Mapping[str, tuple[str, ...]],
+    wanted: Sequence[Entry],
+    given: Given | None,
 ) -> frozenset[str]:
     """The tensors that are written as codes; those stay as they are whose parts, in arrays of their own, don't begin and end at blocks of rows."""
-    codes = find_quantised(wanted)
+    codes = find_quantised(wanted, given)
     shapes = {name: shape for name, _, shape in wanted}
     coded = frozenset(name for name, ones in names.items() if codes.intersection(ones))
     held = [array for array in arrays if any(name in coded for part in array.parts for name in part.tensors)]
@@ -321,4 +344,5 @@ def load(inputs: Mapping[str, Any]) -> Export:
     like = Like(inputs["like"]["root"], inputs["like"]["config"], tensors)
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
-    return plan_export(ExportOptions(**inputs["options"] | {"lora": lora}), load_checkpoint(inputs["source"]), like, adapters)
+    given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
+    return plan_export(ExportOptions(**inputs["options"] | {"lora": lora}), load_checkpoint(inputs["source"]), like, adapters, given)

@@ -32,7 +32,7 @@ from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.grid import Grid
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.quantizing import job_for
+from weightbeam.transforms.quantizing import Given, job_for
 from weightbeam.transforms.rows import ReleasePlan, RowsUnit
 from weightbeam.transforms.tensor_rows import rows_of
 from weightbeam.transforms.units import Block, Fetch, element_box
@@ -97,6 +97,7 @@ class Export(ReleasePlan):
       merged: by the table's name, what adapters make of a tensor.
       quantised: the tensors, by the release's names, that are written as codes and scales.
       quantization: `quantization_config` as it will be; empty where nothing is quantised.
+      given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
     """
 
     options: ExportOptions
@@ -114,10 +115,15 @@ class Export(ReleasePlan):
     merged: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     quantised: frozenset[str] = frozenset()
     quantization: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    given: Given | None = None
     unpacked: frozenset[str] = frozenset()  # keys of the arrays whose chunks are unpacked first
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # the release's small files as they will be; not staged
 
     kind = "export"
+
+    @property
+    def title(self) -> str:
+        return "Export"
 
     @functools.cached_property
     def encodings(self) -> dict[str, OrbaxArray]:
@@ -163,7 +169,7 @@ class Export(ReleasePlan):
         jobs = []
         for name, boxes in rows_of(self.plan.arrays, self.grids, self.units[unit]).items():
             for box, inside in boxes:
-                jobs += [job_for(self.layout.tensors, given, self.quantised, box, inside, self.merged.get(name)) for given in self.names[name]]
+                jobs += [job_for(self.layout.tensors, one, self.quantised, box, inside, self.merged.get(name), self.given) for one in self.names[name]]
         return RowsUnit(unit, tuple(fetches), tuple(jobs))
 
     @property
@@ -177,6 +183,8 @@ class Export(ReleasePlan):
         identity.add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.like.config)
         for adapter in self.adapters:
             identity.add(adapter.identity)
+        for shard in self.given.files.shards if self.given else ():
+            identity.add(*shard.identity)
         for array in self.plan.arrays:
             identity.add(array.key, array.shape, array.dtype.name, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
         for file in self.files.files if self.files else ():
@@ -191,12 +199,17 @@ class Export(ReleasePlan):
 
     def check(self) -> None:
         self.source.check()
-        for adapter in self.adapters:
-            adapter.files.check()
+        for files in self._files:
+            files.check()
+
+    @property
+    def _files(self) -> tuple[HfCheckpoint, ...]:
+        """What is read beside the checkpoint."""
+        return *(adapter.files for adapter in self.adapters), *([self.given.files] if self.given else [])
 
     def unreadable(self) -> list[Problem]:
-        """The adapters' files whose end can't be read."""
-        return [problem for adapter in self.adapters for problem in adapter.files.unreadable()]
+        """The files beside the checkpoint whose end can't be read."""
+        return [problem for files in self._files for problem in files.unreadable()]
 
     def record(self) -> dict[str, Any]:
         """Where the release comes from."""
@@ -225,6 +238,7 @@ class Export(ReleasePlan):
             "source": self.source.to_json(),
             "like": dataclasses.asdict(self.like),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
+            "given": self.given.files.to_json() if self.given else None,
             "hash": self.hash,
         }
         return pack_inputs(inputs)

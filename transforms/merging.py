@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.relation import View
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.quantizing import REASON, ROWS, find_quantised, job_for, quantization_config, with_scales
+from weightbeam.transforms.quantizing import REASON, ROWS, Given, find_quantised, job_for, quantization_config, with_scales
 from weightbeam.transforms.rows import VALUES, ReleasePlan, RowsUnit
 from weightbeam.transforms.units import Block, Fetch, largest_first, pack
 
@@ -66,6 +67,7 @@ class Merge(ReleasePlan):
       merging: what the adapters' tensors are used for.
       quantised: the tensors that are written as codes and scales.
       quantization: `quantization_config` as it will be; None where it isn't to change, empty where nothing quantised is left.
+      given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
       small: the release's small files as they will be; not staged.
     """
 
@@ -79,10 +81,15 @@ class Merge(ReleasePlan):
     merging: Merging
     quantization: Mapping[str, Any] | None = None
     quantised: frozenset[str] = frozenset()
+    given: Given | None = None
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     kind = "merge"
+
+    @property
+    def title(self) -> str:
+        return "Quantisation" if self.options.quantize else "Dequantisation" if self.options.dequantize else "Merge"
 
     @property
     def chunks(self) -> Sequence[object]:
@@ -108,7 +115,8 @@ class Merge(ReleasePlan):
     def changes(self) -> str:
         """How many tensors are merged, dequantised or quantised, for a person."""
         if self.options.quantize:
-            return f"{len(self.quantised):,} tensor{'' if len(self.quantised) == 1 else 's'} quantised"
+            also = f", {len(self.merging.touched):,} of them merged" if self.merging.touched else ""
+            return f"{len(self.quantised):,} tensor{'' if len(self.quantised) == 1 else 's'} quantised{also}"
         merged, values = len(self.merging.touched), sum(encoding.label is not None for encoding in self.encodings.values())
         number, what = (values, "dequantised") if self.options.dequantize else (merged, "merged")
         return f"{number:,} tensor{'' if number == 1 else 's'} {what}"
@@ -124,10 +132,16 @@ class Merge(ReleasePlan):
         fetches, jobs = [], []
         for number, block in enumerate(self.units[unit]):
             name, box = names[block.array], block.shards
-            job = job_for(self.layout.tensors, name, self.quantised, box, ((number, _itself(name, box)),))
-            fetches.append(Fetch(self.encodings[name], box, self.encodings[name].weight.dtype if name in self.quantised else job.dtype))
+            job = job_for(self.layout.tensors, name, self.quantised, box, ((number, _itself(name, box)),), given=self.given)
+            fetches.append(Fetch(self.encodings[name], box, self._read_as(name, job.dtype)))
             jobs.append(job)
         return RowsUnit(unit, tuple(fetches), tuple(jobs))
+
+    def _read_as(self, name: str, written: np.dtype) -> np.dtype:
+        """The dtype of a tensor's values in memory: of one that is quantised its own, so that nothing is rounded before; with an adapter float32."""
+        if name not in self.quantised:
+            return written
+        return VALUES if name in self.merging.touched else self.encodings[name].weight.dtype
 
     @property
     def hash(self) -> str:
@@ -138,7 +152,7 @@ class Merge(ReleasePlan):
     def _identity(self) -> Identity:
         identity = Identity()
         identity.add(self.kind, dataclasses.asdict(self.options), self.source.config)
-        for shard in self.source.shards:
+        for shard in itertools.chain(self.source.shards, self.given.files.shards if self.given else ()):
             identity.add(*shard.identity)
         for adapter in self.adapters:
             identity.add(adapter.identity)
@@ -154,6 +168,7 @@ class Merge(ReleasePlan):
             "kind": self.kind,
             "source": self.source.root,
             "adapters": [adapter.record() for adapter in self.adapters],
+            **({"like": self.given.files.root} if self.given else {}),
             "plan": self.hash,
             "options": dataclasses.asdict(self.options),
             "versions": versions(),
@@ -168,32 +183,43 @@ class Merge(ReleasePlan):
             "options": dataclasses.asdict(self.options),
             "source": self.source.to_json(),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
+            "given": self.given.files.to_json() if self.given else None,
             "hash": self.hash,
         }
         return pack_inputs(inputs)
 
     @property
     def inputs(self) -> Sequence[str]:
-        return self.source.root, *(adapter.root for adapter in self.adapters)
+        return tuple(files.root for files in self._files)
+
+    @property
+    def _files(self) -> tuple[HfCheckpoint, ...]:
+        """All that is read."""
+        return self.source, *(adapter.files for adapter in self.adapters), *([self.given.files] if self.given else [])
 
     def check(self) -> None:
-        for files in (self.source, *(adapter.files for adapter in self.adapters)):
+        for files in self._files:
             files.check()
 
     def unreadable(self) -> list[Problem]:
         """The files whose end can't be read."""
-        return [problem for files in (self.source, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
+        return [problem for files in self._files for problem in files.unreadable()]
 
 
 def load(inputs: Mapping[str, Any]) -> Merge:
     """The merge that `Merge.stage` staged."""
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
-    return plan_merge(MergeOptions(**inputs["options"] | {"lora": lora}), HfCheckpoint.from_json(inputs["source"]), adapters)
+    given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
+    return plan_merge(MergeOptions(**inputs["options"] | {"lora": lora}), HfCheckpoint.from_json(inputs["source"]), adapters, given)
 
 
-def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequence[Adapter]) -> Merge:
-    """Plans a merge. What stands against it is in `plan.problems`."""
+def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequence[Adapter], given: Given | None = None) -> Merge:
+    """Plans a merge. What stands against it is in `plan.problems`.
+
+    Args:
+      given: a release in FP8 that the quantised one is to be like.
+    """
     source = open_source(checkpoint)
     aliases = _aliases(checkpoint, options.family)
     spelled = {rename(name, aliases): name for name in source.encodings}
@@ -230,16 +256,18 @@ def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequen
     where = {name: tensor.path.rpartition("/")[2] for name, tensor in checkpoint.tensors.items()}
     order = {name: where.get(name) or where[encoding.weight.name] for name, encoding in encodings.items()}
     wanted = [(name, _dtype(name, quantised, checkpoint, options.save_dtype), encoding.shape) for name, encoding in encodings.items()]
-    codes = find_quantised(wanted) if options.quantize else frozenset()
+    codes = find_quantised(wanted, given) if options.quantize else frozenset()
     if options.quantize:
-        if not codes:
-            plan = Plan("identity", (), {}, (Problem("quantised", checkpoint.root, "none of its tensors is a weight that is quantised"),))
-            return Merge(options, checkpoint, tuple(adapters), plan, {}, None, (), merged)
-        quantization = quantization_config(wanted, codes)
+        amiss = [*given.problems, *given.missing(wanted)] if given else []
+        if not codes and not amiss:
+            amiss = [Problem("quantised", checkpoint.root, "none of its tensors is a weight that is quantised")]
+        if amiss:
+            return Merge(options, checkpoint, tuple(adapters), Plan("identity", (), {}, tuple(amiss)), {}, None, (), merged)
+        quantization = given.quantization_config if given else quantization_config(wanted, codes)
     files = plan_files(with_scales(wanted, codes), order, options.max_shard_size)
     units = largest_first(pack([(block,) for block in _blocks(encodings, files, options.unit_bytes, codes)], options.unit_bytes))
     plan = Plan("identity", (), replaced, ())
-    return Merge(options, checkpoint, tuple(adapters), plan, encodings, files, tuple(units), merged, quantization, codes, warnings=files.warnings)
+    return Merge(options, checkpoint, tuple(adapters), plan, encodings, files, tuple(units), merged, quantization, codes, given, warnings=files.warnings)
 
 
 def _aliases(checkpoint: HfCheckpoint, named: str | None) -> Mapping[str, str]:

@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.encodings import Encoding, quantizing
+from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.encodings.quantizing import BLOCK, CODES, SUFFIX, quantize, scale_shape, why_kept
-from weightbeam.formats.safetensors import Tensor
+from weightbeam.formats.encodings.scaled import Scaled
+from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, Tensor, read_boxes
+from weightbeam.formats.sources import open_source
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.cells import Part
-from weightbeam.model_mappings.plan import is_float
+from weightbeam.model_mappings.plan import Problem, is_float
 from weightbeam.transforms.grid import Grid
 from weightbeam.transforms.rows import VALUES, RowsJob
 
@@ -35,9 +38,11 @@ class QuantizeJob(RowsJob):
 
     Attributes:
       scales: where their scales go.
+      given: the scales that the weight had in a release, which its untouched blocks keep; None for no such release.
     """
 
     scales: Tensor = dataclasses.field(kw_only=True)
+    given: Tensor | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def written(self) -> np.dtype:
@@ -49,13 +54,16 @@ class QuantizeJob(RowsJob):
 
         Raises:
           ContentError: a value is NaN or infinite.
+          StorageError: the given scales can't be read.
         """
         *leading, (start, stop), _ = self.box
         if not in_blocks(self.box, self.tensor.shape):
             raise ValueError(f"{self.tensor.name}: a box that doesn't begin and end at blocks: {self.box}")
-        codes, scales = quantize(self.finish(values).reshape([high - low for low, high in self.box]), self.tensor.name)
+        rows = (*leading, (start // ROWS, -(-stop // ROWS)), (0, self.scales.shape[-1]))
+        given = read_boxes([BoxRead(self.given, rows)])[0][0] if self.given else None
+        codes, scales = quantize(self.finish(values).reshape([high - low for low, high in self.box]), self.tensor.name, scales=given)
         yield self.tensor, self.box, codes
-        yield self.scales, (*leading, (start // ROWS, -(-stop // ROWS)), (0, self.scales.shape[-1])), scales
+        yield self.scales, rows, scales
 
 
 def in_blocks(box: Box, shape: Sequence[int]) -> bool:
@@ -64,8 +72,58 @@ def in_blocks(box: Box, shape: Sequence[int]) -> bool:
     return start % ROWS == 0 and (stop % ROWS == 0 or stop == shape[-2]) and columns == (0, shape[-1])
 
 
-def find_quantised(tensors: Iterable[Entry]) -> frozenset[str]:
-    """The tensors that are written as codes: the weights of linear layers, of a dtype that isn't quantised already."""
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a release in FP8 gives to one that should be like it: which weights are quantised, their scales, and `quantization_config`.
+
+    Attributes:
+      files: the release.
+      scales: by the weight's name, its scales as they are stored.
+      problems: why it can't be followed.
+    """
+
+    files: HfCheckpoint
+    scales: Mapping[str, Tensor]
+    problems: tuple[Problem, ...] = ()
+
+    @classmethod
+    def of(cls, files: HfCheckpoint) -> Given | None:
+        """None for a release that isn't quantised."""
+        source = open_source(files)
+        labelled = {name: encoding for name, encoding in source.encodings.items() if encoding.label}
+        if not labelled:
+            return None
+        scales = {name: encoding.scale for name, encoding in labelled.items() if isinstance(encoding, Scaled) and _is_ours(name, encoding)}
+        other = next((name for name in labelled if name not in scales), None)
+        wrong = f"--like has it as {labelled[other].label}; only FP8 in blocks of 128 × 128 with {SUFFIX} in float32 can be followed" if other else ""
+        return cls(files, scales, (Problem("quantised", other, wrong),) if other else ())
+
+    @property
+    def quantization_config(self) -> dict[str, Any]:
+        """As the release says it."""
+        return dict(Quantization.of(self.files.config).fields)
+
+    def missing(self, tensors: Iterable[Entry]) -> Iterator[Problem]:
+        """The weights that it has as codes, and that what is quantised hasn't, or has with another shape."""
+        shapes = {name: shape for name, _, shape in tensors}
+        for name, scale in self.scales.items():
+            if name not in shapes:
+                yield Problem("missing", name, f"is in {self.files.root}, and there is no such weight to quantise")
+            elif scale_shape(shapes[name]) != scale.shape:
+                yield Problem("shape", name, f"{shapes[name]}, of which {self.files.root} has scales {scale.shape}; expected {scale_shape(shapes[name])}")
+
+
+def _is_ours(name: str, encoding: Scaled) -> bool:
+    """Whether a weight is stored as `quantize` writes it."""
+    in_blocks = encoding.block[-2:] == BLOCK and all(size == 1 for size in encoding.block[:-2])
+    plain = encoding.code == CODES.name and encoding.second is None and encoding.zero is None
+    return in_blocks and plain and encoding.scale.dtype == VALUES and encoding.scale.name == name + SUFFIX
+
+
+def find_quantised(tensors: Iterable[Entry], given: Given | None = None) -> frozenset[str]:
+    """The tensors that are written as codes: those that a given release has so, else the weights of linear layers; of a dtype that isn't quantised already."""
+    if given is not None:
+        return frozenset(name for name, _, _ in tensors if name in given.scales)
     return frozenset(name for name, dtype, shape in tensors if is_float(dtype) and dtype.itemsize > 1 and why_kept(name, shape) is None and math.prod(shape))
 
 
@@ -79,10 +137,18 @@ def with_scales(tensors: Iterable[Entry], quantised: frozenset[str]) -> Iterator
             yield name, dtype, shape
 
 
-def job_for(written: Mapping[str, Tensor], name: str, quantised: frozenset[str], box: Box, pieces: tuple, merged: Encoding | None = None) -> RowsJob:
+def job_for(
+    written: Mapping[str, Tensor],
+    name: str,
+    quantised: frozenset[str],
+    box: Box,
+    pieces: tuple,
+    merged: Encoding | None = None,
+    given: Given | None = None,
+) -> RowsJob:
     """Rows of a tensor to make, of whichever kind it is."""
     if name in quantised:
-        return QuantizeJob(written[name], box, pieces, merged, scales=written[name + SUFFIX])
+        return QuantizeJob(written[name], box, pieces, merged, scales=written[name + SUFFIX], given=given and given.scales[name])
     return RowsJob(written[name], box, pieces, merged)
 
 

@@ -138,6 +138,11 @@ class ReleasePlan(InUnits):
         return self.files
 
     @property
+    def title(self) -> str:
+        """What the release is of its source, in one word: `Export`."""
+        raise NotImplementedError
+
+    @property
     def hash(self) -> str:
         """Identifies the result."""
         raise NotImplementedError

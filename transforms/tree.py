@@ -18,7 +18,7 @@ from weightbeam.model_mappings.stacking import Copy, Held, Path, RestackError, S
 from weightbeam.model_mappings.trees import VALUE, TreeError
 from weightbeam.transforms.layouts import SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
 
-OPTIMIZERS = ("opt_state", "optimizer", "optimizer_state")
+OPTIMIZERS = ("opt_state", "optimizer", "optimizer_state", "outer_opt_state")
 DICT = 2  # Orbax's number for the key of a dict
 
 

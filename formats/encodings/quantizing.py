@@ -8,7 +8,8 @@
 
 Decoding is `fp8.py`. Codes that are decoded to bfloat16 and quantised again come back as they were: the largest code of a block is
 ±448, so its scale moves by less than one part in 256, and each value by less than half the step to the next code. Scales come back
-too, where values are decoded to float32, or where the largest magnitude was a number of bfloat16.
+too, where values are decoded to float32, or where the largest magnitude was a number of bfloat16; and everywhere, if the scales that the
+values were decoded with are given.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from weightbeam.formats.encodings.fp8 import blocks_over
 CODES = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_CODE = np.float32(448)  # of the codes
 BLOCK = (128, 128)  # rows and columns that share a scale; serving engines have kernels for no other size
+UNTOUCHED = np.float32(2**-7)  # one unit in the last place of bfloat16, relative: how far one rounding, and a factor undone, move a value
 SUFFIX = "_scale_inv"  # behind the weight's name; the scale multiplies, whatever it is called
 
 Formula = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -75,46 +77,56 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
 def quantize(values: np.ndarray, name: str, formula: str = "deepseek", scales: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Quantises a weight, or a box of one that begins and ends at blocks (or at the weight's end).
 
-    Memory beside the result: two rows of blocks in float32.
+    Memory beside the result: three rows of blocks in float32.
 
     Args:
       values: (…, rows, columns), bfloat16, float16 or float32.
       name: for messages.
       formula: one of `FORMULAS`.
-      scales: those to use, such as the ones that the values were decoded with; by default they follow from the values.
+      scales: those that the values may have been decoded with. A block of which every value is a code times its scale, but for one
+        rounding to bfloat16, keeps it, and so gets its codes back; by chance a value in four lies so near, a block never. The scales of
+        other blocks follow from their values.
 
     Returns:
       Codes in the shape of `values`, scales in `scale_shape` of it.
 
     Raises:
-      ContentError: a value is NaN or infinite, or a given scale can't be used.
+      ContentError: a value is NaN or infinite.
     """
     shape = scale_shape(values.shape)
     find, apply = FORMULAS[formula]
-    given = None
-    if scales is not None:
-        given = scales.astype(np.float32).reshape(shape)
-        if not (np.isfinite(given) & (given != 0)).all():
-            raise ContentError(f"{name}: a scale that it should be quantised with is 0, NaN or infinite")
-        apply = np.divide
+    given = None if scales is None else scales.astype(np.float32).reshape(shape)
     codes, made = np.empty(values.shape, CODES), np.empty(shape, np.float32)
     starts = np.arange(0, values.shape[-1], BLOCK[1])
     widths = np.diff(starts, append=values.shape[-1])
     for lead in np.ndindex(values.shape[:-2]):
         for row, start in enumerate(range(0, values.shape[-2], BLOCK[0])):
             band = values[lead][start : start + BLOCK[0]].astype(np.float32)
-            if given is None:
-                largest = np.maximum(band.max(axis=0), -band.min(axis=0))
-                amax = np.maximum.reduceat(largest, starts) if len(starts) else largest
-                if not np.isfinite(amax).all():
-                    raise ContentError(f"{name}: a value in rows {start:,} to {start + len(band):,} is NaN or infinite; FP8 has no code for it")
-                with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-                    made[(*lead, row)], factor = find(amax)
-            else:
-                made[(*lead, row)] = factor = given[(*lead, row)]
-            apply(band, np.repeat(factor, widths), out=band)
-            codes[lead][start : start + BLOCK[0]] = to_codes(band)
+            largest = np.maximum(band.max(axis=0), -band.min(axis=0))
+            amax = np.maximum.reduceat(largest, starts) if len(starts) else largest
+            if not np.isfinite(amax).all():
+                raise ContentError(f"{name}: a value in rows {start:,} to {start + len(band):,} is NaN or infinite; FP8 has no code for it")
+            with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+                scale, factor = find(amax)
+                kept = None if given is None else _decoded_with(given[(*lead, row)], band, starts, widths)
+            made[(*lead, row)] = scale
+            coded = codes[lead][start : start + BLOCK[0]]
+            if kept is None or not kept.all():
+                coded[:] = to_codes(apply(band, np.repeat(factor, widths), out=band if kept is None else None))
+            if given is not None and kept is not None and kept.any():
+                made[(*lead, row)][kept] = given[(*lead, row)][kept]
+                columns = np.repeat(kept, widths)
+                coded[:, columns] = to_codes(band[:, columns] / np.repeat(given[(*lead, row)], widths)[columns])
     return codes, made
+
+
+def _decoded_with(scale: np.ndarray, band: np.ndarray, starts: np.ndarray, widths: np.ndarray) -> np.ndarray:
+    """Which blocks of a row of them hold nothing but codes times their scale, but for one rounding; (rows, columns) and (blocks,) -> (blocks,)."""
+    usable = np.isfinite(scale) & (scale != 0)
+    spread = np.repeat(np.where(usable, scale, np.float32(1)), widths)
+    meant = to_codes(band / spread).astype(np.float32) * spread
+    near = (np.abs(meant - band) <= np.abs(meant) * UNTOUCHED).all(axis=0)
+    return usable & (np.logical_and.reduceat(near, starts) if len(starts) else near)
 
 
 def to_codes(values: np.ndarray) -> np.ndarray:

@@ -67,7 +67,7 @@ class RunTarget:
       name: of the user's choice.
       kind: `export`, `quantize` or `reshard`.
       arguments: the options as that command takes them.
-      lora: for a LoRA run whether the adapter is published, or the model that it is merged into.
+      lora: for a LoRA run whether the adapter is published, or the model that it is merged into; what is quantised is always such a model.
       output: where it goes, a folder below which each step has one, `gs://…`, or `hf://owner/name`; None for below the configuration's output.
       create_pr: whether the hub gets a pull request instead of commits.
     """
@@ -151,7 +151,11 @@ def _read_run_target(given: Any) -> RunTarget:
         raise ValueError("; ".join([*problems, f"kind: should be {EXPORT}, {QUANTIZE} or {RESHARD}"]))
     if kind not in commands:
         raise ValueError("; ".join([*problems, f"kind: this version of Weightbeam has no weightbeam {kind}"]))
-    lora = asked.pop("lora") if asked.get("lora") in (ADAPTER, MERGED) else ADAPTER
+    lora = asked.pop("lora") if asked.get("lora") in (ADAPTER, MERGED) else None
+    if lora and kind == RESHARD:
+        problems.append(f"lora: {lora} is for releases, and a step is resharded as it is")
+    elif lora == ADAPTER and kind == QUANTIZE:
+        problems.append("lora: an adapter isn't quantised; the model that it is merged into is, with merged")
     create_pr = asked.pop("create_pr", False)
     if not isinstance(create_pr, bool):
         problems.append("create_pr: should be true or false")
@@ -176,7 +180,7 @@ def _read_run_target(given: Any) -> RunTarget:
                 problems.append(str(e))
     if problems:
         raise ValueError("; ".join(problems))
-    return RunTarget(str(name), kind, tuple(_arguments(asked)), lora, output, create_pr)
+    return RunTarget(str(name), kind, tuple(_arguments(asked)), lora or (MERGED if kind == QUANTIZE else ADAPTER), output, create_pr)
 
 
 def read_place(url: Any) -> str:
@@ -379,10 +383,13 @@ class WatchConfig(pydantic.BaseModel):
         return [*_arguments(options, flags=True), *token]
 
 
-def config_of_run(run: str, like: str | None, output: str, every: int | None) -> WatchConfig:
-    """The configuration of one run that options name, exported as it is into one place.
+def config_of_run(run: str, like: str | None, output: str, every: int | None, target: Mapping[str, Any]) -> WatchConfig:
+    """The configuration of one run that options name, made into one thing in one place.
 
     Records lie in the output. The hub has no place for them: there they are in this user's cache, on this machine.
+
+    Args:
+      target: its fields but for `name` and `output`, as a file has them.
 
     Raises:
       RefusedError: everything that is wrong with it.
@@ -395,7 +402,7 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None) ->
             records = str(cache / "weightbeam" / "watch" / hashlib.sha256(place.encode()).hexdigest()[:12])
     except ValueError as e:
         problems.append(f"--output={output}: {e}")
-    about = {"checkpoints": run, "like": like, "steps": {"every": every or 1}, "targets": [{"name": "hf", "output": place or "/"}]}
+    about = {"checkpoints": run, "like": like, "steps": {"every": every or 1}, "targets": [{"name": "hf", "output": place or "/", **target}]}
     try:
         config = WatchConfig.model_validate({"output": records or "/", "runs": [about]})
     except pydantic.ValidationError as e:

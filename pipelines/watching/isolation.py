@@ -190,19 +190,13 @@ def plan_export(arguments: Sequence[str]) -> dict[str, Any]:
     """
     from weightbeam.formats.orbax_source import open_orbax
     from weightbeam.pipelines import export
-    from weightbeam.pipelines.releases import refuse
     from weightbeam.transforms.adapters import is_adapter
 
     keywords = _keywords("export", arguments, export.plan)
     keywords.pop("beam")
     checkpoint = _opened(open_orbax, keywords["source"])
     if is_adapter(checkpoint):
-        alpha = _keywords("export", arguments, export.export).get("lora_alpha")
-        adapter = export._plan_adapter(checkpoint, keywords.get("like"), alpha, keywords.get("maxtext_model"))
-        refuse(adapter.problems)
-        told = hashlib.sha256(json.dumps([checkpoint.files, adapter.base, adapter.rank, adapter.alpha]).encode()).hexdigest()
-        nbytes = sum(array.nbytes for array in checkpoint.weights.values())
-        return {"plan": told, "family": "an adapter", "target_bytes": nbytes, "warnings": [], "lora": True}
+        return _planned_adapter(checkpoint, keywords | _keywords("export", arguments, export.export))
     return _planned(export.plan(**keywords | {"source": checkpoint}))
 
 
@@ -210,11 +204,30 @@ def plan_quantize(arguments: Sequence[str]) -> dict[str, Any]:
     """Plans the quantisation of a checkpoint; see `plan_export`."""
     from weightbeam.formats.orbax_source import open_orbax
     from weightbeam.pipelines import quantize
+    from weightbeam.transforms.adapters import is_adapter
 
     keywords = _keywords("quantize", arguments, quantize.plan)
     keywords.pop("beam")
-    _opened(open_orbax, keywords["source"])
+    checkpoint = _opened(open_orbax, keywords["source"])
+    if is_adapter(checkpoint):
+        return _planned_adapter(checkpoint, keywords)
     return _planned(quantize.plan(**keywords))
+
+
+def _planned_adapter(checkpoint: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+    """What is worth knowing of an adapter that is to be written for PEFT, or merged into the release that it is for.
+
+    Raises:
+      RefusedError: it has problems.
+    """
+    from weightbeam.pipelines.export import plan_adapter_with
+    from weightbeam.pipelines.releases import refuse
+
+    adapter = plan_adapter_with(checkpoint, {name: value for name, value in keywords.items() if name not in ("max_shard_size", "family")})
+    refuse(adapter.problems)
+    told = hashlib.sha256(json.dumps([checkpoint.files, adapter.base, adapter.rank, adapter.alpha]).encode()).hexdigest()
+    nbytes = sum(array.nbytes for array in checkpoint.weights.values())
+    return {"plan": told, "family": "an adapter", "target_bytes": nbytes, "warnings": [], "lora": True, "form": adapter.base}
 
 
 def _planned(planned: Any) -> dict[str, Any]:

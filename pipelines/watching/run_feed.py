@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam import __version__
+from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
 from weightbeam.pipelines.errors import FailedError
 from weightbeam.pipelines.tables import human
 from weightbeam.pipelines.watching import isolation
-from weightbeam.pipelines.watching.config import MERGED, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
+from weightbeam.pipelines.watching.config import ADAPTER, MERGED, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
 from weightbeam.pipelines.watching.isolation import WorkerProcess
 from weightbeam.pipelines.watching.notices import warn
@@ -256,8 +257,11 @@ class RunFeed(Feed):
         return Task(works.get(target.kind, isolation.plan_export), self._arguments(source, target))
 
     def _arguments(self, source: str, target: RunTarget) -> list[str]:
-        like = [f"--like={self.run.like}"] if self.run.like else []
-        return [f"--source={source}", *like, *(["--state=params"] if target.kind == RESHARD else []), *target.arguments]
+        return [f"--source={source}", *self._like, *(["--state=params"] if target.kind == RESHARD else []), *target.arguments]
+
+    @property
+    def _like(self) -> list[str]:
+        return [f"--like={self.run.like}"] if self.run.like else []
 
     def foresee(self, facts: Mapping[str, Any]) -> str:
         return f"{human(facts['target_bytes'])}, {facts['family']}"
@@ -273,7 +277,14 @@ class RunFeed(Feed):
         return place.of(f"{history.first['commit']}-{plan[:8]}") if taken or held not in (None, history.key) else url
 
     def _work(self, history: History) -> Store:
-        return self._place(history).work(history.key, here=bool(history.facts.get("lora")))
+        """Where a step's result grows: an adapter on this machine, since it is written by no Beam pipeline."""
+        target = self.target(history)
+        is_adapter = history.facts.get("lora") and not (isinstance(target, RunTarget) and target.lora == MERGED)
+        return self._place(history).work(history.key, here=bool(is_adapter))
+
+    def _clear(self, history: History) -> None:
+        for here in (False, True):
+            self._place(history).work(history.key, here).delete_folder()
 
     def is_made(self, history: History) -> bool:
         return history.state == VERIFIED and (self._is_published(history) or (self._work(history) / RELEASE).exists(REPORT))
@@ -295,14 +306,18 @@ class RunFeed(Feed):
                 yield Task(isolation.verify_reshard, [source, release.url], "verified")
                 compared = "every element"
         elif facts.get("lora"):
-            work.delete_folder()
-            work.make()
+            here = self._place(history).work(history.key, here=True)
+            adapter = here / ADAPTER if target.lora == MERGED else release
+            if target.lora == ADAPTER or not adapter.exists(WEIGHTS):  # it appears there whole, and is what the stopped merge was planned with
+                here.delete_folder(adapter.url.rpartition("/")[2])
+                here.make()
+                known = [argument for argument in target.arguments if _option(argument) in ("maxtext_model", "lora_alpha")]
+                yield Task(isolation.export, [f"--source={source}", *self._like, *known, f"--output={adapter.url}"])
             if target.lora == MERGED:
-                adapter = (work / "adapter").url
-                yield Task(isolation.export, [*self._arguments(source, target), f"--output={adapter}"])
-                yield Task(isolation.merge, [f"--source={self.run.like}", f"--lora={adapter}", output, *self._config.runner_arguments()])
-            else:
-                yield Task(isolation.export, common)
+                into = isolation.quantize if target.kind == QUANTIZE else isolation.merge
+                known = [argument for argument in target.arguments if _option(argument) in ("max_shard_size", "unit_bytes", "family", "format")]
+                merged = [f"--source={facts['form']}", f"--lora={adapter.url}", output, *known]
+                yield Task(into, [*merged, "--resume", *self._config.runner_arguments()])
         else:
             make = isolation.quantize if target.kind == QUANTIZE else isolation.export
             yield Task(make, [*common, "--resume", *self._config.runner_arguments()])
@@ -355,7 +370,7 @@ class RunFeed(Feed):
             if (work / RELEASE).exists(REPORT):
                 said = place.publish(work / RELEASE, url, title, self._is_newest(history), target.create_pr)
             self._point(history)
-            work.delete_folder()
+            self._clear(history)
         except OSError as e:
             raise FailedError(f"{url}: {reason(e)}") from e
         return {"checkpoint": url, **said}
@@ -414,7 +429,7 @@ class RunFeed(Feed):
             time.sleep(GRACE / 8)
 
     def clear(self, history: History) -> None:
-        self._work(history).delete_folder()
+        self._clear(history)
 
 
 def _milliseconds(when: datetime.datetime) -> int:
@@ -428,8 +443,12 @@ def _asked(target: Target) -> str:
 
 def _verification(target: Target) -> list[str]:
     """The options that a verification takes too."""
-    known = ("maxtext_model", "param_scan_axis")
-    return [argument for argument in target.arguments if argument.removeprefix("--").partition("=")[0] in known]
+    return [argument for argument in target.arguments if _option(argument) in ("maxtext_model", "param_scan_axis")]
+
+
+def _option(argument: str) -> str:
+    """The name of an option as it stands in a command line with its value."""
+    return argument.removeprefix("--").partition("=")[0]
 
 
 def scratch_of(output: Store) -> Path:

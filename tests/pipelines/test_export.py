@@ -15,9 +15,10 @@ import torch
 import transformers
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session
+from quantised import fp8_llama
 from safetensors.numpy import load_file
 from servers.hub import FakeHub
-from support import BF16, F32, LLAMA, QWEN3_MOE, call, convert, given, random_tensors, read_config, read_tensors, save
+from support import BF16, F32, LLAMA, QWEN3_MOE, call, convert, given, peft_adapter, random_tensors, read_config, read_tensors, save
 from trained import SHARED, TRAINED, trained_like
 
 import weightbeam as wb
@@ -328,6 +329,17 @@ def test_onto_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         (tmp_path / "got" / "model.safetensors").write_bytes(bytes(held["model.safetensors"].data))
         compare(read_tensors(tmp_path / "got"), read_tensors(source), {})
         assert {"config.json", "README.md", "weightbeam.json"} <= set(held)
+        lora, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)})
+        fp8, *_ = fp8_llama(tmp_path / "fp8")
+        for command in (("merge", source, "--lora", lora), ("dequantize", fp8), ("quantize", source)):
+            assert call(*command, "--output", tmp_path / command[0]) == 0
+            assert call(*command, "--output", f"hf://org/{command[0]}") == 0
+            held = server.repositories[f"org/{command[0]}"].branches["main"].files
+            assert {name: bytes(held[name].data) for name in ("config.json", "model.safetensors")} == {
+                name: (tmp_path / command[0] / name).read_bytes() for name in ("config.json", "model.safetensors")
+            }
+        assert call("dequantize", fp8, "--output", "hf://org/quantize", "--create_pr") == 0
+        assert [made.title.partition(" of ")[0] for made in server.repositories["org/quantize"].pulls] == ["Dequantisation"]
         assert list((tmp_path / "cache" / "weightbeam").iterdir()) == []
         monkeypatch.delenv("HF_TOKEN")
         assert call("export", "--source", step, "--output", "hf://org/tuned") == 2

@@ -12,7 +12,7 @@ import pytest
 from google.cloud.storage.retry import DEFAULT_RETRY
 from quantised import fp8_llama
 from servers.gcs import FakeGcs
-from support import LLAMA, call, convert, random_tensors, save
+from support import LLAMA, call, convert, peft_adapter, random_tensors, save
 
 from weightbeam.formats import composing, release_bucket
 from weightbeam.formats.storage import bucket as buckets
@@ -92,12 +92,17 @@ def test_replaced(gcs: FakeGcs, place: str, source: Path) -> None:
     assert call("convert", place, place + "-again", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") == 0
 
 
-def test_dequantize_and_merge_write_there_too(gcs: FakeGcs, place: str, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dequantize_merge_and_quantize_write_there_too(gcs: FakeGcs, place: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They share the target; what isn't theirs is refused, and a source that lies in it."""
     fp8, *_ = fp8_llama(source / f"fp8-{uuid.uuid4().hex}")
+    lora, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)})
     assert call("dequantize", "--source", fp8, "--output", source / f"{fp8.name}-out") == 0
     assert call("dequantize", "--source", fp8, "--output", place) == 0
     check(gcs, place, source / f"{fp8.name}-out")
+    for name, command in (("merged", ("merge", source / "hf", "--lora", lora)), ("fp8", ("quantize", source / "hf"))):
+        assert call(command[0], *command[1:], "--output", source / f"{fp8.name}-{name}") == 0
+        assert call(command[0], *command[1:], "--output", place, "--overwrite") == 0
+        check(gcs, place, source / f"{fp8.name}-{name}")
     capsys.readouterr()
     assert call("dequantize", "--source", fp8, "--output", place.removesuffix("/tuned"), "--overwrite") == 2
     assert "isn't a release that Weightbeam wrote" in capsys.readouterr().err

@@ -24,11 +24,10 @@ import training_run
 import transformers
 import yaml
 from huggingface_hub import constants
-from safetensors.numpy import save_file
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.server import Fault
-from support import BF16, F32, LLAMA, assert_same_bits, call, convert, flatten, random_tensors, read_file, read_tensors, save
+from support import BF16, F32, LLAMA, assert_same_bits, call, convert, flatten, peft_adapter, random_tensors, read_file, read_tensors, save
 
 import weightbeam as wb
 from weightbeam.formats.storage import bucket as buckets
@@ -238,22 +237,23 @@ def test_steps_that_are_asked_for(model: tuple[Path, dict[str, Any]], tmp_path: 
             read_steps(wrong)
 
 
-def test_a_lora_run(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Its steps hold the factors only: each becomes PEFT's adapter, or the release with it merged in."""
-    like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
-    rng, factors = np.random.default_rng(0), {}
-    for layer in range(2):
-        factors[f"base_model.model.model.layers.{layer}.self_attn.v_proj.lora_A.weight"] = rng.standard_normal((4, 32), np.float32)
-        factors[f"base_model.model.model.layers.{layer}.self_attn.v_proj.lora_B.weight"] = rng.standard_normal((16, 4), np.float32)
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    save_file(factors, adapter / "adapter_model.safetensors")
-    peft.LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj"], task_type="CAUSAL_LM", base_model_name_or_path=str(like)).save_pretrained(adapter)
-    step = convert(like, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b", "--lora", str(adapter), "--adapter_only", "true")
-    checkpoints = training_run.manager(str(run), None)
+@pytest.fixture(scope="session")
+def lora_run(model: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A run whose step 5 holds an adapter of the release only, and the factors as PEFT has them."""
+    like, folder = model[0], tmp_path_factory.mktemp("lora")
+    modules = {f"model.layers.{layer}.self_attn.v_proj": (16, 32) for layer in range(2)}
+    adapter, factors = peft_adapter(folder / "adapter", modules, base_model_name_or_path=str(like))
+    step = convert(like, folder / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b", "--lora", str(adapter), "--adapter_only", "true")
+    checkpoints = training_run.manager(str(folder / "run" / "checkpoints"), None)
     training_run.save(checkpoints, 5, training_run.load_state(step), {"lora_rank": 4, "lora_alpha": 8})
     checkpoints.close()
-    targets = [dict(name="adapter"), dict(name="merged", lora="merged")]
+    return folder / "run" / "checkpoints", factors
+
+
+def test_a_lora_run(model: tuple[Path, dict[str, Any]], lora_run: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    """Its steps hold the factors only: each becomes PEFT's adapter, or the release with it merged in, or that in FP8."""
+    like, file, (run, factors) = model[0], tmp_path / "watch.yaml", lora_run
+    targets = [dict(name="adapter"), dict(name="merged", lora="merged", max_shard_size="30KB"), dict(name="fp8", kind="quantize")]
     about = dict(checkpoints=str(run), like=str(like), targets=[target | dict(maxtext_model="llama2-7b") for target in targets])
     file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about])))
     assert call("watch", "--config", file, "--once") == 0
@@ -261,8 +261,74 @@ def test_a_lora_run(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     assert_same_bits(read_file(out / "adapter" / "step-5" / "adapter_model.safetensors"), factors)
     wb.merge(str(like), str(tmp_path / "merged"), lora=str(out / "adapter" / "step-5"), progress=False)
     assert_same_bits(read_tensors(out / "merged" / "step-5"), read_tensors(tmp_path / "merged"))
+    assert len(list((out / "merged" / "step-5").glob("*.safetensors"))) > 1
+    wb.quantize(str(tmp_path / "merged"), str(tmp_path / "fp8"), progress=False)
+    assert (out / "fp8" / "step-5" / "model.safetensors").read_bytes() == (tmp_path / "fp8" / "model.safetensors").read_bytes()
+    assert not list(tmp_path.rglob(".weightbeam/work/*"))
     base = transformers.LlamaForCausalLM.from_pretrained(like)
     assert peft.PeftModel.from_pretrained(base, out / "adapter" / "step-5").peft_config["default"].r == 4
+
+
+@pytest.mark.parametrize(
+    ("place", "lora"),
+    [("bucket", "merged"), ("hub", "adapter"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("bucket", "adapter"), ("hub", "merged")))],
+)
+def test_a_lora_run_elsewhere(
+    place: str, lora: str, model: tuple[Path, dict[str, Any]], lora_run: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, gcs: FakeGcs, hub: FakeHub
+) -> None:
+    """Into a bucket and onto the hub, by options: the adapter alone, and the release with it merged in; nothing stays behind."""
+    like, (run, factors) = model[0], lora_run
+    output = {"bucket": "gs://out/tuned", "hub": f"hf://{REPO}"}[place]
+    options = ["--once", "--lora", lora, "--maxtext_model", "llama2-7b"]
+    assert watch(run, like, output, *options) == 0
+    if place == "bucket":
+        held = {name.partition("/step-5/")[2]: bytes(one.data) for name, one in gcs.objects["out"].items() if "/step-5/" in name}
+    else:
+        repository = hub.repositories[REPO]
+        held = {name: bytes(blob.data) for name, blob in repository.branches["step-5"].files.items()}
+        assert repository.head.files.keys() == repository.branches["step-5"].files.keys()
+    assert {"run.json", "README.md", "changes.json"} < held.keys()
+    found = tmp_path / "found"
+    found.mkdir()
+    for name, data in held.items():
+        (found / name).write_bytes(data)
+    if lora == "adapter":
+        assert_same_bits(read_file(found / "adapter_model.safetensors"), factors)
+    else:
+        transformers.LlamaForCausalLM.from_pretrained(found)
+        values = read_tensors(found)["model.layers.1.self_attn.v_proj.weight"]
+        a, b = (factors[f"base_model.model.model.layers.1.self_attn.v_proj.lora_{which}.weight"] for which in "AB")
+        np.testing.assert_allclose(values, read_tensors(like)["model.layers.1.self_attn.v_proj.weight"] + 2 * b @ a, rtol=1e-5, atol=1e-5)
+    assert not [name for name in gcs.objects["out"] if "/work/" in name]
+    assert not list((tmp_path / "cache").glob("weightbeam/watch/*/*/adapter*"))
+    assert watch(run, like, output, *options) == 0
+
+
+def test_in_fp8(model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By options, as in a file: what `quantize` makes of the step."""
+    like, run = model[0], tmp_path / "run" / "checkpoints"
+    write(run, 3, model=model)
+    assert watch(run, like, tmp_path / "out", "--once", "--kind", "quantize", "--maxtext_model", "llama2-7b") == 0
+    wb.quantize(str(run / "3"), str(tmp_path / "quiet"), like=str(like), maxtext_model="llama2-7b", progress=False)
+    assert (tmp_path / "out" / "step-3" / "model.safetensors").read_bytes() == (tmp_path / "quiet" / "model.safetensors").read_bytes()
+    assert json.loads((tmp_path / "out" / "step-3" / "run.json").read_text())["compared"] == "100% of the elements"
+    for wrong in (["--kind", "quantize", "--lora", "adapter"], ["--kind", "reshard", "--lora", "merged"], ["--kind", "quantize", "--save_dtype", "float32"]):
+        assert watch(run, like, tmp_path / "other", "--once", *wrong) == 2
+        assert "--run=" in capsys.readouterr().err
+        assert not (tmp_path / "other").exists()
+
+
+def test_what_adapters_have_no_use_for(
+    model: tuple[Path, dict[str, Any]], lora_run: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Is refused by name: by `export`, and at the start of `watch`."""
+    for command in (
+        ["export", lora_run[0] / "5", tmp_path / "out", "--like", model[0]],
+        ["watch", "--run", lora_run[0], "--like", model[0], "--output", tmp_path / "out"],
+    ):
+        assert call(*command, "--save_dtype", "bfloat16", *(["--once"] if command[0] == "watch" else [])) == 2
+        assert "--save_dtype: " in capsys.readouterr().err
+        assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_copy_for_another_mesh(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import BF16, F32, FP8, LLAMA, QWEN3_MOE, call, convert, random_tensors, read_config, save
+from support import BF16, F32, FP8, LLAMA, QWEN3_MOE, call, convert, peft_adapter, random_tensors, read_config, save
 
 import weightbeam as wb
 
@@ -104,16 +104,80 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert call("diff", tmp_path / "fp8", tmp_path / "ckpt", "--maxtext_model", "llama2-7b") == 0
 
 
+def masters(folder: Path, model: dict) -> tuple[Path, dict[str, np.ndarray]]:
+    """A release in FP8 as one is made of float32 masters, whose scales bfloat16 values don't tell, and its tensors."""
+    tensors = {name: values if "_proj" in name else values.astype(BF16) for name, values in random_tensors(model, F32).items()}
+    source = save(folder / "masters", model, tensors)
+    wb.quantize(str(source), str(folder / "fp8"), progress=False)
+    return folder / "fp8", read_tensors(folder / "fp8")
+
+
+@pytest.mark.parametrize(("model", "unit"), [(MODEL, "128MiB"), pytest.param(MOE, "200000", marks=pytest.mark.slow)], ids=["dense", "experts"])
+def test_scales_of_a_release_come_back(tmp_path: Path, model: dict, unit: str) -> None:
+    """FP8 -> bfloat16 -> FP8 like the release: every byte of every tensor, and its `quantization_config`. A block that was touched has a scale of its own."""
+    fp8, stored = masters(tmp_path, model)
+    assert call("dequantize", fp8, tmp_path / "bf16", "--save_dtype", "bfloat16") == 0
+    assert call("quantize", tmp_path / "bf16", tmp_path / "without") == 0
+    without = read_tensors(tmp_path / "without")
+    assert [name for name in stored if name.endswith("_scale_inv") and without[name].tobytes() != stored[name].tobytes()]
+    assert call("quantize", tmp_path / "bf16", tmp_path / "again", "--like", fp8, "--unit_bytes", unit) == 0
+    again = read_tensors(tmp_path / "again")
+    assert {name: values.tobytes() for name, values in again.items()} == {name: values.tobytes() for name, values in stored.items()}
+    assert read_config(tmp_path / "again")["quantization_config"] == read_config(fp8)["quantization_config"]
+
+    name = next(name for name, values in stored.items() if values.dtype == FP8 and min(values.shape) > 128)
+    tensors = read_tensors(tmp_path / "bf16")
+    tensors[name] = tensors[name].copy()
+    tensors[name][130, 5] *= 3
+    assert call("quantize", save(tmp_path / "tuned", model, tensors), tmp_path / "touched", "--like", fp8, "--unit_bytes", unit) == 0
+    touched = read_tensors(tmp_path / "touched")
+    codes, scales, _ = by_definition(tensors[name])
+    wanted = stored[f"{name}_scale_inv"].copy()
+    wanted[1, 0] = scales[1, 0]
+    assert touched[f"{name}_scale_inv"].tobytes() == wanted.tobytes()
+    assert touched[name][128:256, :128].tobytes() == codes[128:256, :128].tobytes()
+    assert touched[name][:128].tobytes() == stored[name][:128].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_scales_of_a_release_come_back_from_a_checkpoint(tmp_path: Path, dtype: str) -> None:
+    """A dequantised Orbax checkpoint, like the release in FP8 that it was made of: its bytes, where a factor was folded into the query, too."""
+    fp8, stored = masters(tmp_path, MODEL)
+    step = convert(fp8, tmp_path / "ckpt", "--save_dtype", dtype, "--maxtext_model", "llama2-7b")
+    assert call("quantize", step, tmp_path / "again", "--like", fp8) == 0
+    again = read_tensors(tmp_path / "again")
+    assert [name for name, values in stored.items() if again[name].tobytes() != values.tobytes()] == []
+    assert again.keys() == stored.keys()
+
+
+def test_an_adapter_on_the_way(tmp_path: Path) -> None:
+    """Merged and quantised in one pass: the codes of what `merge` writes in float32, not of its bfloat16."""
+    tensors = random_tensors(MODEL, BF16)
+    source = save(tmp_path / "hf", MODEL, tensors)
+    name = "model.layers.0.self_attn.v_proj"
+    lora, factors = peft_adapter(tmp_path / "adapter", {name: tensors[f"{name}.weight"].shape}, layers_to_transform=[0])
+    a, b = (factors[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
+    assert call("quantize", source, tmp_path / "fp8", "--lora", lora) == 0
+    made = read_tensors(tmp_path / "fp8")
+    check(made, tensors | {f"{name}.weight": tensors[f"{name}.weight"].astype(F32) + 2 * b @ a})
+
+
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is quantised already, what has nothing to quantise, another format: before anything is written."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     assert call("quantize", source, tmp_path / "fp8") == 0
+    plain = save(tmp_path / "plain", LLAMA, random_tensors(LLAMA))
+    less = {name: values for name, values in random_tensors(LLAMA).items() if "layers.1.mlp.up_proj" not in name}
     bare = save(tmp_path / "bare", LLAMA, {"model.norm.weight": np.ones(32, BF16)})
     for arguments, message in (
         (["--source", tmp_path / "fp8"], "is quantised already"),
         (["--source", bare], "none of its tensors"),
         (["--source", tmp_path / "none"], "none"),
         (["--source", source, "--format", "int3"], "invalid choice"),
+        (["--source", source, "--like", plain], "isn't quantised"),
+        (["--source", source, "--step", "3", "--maxtext_model", "x"], "--maxtext_model, --step: of an Orbax checkpoint"),
+        (["--source", source, "--create_pr"], "only the hub has pull requests"),
+        (["--source", save(tmp_path / "less", LLAMA, less), "--like", tmp_path / "fp8"], "model.layers.1.mlp.up_proj.weight"),
     ):
         try:
             status = call("quantize", *arguments, "--output", tmp_path / "out")
