@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from weightbeam.formats.adapters.delta import Product, doubled
-from weightbeam.formats.adapters.merged import FLOAT32, STRIP_ELEMENTS
+from weightbeam.formats.adapters.merged import FLOAT32, STRIP_ELEMENTS, is_finite
 from weightbeam.formats.encodings import ContentError, StoredArray
 from weightbeam.formats.encodings.encoding import InOrder, Read
 from weightbeam.formats.orbax_source import OrbaxArray
@@ -189,7 +189,7 @@ class AdaptedKernel(InOrder):
             part = kernel[first : first + step]
             strip = np.ascontiguousarray(part).reshape(-1, b.shape[1])
             product.add_to(strip, first * rows)
-            if not np.isfinite(strip.sum()) and not np.isfinite(strip).all():
+            if not is_finite(strip):
                 raise ContentError(
                     f"{_name(self.base)}: isn't finite once the adapter is merged; its factors ({_name(pair.a.array)}) or its alpha can't be right"
                 )

@@ -95,7 +95,7 @@ class Merged:
         for expert, row, strip in self._strips(stored[:number], wide, products):
             if factors is not None:
                 strip *= factors[row : row + len(strip)] if self._inputs else factors
-            if not np.isfinite(strip.sum()) and not np.isfinite(strip).all():
+            if not is_finite(strip):
                 raise ContentError(
                     f"{self.weight.name}: isn't finite once the adapter is merged; its factors ({self.deltas[0].a.name}) or its alpha can't be right"
                 )
@@ -154,6 +154,12 @@ class _Parts:
                 return []
             cut.append(array[spans])
         return cut
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Whether all values of an array in C order are finite. Their squares are summed first, which is fast, and looked at one by one if that isn't."""
+    flat = values.reshape(-1)
+    return bool(np.isfinite(np.dot(flat, flat)) or np.isfinite(flat).all())
 
 
 def _norms(strips: Iterator[tuple[int, int, np.ndarray]], shape: tuple[int, ...], axis: int) -> np.ndarray:

@@ -7,7 +7,7 @@ checkpoint_conversion/standalone_scripts/convert_gemma_chkpt.py, e591f30). `to_m
 
 from weightbeam.model_mappings.blocks import attention, common_dims, common_drops, gated_mlp, layers, tied_head, top, with_defaults
 from weightbeam.model_mappings.configuration import Line, truth
-from weightbeam.model_mappings.families.gemma2 import padded
+from weightbeam.model_mappings.families.gemma2 import padded, rows_of, vocab_of
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import CONTEXT, LAYERS, MLP, WIDTHS, activation, architecture, fixed_eps, head_dim
 from weightbeam.model_mappings.ops import Scale, Shift
@@ -37,7 +37,7 @@ def stacks(c, layout):
 LINES = (
     *WIDTHS, LAYERS, head_dim(DEFAULTS["head_dim"]), MLP, *activation("hidden_act", "gelu_pytorch_tanh"), *fixed_eps(), CONTEXT, *plain_rope(),
     *architecture("gemma", "GemmaForCausalLM", "gemma"),
-    Line("vocab_size", "vocab_size", to_key=lambda rows: (rows // 128 + 1) * 128, to_field=lambda rows: rows - 128, default=DEFAULTS["vocab_size"]),
+    Line("vocab_size", "vocab_size", to_key=rows_of, to_field=vocab_of, default=DEFAULTS["vocab_size"]),
     truth("logits_via_embedding", "tie_word_embeddings", default=True),
 )  # fmt: skip
 

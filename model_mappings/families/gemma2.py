@@ -28,8 +28,18 @@ DEFAULTS = dict(vocab_size=256_000, head_dim=256, query_pre_attn_scalar=256, tie
 
 
 def padded(c, layout):
-    """The layout with MaxText's rows of the vocabulary: the next multiple of 128 above, 256,128 for 256,000."""
-    return dataclasses.replace(layout, vocab=layout.vocab or (c.size("vocab_size") // 128 + 1) * 128)
+    """The layout with MaxText's rows of the vocabulary."""
+    return dataclasses.replace(layout, vocab=layout.vocab or rows_of(c.size("vocab_size")))
+
+
+def rows_of(vocab):
+    """The next multiple of 128 above: 256,128 for the releases' 256,000."""
+    return (vocab // 128 + 1) * 128
+
+
+def vocab_of(rows):
+    """The vocabulary that has these rows: 256,000 for MaxText's 256,128; other rows don't tell, so that all of them count."""
+    return 256_000 if rows == rows_of(256_000) else rows
 
 
 def dims(c, layout):
@@ -62,7 +72,7 @@ LINES = (
     *WIDTHS, size("base_num_decoder_layers", "num_hidden_layers", times=2), head_dim(DEFAULTS["head_dim"]), MLP,
     *activation("hidden_activation", "gelu_pytorch_tanh"), *fixed_eps(), CONTEXT, *plain_rope(),
     *architecture("gemma2", "Gemma2ForCausalLM", "gemma2"),
-    Line("vocab_size", "vocab_size", to_key=lambda rows: (rows // 128 + 1) * 128, to_field=lambda rows: rows - 128, default=DEFAULTS["vocab_size"]),
+    Line("vocab_size", "vocab_size", to_key=rows_of, to_field=vocab_of, default=DEFAULTS["vocab_size"]),
     truth("logits_via_embedding", "tie_word_embeddings", default=True),
     fixed("use_post_attn_norm", True),
     fixed("use_post_ffw_norm", True),

@@ -29,8 +29,8 @@ MODELS: dict[str, tuple[dict[str, Any], str | None]] = {  # model_type -> what i
     "qwen3": (dict(rms_norm_eps=3e-5, rope_parameters=dict(rope_type="default", rope_theta=7e4)), None),
     "qwen3_moe": (EXPERTS | dict(norm_topk_prob=True), None),
     "mixtral": (dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None), None),
-    "gemma": (dict(vocab_size=128), None),  # a multiple of 128, as the release has: MaxText adds 128 rows
-    "gemma2": (dict(vocab_size=128, query_pre_attn_scalar=16, sliding_window=5, attn_logit_softcapping=40.0, final_logit_softcapping=20.0), None),
+    "gemma": (dict(vocab_size=256_000), None),  # the release's: of other numbers of rows MaxText doesn't say which are padding
+    "gemma2": (dict(vocab_size=256_000, query_pre_attn_scalar=16, sliding_window=5, attn_logit_softcapping=40.0, final_logit_softcapping=20.0), None),
     "gpt_oss": (dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5), None),
     "olmo3": (dict(sliding_window=5, head_dim=8), "olmo3-7b-pt"),
     "deepseek_v3": (LATENT | dict(n_group=2, topk_group=1, routed_scaling_factor=1.7, norm_topk_prob=True), None),
