@@ -68,7 +68,11 @@ class Source:
         return dataclasses.replace(self, encodings=merging.encodings, problems=(*self.problems, *merging.problems))
 
     def drop_zero_biases(self, unused: Iterable[str]) -> tuple[dict[str, str], list[Problem]]:
-        """The spare ones of the tensors that a table has no use for, which are read: `(those dropped with the reason, problems)`."""
+        """Reads the biases (GPTQ's) among tensors that a table has no use for, and drops those that are all zeros.
+
+        Returns:
+          The reason for each that is dropped, and a problem for each of the others.
+        """
         tensors = {name: self.encodings[name].weight for name in unused if name in self.spare}
         if (nbytes := sum(tensor.nbytes for tensor in tensors.values())) > MAX_SPARE_BYTES:
             message = f"a bias that the table has no place for; {nbytes:,} bytes of such are too many to see whether all are zeros"

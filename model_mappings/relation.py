@@ -32,7 +32,7 @@ class View(NamedTuple):  # a tuple, as Piece is: a unit may have thousands, and 
 
     Attributes:
       box: range of each axis of the array.
-      steps: 1, or the distance between the indices that count.
+      steps: the stride along each axis, in indices.
       factors: the sizes of the factors of each axis.
       picks: for each axis, a range of each of its factors, or the one index of a factor that drops out.
     """

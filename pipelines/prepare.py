@@ -125,10 +125,10 @@ def options_of(items: Store, stores: Mapping[str, ts.TensorStore], given: Mappin
 
 
 def refuse(conversion: Conversion, problems: Sequence[Problem]) -> None:
-    """Says everything that stands against a conversion.
+    """Refuses a conversion that has problems; does nothing where there are none.
 
     Raises:
-      Refused: there is something.
+      Refused: with all of them.
     """
     if not problems:
         return

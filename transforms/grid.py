@@ -109,7 +109,7 @@ def cut_axis(extent: int, limit: int, ragged: bool) -> int:
 
 
 def selecting_axes(array: Array) -> frozenset[int]:
-    """Axes that count 1 in a chunk at first: layers, and experts in a tensor each or not."""
+    """The stacked axes, layers and experts, whose extent in a chunk is 1 to begin with."""
     return frozenset().union(*(part.stack_axes for part in array.parts)) | {axis for axis, name in enumerate(array.logical_axes) if name == EXPERTS}
 
 

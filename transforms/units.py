@@ -77,7 +77,7 @@ class InUnits:
 
 
 def find_twins(arrays: Sequence[Array], least_run: float = MIN_RUN) -> list[list[int]]:
-    """The numbers of the arrays, those together that are alike but for their window into the same tensors.
+    """The indices of the arrays in groups; the arrays of a group differ only in their window into the same tensors.
 
     Such arrays (gate and up that alternate in one tensor) are cut alike and made in one unit, so that no byte is read twice.
     Where their elements lie side by side for `least_run` bytes that isn't worth while.
