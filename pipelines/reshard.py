@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.adapters.config import CONFIG
-from weightbeam.formats.orbax import METADATA, check_committed
+from weightbeam.formats.orbax import METADATA, MODEL_ITEM, check_committed
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.orbax_state import surroundings
 from weightbeam.formats.printable import printable
@@ -38,8 +38,6 @@ from weightbeam.transforms.adapting import MaxTextAdapter
 from weightbeam.transforms.mesh import MeshError
 from weightbeam.transforms.resharding import DTYPES, FULL, KEEP, PARAMS, Reshard, ReshardOptions, plan_reshard
 from weightbeam.transforms.tree import Model
-
-MODEL_ITEM = "model_params"  # where Tunix and MaxText's training engine keep the weights, beside the optimizer's item
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,12 +246,15 @@ def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
         place = open_store(source)
         if step is not None and str(step) in place.folders() and not place.exists(METADATA):
             place = place / str(step)
-        if state == PARAMS and (item := _model_item(place)):
-            place = item
         check_committed(place)
-        return open_orbax(place, any_tree=True)
+        checkpoint = open_orbax(place, any_tree=True)
+        items = open_store(checkpoint.root)
+        if state == FULL and items.name == MODEL_ITEM and place.url != items.url and len(there := _array_items(items.parent)) > 1:
+            message = f"{items.parent}: has {' and '.join(there)}; --state params takes the weights, or name one, which is copied by itself"
+            raise Refused(message)
     except StorageError as e:
         raise Refused(str(e)) from e
+    return checkpoint
 
 
 def _open_adapter(url: str) -> OrbaxCheckpoint:
@@ -272,9 +273,9 @@ def _open_adapter(url: str) -> OrbaxCheckpoint:
         raise Refused(f"--lora={e}") from e
 
 
-def _model_item(place: Store) -> Store | None:
-    """The item that holds the weights of a step that has others beside it."""
-    return place / MODEL_ITEM if (place / MODEL_ITEM).exists(METADATA) else None
+def _array_items(step: Store) -> list[str]:
+    """The items of a step that hold arrays."""
+    return sorted(name for name in step.folders() if (step / name).exists(METADATA))
 
 
 def find_model(checkpoint: OrbaxCheckpoint, like: str | None) -> Model:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,12 @@ STAGES = {  # stage -> the module and the name of the function that does it
     "writing": ("weightbeam.transforms.conversion", "write_unit"),
     "merging": ("weightbeam.formats.ocdbt", "merge"),
     "publishing": ("weightbeam.formats.orbax.writing", "publish"),
+}
+EXPORTING = {  # the same of an export
+    "unpacking": ("weightbeam.transforms.exporting", "unpack"),
+    "reading a chunk": ("weightbeam.transforms.execution", "read"),
+    "writing rows": ("weightbeam.formats.release_target", "write_unit"),
+    "making whole": ("weightbeam.formats.release_target", "assemble"),
 }
 OPTIONS = ["--unit_bytes", "8000", "--mesh", "fsdp=2", "--direct_num_workers=2"]
 
@@ -117,7 +123,7 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 def prepare(fault: Mapping[str, Any]) -> None:
     """Puts the fault in front of the n-th call of its stage; a stop may come until the call's end."""
-    module, name = STAGES[fault["stage"]]
+    module, name = (STAGES | EXPORTING)[fault["stage"]]
     original = getattr(importlib.import_module(module), name)
     lock, calls = threading.Lock(), 0
 
@@ -163,9 +169,10 @@ def fork(job: Mapping[str, Any]) -> int:
         os._exit(status)
 
 
-def main(jobs: Iterable[Mapping[str, Any]]) -> None:
+def main(jobs: Collection[Mapping[str, Any]]) -> None:
     """Runs jobs; one with `"zombie"` is left stopped until all others are done, then it goes on."""
-    importlib.import_module("weightbeam.pipelines.convert")
+    for command in {job["arguments"][0] for job in jobs}:  # once for all of them
+        importlib.import_module(f"weightbeam.pipelines.{command}")
     sleeping: dict[int, Mapping[str, Any]] = {}
 
     def tell(job: Mapping[str, Any], status: int) -> None:

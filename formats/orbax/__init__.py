@@ -12,13 +12,14 @@ from weightbeam.formats.orbax.metadata import (
     plan_hash_of,
     record_of,
 )
-from weightbeam.formats.orbax.reading import CheckpointArray, check_committed, find_damage, find_items, open_arrays, read_arrays
+from weightbeam.formats.orbax.reading import MODEL_ITEM, CheckpointArray, check_committed, find_damage, find_items, open_arrays, read_arrays
 from weightbeam.formats.orbax.writing import Contents, assemble, publish, write_unit
 
 __all__ = [
     "ARRAY_METADATAS",
     "CHECKPOINT_METADATA",
     "METADATA",
+    "MODEL_ITEM",
     "STEP",
     "STRINGS",
     "CheckpointArray",

@@ -19,6 +19,8 @@ from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.strict_json import parse_json
 from weightbeam.formats.zarr import ArraySpec, Format
 
+MODEL_ITEM = "model_params"  # where Tunix and MaxText's training engine keep the weights, beside the optimizer's item
+MSGPACK = ("checkpoint", f"{ITEMS}/checkpoint", "default/checkpoint")  # the one file of a checkpoint before Orbax had arrays of their own
 STEP_NAME = re.compile(r"(\w*_)?\d+")  # of a step's folder: 100, or with a prefix, checkpoint_100
 
 
@@ -47,6 +49,10 @@ def find_items(where: str | Path | Store) -> Store:
     if len(steps) == 1:
         return next(iter(steps.values()))
     found = f"{len(steps)} steps: name one of {', '.join(steps)}" if steps else "no Orbax checkpoint"
+    if not steps and (
+        old := next((f"{place}/{name}" for place in (store, *(store / name for name in folders)) for name in MSGPACK if place.exists(name)), None)
+    ):
+        found += f", but {old}, as old MaxText wrote it (msgpack); save it anew with a MaxText that reads it"
     if not steps and (stopped := sorted(filter(_is_unpublished, folders))):
         found += f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
     raise StorageError(f"{store}: {found}")
@@ -65,6 +71,8 @@ def check_committed(store: Store) -> None:
 def _item_of(store: Store) -> Store | None:
     """The item that a folder is, or the one below a step that holds arrays: ours, or anyone's, whatever its name; None where there is none.
 
+    Of several it is `model_params`: the others are what training keeps beside the weights.
+
     Raises:
       StorageError: a step has several.
     """
@@ -74,6 +82,8 @@ def _item_of(store: Store) -> Store | None:
         return store / ITEMS
     others = [name for name in store.folders() if not STEP_NAME.fullmatch(name) and not _is_unpublished(name)]
     items = [name for name in others if (store / name).exists(METADATA)]
+    if MODEL_ITEM in items:
+        items = [MODEL_ITEM]
     if len(items) > 1:
         raise StorageError(f"{store}: {len(items)} items with arrays: name one of {', '.join(items)}")
     return store / items[0] if items else None

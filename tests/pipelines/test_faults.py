@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
-from faults import STAGES, arguments, is_published, run
+from faults import EXPORTING, STAGES, arguments, is_published, kill, run
 from hostile import snapshot
 from soak import OVERLAPPING, bundles_twice, kill_and_resume
-from support import BF16, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
+from support import BF16, LLAMA, assert_same_bits, call, convert, random_tensors, reference, restore, save, split
 
 SHARD = "model-00002-of-00002.safetensors"
 
@@ -56,6 +57,35 @@ def test_kills_at_random_moments(tmp_path: Path, times: int) -> None:
     print(dict(counts))
     assert min(counts[f"SIGKILL in {stage}"] for stage in STAGES) >= times
     assert counts["resumed to the end"] == times * len(STAGES)
+
+
+@pytest.mark.parametrize("stages", [["writing rows"], pytest.param(list(EXPORTING), marks=pytest.mark.slow)], ids=["rows", "every stage"])
+def test_exports_killed_and_resumed(tmp_path: Path, stages: list[str]) -> None:
+    """`kill -9` in a stage; `--resume` goes on to the end: the bytes of a quiet export, and nothing beside them.
+
+    At every stage: killed once more on the way, from a checkpoint as stock Orbax writes it, in compressed chunks larger than a unit.
+    """
+    like = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = convert(like, tmp_path / "ckpt", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") / "items"
+    if len(stages) > 1:
+        ocp.PyTreeCheckpointer().save(tmp_path / "stock", ocp.PyTreeCheckpointer().restore(source))
+        source = tmp_path / "stock"
+    command = ["export", str(source), "--like", str(like), "--maxtext_model", "llama2-7b", "--unit_bytes", "30000", "--output"]
+
+    def job(output: Path, *options: str, **more: Any) -> dict[str, Any]:
+        return dict(arguments=[*command, str(output), *options], printed=str(tmp_path / "printed"), **more)
+
+    assert call(*command, tmp_path / "quiet") == 0
+    jobs = []
+    for number, stage in enumerate(stages):
+        output = tmp_path / f"out{number}"
+        jobs.append(job(output, fault=kill(stage, "SIGKILL", 0, 1 if stage == "making whole" else 2)))
+        jobs += [job(output, "--resume", fault=kill(stage, "SIGKILL", 0, 1))] * (len(stages) > 1) + [job(output, "--resume")]
+    assert [told["status"] for told in run(jobs)] == ([-9, -9, 0] * len(stages) if len(stages) > 1 else [-9, 0])
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "quiet").iterdir()}
+    for number in range(len(stages)):
+        assert {path.name: path.read_bytes() for path in (tmp_path / f"out{number}").iterdir()} == wanted
+    assert not list(tmp_path.glob("*weightbeam-tmp*"))
 
 
 def test_every_bundle_twice(tmp_path: Path) -> None:

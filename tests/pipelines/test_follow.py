@@ -552,7 +552,7 @@ def test_everything_wrong_is_said_at_the_start(model: tuple[Path, dict[str, Any]
     (tmp_path / "empty").mkdir()
     other = save(tmp_path / "other", LLAMA | dict(hidden_size=64), random_tensors(LLAMA | dict(hidden_size=64), F32))
     diloco = training_run.manager(str(tmp_path / "diloco"), None)
-    training_run.save(diloco, 1, {"inner_state": {"x": np.zeros((2, 3), np.float32)}, "params": {"x": np.zeros(3, np.float32)}})
+    training_run.save(diloco, 1, {"inner_state": {"x": np.zeros((2, 3), np.float32)}, "step": np.int32(1)})
     diloco.close()
     gcs.read_only = ["out/"]
     runs = [
