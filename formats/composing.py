@@ -7,25 +7,22 @@ components takes three requests:
     parts 32 … 39 ─▸ rest ┴─▸ file
 
 What a component holds is known by its crc32c, which its writer computed and the store checked. The checksum of the whole follows
-from them by arithmetic, and the composed object has to have it.
+from them by arithmetic (`checksums.py`), and the composed object has to have it.
 """
 
 from __future__ import annotations
 
-import base64
 import concurrent.futures
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from weightbeam.formats.checksums import as_base64, crc32c_of
 from weightbeam.formats.storage import StorageError
 
 if TYPE_CHECKING:
     from weightbeam.formats.storage.bucket import Bucket
 
 MAX_COMPONENTS = 32  # of one request (cloud.google.com/storage/quotas#objects)
-CASTAGNOLI = 0x82F63B78  # crc32c's polynomial, bits reversed: the coefficient of x^0 is the highest bit (RFC 3720, appendix B.4)
-ONE = 1 << 31  # the polynomial 1
 
 
 class Component(NamedTuple):
@@ -58,50 +55,13 @@ def check_tiling(file: str, components: Sequence[Component], size: int) -> None:
         raise ValueError(f"{file}: has {at:,} bytes, expected {size:,}")
 
 
-def crc32c_of(components: Iterable[Component]) -> int:
-    """The crc32c of components one behind the other."""
-    return functools.reduce(lambda crc, part: combine(crc, part.crc32c, part.stop - part.start), components, 0)
-
-
-def combine(first: int, second: int, length: int) -> int:
-    """The crc32c of two byte strings one behind the other, from that of each and the length of the second.
-
-    A crc is a remainder modulo a polynomial over GF(2), so `length` bytes behind the first multiply it by x^(8·length); the
-    inversions before and after cancel out (Mark Adler, zlib's `crc32_combine`).
-    """
-    return _times(first, _shift(length)) ^ second
-
-
-@functools.lru_cache(4096)  # most components have the same length
-def _shift(length: int) -> int:
-    """x^(8·length), modulo the polynomial."""
-    power, square = ONE, 1 << 30  # 1, x
-    bits = 8 * length
-    while bits:
-        if bits & 1:
-            power = _times(power, square)
-        square = _times(square, square)
-        bits >>= 1
-    return power
-
-
-def _times(a: int, b: int) -> int:
-    """The product of two polynomials, modulo the polynomial."""
-    product = 0
-    for power in range(32):
-        if a & (ONE >> power):
-            product ^= b
-        b = b >> 1 ^ (CASTAGNOLI if b & 1 else 0)
-    return product
-
-
 def compose(bucket: Bucket, name: str, components: Sequence[Component], scratch: str) -> None:
     """Makes an object of components, unless it is there; intermediate ones lie below `scratch`, which is the caller's to delete.
 
     Raises:
       StorageError: a component is gone, or what came out isn't what was written.
     """
-    size, crc = components[-1].stop, base64.b64encode(crc32c_of(components).to_bytes(4, "big")).decode()
+    size, crc = components[-1].stop, as_base64(crc32c_of(components))
 
     def is_whole() -> bool:
         found = bucket.stat(name)

@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 import weightbeam
+from weightbeam.formats.extremes import Extremes
 from weightbeam.formats.safetensors import DTYPES, Tensor
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.zarr import ArraySpec
@@ -29,15 +30,22 @@ from weightbeam.model_mappings.boxes import Box
 RECORD = "conversion.json"
 LIBRARIES = ("apache-beam", "tensorstore", "numpy", "ml_dtypes")
 
-LONG = ("shards", "axes", "config", "tensors", "dropped", "source_digests")  # fields that stand in the record only
+LONG = ("shards", "axes", "config", "tensors", "dropped", "source_digests", "not_finite", "zero")  # fields that stand in the record only
 
 Digest = int
+CACHED_BYTES = 1 << 18  # of values that are looked at more than once, one look after the other
 
 
-def digest(spec: ArraySpec, box: Box, values: np.ndarray) -> Digest:
-    """The share of one shard in its array's digest."""
+def digest(spec: ArraySpec, box: Box, values: np.ndarray, extremes: Extremes | None = None) -> Digest:
+    """The share of one shard in its array's digest; `extremes` sees its values on the way, while they are in the cache."""
     hashed = xxhash.xxh3_128(f"{spec.key} {spec.dtype.name} {[list(span) for span in box]}".encode())
-    hashed.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+    flat = np.ascontiguousarray(values).reshape(-1)
+    step = CACHED_BYTES // flat.itemsize if extremes else max(1, flat.size)
+    for start in range(0, flat.size, step):
+        piece = flat[start : start + step]
+        hashed.update(piece.view(np.uint8).data)
+        if extremes:
+            extremes.look(piece)
     return hashed.intdigest()
 
 

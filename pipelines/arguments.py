@@ -352,7 +352,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
         "--check_source",
         choices=("true", "false", "auto"),
         default=DEFAULTS.check_source,
-        help="true reads the source's files once more, and compares their known hashes",
+        help="compare the source's bytes with their known hashes: auto those of a bucket on their way, true all of them, reading the files once more",
     )
     add("--allow_links", type=boolean, default=DEFAULTS.allow_links, metavar="true|false", help="take files of the source that are links to another folder")
     add("--multimodal", type=boolean, default=DEFAULTS.multimodal, metavar="true|false", help="convert the vision and audio towers too")
@@ -576,8 +576,8 @@ def add_shell(parser: argparse.ArgumentParser, json: bool, progress: bool) -> No
 
 
 SHELL = frozenset({"dry_run", "json", "progress", "quiet", "verbose", "log_file"})  # the names of `add_shell`
-WITHOUT_JSON = {"watch", "help", "completion"}
-WITH_PROGRESS = {"convert", "verify", "materialize", "diff", "export", "dequantize", "quantize", "merge", "reshard"}
+WITHOUT_JSON = {"help", "completion"}
+WITH_PROGRESS = {"convert", "verify", "materialize", "diff", "export", "dequantize", "quantize", "merge", "reshard", "watch"}
 POSITIONALS = {  # by command: the options that words without an option stand for; other commands' are argparse's own
     "convert": ("source", "output"),
     "plan": ("source", "output"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import shlex
 import sys
 from collections import Counter
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from weightbeam.formats.links import HARD
+from weightbeam.formats.orbax import record_of
+from weightbeam.formats.printable import printable
 from weightbeam.formats.storage import Store
 from weightbeam.pipelines import report
 from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place, slots_before
@@ -23,7 +26,10 @@ from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
+from weightbeam.transforms import odd_values
 from weightbeam.transforms.conversion import Conversion
+
+LOG = logging.getLogger("weightbeam")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Converted:
       written: bytes that this process wrote; 0 where others did, or where nothing was left to do.
       state: `done`; `nothing to do`, where it was finished already; `running`, where a job goes on without this process.
       link: how the source's files got into a virtual checkpoint.
+      odd_values: what its record says of NaN, infinities and matrices of zeros (`transforms/odd_values.py`).
     """
 
     conversion: Conversion
@@ -45,6 +52,12 @@ class Converted:
     written: int = 0
     state: str = "done"
     link: str = HARD
+    odd_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is strange about the values that were converted, and yet is as the release has it."""
+        return [printable(line) for line in odd_values.describe(self.odd_values)]
 
     @property
     def path(self) -> str:
@@ -89,7 +102,8 @@ class Converted:
             "maxtext": self.maxtext,
             "rounded": {array.key: array.lossy for array in plan.arrays if array.lossy},
             "left_out": dict(plan.dropped),
-            "warnings": list(report.warnings_of(self.conversion)),
+            "warnings": [*report.warnings_of(self.conversion), *self.warnings],
+            **self.odd_values,
         }
 
     def to_json(self) -> str:
@@ -163,7 +177,14 @@ def carry_out(
         conversion, output, ours, how, lambda problems: refuse(conversion, problems), report.warnings_of(conversion), beam, progress
     )  # fmt: skip
     said = f"--link {link}" if made.in_folder else "copied into the bucket"
-    return Converted(conversion, made.items, made.seconds, made.written, made.state, said if made.state == "done" else HARD)
+    if made.state != "done":
+        return Converted(conversion, made.items, made.seconds, made.written, made.state)
+    record = record_of(made.items)
+    odd = {field: record[field] for field in (odd_values.NOT_FINITE, odd_values.ZERO) if field in record}
+    converted = Converted(conversion, made.items, made.seconds, made.written, made.state, said, odd)
+    for warning in converted.warnings:
+        LOG.warning(warning)
+    return converted
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

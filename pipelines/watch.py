@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import queue
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.errors import FailedError, RefusedError
+from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import Table, show
 from weightbeam.pipelines.watching.config import WatchConfig, config_of_run, read_config
-from weightbeam.pipelines.watching.notices import Notices, log_lines, warn
+from weightbeam.pipelines.watching.notices import Notices, warn
 from weightbeam.pipelines.watching.preflight import check_runs
 from weightbeam.pipelines.watching.receiver import SECRET, receive_webhooks
 from weightbeam.pipelines.watching.records import FAILED, LostError
@@ -27,21 +30,22 @@ TARGET = ("kind", "lora", "save_dtype", "maxtext_model")  # the options of --run
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Watches once, or until it is stopped."""
+    if args.json and not (args.once or args.dry_run or args.retry):
+        raise RefusedError("--json tells how things stand in the end: it goes with --once, --dry_run and --retry; --progress json logs JSON as things happen")
     if rest:
         raise RefusedError(f"unknown options: {' '.join(rest)}; what is passed on to Beam stands in the configuration, under runner")
     config = _config(args)
     if args.serve is not None and not os.environ.get(SECRET):
         raise RefusedError(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
     name_secret(config.hf_token_secret)
-    log_lines()
     runs = [RunFeed(config, run, flat=bool(args.run)) for run in config.runs]
     watcher = Watcher(config, [*([ReleaseFeed(config)] if config.models else []), *runs], Notices(config.notify), args.dry_run)
     try:
         if args.retry:
-            return _report(watcher.retry(args.retry))
+            return _report(args, watcher.retry(args.retry))
         check_runs(runs, args.dry_run)
         if args.once or args.dry_run:
-            return _report(watcher.once())
+            return _report(args, watcher.once())
         with _webhooks(args.serve) as changed:
             _loop(watcher, args.interval, changed)
     except LostError as e:
@@ -113,12 +117,28 @@ def _look(watcher: Watcher, repos: list[str] | None) -> dict[str, float]:
     return {finding.repo: finding.again.timestamp() + offset for finding in findings if finding.again}
 
 
-def _report(findings: Sequence[Finding]) -> int:
-    """Prints how things stand; returns the exit status."""
-    rows = Table("model", "commit", "target", "state", "why", spare=("commit",))
-    for finding in findings:
-        rows.add_row(finding.repo, finding.commit[:12], finding.target, finding.state, finding.reason)
-    show([rows])
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """How things stand with each version and target."""
+
+    findings: Sequence[Finding]
+
+    def show(self) -> None:
+        """Prints a table."""
+        rows = Table("model", "commit", "target", "state", "why", spare=("commit",))
+        for finding in self.findings:
+            rows.add_row(finding.repo, finding.commit[:12], finding.target, finding.state, finding.reason)
+        show([rows])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `weightbeam watch --json` writes."""
+        found = (dataclasses.asdict(finding) | {"again": finding.again and finding.again.isoformat()} for finding in self.findings)
+        return {"findings": list(found)}
+
+
+def _report(args: argparse.Namespace, findings: Sequence[Finding]) -> int:
+    """Says how things stand; returns the exit status."""
+    say(args, Findings(findings))
     return int(any(finding.state == FAILED for finding in findings))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -16,8 +16,9 @@ import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Folding, Merging
 from weightbeam.formats.encodings import Encoding, stored_bytes
+from weightbeam.formats.extremes import Extremes
 from weightbeam.formats.links import SOURCE, identify, put_source
-from weightbeam.formats.orbax import STEP, Contents, assemble, write_unit
+from weightbeam.formats.orbax import SEEN, STEP, Contents, assemble, write_unit
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
 from weightbeam.formats.release import keep_files
@@ -25,12 +26,15 @@ from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, HfCheckpo
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.maxtext_config import FILE
-from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.model_mappings.plan import Array, Plan, Problem
+from weightbeam.transforms import odd_values
 from weightbeam.transforms.grid import Grid
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, model_rules
 from weightbeam.transforms.options import Options
+from weightbeam.transforms.source_sums import DamagedError, check_reads, note_reads
 from weightbeam.transforms.units import Block, InUnits, Unit, expand_unit, fetches_of, shards_of
 from weightbeam.transforms.virtual import Placement, references
 
@@ -230,11 +234,29 @@ class Conversion(InUnits):
         if self.virtual_bytes:
             put_source(staging.shards / SOURCE, self.source, link, hashed)
 
-    def write(self, staging: Staging, unit: Unit, made: Sequence[np.ndarray]) -> int:
+    @functools.cached_property
+    def _summed(self) -> dict[str, str]:
+        """The names of the files whose bytes are checked on their way, by path: those whose crc32c is known."""
+        if self.options.check_source == "false":
+            return {}
+        return {shard.path: shard.name for shard in self.source.shards if shard.crc32c or shard.name in self.source.sums}
+
+    def note_reads(self, unit: Unit, raw: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
+        """The checksums of what a unit read, where they are wanted."""
+        return note_reads(unit.fetches, raw, self._summed) if self._summed else {}
+
+    def write(self, staging: Staging, unit: Unit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None) -> int:
         """Writes the shards of a unit into a database of their own, and enters the unit in the ledger; returns their bytes."""
         shards = shards_of(unit.jobs, made)
-        write_unit(staging, unit.id, shards, self.format)
+        write_unit(staging, unit.id, shards, self.format, notes=notes, see=self._see)
         return sum(array.nbytes for array in made)
+
+    def _see(self, spec: ArraySpec, box: Box, values: np.ndarray, extremes: Extremes) -> Mapping[str, Any]:
+        return odd_values.find_odd(self._by_key[spec.key], box, values, extremes)
+
+    @functools.cached_property
+    def _by_key(self) -> dict[str, Array]:
+        return {array.key: array for array in self.plan.arrays}
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:
         """Makes the published checkpoint of the units that are done and of the source's files.
@@ -256,15 +278,34 @@ class Conversion(InUnits):
         custom = {"lora": self.folding.metadata} if self.folding else {}
         bare, scan = self.folding is not None, self.options.scan_layers
         files = {FILE: self.plan.maxtext.to_yaml().encode()} if self.plan.maxtext and not bare else {}
-        assemble(staging, Contents(specs, self.format, len(self.units), scan, record, references, bare, custom, files), overwrite)
+        conclude = functools.partial(self._conclude, staging)
+        assemble(staging, Contents(specs, self.format, len(self.units), scan, record, references, bare, custom, files, conclude=conclude), overwrite)
 
-    def record(self) -> dict[str, Any]:
-        """Where the checkpoint comes from, see `formats/provenance.py`."""
+    def _conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """What the units found out: whether the files' bytes are right, and which values are odd.
+
+        Raises:
+          DamagedError: they aren't; the units that read them aren't in the ledger any more.
+        """
+        try:
+            checked = check_reads(self.source, ledger) if self._summed else frozenset()
+        except DamagedError as e:
+            staging.withdraw(e.units)
+            raise
+        odd = odd_values.conclude((found for entry in ledger.values() for found in entry.get(SEEN, ())), self.plan.arrays)
+        return {"shards": self._shards(checked), **odd}
+
+    def _shards(self, checked: Collection[str]) -> list[dict[str, Any]]:
+        """What the record says of the files: what tells them from others, and whether their hash was `checked` or is the store's word."""
         identity = ("name", "size", "version", "sha256", "crc32c")
         shards = [{field: value for field in identity if (value := getattr(shard, field)) is not None} for shard in self.source.shards]
         for shard in shards:
-            if shard.keys() & {"sha256", "crc32c"}:  # by the source's word, or by reading the file
-                shard["hash"] = "checked" if self.options.check_source == "true" else "stated"
+            if shard.keys() & {"sha256", "crc32c"}:
+                shard["hash"] = "checked" if self.options.check_source == "true" or shard["name"] in checked else "stated"
+        return shards
+
+    def record(self) -> dict[str, Any]:
+        """Where the checkpoint comes from, see `formats/provenance.py`."""
         tensors = {
             tensor.name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "file": shard.name}
             for shard in self.source.shards
@@ -272,7 +313,7 @@ class Conversion(InUnits):
         }
         return {
             "source": self.source.root,
-            "shards": shards,
+            "shards": self._shards(()),
             "plan": self.hash,
             "family": self.plan.family,
             "model": self.plan.model,

@@ -18,7 +18,7 @@ plan that both follow from: each worker makes it anew of the staged inputs, spel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,8 +66,11 @@ class Target(Protocol):
         """Puts there what has to be there before the first unit."""
         ...
 
-    def write(self, staging: Staging, unit: Any, made: Sequence[np.ndarray]) -> int:
-        """Writes what a unit has made durably, and enters the unit in the ledger; returns the bytes, of values. Any number of attempts may."""
+    def write(self, staging: Staging, unit: Any, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None) -> int:
+        """Writes what a unit has made durably, and enters the unit in the ledger; returns the bytes, of values. Any number of attempts may.
+
+        `notes` is what `note_reads` had to say.
+        """
         ...
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:
@@ -145,4 +148,8 @@ class Movement(Target, Protocol):
 
     def expand(self, unit: int, place: Store) -> UnitOfWork:
         """A unit, spelled out; `place` is where the plan is at work."""
+        ...
+
+    def note_reads(self, unit: Any, raw: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
+        """What a unit's ledger entry should say of what it read, as JSON; `raw` are the stored boxes of each fetch."""
         ...

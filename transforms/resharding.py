@@ -278,11 +278,11 @@ class Reshard(InUnits):
         for name, data in self.model.files.items():
             staging.aside.write(name, self.tree.maxtext.encode() if name == FILE and self.tree.maxtext else data)
 
-    def write(self, staging: Staging, unit: ReshardUnit, made: Sequence[np.ndarray]) -> int:
+    def write(self, staging: Staging, unit: ReshardUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None) -> int:
         """Writes the shards of a unit, and the chunks that are copied, and enters the unit in the ledger."""
         shards = shards_of(unit.jobs, made)
         copies = read_chunks([(self.source.arrays[key], self.around.zarr[key], spec, index) for key, spec, index in unit.copies])
-        orbax.write_unit(staging, unit.id, shards, self.format, copies)
+        orbax.write_unit(staging, unit.id, shards, self.format, copies, notes)
         return sum(values.nbytes for _, _, values in shards) + sum(copy.values.nbytes for copy in copies)
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:

@@ -184,7 +184,7 @@ class ReleasePlan(InUnits):
         index = {} if self.layout.index is None else {INDEX: self.layout.index}
         staging.lay_out([(file.name, file.header, file.size) for file in self.layout.files], {**self.small, **index})
 
-    def write(self, staging: Staging, unit: RowsUnit, made: Sequence[np.ndarray]) -> int:
+    def write(self, staging: Staging, unit: RowsUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None) -> int:
         """Writes the rows of a unit to their places, and enters the unit in the ledger; returns their bytes."""
         assert isinstance(staging, release_target.ReleasePlace)
         release_target.write_unit(staging, unit.id, [rows for job, values in zip(unit.jobs, made, strict=True) for rows in job.write_as(values)])

@@ -86,6 +86,8 @@ class _ReadBoxesFn(StageFn):
 
     def run(self, work: Work) -> int:
         work.raw, nbytes = execution.read(work.unit.fetches, work.arena.empty)
+        if not work.unit.is_done:
+            work.notes = load_staged(self.staging, self.plan_hash).note_reads(work.unit, work.raw)
         return nbytes
 
     def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
@@ -132,7 +134,7 @@ class _WriteChunksFn(StageFn):
     def run(self, work: Work) -> int:
         nbytes = 0
         if not work.unit.is_done:
-            nbytes = load_staged(self.staging, self.plan_hash).write(self.staging, work.unit, work.shards)
+            nbytes = load_staged(self.staging, self.plan_hash).write(self.staging, work.unit, work.shards, work.notes)
         work.shards = []
         give_back(work.arena)
         WRITTEN.add(nbytes)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -74,6 +74,10 @@ class InUnits:
     def unit_working_bytes(self) -> int:
         """Memory of the largest unit."""
         return max(map(working_bytes, self.units), default=0)
+
+    def note_reads(self, unit: Any, raw: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
+        """What a unit's ledger entry should say of what it read: mostly nothing."""
+        return {}
 
 
 def find_twins(arrays: Sequence[Array], least_run: float = MIN_RUN) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import apache_beam as beam
 import numpy as np
@@ -22,15 +23,17 @@ class Work:
       raw: by fetch, the arrays that were read (set by ReadBoxes).
       values: by fetch, the decoded values (Dequantize).
       views: by job, the pieces and views of `values` in the array's layout (Reshape).
+      notes: what the unit's ledger entry should say of what was read (ReadBoxes).
       shards: by job, one array whose first axes count shards; each shard is in C order (Stack).
     """
 
-    __slots__ = ("arena", "raw", "shards", "unit", "values", "views")
+    __slots__ = ("arena", "notes", "raw", "shards", "unit", "values", "views")
 
     def __init__(self, unit: Unit, arena: Arena):
         self.unit = unit
         self.arena = arena
         self.raw: list[list[np.ndarray]] = []
+        self.notes: dict[str, Any] = {}
         self.values: list[np.ndarray] = []
         self.views: list[list[tuple[Piece, np.ndarray]]] = []
         self.shards: list[np.ndarray] = []

@@ -13,13 +13,14 @@ from weightbeam.formats.orbax.metadata import (
     record_of,
 )
 from weightbeam.formats.orbax.reading import MODEL_ITEM, CheckpointArray, check_committed, find_damage, find_items, open_arrays, read_arrays
-from weightbeam.formats.orbax.writing import Contents, assemble, publish, write_unit
+from weightbeam.formats.orbax.writing import SEEN, Contents, assemble, publish, write_unit
 
 __all__ = [
     "ARRAY_METADATAS",
     "CHECKPOINT_METADATA",
     "METADATA",
     "MODEL_ITEM",
+    "SEEN",
     "STEP",
     "STRINGS",
     "CheckpointArray",

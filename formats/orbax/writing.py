@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats import ocdbt, zarr
+from weightbeam.formats.extremes import Extremes
 from weightbeam.formats.links import SOURCE
 from weightbeam.formats.orbax.metadata import ARRAY_METADATAS, CHECKPOINT_METADATA, METADATA, STEP, STRINGS, checkpoint_metadata, tree_metadata
 from weightbeam.formats.provenance import RECORD, digest, record_json, summary, total
@@ -29,9 +30,29 @@ from weightbeam.formats.storage import TEMPORARY, Store
 from weightbeam.formats.zarr import ArraySpec, EncodedChunk, Format
 from weightbeam.model_mappings.boxes import Box
 
+SEEN = "seen"  # in a unit's ledger entry: what is to be said of its shards' values
+See = Callable[[ArraySpec, Box, np.ndarray, Extremes], Mapping[str, Any]]
 
-def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format, copies: Sequence[EncodedChunk] = ()) -> str:
+
+def write_unit(
+    staging: Staging,
+    unit: int,
+    shards: Sequence[tuple[ArraySpec, Box, np.ndarray]],
+    format: Format,
+    copies: Sequence[EncodedChunk] = (),
+    notes: Mapping[str, Any] | None = None,
+    see: See | None = None,
+) -> str:
     """Writes the shards of a unit durably, and chunks that are encoded already, into a database all or none of them; enters the unit in the ledger.
+
+    Args:
+      staging: where.
+      unit: its number.
+      shards: arrays, boxes and values.
+      format: how they are stored.
+      copies: chunks that are encoded already.
+      notes: what else its ledger entry says.
+      see: is shown each shard, and what was seen of its values on the way to its digest; what it has to say of them is noted too.
 
     Returns:
       The attempt that counts: this one, or an earlier one that was first.
@@ -50,10 +71,15 @@ def write_unit(staging: Staging, unit: int, shards: Sequence[tuple[ArraySpec, Bo
         staging.sweep(f"{ocdbt.ATTEMPT}{attempt}")
         raise staging.taken_over() from e
     shares: dict[str, int] = {}
+    seen: list[Mapping[str, Any]] = []
     for spec, box, values in (*shards, *((copy.spec, copy.box, copy.values) for copy in copies)):
-        shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values)
+        extremes = Extremes(spec.dtype) if see else None
+        shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values, extremes)
+        if see and extremes and (found := see(spec, box, values, extremes)):
+            seen.append(found)
     # Once it is entered it may count, and be published by whoever has taken over: from here on nothing of it is removed.
-    entry = staging.enter(unit, {"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}})
+    entry = {"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}, **(notes or {}), **({SEEN: seen} if seen else {})}
+    entry = staging.enter(unit, entry)
     if format.use_ocdbt:
         staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")  # the page cache would grow by the whole checkpoint, and push out what others read
     return entry["attempt"]
@@ -94,6 +120,7 @@ class Contents:
       metadata: of arrays whose chunks were copied, what describes them.
       handlers: Orbax's names for the handlers of other items.
       digests: of arrays whose values and shards are known from before.
+      conclude: what the ledger's entries add to the record; it raises where they speak against publishing.
     """
 
     specs: Sequence[ArraySpec]
@@ -109,6 +136,7 @@ class Contents:
     metadata: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     handlers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    conclude: Callable[[Mapping[int, Mapping[str, Any]]], Mapping[str, Any]] = lambda ledger: {}
 
     @property
     def arrays(self) -> list[ArraySpec]:
@@ -151,6 +179,7 @@ def _complete(staging: Staging, contents: Contents) -> None:
     done, ledger = staging.done(), staging.ledger()
     if missing := set(range(contents.units)) - set(ledger):
         raise ocdbt.IncompleteError(f"{len(missing)} of {contents.units} units are missing, e.g. {sorted(missing)[:3]}")
+    concluded = contents.conclude(ledger)
     everything = contents.arrays
     plain = dataclasses.replace(format, compression="none")  # how the step is stored
     objects = [
@@ -186,7 +215,7 @@ def _complete(staging: Staging, contents: Contents) -> None:
         _check_files(items, everything, format)
     _check_same(staging, done)  # the merge may have made the folder anew
     staging.put(f"{ITEMS}/{METADATA}", _json(tree_metadata(contents.specs, format, contents.bare, contents.tree)))
-    record = {**contents.record, "digests": total(entry["digests"] for entry in ledger.values())}
+    record = {**contents.record, **concluded, "digests": total(entry["digests"] for entry in ledger.values())}
     if other := [key for key, known in contents.digests.items() if record["digests"].get(key) != known]:
         raise ocdbt.IncompleteError(f"{len(other)} arrays have other values than the source's record says, e.g. {other[0]}: the source is damaged")
     staging.put(RECORD, record_json(record))

@@ -13,9 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import google_crc32c
+
 from weightbeam.formats.safetensors.header import BAD_NAME, DTYPE_NAMES, DTYPES, MAX_HEADER, UNPRINTABLE, HeaderError, Tensor, check_pointer, header_of, require
 from weightbeam.formats.safetensors.kinds import describe_other, hint, snapshot_in
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, stretches
+from weightbeam.formats.storage.store import in_base64
 from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
 
@@ -72,6 +75,7 @@ class HfCheckpoint:
       ignored: safetensors files in the folder that the index doesn't name.
       lost: tensors that the index places in files which can't be read.
       problems: what is wrong with the files.
+      sums: the crc32c of files that were read whole and had the hash by which they are known, as buckets write it, by name.
     """
 
     root: str
@@ -80,6 +84,7 @@ class HfCheckpoint:
     ignored: tuple[str, ...] = ()
     lost: frozenset[str] = frozenset()
     problems: tuple[Problem, ...] = ()
+    sums: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -97,7 +102,7 @@ class HfCheckpoint:
             vars(shard) | {"tensors": [[tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset] for tensor in shard.tensors]}
             for shard in self.shards
         ]
-        return {"root": self.root, "config": self.config, "shards": shards}
+        return {"root": self.root, "config": self.config, "shards": shards, **({"sums": self.sums} if self.sums else {})}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Self:
@@ -106,7 +111,7 @@ class HfCheckpoint:
         for shard in said["shards"]:
             tensors = tuple(Tensor(name, DTYPES[dtype], tuple(shape), shard["path"], offset) for name, dtype, shape, offset in shard["tensors"])
             shards.append(Shard(**shard | {"tensors": tensors}))
-        return cls(said["root"], said["config"], tuple(shards))
+        return cls(said["root"], said["config"], tuple(shards), sums=said.get("sums", {}))
 
     def unreadable(self) -> list[Problem]:
         """The files whose last byte can't be read; the first ones were, for their headers."""
@@ -123,16 +128,19 @@ class HfCheckpoint:
             return [problem for problem in pool.map(attempt, self.shards) if problem]
 
     def find_damage(self) -> list[Problem]:
-        """The files whose bytes, read once, don't have the hash by which a hub, its cache or a bucket knows them."""
+        """The files whose bytes, read once, don't have the hash by which a hub, its cache or a bucket knows them; `sums` knows the others then."""
         store = open_store(self.root)
         problems = []
         for shard in self.shards:
             if shard.sha256 or shard.crc32c:
+                summed = google_crc32c.Checksum()
                 try:
-                    for _ in stretches(store, shard.name, shard.size, shard.sha256, shard.crc32c):
-                        pass
+                    for piece in stretches(store, shard.name, shard.size, shard.sha256, shard.crc32c):
+                        summed.update(piece)
                 except OSError as e:
                     problems.append(Problem("source", shard.path, reason(e)))
+                else:
+                    self.sums[shard.name] = in_base64(summed)
         return problems
 
     def check(self) -> None:

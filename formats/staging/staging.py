@@ -15,7 +15,7 @@ import abc
 import contextlib
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats import lease
@@ -234,6 +234,11 @@ class Staging(abc.ABC):
         """For each unit that counts, the `attempt` that made it, and its shares in the arrays' `digests`."""
         units = sorted(self.done())
         return dict(zip(units, map(json.loads, self.work.read_many([f"{self.units}/{unit}.json" for unit in units])), strict=True))
+
+    def withdraw(self, units: Iterable[int]) -> None:
+        """Takes units out of the ledger: they are to be made anew."""
+        for unit in units:
+            self.work.delete(f"{self.units}/{unit}.json")
 
     def sweep(self, database: str = "") -> None:
         """Removes what was written in vain, since the place was taken over meanwhile: a unit's database below `items`, if one is named."""

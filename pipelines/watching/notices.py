@@ -1,10 +1,9 @@
-"""Telling of every change of a state: one line of JSON in the log, and to webhooks and Pub/Sub topics."""
+"""Telling of every change of a state: a line in the log (`shell.JsonMessages` has its facts), and to webhooks and Pub/Sub topics."""
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,23 +18,6 @@ TIMEOUT = 10.0  # seconds, for each attempt
 ATTEMPTS = 4
 
 _log = logging.getLogger("weightbeam.watch")
-
-
-class _Lines(logging.Formatter):
-    """A line of JSON, in the fields that Cloud Logging knows."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {"severity": record.levelname, "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), "message": record.getMessage()}
-        return json.dumps(line | getattr(record, "facts", {}) | ({"trace": self.formatException(record.exc_info)} if record.exc_info else {}))
-
-
-def log_lines() -> None:
-    """Has the log go to standard error, a line of JSON each."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines())
-    _log.handlers[:] = [handler]
-    _log.setLevel(logging.INFO)
-    _log.propagate = False
 
 
 def text_of(record: Record) -> str:

@@ -1,29 +1,11 @@
-"""Files of a bucket from components: checksums by arithmetic, and which components make up a file."""
+"""Files of a bucket from components: which components make up a file."""
 
 from __future__ import annotations
 
-import google_crc32c
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from weightbeam.formats.composing import Component, check_tiling, combine, crc32c_of
+from weightbeam.formats.composing import Component, check_tiling
 from weightbeam.formats.release_bucket import PART_BYTES, join
-
-
-@given(st.lists(st.binary(max_size=300), max_size=6))
-def test_checksums_are_combined(parts: list[bytes]) -> None:
-    """The checksum of the whole, from those of its parts alone."""
-    at, components = 0, []
-    for part in parts:
-        components.append(Component(at, at + len(part), "", google_crc32c.value(part)))
-        at += len(part)
-    assert crc32c_of(components) == google_crc32c.value(b"".join(parts))
-
-
-def test_of_any_length() -> None:
-    zeros = bytes(5_000_011)
-    assert combine(google_crc32c.value(b"head"), google_crc32c.value(zeros), len(zeros)) == google_crc32c.value(b"head" + zeros)
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,14 @@ class Server:
             raise self.errors[0]
 
 
+def flipped(data: bytes | memoryview) -> bytes:
+    """The same but for a bit in the middle."""
+    changed = bytearray(data)
+    if changed:
+        changed[len(changed) // 2] ^= 1
+    return bytes(changed)
+
+
 class _Http(ThreadingHTTPServer):
     request_queue_size = 256
     daemon_threads = True
@@ -260,7 +268,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, reply: Reply, entry: Entry, faults: Mapping[str, Fault]) -> None:
         """Sends a reply, and counts the bytes of its body in `entry`."""
         empty = self.command == "HEAD" or reply.status in (204, 304)
-        body = memoryview(b"" if empty else reply.body)
+        body = memoryview(b"" if empty else flipped(reply.body) if "flip" in faults else reply.body)
         half = len(body) // 2 if {"cut", "stall"} & set(faults) else 0
         self.send_response(reply.status)
         for name, value in reply.headers.items():

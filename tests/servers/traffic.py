@@ -16,7 +16,7 @@ class Fault:
     Attributes:
       kind: `slow`: answered after `seconds`. `status`: refused with `status`, nothing is done. `reset`: the connection is reset, nothing is done.
         `lost`: done, then the connection is reset. `cut`: half of the body, then the connection is closed. `stall`: headers and half of the body, then
-        nothing for `seconds`.
+        nothing for `seconds`. `flip`: a bit in the middle of the body is another one.
       every: each n-th of the requests that match.
       fraction: of those, so many by chance; the same ones in each run.
       matching: a pattern that is looked for in `GET /path?query`.
@@ -25,7 +25,7 @@ class Fault:
       hits: how often it has happened.
     """
 
-    kind: Literal["slow", "status", "reset", "lost", "cut", "stall"]
+    kind: Literal["slow", "status", "reset", "lost", "cut", "stall", "flip"]
     every: int = 1
     fraction: float = 1.0
     matching: str = ""

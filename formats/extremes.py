@@ -1,0 +1,39 @@
+"""What the bits of floating-point values tell at once: whether any of them is NaN or infinite, and whether all are zeros.
+
+As integers, values with a clear sign bit are in the order of their magnitudes, and NaN and the infinities come last. So the largest
+of the bits read as a signed integer judges the positive values, and the largest read as an unsigned one the negative values:
+
+    bfloat16        0.0    1.0    inf    NaN  |  -0.0   -1.0   -inf   -NaN
+    bits            0000   3f80   7f80   7fc0 |  8000   bf80   ff80   ffc0
+    signed max      ──────────────▸              (negative)
+    unsigned max                                 ──────────────▸
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+INFINITE = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}  # the bits of infinity, by dtype
+
+
+class Extremes:
+    """What is known of the values that were shown.
+
+    Attributes:
+      is_finite: whether none of them is NaN or infinite; of dtypes that have neither always.
+      is_zero: whether all of them are zeros, of whichever sign; of integers never, since those aren't weights.
+    """
+
+    def __init__(self, dtype: np.dtype):
+        self._infinite = INFINITE.get(dtype.name)
+        self._signed, self._unsigned = np.dtype(f"i{dtype.itemsize}"), np.dtype(f"u{dtype.itemsize}")
+        self._sign = 1 << (8 * dtype.itemsize - 1)
+        self.is_finite, self.is_zero = True, self._infinite is not None
+
+    def look(self, values: np.ndarray) -> None:
+        """Takes values into account, (n,) side by side. Best in pieces that stay in the cache."""
+        if self._infinite is None or not values.size:
+            return
+        positive, negative = int(np.maximum.reduce(values.view(self._signed))), int(np.maximum.reduce(values.view(self._unsigned)))
+        self.is_finite = self.is_finite and positive < self._infinite and negative < self._sign + self._infinite
+        self.is_zero = self.is_zero and positive <= 0 and negative <= self._sign
