@@ -7,6 +7,7 @@ import difflib
 import itertools
 import math
 import re
+import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -689,6 +690,20 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if name in POSITIONALS:
         _place(commands[name], args, places)
     return args, rest
+
+
+def command_line(args: argparse.Namespace, rest: Sequence[str] = ()) -> str:
+    """The command line that `parse` read, with options in place of words, quoted for a shell; without what only says what a person sees."""
+    commands: dict[str, argparse.ArgumentParser] = next(action for action in make_parser()._actions if action.dest == "command").choices  # type: ignore[assignment]
+    parser = commands[args.command]
+    blank = parser.parse_args([])
+    words = ["weightbeam", args.command]
+    for action in parser._actions:
+        if action.dest in SHELL | {"help"} or (value := getattr(args, action.dest)) == getattr(blank, action.dest):
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            words += [f"--{action.dest}"] if action.nargs == 0 else [f"--{action.dest}", str(each).lower() if isinstance(each, bool) else str(each)]
+    return shlex.join([*words, *rest])
 
 
 def _place(parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]) -> None:

@@ -33,6 +33,8 @@ from weightbeam.transforms.overlap import overlaps, units_at_a_time
 from weightbeam.transforms.staged import remember
 from weightbeam.transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, SayInstead, Stack, UnpackChunks, WriteChunks
 
+DOING = {"export": "exporting", "merge": "writing", "reshard": "resharding"}  # by the kind of plan, for who watches; all else is converted
+
 
 def build(
     pipeline: beam.Pipeline, conversion: Movement, staging: Staging, overwrite: bool = False, budget: int | None = None, greeted: bool = False
@@ -160,7 +162,7 @@ def execute(
         written = _written(conversion, staging, left, options)
         if on_engine:
             return jobs.run(pipeline, staging, left, written, noise, report)
-        with watch_progress(left, written, "converting", report), quiet(noise), as_in_a_script():
+        with watch_progress(left, written, DOING.get(conversion.kind, "converting"), report), quiet(noise), as_in_a_script():
             result = pipeline.run()
             result.wait_until_finish()
         return result

@@ -26,13 +26,13 @@ from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras, read_maxtext_yaml
 from weightbeam.pipelines.prepare import describe, open_adapters
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, refuse, say_plan, size_lines, to_dict
+from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, ready_line, refuse, say_plan, size_lines, to_dict
 from weightbeam.pipelines.report import thread_options, threads_of
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport, is_adapter, plan_adapter
 from weightbeam.transforms.export_planner import plan_export
-from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like
+from weightbeam.transforms.exporting import AUTO, Export, ExportOptions, Like, dtype_of_model
 from weightbeam.transforms.exporting import DTYPES as SAVED
 from weightbeam.transforms.quantizing import Given
 
@@ -339,6 +339,8 @@ def _remembered(record: Mapping[str, Any]) -> HfCheckpoint:
 def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
     """The small files of the release that is written; `small` are those of the release that it is like."""
     dtype = planned.options.save_dtype if planned.options.save_dtype != AUTO else None
+    if dtype is None and dtype_of_model(planned.like.config) is None:  # engines would take float32, or float16
+        dtype = Counter(name for tensor in planned.layout.tensors.values() if (name := tensor.dtype.name) in SAVED).most_common(1)[0][0]
     quantised = any(key in planned.like.config for key in ("quantization_config", "compression_config"))
     edits = {
         "dtype": dtype or ("bfloat16" if quantised else None),
@@ -362,7 +364,7 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def say_ready(planned: Export, args: argparse.Namespace, rest: Sequence[str]) -> int:
     """What a dry run says."""
-    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest)), args.output), args)
+    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest)), args.output), args, rest)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -373,7 +375,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         if is_adapter(checkpoint):
             adapter = plan_adapter_with(checkpoint, vars(args))
             refuse(adapter.problems)
-            print(f"ready       an adapter for PEFT of rank {adapter.rank} with alpha {adapter.alpha:g}, of {checkpoint.root}")
+            print(f"adapter     for PEFT, of rank {adapter.rank} with alpha {adapter.alpha:g}, of {checkpoint.root}\n{ready_line(args, rest, checkpoint.root)}")
             return 0
         keywords = keywords_of(args, plan)
         keywords["source"] = checkpoint  # it is open

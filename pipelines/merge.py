@@ -160,7 +160,7 @@ def plan_text(planned: Merge, threads: int, output: str | None = None) -> str:
 
 def say_ready(planned: Merge, args: argparse.Namespace, rest: Sequence[str]) -> int:
     """What a dry run says."""
-    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest)), args.output), args)
+    return say_plan(planned, plan_text(planned, threads_of(thread_options(rest)), args.output), args, rest)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

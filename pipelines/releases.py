@@ -19,7 +19,7 @@ from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.strict_json import JsonError
 from weightbeam.model_mappings.plan import Problem
-from weightbeam.pipelines.arguments import size
+from weightbeam.pipelines.arguments import command_line, size
 from weightbeam.pipelines.errors import Busy, Failed, Refused
 from weightbeam.pipelines.output import alone, look_for_job
 from weightbeam.pipelines.prepare import describe
@@ -105,7 +105,7 @@ class Planned:
         return self.text
 
 
-def say_plan(planned: ReleasePlan, text: str, args: argparse.Namespace) -> int:
+def say_plan(planned: ReleasePlan, text: str, args: argparse.Namespace, rest: Sequence[str]) -> int:
     """What a dry run prints: the plan, all that stands against it, and else the command that carries it out.
 
     Raises:
@@ -117,8 +117,14 @@ def say_plan(planned: ReleasePlan, text: str, args: argparse.Namespace) -> int:
         problems = check_release(find_place(planned, args.output), planned, args.resume, args.overwrite)
     refuse(problems)
     if args.json != STDOUT and not args.quiet:
-        print(f"ready       weightbeam {args.command} --source {planned.inputs[0]} --output {args.output or 'FOLDER'}")
+        print(ready_line(args, rest, planned.inputs[0]))
     return 0
+
+
+def ready_line(args: argparse.Namespace, rest: Sequence[str], source: str) -> str:
+    """The last line of a dry run: the command that does it."""
+    said = argparse.Namespace(**vars(args) | {"source": source, "output": args.output or "OUTPUT"})
+    return f"ready       {command_line(said, rest)}"
 
 
 def size_lines(planned: ReleasePlan, threads: int, output: str | None = None) -> list[str]:

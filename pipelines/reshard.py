@@ -31,8 +31,9 @@ from weightbeam.pipelines.keywords import check_options_of, keywords_of, read_lo
 from weightbeam.pipelines.output import check_output
 from weightbeam.pipelines.prepare import describe, reading
 from weightbeam.pipelines.progress import Report
+from weightbeam.pipelines.releases import ready_line
 from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, thread_options, threads_of
-from weightbeam.pipelines.shell import say
+from weightbeam.pipelines.shell import STDOUT, say
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapting import MaxTextAdapter
 from weightbeam.transforms.mesh import MeshError
@@ -382,6 +383,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         if args.output and not problems:
             problems += check_output(find_place(args.output, shown.planned), shown.planned, args.resume, args.overwrite, "")
         refuse(problems)
+        if args.json != STDOUT and not args.quiet:
+            print(ready_line(args, rest, shown.planned.source.root))
         return 0
     say(args, reshard(**keywords_of(args, reshard), beam=rest))
     return 0

@@ -35,7 +35,7 @@ from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.chunk_blocks import Cut, chunk_blocks, chunk_grid, cut
-from weightbeam.transforms.exporting import AUTO, DTYPES, Export, ExportOptions, Like
+from weightbeam.transforms.exporting import AUTO, DTYPES, Export, ExportOptions, Like, dtype_of_model
 from weightbeam.transforms.files import plan_files
 from weightbeam.transforms.layouts import EMBEDDING, MTP, SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
 from weightbeam.transforms.quantizing import REASON, Entry, Given, find_quantised, in_blocks, quantization_config, with_scales
@@ -210,7 +210,8 @@ def _tensor_shapes(arrays: Iterable[Array]) -> dict[str, tuple[int, ...]]:
 
 def _specs(shapes: Mapping[str, tuple[int, ...]], released: Mapping[str, _Released], copies: Mapping[str, str], like: Like) -> dict[str, TensorSpec]:
     """What the audit compares: the tensors that arrays become and those that the release has, in its dtypes; but for copies of others."""
-    specs = {name: TensorSpec(shape, DTYPES["bfloat16"], like.root or "the table") for name, shape in shapes.items()}
+    said = DTYPES[dtype_of_model(like.config) or "bfloat16"]
+    specs = {name: TensorSpec(shape, said, like.root or "the table") for name, shape in shapes.items()}
     for name, (dtype, shape, file, _) in released.items():
         if name not in copies:
             specs[name] = TensorSpec(shapes.get(name, shape), _dtype(dtype), file)

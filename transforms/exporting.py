@@ -41,6 +41,13 @@ DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("bfloat16"
 AUTO = "auto"
 
 
+def dtype_of_model(config: Mapping[str, Any]) -> str | None:
+    """The dtype of a model's weights as its `config.json` says it, at the root or of the text model; None where it says none of `DTYPES`."""
+    nested = config.get("text_config")
+    places = (config, nested if isinstance(nested, Mapping) else {})
+    return next((said for place in places for key in ("torch_dtype", "dtype") if (said := place.get(key)) in DTYPES), None)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExportOptions:
     """What the user asked for, as far as it changes a byte."""

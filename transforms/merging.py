@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter, Merging, merge
@@ -28,6 +27,7 @@ from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.relation import View
+from weightbeam.transforms.exporting import DTYPES, dtype_of_model
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.quantizing import REASON, ROWS, Given, find_quantised, job_for, quantization_config, with_scales
@@ -297,8 +297,7 @@ def _dtype(name: str, quantised: Collection[str], checkpoint: HfCheckpoint, save
     """What a tensor is written in: its own dtype, a quantised one in the one that was asked for, or in the model's."""
     if name not in quantised:
         return checkpoint.tensors[name].dtype
-    said = save_dtype or checkpoint.config.get("torch_dtype") or checkpoint.config.get("dtype")
-    return np.dtype(getattr(ml_dtypes, str(said), None) or str(said)) if said in ("bfloat16", "float16", "float32") else np.dtype(ml_dtypes.bfloat16)
+    return DTYPES[save_dtype or dtype_of_model(checkpoint.config) or "bfloat16"]
 
 
 def _quantization(checkpoint: HfCheckpoint, source: Source, merged: Collection[str]) -> tuple[dict[str, Any] | None, list[Problem]]:

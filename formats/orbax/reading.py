@@ -15,7 +15,7 @@ from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.orbax.metadata import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.references import read_references
 from weightbeam.formats.staging import GROWING, ITEMS, MARKER
-from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
 from weightbeam.formats.strict_json import parse_json
 from weightbeam.formats.zarr import ArraySpec, Format
 
@@ -48,7 +48,7 @@ def find_items(where: str | Path | Store) -> Store:
     steps = {name: item for name in folders if STEP_NAME.fullmatch(name) and (item := _item_of(store / name))}
     if len(steps) == 1:
         return next(iter(steps.values()))
-    found = f"{len(steps)} steps: name one of {', '.join(steps)}" if steps else "no Orbax checkpoint"
+    found = f"{len(steps)} steps: name one of {', '.join(steps)}" if steps else _what_it_is(store)
     if not steps and (
         old := next((f"{place}/{name}" for place in (store, *(store / name for name in folders)) for name in MSGPACK if place.exists(name)), None)
     ):
@@ -87,6 +87,14 @@ def _item_of(store: Store) -> Store | None:
     if len(items) > 1:
         raise StorageError(f"{store}: {len(items)} items with arrays: name one of {', '.join(items)}")
     return store / items[0] if items else None
+
+
+def _what_it_is(store: Store) -> str:
+    """What a place is that holds no checkpoint."""
+    if isinstance(store, LocalFolder) and not store.folder.exists():
+        return "no such folder"
+    is_release = any(name.endswith(".safetensors") for name in store.entries())
+    return "no Orbax checkpoint" + (", but a release; weightbeam convert makes a checkpoint of it" if is_release else "")
 
 
 def _is_unpublished(name: str) -> bool:

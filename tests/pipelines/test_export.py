@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -275,6 +276,54 @@ def test_plans_and_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture
     assert call("plan", "quantize", source, "--json", tmp_path / "q.json", "-q") == 0
     assert json.loads((tmp_path / "q.json").read_text())["tensors"]["model.layers.0.mlp.up_proj.weight_scale_inv"]["shape"] == [1, 1]
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["export", "quantize", "merge", "reshard"])
+def test_the_last_line_of_a_dry_run_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """From another folder, with relative paths and a blank in them: every option that was given is there."""
+    tensors = random_tensors(LLAMA)
+    source = save(tmp_path / "a b" / "hf", LLAMA, tensors)
+    tree = ocp.PyTreeCheckpointer().restore(convert(source, tmp_path / "ours", "--maxtext_model", "llama2-7b") / "items")
+    ocp.PyTreeCheckpointer().save(tmp_path / "a b" / "stock", tree)
+    peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)})
+    monkeypatch.chdir(tmp_path)
+    options = {
+        "export": ("--like", "a b/hf", "--maxtext_model", "llama2-7b", "--save_dtype", "float16", "--max_shard_size", "20KB"),
+        "quantize": ("--like", "a b/hf", "--maxtext_model", "llama2-7b", "--lora", "adapter"),
+        "merge": ("--lora", "adapter,0.5"),
+        "reshard": ("--like", "a b/hf", "--scan_layers", "false", "--mesh", "fsdp=2", "--mesh", "fsdp=4", "--direct_num_workers=1"),
+    }[name]
+    before = set(tmp_path.iterdir())
+    assert call(name, "a b/hf" if name == "merge" else "a b/stock", "out", *options, "--dry_run") == 0
+    assert set(tmp_path.iterdir()) == before
+    words = shlex.split(capsys.readouterr().out.rstrip().splitlines()[-1])
+    assert words[:3] == ["ready", "weightbeam", name]
+    assert [option for option in options if option not in words and "KB" not in option and "=1" not in option] == []
+    assert call(*words[2:]) == 0
+    assert (tmp_path / "out").is_dir()
+
+
+def test_a_form_without_tensors_has_its_dtype(tmp_path: Path) -> None:
+    """`config.json` alone says float32, float16 or nothing: the tensors are what the new one says, or it says what they are."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA, F32))
+    tree = ocp.PyTreeCheckpointer().restore(convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") / "items")
+    ocp.PyTreeCheckpointer().save(tmp_path / "stock", tree)
+    for said, wanted in ((None, "bfloat16"), ("float32", "float32")):
+        form = tmp_path / f"form-{said}"
+        form.mkdir()
+        (form / "config.json").write_text(json.dumps({key: value for key, value in LLAMA.items() if "dtype" not in key} | ({"dtype": said} if said else {})))
+        assert call("export", tmp_path / "stock", tmp_path / f"out-{said}", "--like", form, "--maxtext_model", "llama2-7b") == 0
+        assert {values.dtype.name for values in read_tensors(tmp_path / f"out-{said}").values()} == {wanted}
+        assert [read_config(tmp_path / f"out-{said}")[key] for key in ("dtype", "torch_dtype")] == [wanted] * 2
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that isn't there, and a release, are called what they are."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    for given_, words in ((tmp_path / "none", "none: no such folder"), (source, "but a release; weightbeam convert makes a checkpoint of it")):
+        for command in ("export", "reshard"):
+            assert call(command, given_, tmp_path / "out") == 2
+            assert words in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("made", ["export", "quantize"])
