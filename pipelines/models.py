@@ -23,7 +23,7 @@ class Models:
 
     def blocks(self) -> Iterator[Block]:
         """What a person sees of it."""
-        rows = Table("family", "releases", "MaxText's models", "model_type", spare=("releases",))
+        rows = Table("family", "releases", "MaxText's models", "model_type", spare=("releases", "model_type"))
         for family in self.families:
             rows.add_row(family.name, family.releases, ", ".join(map(shown, family.models)), ", ".join(family.model_types))
         yield rows

@@ -22,6 +22,8 @@ def hint(where: str) -> str:
         return f"; did you mean hf://{where.removeprefix('hf:').strip('/')}?"
     path = Path(where).expanduser()
     if path.is_file():
+        if path.suffix != ".safetensors" and (other := describe_other(LocalFolder(str(path.parent.absolute())), [path.name])):
+            return f"; {other}"
         return f"; it is a file: name its folder, {path.parent}"
     if _REPOSITORY.fullmatch(where.partition("@")[0]):
         return f"; did you mean hf://{where}?"

@@ -64,6 +64,10 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         with pytest.raises(StorageError, match=f"is a file: name its folder, {folder}"):
             open_hf(folder / name)
+    for name, words in (("q4.gguf", "made for llama.cpp"), ("model.bin", "a pickle file")):
+        (folder / name).write_bytes(b"x")
+        with pytest.raises(StorageError, match=words):
+            open_hf(folder / name)
 
 
 def test_mistrals_own_format_beside_the_model(tmp_path: Path) -> None:

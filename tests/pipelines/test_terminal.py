@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from servers.hub import FakeHub
 from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
 
 from weightbeam.pipelines.arguments import make_parser
@@ -290,3 +291,27 @@ def test_inspect_anyones_checkpoints(source: Path, tmp_path: Path, capfd: pytest
     (tmp_path / "stopped" / "0.orbax-checkpoint-tmp").mkdir(parents=True)
     assert call("inspect", tmp_path / "stopped") == 2
     assert "0.orbax-checkpoint-tmp" in capfd.readouterr().err
+
+
+def test_a_watcher_at_a_terminal_says_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON where it is asked for; -q leaves them out, and the log has them all the same; how things stand as JSON."""
+    with FakeHub() as hub:
+        for name, value in hub.env().items():
+            monkeypatch.setenv(name, value)
+        hub.add("acme/tiny", save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), card={"license": "mit"})
+        settings = {"output": str(tmp_path / "out"), "models": ["acme/*"], "quiet_minutes": 0, "licenses": ["apache-2.0"], "targets": [{"name": "one"}]}
+        (tmp_path / "watch.yaml").write_text(json.dumps(settings))
+        watch = ("watch", "--config", tmp_path / "watch.yaml")
+        status, lines = on_terminal(*watch, "--once")
+        assert status == 0
+        commit = hub.repositories["acme/tiny"].head.sha[:12]
+        assert lines[:2] == [f"acme/tiny@{commit} for one: discovered", f"acme/tiny@{commit} for one: refused: its licence is mit, which isn't among licenses"]
+        assert not any(line.startswith("{") for line in lines)
+        status, lines = on_terminal(*watch, "--retry", "acme/tiny", "--progress", "json")
+        assert json.loads(lines[0])["state"] == "discovered"
+        log, told = tmp_path / "log", tmp_path / "told.json"
+        status, lines = on_terminal(*watch, "--once", "-q", "--log_file", log, "--json", told)
+        assert (status, lines) == (0, [])
+        assert "refused: its licence" in log.read_text()
+        assert [(found["state"], found["target"]) for found in json.loads(told.read_bytes())["findings"]] == [("refused", "one")]
+    assert on_terminal(*watch, "--json", "-")[0] == 2
