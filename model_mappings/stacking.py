@@ -129,7 +129,7 @@ class Stacks:
     Attributes:
       by_target: by where the arrays of a stack lie, such as `("decoder", "layers")`.
       axis: where layers are stacked in a weight.
-      collections: of variables that aren't parameters; how they are stacked is MaxText's own.
+      collections: of variables that aren't parameters, such as DeepSeek V4's router biases; their layers are stacked on axis 0.
     """
 
     by_target: Mapping[Path, Stack]
@@ -158,7 +158,7 @@ class Stacks:
 
     def at(self, root: Path, rank: int) -> int:
         """Where the layers of an array are stacked that has `rank` axes without them."""
-        return 0 if MODULES in root else min(self.axis, rank)
+        return 0 if MODULES in root or self.collections.intersection(root) else min(self.axis, rank)
 
 
 def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[Moved]:
@@ -187,10 +187,7 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
             add(_kept, path, held, found, before, after)
             continue
         start, target = found
-        if variables := sorted(before.collections.intersection(path[:start])):
-            faults.append(StackingError(path, f"MaxText's {variables[0]} aren't stacked as its parameters are; leave --scan_layers as it is"))
-        else:
-            moving.setdefault(target, []).append((path[:start], path[start + len(target) :]))
+        moving.setdefault(target, []).append((path[:start], path[start + len(target) :]))
     for target, stack in after.by_target.items():
         layers = [where[one] for layer in stack.layers.flat if (one := (stack.source, int(layer))) in where]
         if before.has(target, stack) or not layers or len(layers) < stack.layers.size:

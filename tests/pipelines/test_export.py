@@ -24,7 +24,7 @@ from trained import SHARED, TRAINED, trained_like
 
 import weightbeam as wb
 
-CASES = [case for case in given() if case not in ("deepseek4", "deepseek3-mtp-standalone")]
+CASES = [case for case in given() if case != "deepseek3-mtp-standalone"]
 
 
 def export(source: Path, output: Path, *options: object) -> dict[str, np.ndarray]:
@@ -74,7 +74,7 @@ def test_from_unscanned_bfloat16(generated: Path, tmp_path: Path, case: str) -> 
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own conversions aren't beside the project")
-@pytest.mark.parametrize("case", [case for case in CASES if case != "gemma3"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("gemma3", "deepseek4")])  # of V4 it leaves out the routing tables
 def test_maxtexts_own_conversions(tmp_path: Path, case: str) -> None:
     """What MaxText's converter made comes back as the release that it was made of; its chunks hold all layers."""
     source = SHARED / "cases" / case
