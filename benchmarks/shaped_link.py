@@ -96,6 +96,16 @@ def bucket(folder: Path) -> Iterator[dict[str, str]]:
             server.terminate()
 
 
+@contextmanager
+def serving(source: Path, folder: Path) -> Iterator[Path]:
+    """Context manager: a folder with the source in the folder of a bucket, for a server."""
+    served = folder / "served"
+    shutil.rmtree(served, ignore_errors=True)
+    shutil.copytree(source, served / IN / source.name, copy_function=os.link)
+    yield served
+    shutil.rmtree(served)
+
+
 def transfer(source: Path) -> float:
     """Reads the objects of a folder that is served, and writes as many bytes at the same time; returns the seconds it took."""
     import tensorstore as ts
@@ -164,12 +174,8 @@ def main() -> int:
         return 0
     args.folder.mkdir(parents=True, exist_ok=True)
     source = make_source("small", args.folder, args.layers)
-    served = args.folder / "served"
-    shutil.rmtree(served, ignore_errors=True)
-    shutil.copytree(source, served / IN / source.name, copy_function=os.link)
-    with link():
+    with serving(source, args.folder) as served, link():
         figures, details = measure(source, served, args.rounds, shlex.split(args.options))
-    shutil.rmtree(served)
     report("link", figures, details, args.json)
     return 0
 

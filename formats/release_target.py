@@ -141,12 +141,18 @@ def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleasePl
     return bucket
 
 
+def record_of(release: Store) -> dict[str, Any] | None:
+    """What a release says of where it comes from; None where it isn't whole, or isn't ours."""
+    try:
+        record = json.loads(release.read(RECORD))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
 def plan_hash_of(release: Store) -> str | None:
     """The hash of the plan that a release was made by; None where it isn't whole, or isn't ours."""
-    try:
-        plan = json.loads(release.read(RECORD)).get("plan")
-    except (OSError, ValueError, AttributeError):
-        return None
+    plan = (record_of(release) or {}).get("plan")
     return plan if isinstance(plan, str) else None
 
 

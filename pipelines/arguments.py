@@ -16,6 +16,14 @@ import weightbeam
 from weightbeam.transforms.options import Options
 
 DEFAULTS = Options()
+UNITS_HELP = "bound on the memory of one unit of work, such as 64M (default: 128MiB, and smaller units where the workers are known)"
+
+
+class Unsaid(int):
+    """The default of an option for which something better may be found where nobody gives it."""
+
+
+UNIT_BYTES = Unsaid(DEFAULTS.unit_bytes)
 PROGRESS = ("auto", "bar", "lines", "json", "none")
 # An n2-standard-2 of Dataflow (batch, us-central1): list price in US$, 2 vCPUs × 0.056 + 8 GB × 0.003557, and 10 Gbit/s
 # (cloud.google.com/dataflow/pricing, cloud.google.com/compute/docs/general-purpose-machines).
@@ -370,7 +378,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add("--use_ocdbt", type=boolean, default=DEFAULTS.use_ocdbt, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
     add("--use_zarr3", type=boolean, default=DEFAULTS.use_zarr3, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")
     add("--compression", choices=("none", "zstd"), default=DEFAULTS.compression, help="zstd saves about a fifth of the disk and slows loading")
-    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work, such as 64M")
+    add("--unit_bytes", type=size, default=UNIT_BYTES, metavar="BYTES", help=UNITS_HELP)
     add("--step", type=natural, default=DEFAULTS.step, metavar="N", help="the step under which the checkpoint is written")
     add("--virtual", action="store_true", default=False, help="refer to the source's files for every array that lies in them already")
 
@@ -446,7 +454,7 @@ def add_rewriting(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="URL", help="a folder or gs://bucket/folder for the new release, which must not be there yet; or hf://owner/name: one commit there")
     add("--create_pr", action="store_true", default=False, help="on the hub, open a pull request")
     add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --source)")
-    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--unit_bytes", type=size, default=UNIT_BYTES, metavar="BYTES", help=UNITS_HELP)
     add("--resume", action="store_true", default=False, help="go on with a stopped command")
     add("--overwrite", action="store_true", default=False, help="replace a release, or throw away what a stopped command staged")
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
@@ -489,7 +497,7 @@ def add_materialization(parser: argparse.ArgumentParser) -> None:
     add("--use_ocdbt", type=boolean, default=DEFAULTS.use_ocdbt, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
     add("--use_zarr3", type=boolean, default=DEFAULTS.use_zarr3, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")
     add("--compression", choices=("none", "zstd"), default=DEFAULTS.compression, help="zstd saves about a fifth of the disk and slows loading")
-    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--unit_bytes", type=size, default=UNIT_BYTES, metavar="BYTES", help=UNITS_HELP)
     add("--step", type=natural, metavar="N", help="the step under which it is written (default: that of the virtual checkpoint)")
 
 
@@ -504,7 +512,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("--maxtext_model", metavar="NAME", help="the MaxText model, where neither the checkpoint nor config.json settles it")
     add("--param_scan_axis", type=natural, metavar="N", help="where the layers are stacked, where the shapes fit several axes")
     add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --like, else 5GB)")
-    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--unit_bytes", type=size, default=UNIT_BYTES, metavar="BYTES", help=UNITS_HELP)
     add("--step", type=natural, metavar="N", help="which step, where the root has several")
     add("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated")
     add("--family", metavar="NAME|FILE.py", help="the table: one of ours, an installed package's or a file of your own (default: by config.json)")
@@ -541,7 +549,7 @@ def add_reshard(parser: argparse.ArgumentParser) -> None:
     add("--use_ocdbt", type=boolean, metavar="true|false", help="one database, or a folder for each array (Pathways: false; default: as the source)")
     add("--use_zarr3", type=boolean, metavar="true|false", help="zarr version 3 or 2 (Pathways: false; default: as the source)")
     add("--compression", choices=("none", "zstd"), help="of every array (default: as it is where chunks are copied, else none)")
-    add("--unit_bytes", type=size, default=f"{DEFAULTS.unit_bytes >> 20}MiB", metavar="BYTES", help="bound on the memory of one unit of work")
+    add("--unit_bytes", type=size, default=UNIT_BYTES, metavar="BYTES", help=UNITS_HELP)
     add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
 
 

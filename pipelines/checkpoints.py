@@ -6,12 +6,11 @@ import dataclasses
 import importlib
 import logging
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.links import HARD, LinkError
-from weightbeam.formats.orbax import plan_hash_of, publish, record_of
+from weightbeam.formats.orbax import plan_hash_of, publish
 from weightbeam.formats.staging import ITEMS, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.plan import Problem
@@ -19,7 +18,6 @@ from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.output import CheckpointPlan, alone, check_output, is_finished, look_for_job
 from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.transforms.assembly import stage
-from weightbeam.transforms.inputs import unpack_inputs
 
 LOG = logging.getLogger("weightbeam")
 
@@ -72,16 +70,6 @@ def find_place(output: str, planned: CheckpointPlan) -> Staging:
         return staging_at(output, planned.options.step, planned.hash)
     except StorageError as e:
         raise Refused(f"--output={e}") from e
-
-
-def slots_before(output: str, step: int, slots: int | None) -> int | None:
-    """What a conversion that is staged or published there was cut for, since only its own units can go on; `slots` where there is none."""
-    try:
-        place = staging_at(output, step)
-        found = unpack_inputs(place.read_plan()) if place.is_staged() else record_of(place.final / ITEMS)
-    except (OSError, ValueError, EOFError, zlib.error):  # it will be refused with its reason
-        return slots
-    return found.get("slots") if found else slots
 
 
 def carry_checkpoint(

@@ -17,7 +17,8 @@ from weightbeam.formats.orbax import record_of
 from weightbeam.formats.printable import printable
 from weightbeam.formats.storage import Store
 from weightbeam.pipelines import report
-from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place, slots_before
+from weightbeam.pipelines.arguments import UNIT_BYTES
+from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, option_keywords, read_options, takes_options
 from weightbeam.pipelines.output import check_output
@@ -25,6 +26,7 @@ from weightbeam.pipelines.plan import Plan
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.shell import say
+from weightbeam.pipelines.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms import odd_values
 from weightbeam.transforms.conversion import Conversion
@@ -153,8 +155,8 @@ def convert(
         conversion = source.conversion
     else:
         asked = read_options(options)
-        slots = report.slots_of(beam, asked, None, source, output)
-        conversion = prepare_conversion(source, asked, hf_token_secret, slots_before(output, asked.step, slots) if resume else slots)
+        slots = slots_of(beam, options.get("unit_bytes", UNIT_BYTES), None, source, output)
+        conversion = prepare_conversion(source, asked, hf_token_secret, slots_of_checkpoint(output, asked.step, slots) if resume else slots)
     return carry_out(conversion, output, resume, overwrite, link, sha256, beam, progress)
 
 
@@ -192,7 +194,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.dry_run:
         check_places(rest, "convert", {"source": args.source, "output": args.output})
         asked = read_options(option_keywords(args))
-        slots = report.slots_of(rest, asked, None, args.source, args.output or "")
+        slots = slots_of(rest, args.unit_bytes, None, args.source, args.output or "")
         dry_run(args, prepare_conversion(args.source, asked, args.hf_token_secret, slots), rest)
         return 0
     say(args, convert(**keywords_of(args, convert), beam=rest))

@@ -19,7 +19,7 @@ from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineS
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.progress import Report, at_most_every, quiet, watch_progress
-from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, memory_bound, spare_bytes, thread_bytes
+from weightbeam.pipelines.report import MAX_THREADS, THREADS_PER_CORE, base_bytes, memory_bound, spare_bytes
 from weightbeam.pipelines.runners.failure import RunnerError
 from weightbeam.pipelines.tables import human
 from weightbeam.transforms.movement import Movement
@@ -146,7 +146,7 @@ def _threads(conversion: Movement, machine: Machine | None, target: str) -> int:
     """As a local run has them for each core, or fewer where memory is short."""
     machine = machine or Machine.parse(MACHINE)
     assert machine is not None
-    room = (machine.memory - SYSTEM_BYTES - base_bytes(conversion) - spare_bytes(conversion, target)) // thread_bytes(conversion)
+    room = (machine.memory - SYSTEM_BYTES - base_bytes(conversion) - spare_bytes(conversion, target)) // conversion.unit_bytes
     return max(1, min(THREADS_PER_CORE * machine.cores, MAX_THREADS, room))
 
 

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from weightbeam.formats.storage.token import name_secret
+from weightbeam.pipelines.arguments import UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.merge import Merged, plan_with, say_ready
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import carry_out, check_places, read_sizes
+from weightbeam.pipelines.releases import carry_out, check_places, read_sizes, slots_for
 from weightbeam.pipelines.shell import say
 from weightbeam.transforms.exporting import DTYPES
 from weightbeam.transforms.merging import Merge, MergeOptions
@@ -23,7 +24,7 @@ def dequantize(
     *,
     save_dtype: str | None = None,
     max_shard_size: int | str | None = None,
-    unit_bytes: int | str = "128MiB",
+    unit_bytes: int | str = UNIT_BYTES,
     resume: bool = False,
     overwrite: bool = False,
     create_pr: bool = False,
@@ -43,26 +44,35 @@ def dequantize(
     """
     check_places("dequantize", source, output, beam)
     name_secret(hf_token_secret)
-    planned = plan(source, save_dtype=save_dtype, max_shard_size=max_shard_size, unit_bytes=unit_bytes)
+    slots = slots_for(unit_bytes, beam, source, output, resume)
+    planned = plan(source, save_dtype=save_dtype, max_shard_size=max_shard_size, unit_bytes=unit_bytes, slots=slots)
     return Merged(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
 
 
-def plan(source: str, *, save_dtype: str | None = None, max_shard_size: int | str | None = None, unit_bytes: int | str = "128MiB") -> Merge:
-    """Plans a dequantisation; problems stay in the plan. See `dequantize`.
+def plan(
+    source: str,
+    *,
+    save_dtype: str | None = None,
+    max_shard_size: int | str | None = None,
+    unit_bytes: int | str = UNIT_BYTES,
+    slots: int | None = None,
+) -> Merge:
+    """Plans a dequantisation; problems stay in the plan. See `dequantize`; `slots` as `plan_merge` has it.
 
     Raises:
       Refused: there is nothing to plan.
     """
     if save_dtype is not None and save_dtype not in DTYPES:
         raise Refused(f"--save_dtype={save_dtype} should be {', '.join(DTYPES)}")
-    return plan_with(source, MergeOptions((), **read_sizes(max_shard_size, unit_bytes), dequantize=True, save_dtype=save_dtype))
+    return plan_with(source, MergeOptions((), **read_sizes(max_shard_size, unit_bytes), dequantize=True, save_dtype=save_dtype), slots=slots)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Dequantises, and says what came of it; with `--dry_run` whether it could."""
     if args.dry_run:
         name_secret(args.hf_token_secret)
-        return say_ready(plan(**keywords_of(args, plan)), args, rest)
+        slots = slots_for(args.unit_bytes, rest, args.source, args.output, args.resume)
+        return say_ready(plan(**keywords_of(args, plan), slots=slots), args, rest)
     say(args, dequantize(**keywords_of(args, dequantize), beam=rest))
     return 0
 

@@ -22,11 +22,24 @@ from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.pipelines.adapters import ExportedAdapter, export_adapter
+from weightbeam.pipelines.arguments import UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras, read_maxtext_yaml
 from weightbeam.pipelines.prepare import describe, open_adapters
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, ready_line, refuse, say_plan, size_lines, to_dict
+from weightbeam.pipelines.releases import (
+    Written,
+    carry_out,
+    check_places,
+    make_small_files,
+    read_sizes,
+    ready_line,
+    refuse,
+    say_plan,
+    size_lines,
+    slots_for,
+    to_dict,
+)
 from weightbeam.pipelines.report import thread_options, threads_of
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
@@ -96,7 +109,7 @@ def export(
     maxtext_model: str | None = None,
     param_scan_axis: int | None = None,
     max_shard_size: int | str | None = None,
-    unit_bytes: int | str = "128MiB",
+    unit_bytes: int | str = UNIT_BYTES,
     step: int | None = None,
     lora: str | Sequence[str] = (),
     lora_alpha: float | None = None,
@@ -121,7 +134,7 @@ def export(
       maxtext_model: MaxText's name of the model, where neither the checkpoint nor `config.json` settles it.
       param_scan_axis: where the layers are stacked, where the checkpoint's shapes fit several axes.
       max_shard_size: bytes of tensors in a file, such as `5GB`; by default as `like`, else 5 GB.
-      unit_bytes: bound on the memory of a unit of work.
+      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it isn't given.
       step: which step, where the root has several.
       lora: PEFT adapters to merge on the way, `PATH[,weight]` each: a folder, `gs://` or `hf://`.
       family: the table: one of ours, an installed package's, or a file of Python; by default as `config.json` says.
@@ -150,7 +163,7 @@ def export(
         return export_adapter(plan_adapter_with(checkpoint, given | {"lora_alpha": lora_alpha}), output, overwrite)
     if lora_alpha is not None:
         raise Refused(f"--lora_alpha: is of an adapter, and {checkpoint.root} holds a model; leave it out")
-    planned = plan(checkpoint, **given)
+    planned = plan(checkpoint, **given, slots=slots_for(unit_bytes, beam, source, output, resume))
     return Exported(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
 
 
@@ -194,15 +207,16 @@ def plan(
     maxtext_model: str | None = None,
     param_scan_axis: int | None = None,
     max_shard_size: int | str | None = None,
-    unit_bytes: int | str = "128MiB",
+    unit_bytes: int | str = UNIT_BYTES,
     step: int | None = None,
     lora: str | Sequence[str] = (),
     family: str | None = None,
     maxtext_config: str | None = None,
     tokenizer: str | None = None,
     quantize: str | None = None,
+    slots: int | None = None,
 ) -> Export:
-    """Plans an export; problems stay in the plan. See `export`; `quantize` is the format of `weightbeam.quantize`.
+    """Plans an export; problems stay in the plan. See `export`; `quantize` is the format of `weightbeam.quantize`, `slots` as `plan_export` has it.
 
     Raises:
       Refused: there is nothing to plan.
@@ -224,7 +238,7 @@ def plan(
         raise Refused(str(e)) from e
     sizes = read_sizes(max_shard_size, unit_bytes)
     options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, **sizes, lora=read_loras(lora) or (), family=family, quantize=quantize)
-    planned = plan_export(options, checkpoint, form, open_adapters(options), open_given(like) if quantize and like else None)
+    planned = plan_export(options, checkpoint, form, open_adapters(options), open_given(like) if quantize and like else None, slots)
     return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
 
 
@@ -378,7 +392,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             print(f"adapter     for PEFT, of rank {adapter.rank} with alpha {adapter.alpha:g}, of {checkpoint.root}\n{ready_line(args, rest, checkpoint.root)}")
             return 0
         keywords = keywords_of(args, plan)
-        keywords["source"] = checkpoint  # it is open
+        keywords |= {"source": checkpoint, "slots": slots_for(args.unit_bytes, rest, args.source, args.output, args.resume)}  # it is open
         return say_ready(plan(**keywords), args, rest)
     say(args, export(**keywords_of(args, export), beam=rest))
     return 0

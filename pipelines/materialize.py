@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.orbax import find_items, record_of
+from weightbeam.pipelines.arguments import UNIT_BYTES
 from weightbeam.pipelines.convert import Converted, carry_out, check_places, dry_run
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import check_options_of, keywords_of, option_keywords
@@ -39,7 +40,7 @@ def materialize(
     use_ocdbt: bool = True,
     use_zarr3: bool = True,
     compression: str = "none",
-    unit_bytes: int | str = "128MiB",
+    unit_bytes: int | str = UNIT_BYTES,
     step: int | None = None,
     resume: bool = False,
     overwrite: bool = False,

@@ -14,11 +14,12 @@ from weightbeam.formats.release import small_files
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.registry import UnknownFamilyError
+from weightbeam.pipelines.arguments import UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.prepare import open_adapters, open_source
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, say_plan, size_lines, to_dict
+from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, say_plan, size_lines, slots_for, to_dict
 from weightbeam.pipelines.report import thread_options, threads_of
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
@@ -67,7 +68,7 @@ def merge(
     lora: str | Sequence[str] = (),
     family: str | None = None,
     max_shard_size: int | str | None = None,
-    unit_bytes: int | str = "128MiB",
+    unit_bytes: int | str = UNIT_BYTES,
     resume: bool = False,
     overwrite: bool = False,
     create_pr: bool = False,
@@ -83,7 +84,7 @@ def merge(
       lora: adapters, `PATH[,weight]` each: a folder, `gs://` or `hf://`.
       family: the table whose spellings of names count; by default as `config.json` says.
       max_shard_size: bytes of tensors in a file, such as `5GB`; by default the files stay as they are.
-      unit_bytes: bound on the memory of a unit of work.
+      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it isn't given.
       resume: go on with a stopped merge.
       overwrite: replace a release, or throw a stopped merge away.
       create_pr: on the hub, open a pull request.
@@ -97,7 +98,8 @@ def merge(
     """
     check_places("merge", source, output, beam)
     name_secret(hf_token_secret)
-    planned = plan(source, lora=lora, family=family, max_shard_size=max_shard_size, unit_bytes=unit_bytes)
+    slots = slots_for(unit_bytes, beam, source, output, resume)
+    planned = plan(source, lora=lora, family=family, max_shard_size=max_shard_size, unit_bytes=unit_bytes, slots=slots)
     return Merged(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
 
 
@@ -107,18 +109,19 @@ def plan(
     lora: str | Sequence[str] = (),
     family: str | None = None,
     max_shard_size: int | str | None = None,
-    unit_bytes: int | str = "128MiB",
+    unit_bytes: int | str = UNIT_BYTES,
+    slots: int | None = None,
 ) -> Merge:
-    """Plans a merge; problems stay in the plan. See `merge`.
+    """Plans a merge; problems stay in the plan. See `merge`; `slots` as `plan_merge` has it.
 
     Raises:
       Refused: there is nothing to plan.
     """
-    return plan_with(source, MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), family=family))
+    return plan_with(source, MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), family=family), slots=slots)
 
 
-def plan_with(source: str, options: MergeOptions, given: Given | None = None) -> Merge:
-    """Plans a release with its quantised weights, adapters, or both as values; or in FP8, like a `given` one.
+def plan_with(source: str, options: MergeOptions, given: Given | None = None, slots: int | None = None) -> Merge:
+    """Plans a release with its quantised weights, adapters, or both as values; or in FP8, like a `given` one. `slots` as `plan_merge` has it.
 
     Raises:
       Refused: there is nothing to plan.
@@ -127,7 +130,7 @@ def plan_with(source: str, options: MergeOptions, given: Given | None = None) ->
         raise Refused("--source is missing: the release")
     checkpoint = open_source(source)
     try:
-        planned = plan_merge(options, checkpoint, open_adapters(options), given)
+        planned = plan_merge(options, checkpoint, open_adapters(options), given, slots)
     except UnknownFamilyError as e:
         raise Refused(str(e)) from e
     if planned.plan.problems:
@@ -167,7 +170,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Merges, and says what came of it; with `--dry_run` whether it could."""
     if args.dry_run:
         name_secret(args.hf_token_secret)
-        return say_ready(plan(**keywords_of(args, plan)), args, rest)
+        slots = slots_for(args.unit_bytes, rest, args.source, args.output, args.resume)
+        return say_ready(plan(**keywords_of(args, plan), slots=slots), args, rest)
     say(args, merge(**keywords_of(args, merge), beam=rest))
     return 0
 

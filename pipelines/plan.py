@@ -13,12 +13,13 @@ from typing import Any, Unpack
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines import report, tables, virtual
-from weightbeam.pipelines.arguments import GBPS, HOUR_PRICE
+from weightbeam.pipelines.arguments import GBPS, HOUR_PRICE, UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, arguments_of, option_keywords, read_options, takes_options
 from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.shell import STDOUT, say, write_json, write_text
+from weightbeam.pipelines.slots import slots_of
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.makespan import Estimate, efforts_of, estimate
 from weightbeam.transforms.options import Options
@@ -177,12 +178,14 @@ def plan(
     Raises:
       Refused: there is nothing to plan: no such source, no such mesh.
     """
-    return _plan(source, read_options(options), workers, worker_gbps, worker_hour_price, hf_token_secret, beam)
+    given = options.get("unit_bytes", UNIT_BYTES)
+    return _plan(source, read_options(options), given, workers, worker_gbps, worker_hour_price, hf_token_secret, beam)
 
 
 def _plan(
     source: str,
     options: Options,
+    unit_bytes: object,
     workers: Sequence[int],
     worker_gbps: float,
     worker_hour_price: float,
@@ -190,9 +193,9 @@ def _plan(
     beam: Sequence[str],
     output: str | None = None,
 ) -> Plan:
-    """The plan of a conversion into a place that is known or not: its units are cut for the workers that are."""
+    """The plan of a conversion into a place that is known or not: its units are cut for the workers that are, unless `unit_bytes` is given."""
     worker = report.worker_of(beam, worker_gbps, worker_hour_price)
-    slots = report.slots_of(beam, options, max(workers) * worker.threads if workers else None, source, output or "")
+    slots = slots_of(beam, unit_bytes, max(workers) * worker.threads if workers else None, source, output or "")
     conversion = prepare_conversion(source, options, hf_token_secret, slots)
     threads = report.threads_of(report.thread_options(beam))
     estimates: list[Estimate] = []
@@ -210,7 +213,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
         check_options(rest)
     asked = read_options(option_keywords(args))
-    made = _plan(args.source, asked, args.workers or (), args.worker_gbps, args.worker_hour_price, args.hf_token_secret, rest, args.output)
+    workers = args.workers or ()
+    made = _plan(args.source, asked, args.unit_bytes, workers, args.worker_gbps, args.worker_hour_price, args.hf_token_secret, rest, args.output)
     loads = _plan_loads(made, args) if args.load else []
     if args.maxtext_config:
         if made.conversion.plan.family == UNKNOWN:

@@ -10,12 +10,13 @@ from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import open_store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines import export, merge
+from weightbeam.pipelines.arguments import UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.export import Exported
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.merge import Merged
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import carry_out, check_places, read_sizes
+from weightbeam.pipelines.releases import carry_out, check_places, read_sizes, slots_for
 from weightbeam.pipelines.shell import say
 from weightbeam.transforms.exporting import Export
 from weightbeam.transforms.merging import Merge, MergeOptions
@@ -31,7 +32,7 @@ def quantize(
     maxtext_model: str | None = None,
     param_scan_axis: int | None = None,
     max_shard_size: int | str | None = None,
-    unit_bytes: int | str = "128MiB",
+    unit_bytes: int | str = UNIT_BYTES,
     step: int | None = None,
     lora: str | Sequence[str] = (),
     resume: bool = False,
@@ -61,7 +62,7 @@ def quantize(
     name_secret(hf_token_secret)
     planned = plan(
         source, format=format, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes,
-        step=step, lora=lora,
+        step=step, lora=lora, slots=slots_for(unit_bytes, beam, source, output, resume),
     )  # fmt: skip
     written = carry_out(planned, output, resume, overwrite, beam, progress, create_pr)
     return Exported(planned, written) if isinstance(planned, Export) else Merged(planned, written)
@@ -75,11 +76,12 @@ def plan(
     maxtext_model: str | None = None,
     param_scan_axis: int | None = None,
     max_shard_size: int | str | None = None,
-    unit_bytes: int | str = "128MiB",
+    unit_bytes: int | str = UNIT_BYTES,
     step: int | None = None,
     lora: str | Sequence[str] = (),
+    slots: int | None = None,
 ) -> Merge | Export:
-    """Plans a quantisation; problems stay in the plan. See `quantize`.
+    """Plans a quantisation; problems stay in the plan. See `quantize`; `slots` as `plan_merge` has it.
 
     Raises:
       Refused: there is nothing to plan.
@@ -95,7 +97,7 @@ def plan(
     if not released:
         return export.plan(
             source, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes, step=step,
-            lora=lora, quantize=format,
+            lora=lora, quantize=format, slots=slots,
         )  # fmt: skip
     of_checkpoints = {"maxtext_model": maxtext_model, "param_scan_axis": param_scan_axis, "step": step}
     if vain := [f"--{name}" for name, value in of_checkpoints.items() if value is not None]:
@@ -103,14 +105,14 @@ def plan(
     given = export.open_given(like) if like else None
     if like and given is None:
         raise Refused(f"--like={like}: isn't quantised, and a release is quantised like one that is; leave it out")
-    return merge.plan_with(source, MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), quantize=format), given)
+    return merge.plan_with(source, MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), quantize=format), given, slots)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Quantises, and says what came of it; with `--dry_run` whether it could."""
     if args.dry_run:
         name_secret(args.hf_token_secret)
-        planned = plan(**keywords_of(args, plan))
+        planned = plan(**keywords_of(args, plan), slots=slots_for(args.unit_bytes, rest, args.source, args.output, args.resume))
         return export.say_ready(planned, args, rest) if isinstance(planned, Export) else merge.say_ready(planned, args, rest)
     say(args, quantize(**keywords_of(args, quantize), beam=rest))
     return 0

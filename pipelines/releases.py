@@ -24,8 +24,9 @@ from weightbeam.pipelines.errors import Busy, Failed, Refused
 from weightbeam.pipelines.output import alone, look_for_job
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
-from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes
+from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, units_text
 from weightbeam.pipelines.shell import STDOUT, say
+from weightbeam.pipelines.slots import slots_of, slots_of_release
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.movement import Movement
@@ -77,6 +78,7 @@ def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, A
         "warnings": list(planned.warnings),
         "note": plan.note,
         "units": len(planned.units),
+        "slots": planned.slots,
         "bytes": {"source": planned.source_bytes, "target": planned.target_bytes},
         "memory": {"unit_bytes": planned.unit_bytes, "largest_unit_bytes": planned.unit_working_bytes},
     }
@@ -134,21 +136,29 @@ def size_lines(planned: ReleasePlan, threads: int, output: str | None = None) ->
     most, parts = memory_parts(threads, planned.unit_bytes, spare_bytes(cast(Movement, planned), output), BASE_BYTES)
     return [
         f"release     {count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}",
-        f"units       {len(planned.units):,}, the largest takes {human(planned.unit_working_bytes)} of memory",
+        f"units       {units_text(planned)}",
         f"memory      at most {most}: {parts}",
     ]
 
 
 def read_sizes(max_shard_size: int | str | None, unit_bytes: int | str) -> dict[str, Any]:
-    """Both sizes in bytes, as options of a plan.
+    """Both sizes in bytes, as options of a plan; what is None is left out.
 
     Raises:
       Refused: one can't be meant.
     """
+    given = {"max_shard_size": max_shard_size, "unit_bytes": unit_bytes}
     try:
-        return {"max_shard_size": None if max_shard_size is None else size(str(max_shard_size)), "unit_bytes": size(str(unit_bytes))}
+        return {name: size(str(value)) for name, value in given.items() if value is not None}
     except argparse.ArgumentTypeError as e:
         raise Refused(str(e)) from e
+
+
+def slots_for(unit_bytes: int | str, beam: Sequence[str], source: str, output: str | None, resume: bool = False) -> int | None:
+    """Units at a time that those of a release are cut for: as the workers are known, or as a command cut them that is to be resumed."""
+    local = output if output and not output.startswith("hf://") else ""  # what goes to the hub is made in a folder first
+    slots = slots_of(beam, unit_bytes, None, source, local)
+    return slots_of_release(local, slots) if resume and local else slots
 
 
 def check_places(command: str, source: str, output: str, beam: Sequence[str]) -> None:

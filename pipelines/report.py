@@ -21,6 +21,7 @@ from weightbeam.transforms.mesh import base_rules, model_rules
 from weightbeam.transforms.movement import Movement
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.overlap import SPARE, overlaps
+from weightbeam.transforms.units import InUnits
 
 BASE_BYTES = 384 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
 TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
@@ -65,26 +66,6 @@ def worker_of(arguments: Sequence[str], gbps: float, hour_price: float) -> Worke
     return Worker(gbps, hour_price, threads_of(thread_options(arguments), CLUSTER_SLOTS), engine=engine, start=CLUSTER_START)
 
 
-def slots_of(arguments: Sequence[str], options: Options, simulated: int | None, *places: object) -> int | None:
-    """Units that all workers work on at a time, which the size of units follows from: `simulated`, or by Beam's options; without Beam.
-
-    None where nobody says it, where `--unit_bytes` settles the size, and from disk to disk, which does best with the largest.
-    """
-    if options.unit_bytes != DEFAULTS.unit_bytes:
-        return None
-    if simulated:
-        return simulated
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--runner", default="")
-    for option in ("--parallelism", "--max_num_workers", "--num_workers"):
-        parser.add_argument(option, type=int)
-    said = parser.parse_known_args(list(arguments))[0]
-    if said.runner.rpartition(".")[2].lower().removesuffix("runner") in ("", "direct", "fnapi"):
-        return threads_of(thread_options(arguments)) if overlaps(*places) else None
-    workers = said.max_num_workers or said.num_workers
-    return said.parallelism or (workers * worker_of(arguments, 1, 0).threads if workers else None)
-
-
 def collapse(lines: Iterable[str]) -> list[str]:
     """Lines that differ only in numbers, once each."""
     groups: dict[str, list[str]] = defaultdict(list)
@@ -95,23 +76,25 @@ def collapse(lines: Iterable[str]) -> list[str]:
 
 def memory_bound(conversion: Movement, threads: int, output: str | None = None) -> int:
     """Bytes of memory that a worker needs at most; `output` is where the checkpoint goes, if that is known."""
-    return threads * thread_bytes(conversion) + spare_bytes(conversion, output) + base_bytes(conversion)
+    return threads * conversion.unit_bytes + spare_bytes(conversion, output) + base_bytes(conversion)
 
 
 def spare_bytes(planned: Movement, output: str | None = None) -> int:
-    """Bytes of the units that a worker reads ahead and writes behind, beside one for each of its threads: where bytes go over a network."""
-    return SPARE * planned.unit_bytes if overlaps(*planned.inputs, output or "") else 0
+    """Bytes that a worker's threads share where bytes go over a network: the units that are read ahead and written behind, what is on the way."""
+    ahead = SPARE * planned.unit_bytes if overlaps(*planned.inputs, output or "") else 0
+    return ahead + open_store(planned.source.root).held_bytes
 
 
 def memory_parts(threads: int, thread: int, spare: int, base: int) -> tuple[str, str]:
     """A worker's bound on memory, and what it is the sum of: bytes of each thread, of the units that are under way besides, of the rest."""
-    parts = (f"{threads} threads × {human(thread)}", f"{human(spare)} read ahead or written behind" if spare else "", human(base))
+    parts = (f"{threads} threads × {human(thread)}", f"{human(spare)} read ahead, written behind or on the way" if spare else "", human(base))
     return human(threads * thread + spare + base), " + ".join(filter(None, parts))
 
 
-def thread_bytes(conversion: Movement) -> int:
-    """Bytes that each thread needs at most: a unit, and what reading takes beside it."""
-    return conversion.unit_bytes + open_store(conversion.source.root).held_bytes
+def units_text(planned: InUnits) -> str:
+    """How many units there are and how large, and for how many at a time they were cut."""
+    size = f"{len(planned.units):,}, the largest takes {human(planned.unit_working_bytes)} of memory"
+    return size + (f", cut for {planned.slots:,} at a time" if planned.slots else "")
 
 
 def base_bytes(conversion: Movement) -> int:
@@ -169,10 +152,9 @@ def plan_blocks(conversion: Conversion, threads: int, output: str | None = None)
     totals.add_row("source", f"{human(source)} in {count(len(conversion.source.shards), 'file')}, {count(len(conversion.source.tensors), 'tensor')}")
     totals.add_row("target", f"{human(conversion.target_bytes)} in {count(len(plan.arrays), 'array')}")
     if conversion.units:
-        size = f"{len(conversion.units):,}, the largest takes {human(conversion.unit_working_bytes)} of memory"
-        totals.add_row("units", size + (f", cut for {conversion.slots:,} at a time" if conversion.slots else ""))
+        totals.add_row("units", units_text(conversion))
         totals.add_row("reads", f"{human(read)}, {read / source:.3f} × the source")
-        most, parts = memory_parts(threads, thread_bytes(conversion), spare_bytes(conversion, output), base_bytes(conversion))
+        most, parts = memory_parts(threads, conversion.unit_bytes, spare_bytes(conversion, output), base_bytes(conversion))
         totals.add_row("memory", f"at most {most} a worker: {parts}")
     yield from ("", totals)
 

@@ -23,6 +23,7 @@ from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines.arguments import UNIT_BYTES
 from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
 from weightbeam.pipelines.convert import check_places
 from weightbeam.pipelines.errors import Refused
@@ -32,8 +33,9 @@ from weightbeam.pipelines.output import check_output
 from weightbeam.pipelines.prepare import describe, reading
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import ready_line
-from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, thread_options, threads_of
+from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, thread_options, threads_of, units_text
 from weightbeam.pipelines.shell import STDOUT, say
+from weightbeam.pipelines.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapting import MaxTextAdapter
 from weightbeam.transforms.mesh import MeshError
@@ -130,7 +132,7 @@ def reshard(
     use_ocdbt: bool | None = None,
     use_zarr3: bool | None = None,
     compression: str | None = None,
-    unit_bytes: int | str = "128MiB",
+    unit_bytes: int | str = UNIT_BYTES,
     step: int | None = None,
     lora: str | Sequence[str] = (),
     lora_alpha: float | None = None,
@@ -156,7 +158,7 @@ def reshard(
       maxtext_model, family: as for `convert`.
       use_ocdbt, use_zarr3: None for what the source has.
       compression: `none` or `zstd`; None keeps chunks that are copied as they are, and compresses no others.
-      unit_bytes: bound on the memory of a unit of work.
+      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it isn't given.
       step: which step, where the source has several; and the one that is written, by default the source's.
       lora: adapters of MaxText's to merge, `CHECKPOINT[,weight]` each.
       lora_alpha: of adapters that don't say it.
@@ -174,6 +176,7 @@ def reshard(
         source, like=like, state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, scan_layers=scan_layers, param_scan_axis=param_scan_axis,
         mesh=mesh, sharding_rules=sharding_rules, maxtext_model=maxtext_model, family=family, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3,
         compression=compression, unit_bytes=unit_bytes, step=step, lora=lora, lora_alpha=lora_alpha,
+        slots=_slots(unit_bytes, beam, source, output, step, resume),
     ).planned  # fmt: skip
     unknown = {"sharding_rules", "state", "moment_dtype", "lora", "lora_alpha"}  # to Beam, which takes what convert takes
     asked = {name: value for name, value in vars(planned.options).items() if name not in unknown}
@@ -198,12 +201,13 @@ def plan(
     use_ocdbt: bool | None = None,
     use_zarr3: bool | None = None,
     compression: str | None = None,
-    unit_bytes: int | str = "128MiB",
+    unit_bytes: int | str = UNIT_BYTES,
     step: int | None = None,
     lora: str | Sequence[str] = (),
     lora_alpha: float | None = None,
+    slots: int | None = None,
 ) -> ReshardPlan:
-    """Plans a reshard; problems stay in the plan. See `reshard`.
+    """Plans a reshard; problems stay in the plan. See `reshard`; `slots` as `plan_reshard` has it.
 
     Raises:
       Refused: there is nothing to plan.
@@ -221,18 +225,31 @@ def plan(
     }  # fmt: skip
     given = check_options_of(shared, maxtext_model)
     checkpoint = _open(source, step, state)
-    number = open_store(checkpoint.root).parent.name
     options = ReshardOptions(
-        state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, step=step if step is not None else int(number) if number.isdecimal() else 0,
+        state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, step=step if step is not None else _step_of(checkpoint),
         lora=read_loras(lora) or (), lora_alpha=lora_alpha, **given,
     )  # fmt: skip
     adapters = [MaxTextAdapter(_open_adapter(url), weight, lora_alpha) for url, weight in options.lora]
     with reading(source):
         around = surroundings(checkpoint)
         try:
-            return ReshardPlan(plan_reshard(options, checkpoint, around, find_model(checkpoint, like), adapters))
+            return ReshardPlan(plan_reshard(options, checkpoint, around, find_model(checkpoint, like), adapters, slots))
         except MeshError as e:
             raise Refused(str(e)) from e
+
+
+def _slots(unit_bytes: int | str, beam: Sequence[str], source: str, output: str, step: int | None, resume: bool) -> int | None:
+    """Units at a time that those of the plan are cut for: as the workers are known, or as a command cut them that is to be resumed."""
+    slots = slots_of(beam, unit_bytes, None, source, output)
+    if not resume:
+        return slots
+    return slots_of_checkpoint(output, step if step is not None else _step_of(_open(source, step, FULL)), slots)
+
+
+def _step_of(checkpoint: OrbaxCheckpoint) -> int:
+    """The step that a checkpoint is, or 0."""
+    name = open_store(checkpoint.root).parent.name
+    return int(name) if name.isdecimal() else 0
 
 
 def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
@@ -332,7 +349,7 @@ def plan_text(planned: Reshard, threads: int, output: str | None = None) -> str:
         scale = f"rank {adapter['lora_rank']}, alpha {adapter['lora_alpha']:g}, weight {adapter['weight']:g}"
         lines.append(f"adapter     {adapter['source']}: {scale}; {count(len(adapter['arrays']), 'array')} merged")
     if planned.units:
-        lines.append(f"units       {len(planned.units):,}, the largest takes {human(planned.unit_working_bytes)} of memory")
+        lines.append(f"units       {units_text(planned)}")
     if planned.chunks:
         scratch = sum(array.nbytes for array in planned.unpacked)
         lines.append(f"unpacked    {count(len(planned.chunks), 'chunk')} first, {human(scratch)} of disk meanwhile")
@@ -365,6 +382,7 @@ def plan_dict(planned: Reshard) -> dict[str, Any]:
             "unpacked": sum(array.nbytes for array in planned.unpacked),
         },
         "units": len(planned.units),
+        "slots": planned.slots,
         "unit_bytes": planned.unit_working_bytes,
         "left_out": dict(planned.plan.dropped),
         "adapters": list(planned.adapted.adapters),
@@ -377,7 +395,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Reshards, and says what came of it; with `--dry_run` says what it would do."""
     if args.dry_run:
         check_places(rest, "reshard", {"source": args.source, "output": args.output})
-        shown = dataclasses.replace(plan(**keywords_of(args, plan)), threads=threads_of(thread_options(rest)), output=args.output or "")
+        slots = _slots(args.unit_bytes, rest, args.source, args.output or "", args.step, args.resume)
+        shown = dataclasses.replace(plan(**keywords_of(args, plan), slots=slots), threads=threads_of(thread_options(rest)), output=args.output or "")
         say(args, shown)
         problems = list(shown.problems)
         if args.output and not problems:

@@ -23,7 +23,7 @@ from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.transforms.grid import Grid, SourceCost, cut_rows
 from weightbeam.transforms.quantizing import keep_blocks
-from weightbeam.transforms.units import Block, element_box, find_twins, largest_first, pack
+from weightbeam.transforms.units import Block, element_box, find_twins, make_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,14 @@ class Cut:
     problems: tuple[Problem, ...] = ()
 
 
-def cut(arrays: Sequence[Array], weights: Mapping[str, OrbaxArray], sizes: Mapping[str, int], quantised: Container[str], unit_bytes: int) -> Cut:
+def cut(
+    arrays: Sequence[Array],
+    weights: Mapping[str, OrbaxArray],
+    sizes: Mapping[str, int],
+    quantised: Container[str],
+    unit_bytes: int,
+    slots: int | None = None,
+) -> Cut:
     """Cuts arrays.
 
     Args:
@@ -52,6 +59,7 @@ def cut(arrays: Sequence[Array], weights: Mapping[str, OrbaxArray], sizes: Mappi
       sizes: bytes that an element of each tensor takes, by the table's names.
       quantised: the tensors that are written as codes and scales, by the table's names.
       unit_bytes: memory of a unit.
+      slots: units at a time that they are cut for, if that is known.
     """
     by_chunks = [chunk_grid(array, weights[array.key], weights[array.key].chunk, sizes, quantised) for array in arrays]
     large = {grid.spec.key for grid in by_chunks if _smallest_bytes(grid) > unit_bytes or weights[grid.spec.key].chunk_bytes > unit_bytes}
@@ -61,7 +69,7 @@ def cut(arrays: Sequence[Array], weights: Mapping[str, OrbaxArray], sizes: Mappi
         for array, grid in zip(arrays, by_chunks, strict=True)
     )
     problems = tuple(_too_large(grids, unit_bytes))
-    return Cut(grids, () if problems else tuple(_units(arrays, grids, unit_bytes)), unpacked, problems)
+    return Cut(grids, () if problems else tuple(_units(arrays, grids, unit_bytes, slots)), unpacked, problems)
 
 
 def chunk_grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], sizes: Mapping[str, int], quantised: Container[str]) -> Grid:
@@ -99,13 +107,15 @@ def _too_large(grids: Sequence[Grid], unit_bytes: int) -> Iterator[Problem]:
             yield Problem("memory", grid.spec.key, message, is_array=True)
 
 
-def _units(arrays: Sequence[Array], grids: Sequence[Grid], unit_bytes: int) -> list[tuple[Block, ...]]:
+def _units(arrays: Sequence[Array], grids: Sequence[Grid], most: int, slots: int | None) -> list[tuple[Block, ...]]:
     """The units: blocks of chunks, those of arrays together whose tensors' rows they share."""
-    blocks: list[tuple[Block, ...]] = []
-    for group in find_twins(arrays, math.inf):
-        cut = [list(chunk_blocks(number, grids[number], unit_bytes // len(group))) for number in group]
-        blocks += zip(*cut, strict=True)
-    return largest_first(pack(blocks, unit_bytes))
+    groups = find_twins(arrays, math.inf)
+
+    def cut(unit_bytes: int) -> Iterator[tuple[Block, ...]]:
+        for group in groups:
+            yield from zip(*(chunk_blocks(number, grids[number], unit_bytes // len(group)) for number in group), strict=True)
+
+    return make_units(cut, sum(grid.working_bytes(grid.spec.shape) for grid in grids), most, slots)
 
 
 def chunk_blocks(number: int, grid: Grid, unit_bytes: int) -> Iterator[Block]:

@@ -70,11 +70,14 @@ class _Form:
     coded: frozenset[str]
 
 
-def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like, adapters: Sequence[Adapter] = (), given: Given | None = None) -> Export:
+def plan_export(
+    options: ExportOptions, source: OrbaxCheckpoint, like: Like, adapters: Sequence[Adapter] = (), given: Given | None = None, slots: int | None = None
+) -> Export:
     """Plans an export. What stands against it is in `plan.problems`.
 
     Args:
       given: `like`, where it is in FP8 and what is written is to be so too.
+      slots: units at a time that they are cut for, if that is known; see `units.target_bytes`.
     """
     config = Config(like.config)
     model = options.maxtext_model or _said_model(source)
@@ -106,7 +109,7 @@ def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like, ada
     if not problems:
         order = {tensor.name: tensor.file for tensor in released.values()}
         files = plan_files(with_scales(form.entries, form.quantised), order or None, options.max_shard_size)
-        made = cut(arrays, source.weights, _element_bytes(form, merged), form.coded, options.unit_bytes)
+        made = cut(arrays, source.weights, _element_bytes(form, merged), form.coded, options.unit_bytes, slots)
         problems += made.problems
     maxtext, _ = maxtext_of(family, config, layout, naming)
     left_out = {released[name].name if name in released else name: reason for name, reason in dropped.items()}
@@ -129,6 +132,7 @@ def plan_export(options: ExportOptions, source: OrbaxCheckpoint, like: Like, ada
         quantization={} if not form.quantised else given.quantization_config if given else quantization_config(form.entries, form.quantised),
         given=given,
         unpacked=made.unpacked,
+        slots=slots,
     )
 
 
@@ -346,4 +350,4 @@ def load(inputs: Mapping[str, Any]) -> Export:
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
-    return plan_export(ExportOptions(**inputs["options"] | {"lora": lora}), load_checkpoint(inputs["source"]), like, adapters, given)
+    return plan_export(ExportOptions(**inputs["options"] | {"lora": lora}), load_checkpoint(inputs["source"]), like, adapters, given, inputs.get("slots"))

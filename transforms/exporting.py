@@ -105,6 +105,7 @@ class Export(ReleasePlan):
       quantised: the tensors, by the release's names, that are written as codes and scales.
       quantization: `quantization_config` as it will be; empty where nothing is quantised.
       given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
+      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
     """
 
     options: ExportOptions
@@ -125,6 +126,7 @@ class Export(ReleasePlan):
     given: Given | None = None
     unpacked: frozenset[str] = frozenset()  # keys of the arrays whose chunks are unpacked first
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # the release's small files as they will be; not staged
+    slots: int | None = None
 
     kind = "export"
 
@@ -230,6 +232,7 @@ class Export(ReleasePlan):
             "tree": self.source.tree.kind,
             "adapters": [adapter.record() for adapter in self.adapters],
             "options": dataclasses.asdict(self.options),
+            **({} if self.slots is None else {"slots": self.slots}),
             "made_from": {key: self.source.record[key] for key in ("source", "plan", "options", "versions") if key in self.source.record},
             "versions": versions(),
             "lossy": dict(self.lossy),
@@ -246,6 +249,7 @@ class Export(ReleasePlan):
             "like": dataclasses.asdict(self.like),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "given": self.given.files.to_json() if self.given else None,
+            "slots": self.slots,
             "hash": self.hash,
         }
         return pack_inputs(inputs)

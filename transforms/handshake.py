@@ -10,9 +10,12 @@ data, for which Flink's side waits for minutes without a word (org.apache.beam.r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
 import pickle
+import socket
 import sys
 from collections.abc import Iterator
 
@@ -90,6 +93,8 @@ def check_place(worker: str, packed: bytes) -> None:
         if not is_published(staging, plan_hash):  # else this bundle is a repeated one
             load_staged(staging, plan_hash)
             staging.output.check_writable()
+            with contextlib.suppress(OSError):  # it's for show
+                staging.note_worker(f"{socket.gethostname()}-{os.getpid()}")
     except ImportError as e:
         raise UnfitError(f"{worker} lacks a client of the storage ({e}); install 'weightbeam[gcp]' there, or run the image") from e
     except StorageError as e:

@@ -32,7 +32,7 @@ from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.quantizing import REASON, ROWS, Given, find_quantised, job_for, quantization_config, with_scales
 from weightbeam.transforms.rows import VALUES, ReleasePlan, RowsUnit
-from weightbeam.transforms.units import Block, Fetch, largest_first, pack
+from weightbeam.transforms.units import Block, Fetch, make_units
 
 # By `quant_method`: the field of `quantization_config` that names modules which aren't quantised.
 KEPT_MODULES = {
@@ -69,6 +69,7 @@ class Merge(ReleasePlan):
       quantization: `quantization_config` as it will be; None where it isn't to change, empty where nothing quantised is left.
       given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
       small: the release's small files as they will be; not staged.
+      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
     """
 
     options: MergeOptions
@@ -84,6 +85,7 @@ class Merge(ReleasePlan):
     given: Given | None = None
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    slots: int | None = None
 
     kind = "merge"
 
@@ -171,6 +173,7 @@ class Merge(ReleasePlan):
             **({"like": self.given.files.root} if self.given else {}),
             "plan": self.hash,
             "options": dataclasses.asdict(self.options),
+            **({} if self.slots is None else {"slots": self.slots}),
             "versions": versions(),
             "merged": dict(self.merging.touched),
             "dropped": dict(self.plan.dropped),
@@ -184,6 +187,7 @@ class Merge(ReleasePlan):
             "source": self.source.to_json(),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "given": self.given.files.to_json() if self.given else None,
+            "slots": self.slots,
             "hash": self.hash,
         }
         return pack_inputs(inputs)
@@ -211,14 +215,15 @@ def load(inputs: Mapping[str, Any]) -> Merge:
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
-    return plan_merge(MergeOptions(**inputs["options"] | {"lora": lora}), HfCheckpoint.from_json(inputs["source"]), adapters, given)
+    return plan_merge(MergeOptions(**inputs["options"] | {"lora": lora}), HfCheckpoint.from_json(inputs["source"]), adapters, given, inputs.get("slots"))
 
 
-def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequence[Adapter], given: Given | None = None) -> Merge:
+def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequence[Adapter], given: Given | None = None, slots: int | None = None) -> Merge:
     """Plans a merge. What stands against it is in `plan.problems`.
 
     Args:
       given: a release in FP8 that the quantised one is to be like.
+      slots: units at a time that they are cut for, if that is known; see `units.target_bytes`.
     """
     source = open_source(checkpoint)
     aliases = _aliases(checkpoint, options.family)
@@ -265,9 +270,10 @@ def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequen
             return Merge(options, checkpoint, tuple(adapters), Plan("identity", (), {}, tuple(amiss)), {}, None, (), merged)
         quantization = given.quantization_config if given else quantization_config(wanted, codes)
     files = plan_files(with_scales(wanted, codes), order, options.max_shard_size)
-    units = largest_first(pack([(block,) for block in _blocks(encodings, files, options.unit_bytes, codes)], options.unit_bytes))
+    units = _units(encodings, files, options.unit_bytes, codes, slots)
     plan = Plan("identity", (), replaced, ())
-    return Merge(options, checkpoint, tuple(adapters), plan, encodings, files, tuple(units), merged, quantization, codes, given, warnings=files.warnings)
+    made = Merge(options, checkpoint, tuple(adapters), plan, encodings, files, tuple(units), merged, quantization, codes, given, slots=slots)
+    return dataclasses.replace(made, warnings=files.warnings)
 
 
 def _aliases(checkpoint: HfCheckpoint, named: str | None) -> Mapping[str, str]:
@@ -325,14 +331,25 @@ def _itself(name: str, box: Box) -> Piece:
     return Piece(name, view, view, tuple(range(len(box))), ())
 
 
+def _units(encodings: Mapping[str, Encoding], files: FileLayout, most: int, quantised: Collection[str], slots: int | None) -> list[tuple[Block, ...]]:
+    """The units: rows of tensors."""
+    total = sum(_working_bytes(encoding, _itemsize(name, files, quantised), whole(encoding.shape)) for name, encoding in encodings.items())
+    return make_units(lambda unit_bytes: ((block,) for block in _blocks(encodings, files, unit_bytes, quantised)), total, most, slots)
+
+
+def _itemsize(name: str, files: FileLayout, quantised: Collection[str]) -> int:
+    """Bytes that an element of a tensor takes when it is written, with its value where it becomes a code."""
+    return VALUES.itemsize + 1 if name in quantised else files.tensors[name].dtype.itemsize
+
+
 def _blocks(encodings: Mapping[str, Encoding], files: FileLayout, unit_bytes: int, quantised: Collection[str] = ()) -> Iterator[Block]:
     """Boxes of the tensors, each as many rows as fit into a unit; of those that are quantised whole blocks of rows."""
     for number, (name, encoding) in enumerate(encodings.items()):
-        tensor, shape = files.tensors[name], encoding.shape
+        shape = encoding.shape
         axis = next((axis for axis in range(len(shape)) if axis not in encoding.indivisible), None)
         size = 1 if axis is None else shape[axis]
         grain = ROWS if name in quantised and axis == len(shape) - 2 else 1
-        itemsize = VALUES.itemsize + 1 if name in quantised else tensor.dtype.itemsize
+        itemsize = _itemsize(name, files, quantised)
         one = _working_bytes(encoding, itemsize, _cut(shape, axis, 0, grain))
         many = max(1, _working_bytes(encoding, itemsize, whole(shape)) - one) / max(1, size - grain)  # for each further row
         rows = max(1, int((unit_bytes - one) / many) // grain) * grain

@@ -20,6 +20,9 @@ from typing import Generic, ParamSpec, TypeVar
 
 REMOTE = "://"  # of a URL of a bucket or of the hub; local folders have none
 AHEAD, BEHIND = 1, 6  # units of a thread that are read before it gets to them, and written after it is done with them
+# Units that a process reads at a time, whatever its threads: each of many would get a small share of the link, and all would be there at once,
+# late; until then nothing could be written. Of two, one fills the link while the other one ends or begins.
+READERS = 2
 SPARE = 2  # units that a process has memory for beside one for each of its threads, where it overlaps; its threads share them
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,10 +43,11 @@ class Background(Generic[T]):
 
     Attributes:
       most: how many may be under way; 0 for none: each call is made at once, by the thread itself.
+      turns: how many of the process's threads may be at such calls at a time; the others wait, first come, first served. 0 for any number.
     """
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, most: int, turns: int = 0):
+        self.most, self.turns = most, turns
         self._calls: deque[Future[T]] = deque()
 
     def begin(self, call: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> list[T]:
@@ -56,7 +60,7 @@ class Background(Generic[T]):
         over = []
         while self._calls and (len(self._calls) >= self.most or self._calls[0].done()):
             over.append(self._calls.popleft().result())
-        self._calls.append(_pool().submit(call, *arguments, **keywords))
+        self._calls.append(_pool(self.turns).submit(call, *arguments, **keywords))
         return over
 
     def end(self) -> list[T]:
@@ -73,12 +77,13 @@ class Background(Generic[T]):
 
 
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
-    """This process's threads for calls in the background; as many start as there are calls under way, which `Background.most` bounds."""
-    return ThreadPoolExecutor(max_workers=1024, thread_name_prefix="background")
+def _pool(turns: int) -> ThreadPoolExecutor:
+    """This process's threads for calls in the background that take turns; as many start as there are calls under way, which `Background.most` bounds."""
+    return ThreadPoolExecutor(max_workers=turns or 1024, thread_name_prefix="background")
 
 
 def wait_for_all() -> None:
     """Waits until nothing goes on in the background of any thread: after a failure, when nobody asks for the results any more."""
-    _pool().shutdown()
+    for turns in (0, READERS):
+        _pool(turns).shutdown()
     _pool.cache_clear()

@@ -42,7 +42,7 @@ from weightbeam.transforms.grid import Grid, SourceCost, UnitBytesError, count_e
 from weightbeam.transforms.layouts import maxtext_of
 from weightbeam.transforms.mesh import Mesh
 from weightbeam.transforms.options import Options
-from weightbeam.transforms.units import Block, find_twins, largest_first, largest_in_the_middle, make_blocks, pack, target_bytes
+from weightbeam.transforms.units import Block, find_twins, make_blocks, make_units
 from weightbeam.transforms.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
 
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
@@ -285,14 +285,14 @@ def _units(
     options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding], slots: int | None
 ) -> list[tuple[Block, ...]]:
     """The units that make the arrays of these numbers."""
-    blocks: list[tuple[Block, ...]] = []
-    unit_bytes = target_bytes(sum(grids[number].working_bytes(arrays[number].shape) for number in made), options.unit_bytes, slots)
-    for twins in find_twins([arrays[number] for number in made]):
-        group = [made[twin] for twin in twins]
-        cut = [make_blocks(number, arrays[number], grids[number], encodings, unit_bytes // len(group)) for number in group]
-        blocks += zip(*cut, strict=True)
-    units = pack(blocks, unit_bytes)
-    return largest_first(units) if slots is None else largest_in_the_middle(units)
+    groups = [[made[twin] for twin in twins] for twins in find_twins([arrays[number] for number in made])]
+
+    def cut(unit_bytes: int) -> Iterator[tuple[Block, ...]]:
+        for group in groups:
+            blocks = [make_blocks(number, arrays[number], grids[number], encodings, unit_bytes // len(group)) for number in group]
+            yield from zip(*blocks, strict=True)
+
+    return make_units(cut, sum(grids[number].working_bytes(arrays[number].shape) for number in made), options.unit_bytes, slots)
 
 
 def options_from(said: Mapping[str, Any]) -> Options:

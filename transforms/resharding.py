@@ -46,7 +46,7 @@ from weightbeam.transforms.grid import Grid, Reading, UnitBytesError, count_expe
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
 from weightbeam.transforms.tree import Kept, Model, Tree, make_tree
-from weightbeam.transforms.units import Block, Fetch, InUnits, Job, element_box, expand_unit, largest_first, pack, shards_of, working_bytes
+from weightbeam.transforms.units import Block, Fetch, InUnits, Job, element_box, expand_unit, make_units, shards_of, working_bytes
 
 KEEP, FULL, PARAMS = "keep", "full", "params"
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -121,6 +121,7 @@ class Reshard(InUnits):
       units: the blocks of each unit.
       warnings: what the user should know.
       adapted: the arrays that adapters are merged into.
+      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
     """
 
     options: ReshardOptions
@@ -134,6 +135,7 @@ class Reshard(InUnits):
     warnings: tuple[str, ...] = ()
     adapters: tuple[MaxTextAdapter, ...] = ()
     adapted: Adapted = Adapted()  # noqa: RUF009 — immutable
+    slots: int | None = None
 
     kind = "reshard"
 
@@ -345,6 +347,7 @@ class Reshard(InUnits):
             "command": self.kind,
             "plan": self.hash,
             "options": {**made, **asked, **{key: value for key, value in layout.items() if value is not None}},
+            **({} if self.slots is None else {"slots": self.slots}),
             **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
             "resharded_from": {"checkpoint": self.source.root, "files": self.source.files, "plan": before.get("plan"), "tree": self.tree.kind},
             "versions": versions(),
@@ -363,6 +366,7 @@ class Reshard(InUnits):
             "around": self.around.stage(),
             "model": self.model.stage(),
             "adapters": [adapter.stage() for adapter in self.adapters],
+            "slots": self.slots,
             "hash": self.hash,
         }
         return pack_inputs(inputs)
@@ -375,11 +379,22 @@ def load(inputs: Mapping[str, Any]) -> Reshard:
     rules = None if rules is None else tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
     options = ReshardOptions(**{**said, "mesh": tuple(said["mesh"]), "sharding_rules": rules, "lora": tuple(map(tuple, said["lora"]))})
     adapters = [MaxTextAdapter.load(adapter) for adapter in inputs["adapters"]]
-    return plan_reshard(options, load_checkpoint(inputs["source"]), Surroundings.load(inputs["around"]), Model.load(inputs["model"]), adapters)
+    return plan_reshard(
+        options, load_checkpoint(inputs["source"]), Surroundings.load(inputs["around"]), Model.load(inputs["model"]), adapters, inputs.get("slots")
+    )
 
 
-def plan_reshard(options: ReshardOptions, source: OrbaxCheckpoint, around: Surroundings, model: Model, adapters: Sequence[MaxTextAdapter] = ()) -> Reshard:
+def plan_reshard(
+    options: ReshardOptions,
+    source: OrbaxCheckpoint,
+    around: Surroundings,
+    model: Model,
+    adapters: Sequence[MaxTextAdapter] = (),
+    slots: int | None = None,
+) -> Reshard:
     """Plans a reshard, with adapters merged into the source's kernels. What stands against it is in `plan.problems`.
+
+    Its units are cut for `slots` of them at a time, if that is known; see `units.target_bytes`.
 
     Raises:
       MeshError: a mesh can't be read.
@@ -398,14 +413,15 @@ def plan_reshard(options: ReshardOptions, source: OrbaxCheckpoint, around: Surro
         ways = tuple(planner.way(kept, array) for kept, array in zip(tree.arrays, arrays, strict=True))
         problems, warnings = planner.problems, list(dict.fromkeys(planner.warnings))
         if not problems:
-            units = largest_first(pack(list(_blocks(arrays, ways, source, options.unit_bytes)), options.unit_bytes))
+            total = sum(way.grid.working_bytes(array.shape) for array, way in zip(arrays, ways, strict=True))
+            units = make_units(lambda unit_bytes: _blocks(arrays, ways, source, unit_bytes), total, options.unit_bytes, slots)
     if options.state == FULL and any(kept.role == "moment" for kept in tree.arrays):
         if options.save_dtype != KEEP:
             warnings.append(f"training goes on with weights in {options.save_dtype} from here; --state params makes a copy for other uses")
         if adapted.kernels:
             warnings.append("the optimizer's moments are those of the weights without the adapter; --state params leaves them out")
     plan = Plan(tree.family, arrays, tree.left_out, tuple(problems), tree.note, "", model.name)
-    return Reshard(options, source, around, model, tree, plan, ways if not problems else (), tuple(units), tuple(warnings), tuple(adapters), adapted)
+    return Reshard(options, source, around, model, tree, plan, ways if not problems else (), tuple(units), tuple(warnings), tuple(adapters), adapted, slots)
 
 
 def _format(options: ReshardOptions, source: OrbaxCheckpoint) -> Format:

@@ -26,7 +26,7 @@ from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.transforms import execution
 from weightbeam.transforms.arena import give_back, hand_over, let_go, release_free, take, take_now
-from weightbeam.transforms.overlap import AHEAD, BEHIND, Background
+from weightbeam.transforms.overlap import AHEAD, BEHIND, READERS, Background
 from weightbeam.transforms.staged import load_staged, made_by
 from weightbeam.transforms.units import Unit
 from weightbeam.transforms.work import Tally, Work, total_bytes
@@ -79,7 +79,7 @@ class _ReadBoxesFn(StageFn):
 
     def setup(self) -> None:
         name_secret(self.secret)
-        self.reading = Background[Done](self.ahead)
+        self.reading = Background[Done](self.ahead, READERS)
 
     def teardown(self) -> None:
         self.reading.forget(lambda done: let_go(done[0].arena))  # after an error there may be some, which other threads mustn't wait for

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,10 +60,12 @@ class InUnits:
     Attributes:
       options: the user's.
       units: the blocks of each unit.
+      slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
     """
 
     options: UnitOptions
     units: tuple[tuple[Block, ...], ...]
+    slots: int | None
 
     @property
     def unit_bytes(self) -> int:
@@ -177,17 +179,22 @@ def largest_first(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]
     However many the workers are, none has more than one unit more to do than another. So it is where each takes the next unit
     when it is ready for one, as in a local run, and where they are dealt out in turn, once: what a worker gets in
     one round is at most what any other got in the round before.
+
+    Nor does a link wait then for what has to be written to it but while the first unit is read: what is read later is smaller than what is
+    being written meanwhile.
     """
     return sorted(units, key=working_bytes, reverse=True)
 
 
-def largest_in_the_middle(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]:
-    """The same units, small ones first and last: while the first are read and the last are written a link is used in one direction only.
+def make_units(cut: Callable[[int], Iterable[tuple[Block, ...]]], total: int, most: int, slots: int | None) -> list[tuple[Block, ...]]:
+    """Units in the order in which they are done, of the blocks, or groups of them that belong together, that `cut` makes for a number of bytes.
 
-    Neighbours are of about one size, so that workers to which they are dealt out in turn get about as much.
+    Args:
+      cut: cuts all arrays into blocks of about so many bytes.
+      total, most, slots: see `target_bytes`.
     """
-    ordered = largest_first(units)
-    return [*reversed(ordered[1::2]), *ordered[0::2]]
+    unit_bytes = target_bytes(total, most, slots)
+    return largest_first(pack(list(cut(unit_bytes)), unit_bytes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ MARK = b"Checkpoint commit was successful"
 ITEMS = "items"
 JOB = "job.json"  # beside the staged plan: the job that is at work on it, where it can outlive its command
 PLAN, UNITS, FAILURE, ASIDE = "plan.json.gz", "units", "failure.txt", "aside"
+WORKERS = f"{UNITS}/workers"  # a file of each worker elsewhere that has said it can do the job
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
 GROWING = ".orbax-checkpoint-tmp"  # how the name of a folder ends that isn't a checkpoint yet; Orbax's own word
 LOCK = ".__lock"  # how the names of TensorStore's lock files end
@@ -239,6 +240,20 @@ class Staging(abc.ABC):
         """Takes units out of the ledger: they are to be made anew."""
         for unit in units:
             self.work.delete(f"{self.units}/{unit}.json")
+
+    # --- workers elsewhere
+
+    def note_worker(self, name: str) -> None:
+        """Says that a worker is ready: it sees the plan, and can write here."""
+        self.work.write(f"{WORKERS}/{name}", b"")
+
+    def ready_workers(self) -> int:
+        """How many workers have said so."""
+        return len(self.work.list(f"{WORKERS}/"))
+
+    def forget_workers(self) -> None:
+        """Removes what workers of an earlier job have said."""
+        self.work.delete_folder(WORKERS)
 
     def sweep(self, database: str = "") -> None:
         """Removes what was written in vain, since the place was taken over meanwhile: a unit's database below `items`, if one is named."""

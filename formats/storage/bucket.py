@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 import re
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -27,15 +28,18 @@ from weightbeam.formats.storage.store import PIECE, PROBE, ByteRange, File, Requ
 CONNECTIONS = 128  # that are kept: 16 for each of eight threads
 TIMEOUT: Any = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
 RETRY: Any = DEFAULT_RETRY.with_timeout(300.0)  # seconds in all; backs off, and only what a repetition can mend is repeated
-MAX_REQUEST_BYTES = 8 << 20  # bytes of a request
+MAX_REQUEST_BYTES = 4 << 20  # bytes of a request
 MAX_REQUEST_SECONDS = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
-MAX_REQUESTS = 4  # requests of one read, whose bytes are held beside the buffers that they go to
+MAX_REQUESTS = 16  # requests of this process at a time, whose bytes are held beside the buffers that they go to
 NO_CHECKSUM: Any = None  # what is read is checked by those who know its hash
 NAMING = "it has 3 to 63 lower-case letters, digits, dashes, underscores and dots, and begins and ends with a letter or a digit"
 ORIGINAL = "original"  # in an object's metadata: `File.original`
 FIELDS = "items(name,size,generation,crc32c,updated,metadata),prefixes,nextPageToken"
 CONTEXT = {"gcs_request_concurrency": {"limit": 32}, "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"}}
 STALL_LIMITS = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30", "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1024"}  # below that a request is repeated
+
+
+_REQUESTS = threading.BoundedSemaphore(MAX_REQUESTS)
 
 
 @functools.cache
@@ -176,7 +180,7 @@ class Bucket(Store):
         waiting: collections.deque[tuple[Request, ts.Future]] = collections.deque()
 
         def finish() -> None:
-            request, future = waiting.popleft()
+            request, future = waiting[0]
             try:
                 found = future.result(timeout=MAX_REQUEST_SECONDS)
             except Exception as e:
@@ -186,14 +190,20 @@ class Bucket(Store):
             if found is None or found.state != "value" or len(found.value) != request.stop - request.start:
                 raise StorageError(f"{self.path(name)}: is gone, or ends before byte {request.stop:,}; was it changed after it was planned?")
             request.scatter(request.start, memoryview(found.value))
+            waiting.popleft()
+            _REQUESTS.release()
 
-        for request in make_requests(ranges, MAX_REQUEST_BYTES):
-            if len(waiting) == MAX_REQUESTS:
+        try:
+            for request in make_requests(ranges, MAX_REQUEST_BYTES):
+                while not _REQUESTS.acquire(blocking=not waiting):  # others have the rest: one's own are what can be waited for
+                    finish()
+                waiting.append((request, store.read(name, byte_range=slice(request.start, request.stop))))
+                total += request.stop - request.start
+            while waiting:
                 finish()
-            waiting.append((request, store.read(name, byte_range=slice(request.start, request.stop))))
-            total += request.stop - request.start
-        while waiting:
-            finish()
+        finally:
+            if waiting:
+                _REQUESTS.release(len(waiting))
         return total
 
     def write(self, name: str, data: bytes) -> None:

@@ -59,7 +59,7 @@ class Store(abc.ABC):
     Attributes:
       url: absolute, without a slash at its end.
       at_a_time: small files that are worth reading at a time, since each answer takes a while.
-      held_bytes: that `read_into` takes beside the buffers which it fills.
+      held_bytes: that `read_into` takes beside the buffers which it fills, in this process, however many threads call it.
     """
 
     at_a_time = 8

@@ -31,6 +31,7 @@ from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.progress import Report, quiet, watch_progress
 from weightbeam.pipelines.runners.failure import RunnerError
 from weightbeam.pipelines.runners.portable import RUNNERS
+from weightbeam.pipelines.tables import count
 
 ANSWER = 10.0  # seconds in which a service answers
 PATIENCE = 60.0  # seconds in which a cancelled job ends
@@ -200,7 +201,8 @@ def run(pipeline: beam.Pipeline, staging: Staging, total: int, done: Callable[[]
         with contextlib.suppress(OSError):
             before = site.active()
         note(staging, site)
-    state = State(done)
+    staging.forget_workers()
+    state = State(done, staging.ready_workers)
     result: Any = None
     try:
         with watch_progress(total, done, "converting", report, state), quiet(noise), as_in_a_script():
@@ -273,20 +275,23 @@ def _ours(site: Site, before: Sequence[str], result: Any) -> Sequence[str]:
 
 
 class State:
-    """What to say of a job while nothing is written: its state, and after a while where to look."""
+    """What to say of a job while nothing is written: its state, whether workers are there, and after a while where to look."""
 
-    def __init__(self, done: Callable[[], int]):
+    def __init__(self, done: Callable[[], int], workers: Callable[[], int]):
+        """`done`: bytes that were written. `workers`: how many have said that they are ready."""
         self.result: Any = None
-        self._done, self._start, self._asked, self._known = done, time.monotonic(), float("-inf"), ""
+        self._done, self._workers, self._start, self._asked, self._known = done, workers, time.monotonic(), float("-inf"), ""
 
     def __call__(self) -> str:
         if self.result is None:
             return "submitting the job"
+        if self._done():
+            return ""
         if time.monotonic() - self._asked > POLL:
             self._asked = time.monotonic()
             with contextlib.suppress(Exception):  # it's for show
-                self._known = f"the job is {str(self.result.state).lower()}"
-        if self._done():
-            return ""
+                ready = self._workers()
+                who = f"{count(ready, 'worker')} ready, no unit is done yet" if ready else "no worker yet"
+                self._known = f"the job is {str(self.result.state).lower()}, {who}"
         late = time.monotonic() - self._start > QUIET
-        return f"{self._known}, no unit is done yet" + ("; look at the engine's page, and at what the worker pool says" if late else "")
+        return self._known + ("; look at the engine's page, and at what the worker pool says" if late else "")

@@ -69,14 +69,21 @@ class Host:
     Attributes:
       name: of the namespace.
       address: on the bridge that joins all of them.
+      port: the bridge's end of its link.
     """
 
     name: str
     address: str
+    port: str
 
     def command(self, *command: object) -> list[object]:
         """A command, on this host."""
         return ["ip", "netns", "exec", self.name, *command]
+
+    def shape(self, rate: float) -> None:
+        """Makes its link carry so many Mbit/s each way."""
+        for end in (["-n", self.name, "qdisc", "add", "dev", "eth0"], ["qdisc", "add", "dev", self.port]):
+            subprocess.run(["tc", *end, "root", "tbf", "rate", f"{rate}mbit", "burst", "128k", "latency", "20ms"], check=True)
 
     def kill(self) -> None:
         """Ends all that runs there, at once."""
@@ -102,12 +109,12 @@ def network(hosts: int) -> Iterator[tuple[str, list[Host]]]:
         ip("link", "set", bridge, "up")
         made = []
         for place in range(2, 2 + hosts):
-            host = Host(f"{bridge}-{place}", f"{prefix}.{place}")
+            host = Host(f"{bridge}-{place}", f"{prefix}.{place}", f"{bridge}v{place}")
             ip("netns", "add", host.name)
             stack.callback(ip, "netns", "del", host.name)
             stack.callback(host.kill)
-            ip("link", "add", f"{bridge}v{place}", "type", "veth", "peer", "name", "eth0", "netns", host.name)
-            ip("link", "set", f"{bridge}v{place}", "master", bridge, "up")
+            ip("link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            ip("link", "set", host.port, "master", bridge, "up")
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             ip("-n", host.name, "link", "set", "eth0", "up")
             ip("-n", host.name, "link", "set", "lo", "up")
@@ -150,7 +157,7 @@ def flink_in_one_process(folder: Path) -> Iterator[Engine]:
         yield Engine(endpoint, f"localhost:{port}", more=("--parallelism=2",), group=group)
 
 
-def flink_settings(manager: str, folder: Path, retried: bool) -> dict[str, object]:
+def flink_settings(manager: str, folder: Path, retried: bool, slots: int) -> dict[str, object]:
     """What a session cluster's configuration file says: deploy/flink's settings, in a network of the test's own."""
     deployed = yaml.safe_load((ROOT / "deploy/flink/deployment.yaml").read_text().partition("\n---")[0])["spec"]["flinkConfiguration"]
     return {
@@ -160,6 +167,7 @@ def flink_settings(manager: str, folder: Path, retried: bool) -> dict[str, objec
         "rest.address": manager,
         "rest.bind-address": "0.0.0.0",
         "io.tmp.dirs": folder,
+        "taskmanager.numberOfTaskSlots": slots,
         **({} if retried else {"restart-strategy.type": "none"}),
     }
 
@@ -202,10 +210,17 @@ class FlinkHost:
 
 @contextmanager
 def flink(folder: Path, hosts: int = 2, retried: bool = False) -> Iterator[Engine]:
-    """A session cluster: a job manager on a host of its own, and hosts with a task manager and a pool each."""
+    """A session cluster in a network of its own; see `flink_on`."""
+    with network(1 + hosts) as (_, places), flink_on(places, folder, retried) as engine:
+        yield engine
+
+
+@contextmanager
+def flink_on(hosts: Sequence[Host], folder: Path, retried: bool = False, slots: int = 2) -> Iterator[Engine]:
+    """A session cluster: a job manager on the first host, and a task manager and a pool on each other one."""
+    manager, *places = hosts
     with ExitStack() as stack:
-        manager, *places = stack.enter_context(network(1 + hosts))[1]
-        settings = flink_settings(manager.address, folder, retried)
+        settings = flink_settings(manager.address, folder, retried, slots)
         (folder / "flink-conf.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
         main = ("org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint", "--configDir", folder)
         stack.enter_context(running(folder / "manager.log", *manager.command(*JAVA, "-Xmx512m", "-cp", f"{jars('flink')}/*", *main)))
@@ -213,7 +228,7 @@ def flink(folder: Path, hosts: int = 2, retried: bool = False) -> Iterator[Engin
         for host in places:
             stack.enter_context(FlinkHost(host, folder).started())
         endpoint = stack.enter_context(job_server(folder / "jobs.log", folder, "flink", FLINK_DRIVER, f"--flink-master={manager.address}:8081"))
-        yield Engine(endpoint, f"localhost:{POOL}", places, (f"--parallelism={2 * hosts}",))
+        yield Engine(endpoint, f"localhost:{POOL}", places, (f"--parallelism={slots * len(places)}",))
 
 
 # --- Spark ----------------------------------------------------------------------------------------------------------------------

@@ -295,6 +295,20 @@ def test_what_is_counted(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pyte
     assert gcs.log.read_twice() == 0
 
 
+def test_threads_share_the_requests(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many are under way as there may be, however many threads read; those of a read that failed are there for others again."""
+    monkeypatch.setattr(buckets, "MAX_REQUEST_BYTES", 10_000)
+    bucket.write("x", DATA)
+    with pytest.raises(StorageError, match="ends before byte"):
+        bucket.read_into("x", [(0, memoryview(bytearray(len(DATA) + 1)))])
+    read = [bytearray(len(DATA)) for _ in range(5)]
+    with ThreadPoolExecutor(len(read)) as threads:
+        list(threads.map(lambda buffer: bucket.read_into("x", [(0, memoryview(buffer))]), read))
+    assert all(bytes(buffer) == DATA for buffer in read)
+    assert all(buckets._REQUESTS.acquire(blocking=False) for _ in range(buckets.MAX_REQUESTS))
+    buckets._REQUESTS.release(buckets.MAX_REQUESTS)
+
+
 # --- buckets ---------------------------------------------------------------------------------------------------------------------
 
 

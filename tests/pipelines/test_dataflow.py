@@ -150,9 +150,7 @@ def test_what_the_job_asks_for(run: Run, generated: Path) -> None:
     assert set(run.job.files) == {"pipeline.pb", "workflow.tar.gz", "submission_environment_dependencies.txt"}
     assert {package["name"] for package in pool["packages"]} == set(run.job.files) - {"pipeline.pb"}
     for step in WORKING:
-        assert int(run.job.hints(step)[MIN_RAM]) == memory_bound(conversion, 4, "gs://bucket/out") + 4 * Bucket.held_bytes + (
-            1 << 30
-        )  # the job reads from a bucket
+        assert int(run.job.hints(step)[MIN_RAM]) == memory_bound(conversion, 4, "gs://bucket/out") + Bucket.held_bytes + (1 << 30)  # it reads from a bucket
     assert len({step.environment_id for step in run.job.steps().values() if step.environment_id}) == 1  # else Dataflow fuses less
     assert run.job.options["source"] == f"gs://models/{CASE}"  # for who looks at the job
     assert run.job.options["save_main_session"] is False

@@ -238,6 +238,12 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._reset()
 
+    def handle_expect_100(self) -> bool:
+        """Says at once that the body may come: what is written here is buffered, and libcurl waits a second for it with each body above 1 MB."""
+        super().handle_expect_100()
+        self.wfile.flush()
+        return True
+
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = handle_call  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:

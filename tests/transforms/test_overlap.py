@@ -8,7 +8,7 @@ import time
 import pytest
 
 from weightbeam.transforms import arena, overlap
-from weightbeam.transforms.overlap import Background, overlaps, units_at_a_time, wait_for_all
+from weightbeam.transforms.overlap import READERS, Background, overlaps, units_at_a_time, wait_for_all
 
 
 def test_where() -> None:
@@ -47,6 +47,29 @@ def test_in_order_and_bounded(most: int) -> None:
     assert [*over, *calls.end()] == list(range(30))
     assert greatest == most
     assert calls.end() == []
+
+
+def test_threads_take_turns() -> None:
+    """Of all threads of a process only so many are at it at a time, in the order in which they came."""
+    lock, under_way, greatest, order = threading.Lock(), 0, 0, list[int]()
+
+    def call(number: int) -> int:
+        nonlocal under_way, greatest
+        with lock:
+            under_way += 1
+            greatest = max(greatest, under_way)
+            order.append(number)
+        time.sleep(0.005)
+        with lock:
+            under_way -= 1
+        return number
+
+    threads = [Background[int](3, READERS) for _ in range(4)]
+    for number in range(12):
+        threads[number % 4].begin(call, number)
+    assert [thread.end() for thread in threads] == [[at, at + 4, at + 8] for at in range(4)]
+    assert greatest == READERS
+    assert all(abs(at - number) < READERS for at, number in enumerate(order))
 
 
 def test_a_call_that_fails() -> None:

@@ -14,7 +14,7 @@ from support import DEEPSEEK, DEEPSEEK_V3, LLAMA_8B, QWEN3_MOE, headers_only
 
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.units import Block, largest_first, largest_in_the_middle, target_bytes, working_bytes
+from weightbeam.transforms.units import Block, largest_first, target_bytes, working_bytes
 
 LLAMA_405B = LLAMA_8B | dict(hidden_size=16384, num_attention_heads=128, intermediate_size=53248, num_hidden_layers=126)
 MODELS = {"llama 8b": LLAMA_8B, "llama 405b": LLAMA_405B, "deepseek v3": DEEPSEEK_V3 | dict(num_hidden_layers=20)}
@@ -73,18 +73,6 @@ def test_units_of_one_size_follow_the_source(config: dict[str, Any]) -> None:
         streams.setdefault(working_bytes(unit), []).append(unit[0].position)
     assert any(len(stream) > 3 for stream in streams.values())
     assert all(stream == sorted(stream) for stream in streams.values())
-
-
-@pytest.mark.parametrize("sizes", [[], [5], [5, 3], [1, 9, 2, 8, 3, 7, 4]])
-def test_small_units_come_first_and_last(sizes: list[int]) -> None:
-    units = [(Block(number, (), size, ("", 0)),) for number, size in enumerate(sizes)]
-    ordered = largest_in_the_middle(units)
-    assert sorted(ordered, key=str) == sorted(units, key=str)
-    found = [working_bytes(unit) for unit in ordered]
-    top = found.index(max(found)) if found else 0
-    assert found[:top] == sorted(found[:top])
-    assert found[top:] == sorted(found[top:], reverse=True)
-    assert abs(len(found[:top]) - len(found[top:])) <= 1
 
 
 def test_the_size_follows_from_the_slots() -> None:
