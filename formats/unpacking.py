@@ -11,12 +11,13 @@ in memory. A unit then reads the rows of one layer from there.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import google_crc32c
 import numpy as np
@@ -31,7 +32,7 @@ from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.model_mappings.boxes import Box, extent, volume
 
-PIECE = 32 << 20  # bytes of a file, and of a chunk as they are decoded; three times as many are in memory
+PIECE = 32 << 20  # bytes of a file; one is decoded while one is written
 READ = 8 << 20  # encoded bytes that are read at a time
 INDEX_BYTES = zarr.INDEX_ENTRY_BYTES + zarr.INDEX_CHECKSUM_BYTES  # of a shard with one chunk
 
@@ -121,22 +122,40 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
     names = [file_name(array, index, number, prefix) for number in range(len(boxes))]
     if all((file := place.stat(name)) is not None and file.size == nbytes for name, nbytes in zip(names, wanted, strict=True)):
         return 0
-    held, number = bytearray(), 0
-    for data in decoded(array, index):
-        held += data
-        while number < len(boxes) and len(held) >= wanted[number]:
-            with memoryview(held) as view:
-                piece = bytes(view[: wanted[number]])
-            place.write(names[number], piece)
-            del held[: wanted[number]]
-            number += 1
-    if number < len(boxes) or held:
-        raise StorageError(f"{array.items}: {array.key}: chunk {tuple(index)} has another size than its metadata say")
+    with concurrent.futures.ThreadPoolExecutor(1) as writer:  # a piece is written while the next one is decoded
+        stream, written = decoded(array, index), None
+        for name, nbytes in zip(names, wanted, strict=True):
+            piece = stream.read(nbytes)
+            if len(piece) != nbytes:
+                raise _another_size(array, index)
+            if written:
+                written.result()
+            written = writer.submit(place.write, name, piece)
+        if stream.read(1):
+            raise _another_size(array, index)
+        if written:
+            written.result()
     return sum(wanted)
 
 
-def decoded(array: OrbaxArray, index: Sequence[int]) -> Iterator[bytes]:
-    """The bytes of a chunk in C order, as they come."""
+def _another_size(array: OrbaxArray, index: Sequence[int]) -> StorageError:
+    return StorageError(f"{array.items}: {array.key}: chunk {tuple(index)} has another size than its metadata say")
+
+
+class Stream(Protocol):
+    """Bytes in order."""
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, as many as `size` but for the end."""
+        ...
+
+
+def decoded(array: OrbaxArray, index: Sequence[int]) -> Stream:
+    """The bytes of a chunk in C order; no more of them are in memory than are asked for at a time.
+
+    Raises:
+      StorageError: the chunk is missing or damaged; its bytes' damage is told as they are read.
+    """
     items = open_store(array.items)
     base = ts.KvStore.open(ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()).result()
     about = json.loads(_read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None))
@@ -156,28 +175,41 @@ def decoded(array: OrbaxArray, index: Sequence[int]) -> Iterator[bytes]:
         codecs, start, stop = [compressor["id"]] if compressor else [], 0, _size(base, array, key)
     if codecs not in ([], ["zstd"]):
         raise StorageError(f"{array.items}: {array.key}: chunks of {array.chunk_bytes:,} bytes, compressed with {codecs[0]}, can't be decoded in parts")
-    encoded = (_read(base, array, key, at, min(at + READ, stop)) for at in range(start, stop, READ))
-    if not codecs:
-        yield from encoded
-        return
-    try:  # a reader, since an object that is fed returns all that its input becomes: zeros are a thousand times as many
-        source: Any = _InPieces(encoded)
-        reader = zstandard.ZstdDecompressor().stream_reader(source, read_size=READ, read_across_frames=True)
-        while data := reader.read(PIECE):
-            yield data
-    except zstandard.ZstdError as e:
-        raise StorageError(f"{array.items}: {key}: damaged: {e}") from e
+    encoded = _Value(base, array, key, start, stop)
+    return _Decoder(encoded, f"{array.items}: {key}") if codecs else encoded
 
 
-class _InPieces:
-    """Bytes that come in pieces of at most `READ`, as a file to read from."""
+class _Value:
+    """A range of a value, as a file to read from; the next bytes are on their way while the last ones are used."""
 
-    def __init__(self, pieces: Iterator[bytes]):
-        self._pieces = pieces
+    def __init__(self, base: ts.KvStore, array: OrbaxArray, key: str, start: int, stop: int):
+        self._base, self._array, self._key, self._at, self._stop = base, array, key, start, stop
+        self._ahead: tuple[slice, Any] | None = None  # a range, and the read of it
 
     def read(self, size: int) -> bytes:
-        """The next piece; nothing at the end."""
-        return next(self._pieces, b"")
+        wanted = slice(self._at, min(self._at + size, self._stop))
+        if wanted.start == wanted.stop:
+            return b""
+        under_way = self._ahead[1] if self._ahead and self._ahead[0] == wanted else self._base.read(self._key, byte_range=wanted)
+        self._at = wanted.stop
+        rest = slice(self._at, min(self._at + size, self._stop))
+        self._ahead = (rest, self._base.read(self._key, byte_range=rest)) if rest.start < rest.stop else None
+        return _value(under_way, self._array, self._key)
+
+
+class _Decoder:
+    """What a zstd stream becomes. A reader, since an object that is fed returns all that its input becomes: zeros are a thousand times as many."""
+
+    def __init__(self, encoded: Stream, name: str):
+        self._name = name
+        source: Any = encoded
+        self._reader = zstandard.ZstdDecompressor().stream_reader(source, read_size=READ, read_across_frames=True)
+
+    def read(self, size: int) -> bytes:
+        try:
+            return self._reader.read(size)
+        except zstandard.ZstdError as e:
+            raise StorageError(f"{self._name}: damaged: {e}") from e
 
 
 def can_unpack(array: OrbaxArray) -> bool:
@@ -221,8 +253,14 @@ def _size(base: ts.KvStore, array: OrbaxArray, key: str) -> int:
 
 
 def _read(base: ts.KvStore, array: OrbaxArray, key: str, start: int, stop: int | None, may_end: bool = False) -> bytes:
+    under_way = base.read(key, byte_range=slice(start, stop)) if start or stop is not None else base.read(key)
+    return _value(under_way, array, key, may_end)
+
+
+def _value(under_way: Any, array: OrbaxArray, key: str, may_end: bool = False) -> bytes:
+    """What a read brought, once it is over."""
     try:
-        got = base.read(key, byte_range=slice(start, stop)).result() if start or stop is not None else base.read(key).result()
+        got = under_way.result()
     except ValueError as e:
         if may_end and "OUT_OF_RANGE" in str(e):
             return b""

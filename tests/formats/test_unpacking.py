@@ -20,6 +20,7 @@ def test_no_more_than_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(unpacking, "PIECE", 1000)
     (array,) = open_orbax(tmp_path / "items").arrays.values()
     assert array.chunk == values.shape
-    pieces = list(unpacking.decoded(array, (0, 0)))
+    stream = unpacking.decoded(array, (0, 0))
+    pieces = list(iter(lambda: stream.read(unpacking.PIECE), b""))
     assert max(map(len, pieces)) <= 1000
     assert b"".join(pieces) == values.tobytes()
