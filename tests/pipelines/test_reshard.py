@@ -353,7 +353,7 @@ def test_what_cant_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         ((source, source), "holds the source"),
         ((source, tmp_path / "out", "--mesh", "fdsp=4"), "have no axis 'fdsp'"),
         ((tmp_path / "run", tmp_path / "out"), "2 steps: name one of 1, 2"),
-        ((tmp_path / "nothing", tmp_path / "out"), "no Orbax checkpoint"),
+        ((tmp_path / "nothing", tmp_path / "out"), "no such folder"),
     ):
         reshard(*options, status=2)
         assert said in capsys.readouterr().err
