@@ -558,7 +558,7 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", metavar="FILE", help="what to watch: a file, or gs://bucket/file")
     add("--run", metavar="URL", help="without a file: the checkpoints of a training run, whose steps are exported as they are committed")
-    add("--like", metavar="URL", help="of --run: the release that gives config, tokenizer, names and dtypes: a folder, gs:// or hf://")
+    add("--like", metavar="URL", help="of --run: the release that gives config, tokenizer, names and dtypes, a folder, gs:// or hf://; or maxtext.yml")
     add("--output", metavar="URL", help="of --run: where the steps go: a folder, gs://bucket/folder, or hf://owner/name with a branch for each")
     add("--every", type=positive, metavar="N", help="of --run: take the multiples of this step only")
     add("--kind", choices=("export", "quantize", "reshard"), help="of --run: a release (the default), one in FP8, or the parameters as an Orbax checkpoint")

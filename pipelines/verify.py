@@ -284,12 +284,15 @@ def read_record(release: str) -> Mapping[str, Any]:
 
 
 def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Subject:
-    """Plans the comparison of an export with its checkpoint: the conversion back of what its headers say, by the same table."""
-    opened = open_orbax(checkpoint)
+    """Plans the comparison of an export with its checkpoint: the conversion back of what its headers say, by the same table and model."""
+    opened, record = open_orbax(checkpoint), read_record(release)
+    made: Any = record.get("options")
+    recorded = {"maxtext_model": record.get("model"), **({name: made.get(name) for name in ("param_scan_axis", "family")} if isinstance(made, dict) else {})}
+    asked = {name: value for said in (recorded, given) for name, value in said.items() if value is not None}
     items, keys = open_store(opened.root), dict(opened.tree.weights)
     stores = open_arrays(items)
     weights = {name: stores[key] for name, key in keys.items()}
-    options = options_of(items, weights, {"scan_layers": is_scanned(weights), **{name: value for name, value in given.items() if value is not None}})
+    options = options_of(items, weights, {"scan_layers": is_scanned(weights), **asked})
     options = dataclasses.replace(options, lora=(), adapter_only=False)
     conversion = prepare(options, open_source(release))
     refuse(conversion, conversion.plan.problems)

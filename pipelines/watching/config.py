@@ -250,7 +250,14 @@ class Run(pydantic.BaseModel):
         if not RUN_NAME.fullmatch(name):
             raise ValueError(f"name: {name!r} should be letters, digits, dots and dashes: it becomes part of a path")
         object.__setattr__(self, "name", name)
+        if self.like and is_maxtext_config(self.like) and (others := [target.name for target in self.targets if target.kind != EXPORT]):
+            raise ValueError(f"like: {self.like} is a MaxText configuration, of which releases are made; {', '.join(others)} needs a release")
         return self
+
+
+def is_maxtext_config(like: str) -> bool:
+    """Whether `like` names a MaxText configuration, for a model that has no release."""
+    return like.endswith((".yml", ".yaml"))
 
 
 def _read_checkpoints(url: str) -> str:

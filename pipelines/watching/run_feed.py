@@ -19,7 +19,7 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_st
 from weightbeam.pipelines.errors import FailedError
 from weightbeam.pipelines.tables import human
 from weightbeam.pipelines.watching import isolation
-from weightbeam.pipelines.watching.config import ADAPTER, MERGED, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig
+from weightbeam.pipelines.watching.config import ADAPTER, MERGED, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig, is_maxtext_config
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
 from weightbeam.pipelines.watching.isolation import WorkerProcess
 from weightbeam.pipelines.watching.notices import warn
@@ -261,7 +261,9 @@ class RunFeed(Feed):
 
     @property
     def _like(self) -> list[str]:
-        return [f"--like={self.run.like}"] if self.run.like else []
+        if self.run.like is None:
+            return []
+        return [f"--maxtext_config={self.run.like}" if is_maxtext_config(self.run.like) else f"--like={self.run.like}"]
 
     def foresee(self, facts: Mapping[str, Any]) -> str:
         return f"{human(facts['target_bytes'])}, {facts['family']}"

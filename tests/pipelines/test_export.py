@@ -348,6 +348,16 @@ def test_verify_judges_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"{name}[0" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
+def test_verify_knows_the_model_of_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that an export names, word for word: a checkpoint of MaxText's doesn't say how its rotary halves lie, but the export does."""
+    like = trained_like(tmp_path / "like", "llama")
+    assert call("export", SHARED / "trained" / "llama-fsdp8", tmp_path / "out", "--like", like, "--maxtext_model", "llama3.1-8b") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("check it: ")]
+    assert call(*shlex.split(line)[3:]) == 0
+    assert call("verify", tmp_path / "out") == 0
+
+
 def test_as_a_library(tmp_path: Path) -> None:
     """`weightbeam.export`: a value that says what came of it, typed errors, nothing printed."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))

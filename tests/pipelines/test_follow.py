@@ -28,6 +28,7 @@ from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.server import Fault
 from support import BF16, F32, LLAMA, assert_same_bits, call, convert, flatten, peft_adapter, random_tensors, read_file, read_tensors, save
+from trained import SHARED
 
 import weightbeam as wb
 from weightbeam.formats.storage import bucket as buckets
@@ -38,6 +39,7 @@ from weightbeam.pipelines.watching.records import RUNS
 from weightbeam.pipelines.watching.runs import list_steps
 
 PATIENCE = 120  # seconds that anything may take
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 TOKEN, REPO = "hf_of_a_test", "me/tuned"
 WHOLE = ["discovered", "planned", "converting", "verified", "published"]
 
@@ -316,6 +318,21 @@ def test_in_fp8(model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pyte
         assert watch(run, like, tmp_path / "other", "--once", *wrong) == 2
         assert "--run=" in capsys.readouterr().err
         assert not (tmp_path / "other").exists()
+
+
+@needs_shared
+def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What MaxText trained from scratch, by its configuration in place of a release; and what needs one says so."""
+    run = tmp_path / "run"
+    shutil.copytree(SHARED / "trained" / "llama-fsdp8", run)
+    about = dict(model_name="llama3.1-8b", override_model_config=True, base_emb_dim=64, base_num_query_heads=4, base_num_kv_heads=2, head_dim=16)
+    about |= dict(base_mlp_dim=96, vocab_size=256, base_num_decoder_layers=4, weight_dtype="float32")
+    (tmp_path / "maxtext.yml").write_text(yaml.safe_dump(about))
+    assert watch(run, tmp_path / "maxtext.yml", tmp_path / "out") == 0, capsys.readouterr().err
+    wb.export(str(run), str(tmp_path / "quiet"), maxtext_config=str(tmp_path / "maxtext.yml"), progress=False)
+    assert_same_bits(read_tensors(tmp_path / "out" / "step-1"), read_tensors(tmp_path / "quiet"))
+    assert watch(run, tmp_path / "maxtext.yml", tmp_path / "out", "--once", "--kind", "quantize") == 2
+    assert "is a MaxText configuration" in capsys.readouterr().err
 
 
 def test_what_adapters_have_no_use_for(
