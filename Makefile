@@ -3,7 +3,7 @@ NEW_ENVIRONMENT = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11)
 RUN := .venv/bin
 WORKERS ?= 3
 
-.PHONY: demo test test-slow test-all soak dataflow-dry-run lint format bench bench-full clean
+.PHONY: demo test test-slow test-all soak dataflow-dry-run pin-packages pin-images lint format bench bench-full clean
 
 demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 	$(RUN)/python -m examples.demo out/demo
@@ -45,6 +45,12 @@ bench-full: .venv-bench ## convert a sparse DeepSeek-V3 at its full size: half a
 
 dataflow-dry-run: .venv/test ## submit a small conversion to test servers, and print the Dataflow job
 	PYTHONPATH=.:tests $(RUN)/python tests/submission.py
+
+pin-packages: .venv/test ## write the hashes of the image's packages to deploy/requirements.txt, of deploy/constraints.txt
+	$(RUN)/python -m deploy.pins packages
+
+pin-images: .venv/core ## add the digests of the base images to deploy/Dockerfile: needs docker and the network
+	$(RUN)/python -m deploy.pins images
 
 .venv/core .venv/test .venv-bench: export PYTHONWARNINGS = ignore # setuptools has thirty lines to say of every editable install
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from dockerfile_parse import DockerfileParser
 
+from deploy import pins
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 PREFIX = "/opt/weightbeam"  # where the first stage installs to
@@ -49,7 +51,41 @@ def test_the_linter_finds_faults() -> None:
 
 def test_images_are_pinned(instructions: list[tuple[str, str]]) -> None:
     images = [value.split()[0] for value in values(instructions, "FROM")]
-    assert [image for image in images if not re.search(r":[\w.-]*\d{2}[\w.-]*$", image)] == []
+    assert [image for image in images if not re.search(r":[\w.-]*\d{2}[\w.-]*(@sha256:[0-9a-f]{64})?$", image)] == []
+
+
+def test_packages_are_installed_by_their_hashes(instructions: list[tuple[str, str]]) -> None:
+    """The versions of `constraints.txt`, and beside them setuptools, which `pip freeze` leaves out."""
+    lines = [line for line in pins.REQUIREMENTS.read_text().splitlines() if not line.startswith("#")]
+    found = [re.fullmatch(r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    assert None not in found
+    versions = {re.sub(r"[-_.]+", "-", pin[1]).lower(): pin[2] for pin in found if pin}
+    versions.pop("setuptools")
+    assert versions == {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in PINS.items()}
+    assert any("--require-hashes --requirement requirements.txt" in value for value in values(instructions, "RUN"))
+
+
+def test_a_package_without_a_hash_is_an_error() -> None:
+    item = {"metadata": {"name": "a", "version": "1"}, "download_info": {"url": "https://x/a.whl", "archive_info": {"hashes": {}}}}
+    with pytest.raises(ValueError, match="a: the index says no sha256"):
+        pins.requirements_of({"install": [item]})
+
+
+def test_images_are_pinned_by_digest_on_request(instructions: list[tuple[str, str]]) -> None:
+    """By tag and digest; a second time by the digests of then. The image that results is the linter's to judge."""
+    asked: list[str] = []
+
+    def digest_of(image: str) -> str:
+        asked.append(image)
+        return f"sha256:{len(asked):064x}"
+
+    once = pins.pinned(DOCKERFILE.read_text(), digest_of)
+    images = [re.sub("@.*", "", value.split()[0]) for value in values(instructions, "FROM")]
+    assert asked == images
+    assert lint(once) == set()
+    again = pins.pinned(once, digest_of)
+    assert asked == images * 2
+    assert again.count("@sha256:") == len(images)
 
 
 def test_the_versions_agree(instructions: list[tuple[str, str]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -12,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
+from fuzz_metadata import answers, read_corpus
 from hostile import mutated, paths
 from support import LLAMA, call, random_tensors, save
+
+from weightbeam.pipelines import inspect, prepare
 
 ROUNDS = 40
 VALUES: list[Any] = [None, True, -1, 10**30, "", "\x1b[31m[/x]", [], [[]], {}, {"a": {}}, 1.5, "../../x"]
@@ -62,6 +66,27 @@ def test_what_is_no_metadata(name: str, content: bytes, source: Path, checkpoint
     (checkpoint / name).write_bytes(content)
     for command in [*commands(source, checkpoint), ["verify", "--source", source, "--checkpoint", checkpoint, *MODEL]]:
         assert call(*command) in ((0, 1, 2) if command[0] == "verify" else (0, 2)), command
+
+
+CORPUS = read_corpus()
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
+def test_the_corpus_of_the_fuzzer(part: int, whole: Path, tmp_path: Path) -> None:
+    """An input for each answer that was found: still refused in words, or read; never a traceback, nothing that a terminal acts on."""
+    assert len(CORPUS) > 60
+    assert len({what["file"] for what in CORPUS}) > 2
+    for what in CORPUS[part::8]:
+        assert answers(whole, tmp_path / "ckpt", what)
+
+
+def test_what_the_fuzzer_checks_can_fail(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader whose errors nobody translates is found out."""
+    monkeypatch.setattr(prepare, "reading", contextlib.nullcontext)
+    monkeypatch.setattr(inspect, "reading", contextlib.nullcontext)
+    with pytest.raises((AssertionError, TypeError, AttributeError, ValueError)):
+        for what in CORPUS:
+            answers(whole, tmp_path / "ckpt", what)
 
 
 def change(file: str, *place: str | int, value: Any) -> Callable[[Path], object]:
