@@ -15,14 +15,11 @@ import json
 import random
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 from hostile import MISSING, mutated, paths
 from measured import call

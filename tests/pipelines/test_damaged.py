@@ -85,8 +85,7 @@ def test_what_the_fuzzer_checks_can_fail(whole: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(prepare, "reading", contextlib.nullcontext)
     monkeypatch.setattr(inspect, "reading", contextlib.nullcontext)
     with pytest.raises((AssertionError, TypeError, AttributeError, ValueError)):
-        for what in CORPUS:
-            answers(whole, tmp_path / "ckpt", what)
+        [answers(whole, tmp_path / "ckpt", what) for what in CORPUS]
 
 
 def change(file: str, *place: str | int, value: Any) -> Callable[[Path], object]:
