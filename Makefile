@@ -3,7 +3,7 @@ NEW_ENVIRONMENT = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11)
 RUN := .venv/bin
 WORKERS ?= 3
 
-.PHONY: demo test test-slow test-all soak dataflow-dry-run pin-packages pin-images lint format bench bench-full clean
+.PHONY: demo test test-slow test-all soak dataflow-dry-run pin-packages pin-images lint format bench bench-hosts bench-full clean
 
 demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 	$(RUN)/python -m examples.demo out/demo
@@ -38,6 +38,9 @@ format: .venv/test ## mend what can be mended
 bench: .venv-bench .venv/test ## measure what the README claims, one table and a picture: half an hour, 25 GB of disk
 	$(RUN)/python -m benchmarks.shaped_link --json benchmarks/results.json # needs Google's clients, and root's rights
 	.venv-bench/bin/python -m benchmarks
+
+bench-hosts: .venv/test ## 1, 2 and 4 hosts of a Flink cluster: needs what test-engines needs, Google's clients and a machine that is idle; ten minutes
+	PYTHONPATH=.:tests $(RUN)/python -m benchmarks.hosts --json benchmarks/results.json
 
 bench-full: .venv-bench ## convert a sparse DeepSeek-V3 at its full size: half an hour, 20 GB of disk
 	.venv-bench/bin/python -m benchmarks.full_run --json benchmarks/results.json

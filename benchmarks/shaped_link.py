@@ -1,9 +1,9 @@
 """From a bucket into a bucket over a slow link, against reading and writing the same bytes at once: are both directions of it used?
 
-    python -m benchmarks.shaped_link --folder out/bench --layers 12 --rounds 3 --json benchmarks/results.json
+    python -m benchmarks.shaped_link --folder out/bench --layers 26 --rounds 3 --json benchmarks/results.json
 
 Two network namespaces are joined by a link of 240 Mbit/s each way (`tc tbf`). In one the tests' bucket serves a Llama-like model of
-about 530 MB in bfloat16; in the other run, in turns, so that what else the machine does changes them alike:
+about 990 MB in bfloat16; in the other run, in turns, so that what else the machine does changes them alike:
 
 - *raw*: TensorStore reads all objects in ranges of 8 MiB, 16 at a time, and meanwhile writes as many bytes as objects of 16 MiB, 16
   at a time. Only the transfer is on the clock.
@@ -160,7 +160,7 @@ def main() -> int:
     """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("out/bench"))
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=26)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--options", default="", help="more options of the conversion, such as '--unit_bytes 24MiB'")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")

@@ -24,7 +24,7 @@ from apache_beam.utils.python_callable import PythonCallableWithSource
 
 from weightbeam import __version__
 from weightbeam.formats.staging import Staging
-from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.transforms.staged import load_staged
 from weightbeam.transforms.stages import is_published
@@ -92,7 +92,7 @@ def check_place(worker: str, packed: bytes) -> None:
         name_secret(secret)
         if not is_published(staging, plan_hash):  # else this bundle is a repeated one
             load_staged(staging, plan_hash)
-            staging.output.check_writable()
+            check_writable(worker, staging)
             with contextlib.suppress(OSError):  # it's for show
                 staging.note_worker(f"{socket.gethostname()}-{os.getpid()}")
     except ImportError as e:
@@ -102,3 +102,11 @@ def check_place(worker: str, packed: bytes) -> None:
     except (OSError, RuntimeError) as e:
         raise UnfitError(f"{worker}: {e}") from e
     _FIT.add(packed)
+
+
+def check_writable(worker: str, staging: Staging) -> None:
+    """Raises UnfitError where this process can't write the output."""
+    try:
+        staging.output.check_writable()
+    except OSError as e:
+        raise UnfitError(f"{worker} can't write to {staging.output}: {reason(e)}; the user or the account that it runs as needs the right to") from e

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import traceback
 
+IN_A_STAGE = "[while running '"  # stands behind what a stage raised, before the stage's name
+
 
 class RunnerError(Exception):
     """Where the pipeline ran something failed, not in one of its stages; the message says all."""
@@ -19,7 +21,7 @@ def last_words(error: BaseException) -> str:
     in_stage = getattr(error, "_tagged_with_step", False)  # Beam's mark on what a DoFn raised in this process
     text = "".join(traceback.format_exception_only(error)) if in_stage and not isinstance(error, RuntimeError) else str(error)
     lines = text.strip().splitlines() or [type(error).__name__]
-    if stages := [line for line in lines if "[while running '" in line]:
+    if stages := [line for line in lines if IN_A_STAGE in line]:
         return stages[-1].strip()
     if any(re.match(r"\s+at [\w.$/@]+\(", line) for line in lines):
         causes = [line.strip() for line in lines if line.strip().startswith("Caused by: ")]

@@ -7,9 +7,10 @@ import dataclasses
 import io
 import json
 import logging
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import apache_beam as beam
@@ -29,7 +30,7 @@ from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.progress import Report, quiet, watch_progress
-from weightbeam.pipelines.runners.failure import RunnerError
+from weightbeam.pipelines.runners.failure import IN_A_STAGE, RunnerError, last_words
 from weightbeam.pipelines.runners.portable import RUNNERS
 from weightbeam.pipelines.tables import count
 
@@ -37,6 +38,7 @@ ANSWER = 10.0  # seconds in which a service answers
 PATIENCE = 60.0  # seconds in which a cancelled job ends
 POLL = 2.0  # seconds between looks at a job's state
 QUIET = 60.0  # seconds without a byte, after which one may want to look at the engine
+NO_WORKER = 50.0  # seconds in which the first worker of a pool has to come, unless --job_server_timeout says otherwise
 ONE_SLOT = "--parallelism isn't given: Flink has a job run in one slot then, unless its parallelism.default says otherwise"
 LOG = logging.getLogger("weightbeam")
 
@@ -203,11 +205,14 @@ def run(pipeline: beam.Pipeline, staging: Staging, total: int, done: Callable[[]
         note(staging, site)
     staging.forget_workers()
     state = State(done, staging.ready_workers)
+    pool, patience = pool_of(pipeline.options) if follows else "", patience_of(pipeline.options)
+    given_up: threading.Event | None = None
     result: Any = None
     try:
         with watch_progress(total, done, "converting", report, state), quiet(noise), as_in_a_script():
             result = state.result = pipeline.run()
-            result.wait_until_finish()
+            with giving_up(patience, staging.ready_workers, lambda: _cancel(site, before, result)) if pool else contextlib.nullcontext() as given_up:
+                result.wait_until_finish()
     except KeyboardInterrupt:
         if follows:
             _stop(site, staging, before, result)
@@ -217,10 +222,48 @@ def run(pipeline: beam.Pipeline, staging: Staging, total: int, done: Callable[[]
             raise JobLostError(f"{e}\nthe engine can't be asked any more, and the job may go on: {site.how_to_end}") from e
         if follows:
             forget(staging)
+        if given_up is not None and given_up.is_set():
+            raise RunnerError(f"no worker has come in {patience:.0f} s, and the job was cancelled: {pool} --job_server_timeout=SECONDS waits longer") from e
+        if pool and IN_A_STAGE not in str(e) and not staging.ready_workers():
+            raise RunnerError(f"{last_words(e)}; no worker has come: {pool}") from e
         raise
     if follows:
         forget(staging)
     return result
+
+
+def patience_of(options: PipelineOptions) -> float:
+    """Seconds in which a worker has to come: --job_server_timeout, or `NO_WORKER` where that isn't said."""
+    said = options.get_all_options(drop_default=True).get("job_server_timeout")
+    return float(said or NO_WORKER)
+
+
+@contextlib.contextmanager
+def giving_up(seconds: float, is_there: Callable[[], object], cancel: Callable[[], None]) -> Iterator[threading.Event]:
+    """Context manager: after so many seconds a job is cancelled to which no worker has come; the event says that it was."""
+    given_up = threading.Event()
+
+    def look() -> None:
+        with contextlib.suppress(OSError):
+            if not is_there():
+                given_up.set()
+                cancel()
+
+    timer = threading.Timer(seconds, look)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield given_up
+    finally:
+        timer.cancel()
+
+
+def pool_of(options: PipelineOptions) -> str:
+    """Where the engine's hosts should find a worker, as a question to a person; empty where workers don't come from pools."""
+    portable = options.view_as(PortableOptions)
+    if portable.environment_type not in ("EXTERNAL", "beam:env:external:v1"):
+        return ""
+    return f"is a worker pool there at {portable.environment_config} of each host of the engine (--environment_config), and has the engine a free slot?"
 
 
 def _is_over(site: Site, before: Sequence[str], result: Any) -> bool:
@@ -239,6 +282,13 @@ def _has_ended(result: Any) -> bool:
         return PipelineState.is_terminal(result.state)
     except grpc.RpcError:
         return False
+
+
+def _cancel(site: Site, before: Sequence[str], result: Any) -> None:
+    """Asks for the end of a job, where anybody answers."""
+    with contextlib.suppress(OSError, grpc.RpcError):
+        for job in _ours(site, before, result):
+            site.cancel(job)
 
 
 def _stop(site: Site, staging: Staging, before: Sequence[str], result: Any) -> None:

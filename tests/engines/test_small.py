@@ -6,11 +6,12 @@ import dataclasses
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import ROOT, free_port, wait_until
+from processes import ROOT, free_port, listening, running, wait_until
 from support import assert_same_bits, convert, read_tensors, restore
 
 from engines.clusters import Engine, flink_in_one_process, prism_with_pool, spark_in_one_process, worker_pool
@@ -95,3 +96,30 @@ def test_workers_without_the_package(engine: Engine, source: Path, tmp_path: Pat
         unfit = dataclasses.replace(engine, pool=f"localhost:{port}")
         told = ended(weightbeam("convert", "--source", source, "--output", tmp_path / "out", *unfit.options), 1, 60)
     assert f"the worker on {socket.gethostname()} {says}" in told
+
+
+@LONG
+@pytest.mark.parametrize("engine", STARTS[:2], indirect=True, scope="module")
+def test_a_pool_that_isnt_there(engine: Engine, source: Path, tmp_path: Path) -> None:
+    """Told within a minute, with where it should be; the job is over, and what is staged is kept."""
+    port = free_port()
+    told = ended(weightbeam("convert", "--source", source, "--output", tmp_path / "out", *dataclasses.replace(engine, pool=f"localhost:{port}").options), 1, 90)
+    assert "no worker has come" in told
+    assert f"is a worker pool there at localhost:{port} of each host of the engine" in told
+    assert "--resume goes on from there" in told
+    assert "RUNNING" not in engine.states()
+    assert not (tmp_path / "out/0").exists()
+
+
+@LONG
+@pytest.mark.parametrize("engine", STARTS[:2], indirect=True, scope="module")
+def test_a_worker_that_cant_write(engine: Engine, source: Path, tmp_path: Path) -> None:
+    """Its pool sees the output, but as a file system that is read only: told by host, with the place."""
+    (tmp_path / "out").mkdir()
+    port, place = free_port(), tmp_path / "out"
+    pool = f"{sys.executable} -m apache_beam.runners.worker.worker_pool_main --service_port {port}"
+    mounted = f"mount --bind {place} {place} && mount -o remount,ro,bind {place} && exec {pool}"
+    with running(tmp_path / "pool.log", "unshare", "--mount", "sh", "-c", mounted):
+        listening(port)
+        told = ended(weightbeam("convert", "--source", source, "--output", place, *dataclasses.replace(engine, pool=f"localhost:{port}").options), 1, 90)
+    assert f"the worker on {socket.gethostname()} can't write to {place}" in told

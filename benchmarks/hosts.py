@@ -1,0 +1,156 @@
+"""On 1, 2 and 4 hosts of a Flink cluster, from a bucket into a bucket, each host with a link of its own: is twice the hosts half the time?
+
+    PYTHONPATH=.:tests python -m benchmarks.hosts --folder out/bench --layers 12 --rounds 3 --json benchmarks/results.json
+
+The cluster is that of `tests/engines`: network namespaces with a task manager of one slot and a worker pool each, their links shaped to
+`--rate` in either direction, slow enough that all hosts together don't need the machine's cores. The tests' bucket serves a Llama-like
+model of about 530 MB in bfloat16 from outside of them. `--parallelism` says how many hosts a conversion gets.
+
+What counts is the *work phase*, told by the links' own counters: from the first 4 MB that went to the hosts until the bytes that they have
+sent are all but 1 %. Submission and the workers' start come before it, the assembly after it. The *efficiency* of n hosts is the seconds
+of one by n times theirs. The *model's error* is by how much `weightbeam plan --workers`, which simulates the same phase of the same units,
+is too slow or (negative) too fast.
+
+It needs what `make test-engines` needs: Java, Maven and root's rights, and Google's client; without them it says so, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench import MESH, make_source, tell
+from benchmarks.figures import Figure, make_parser, report
+from benchmarks.measure import WEIGHTBEAM
+from benchmarks.shaped_link import IN, OUT, PORT, missing, serving
+from weightbeam.formats.safetensors import open_hf
+from weightbeam.transforms.makespan import CLUSTER_START, Worker, efforts_of, estimate
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
+
+HOSTS = (1, 2, 4)
+RATE = 120.0  # Mbit/s
+EFFICIENCY = 0.85  # at least
+BEGUN, ENDED = 4 << 20, 0.99  # bytes that went to the hosts when the work has begun, and the share they have sent when it has ended
+POLL = 0.05  # seconds between looks at the counters
+
+
+class Phase:
+    """The work phase of one conversion, told by the counters of links.
+
+    Attributes:
+      moments: seconds, and the bytes that went to the hosts and came from them until then, from the beginning on.
+    """
+
+    def __init__(self, ports: list[str]):
+        """`ports`: the bridge's ends of the links."""
+        self._files = [[Path(f"/sys/class/net/{port}/statistics/{way}_bytes") for port in ports] for way in ("tx", "rx")]
+        self.moments: list[tuple[float, int, int]] = []
+        self._over = threading.Event()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context manager: the counters are read."""
+        thread = threading.Thread(target=self._watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        start = self._counters()
+        while not self._over.wait(POLL):
+            to, back = self._counters()
+            self.moments.append((time.monotonic(), to - start[0], back - start[1]))
+
+    def _counters(self) -> tuple[int, int]:
+        to, back = (sum(int(file.read_text()) for file in files) for files in self._files)
+        return to, back
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        begun = next(at for at, to, _ in self.moments if to > BEGUN)
+        ended = next(at for at, _, back in self.moments if back > ENDED * self.moments[-1][2])
+        return ended - begun
+
+
+def convert(source: Path, hosts: int, number: int, options: list[str], ports: list[str]) -> float:
+    """The seconds of the work phase of a conversion on so many hosts."""
+    places = [f"gs://{IN}/{source.name}", f"gs://{OUT}/{hosts}-{number}"]
+    phase = Phase(ports)
+    with phase.watched():
+        done = subprocess.run([WEIGHTBEAM, "convert", *places, "--mesh", MESH, *options, f"--parallelism={hosts}"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return phase.seconds
+
+
+def simulate(source: Path, hosts: int, rate: float) -> float:
+    """The same, simulated; `rate` in Mbit/s."""
+    conversion = prepare(Options(mesh=(MESH,)), open_hf(str(source)), slots=hosts)
+    worker = Worker(rate / 1000, 0.0, 1, engine="Flink", start=CLUSTER_START)
+    return estimate(list(efforts_of(conversion)), hosts, worker, len(conversion.source.shards), from_hub=False).unit_seconds
+
+
+def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[Figure], dict[str, Any]]:
+    """The figures, and every single round."""
+    from engines.clusters import flink_on, network  # pyright: ignore[reportMissingImports] — of the tests
+    from servers.server import process  # pyright: ignore[reportMissingImports]
+
+    seconds: dict[int, list[float]] = {hosts: [] for hosts in HOSTS}
+    with ExitStack() as stack:
+        gateway, hosts = stack.enter_context(network(1 + max(HOSTS)))
+        url = f"http://{gateway}:{PORT}"
+        os.environ.update(STORAGE_EMULATOR_HOST=url, TENSORSTORE_GCS_HTTP_URL=url, GOOGLE_AUTH_TOKEN_FOR_TESTING="x", GOOGLE_CLOUD_PROJECT="test")
+        engine = stack.enter_context(flink_on(hosts, Path(stack.enter_context(tempfile.TemporaryDirectory())), slots=1))
+        for host in engine.hosts:
+            host.shape(rate)
+        for number, (count, runs) in itertools.product(range(1, rounds + 1), seconds.items()):
+            with process("gcs", f"--host={gateway}", f"--port={PORT}", f"--folder={folder}", f"--bucket={OUT}"):  # a new one: all is in its memory
+                runs.append(convert(source, count, number, engine.options, [host.port for host in engine.hosts]))
+            tell("hosts", f"round {number} of {rounds}: {count} hosts, {runs[-1]:.1f} s")
+    took = {count: statistics.median(runs) for count, runs in seconds.items()}
+    simulated = {count: simulate(source, count, rate) for count in HOSTS}
+    errors = {count: simulated[count] / took[count] - 1 for count in HOSTS}
+    figures = []
+    for count in HOSTS:
+        figures.append(Figure(f"Flink, {count} host{'s' * (count > 1)} of {rate:g} Mbit/s", "small", took[count], "s"))
+        if count > 1:
+            figures.append(Figure(f"Flink, efficiency of {count} hosts", "small", took[1] / took[count] / count, limit=EFFICIENCY, at_least=True))
+        figures.append(Figure(f"Flink, simulation's error of {count}", "small", errors[count]))
+    nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    return figures, {"bytes": nbytes, "rate": rate, "seconds": seconds, "simulated": simulated, "errors": errors}
+
+
+def main() -> int:
+    """Measures, and prints the table."""
+    parser = make_parser(__doc__, layers=12, rounds=3)
+    parser.add_argument("--rate", type=float, default=RATE, help="of each host's link, in Mbit/s each way")
+    args = parser.parse_args()
+    if lacks := ", ".join(filter(None, [missing(), *(program for program in ("java", "mvn") if shutil.which(program) is None)])):
+        print(f"the hosts aren't measured: {lacks} missing here", file=sys.stderr)
+        return 0
+    args.folder.mkdir(parents=True, exist_ok=True)
+    source = make_source("small", args.folder, args.layers)
+    with serving(source, args.folder) as served:
+        figures, details = measure(source, served, args.rounds, args.rate)
+    report("hosts", figures, details, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
