@@ -36,7 +36,7 @@ from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of
-from weightbeam.pipelines.prepare import describe, options_of, refuse
+from weightbeam.pipelines.prepare import describe, options_of, options_of_export, refuse
 from weightbeam.pipelines.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.report import local_threads
 from weightbeam.pipelines.shell import say
@@ -344,7 +344,8 @@ def _converted(release: HfCheckpoint, items: Store, there: Side, model: str | No
       Refused: it can't be converted so.
     """
     try:
-        options = options_of(items, open_arrays(items), {"maxtext_model": model, "family": named})
+        given = {name: value for name, value in (("maxtext_model", model), ("family", named)) if value is not None}
+        options = options_of(items, open_arrays(items), options_of_export(release.root) | given)
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise Refused(f"{items}: can't be read: {e}") from e
     if not any(".layers." in key or key.endswith(".layers") for key in there):

@@ -363,14 +363,18 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
         "quantization": planned.quantization or None,
         "nextn": planned.config_edits.get("num_nextn_predict_layers"),
     }
-    rounded = f"{count(len(planned.lossy), 'tensor')}: {'; '.join(sorted(set(planned.lossy.values())))}" if planned.lossy else ""
+
+    def said(reasons: Mapping[str, str]) -> str:
+        return f"{count(len(reasons), 'tensor')}: {'; '.join(sorted(set(reasons.values())))}" if reasons else ""
+
     facts = {
         "weights": planned.source.root,
         "tree": planned.source.tree.kind,
         "MaxText model": planned.plan.model or "",
         "config from": planned.like.root,
         **{f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}" for number, adapter in enumerate(planned.adapters, 1)},
-        "rounded": rounded,
+        "rounded": said(planned.lossy),
+        "left out of the release": said(planned.plan.dropped),
     }
     files = make_small_files(small, planned.like.config, edits, ("quantisation",), planned.like.root, facts, planned.plan.family)
     return files | ({FILE: planned.plan.maxtext.to_yaml().encode()} if planned.plan.maxtext else {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import shlex
 from collections import Counter, defaultdict
@@ -16,8 +17,9 @@ import tensorstore as ts
 from weightbeam.formats.adapters import Adapter, open_adapter
 from weightbeam.formats.orbax import item_metadata
 from weightbeam.formats.printable import printable
+from weightbeam.formats.release_target import RECORD
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
-from weightbeam.formats.storage import StorageError, Store, reason
+from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
@@ -106,6 +108,25 @@ def open_source(source: str, allow_links: bool = False) -> HfCheckpoint:
         raise Refused(str(e)) from e
     except OSError as e:  # of a folder that can't be looked at
         raise Refused(f"--source={source}: {reason(e)}") from e
+
+
+def read_record(release: str) -> Mapping[str, Any]:
+    """What `weightbeam.json` in a release says; nothing where there is none."""
+    try:
+        found = json.loads(open_store(release).read(RECORD))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def options_of_export(release: str) -> dict[str, Any]:
+    """The model, and the other options of a conversion back, with which a release was exported; empty where it wasn't."""
+    record = read_record(release)
+    made = record.get("options")
+    if record.get("command") != "export" or not isinstance(made, dict):
+        return {}
+    said = {"maxtext_model": record.get("model"), **{name: made.get(name) for name in ("param_scan_axis", "family")}}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def options_of(items: Store, stores: Mapping[str, ts.TensorStore], given: Mapping[str, Any]) -> Options:

@@ -20,7 +20,6 @@ import tensorstore as ts
 from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of
 from weightbeam.formats.orbax_source import open_orbax
 from weightbeam.formats.printable import printable
-from weightbeam.formats.release_target import RECORD
 from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.token import name_secret
@@ -30,7 +29,7 @@ from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import check_options, make_pipeline, pipeline_options
-from weightbeam.pipelines.prepare import SHOWN, open_adapters, open_source, options_of, reading, refuse
+from weightbeam.pipelines.prepare import SHOWN, open_adapters, open_source, options_of, options_of_export, read_record, reading, refuse
 from weightbeam.pipelines.progress import Report, quiet, reporter, watch_progress
 from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.runners.failure import last_words
@@ -274,21 +273,10 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
     return release, made_of
 
 
-def read_record(release: str) -> Mapping[str, Any]:
-    """What `weightbeam.json` in a release says; nothing where there is none."""
-    try:
-        found = json.loads(open_store(release).read(RECORD))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Subject:
     """Plans the comparison of an export with its checkpoint: the conversion back of what its headers say, by the same table and model."""
-    opened, record = open_orbax(checkpoint), read_record(release)
-    made: Any = record.get("options")
-    recorded = {"maxtext_model": record.get("model"), **({name: made.get(name) for name in ("param_scan_axis", "family")} if isinstance(made, dict) else {})}
-    asked = {name: value for said in (recorded, given) for name, value in said.items() if value is not None}
+    opened = open_orbax(checkpoint)
+    asked = options_of_export(release) | {name: value for name, value in given.items() if value is not None}
     items, keys = open_store(opened.root), dict(opened.tree.weights)
     stores = open_arrays(items)
     weights = {name: stores[key] for name, key in keys.items()}

@@ -56,6 +56,7 @@ def test_there_and_back(generated: Path, tmp_path: Path, case: str) -> None:
     left_out = set(wanted) - set(made)
     assert left_out <= set(record["left_out"])
     assert all(any(word in record["left_out"][name] for word in ("tower", "prediction", "text only")) for name in left_out)
+    assert ("| left out of the release |" in (tmp_path / "back" / "README.md").read_text()) == bool(record["left_out"])
     config, released = read_config(tmp_path / "back"), read_config(source)
     assert {key: value for key, value in config.items() if released.get(key) != value and key not in ("dtype", "torch_dtype")} == record["config_edits"]
     assert (tmp_path / "back" / "generation_config.json").exists() == (source / "generation_config.json").exists()
@@ -356,6 +357,7 @@ def test_verify_knows_the_model_of_an_export(tmp_path: Path, capsys: pytest.Capt
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("check it: ")]
     assert call(*shlex.split(line)[3:]) == 0
     assert call("verify", tmp_path / "out") == 0
+    assert call("diff", SHARED / "trained" / "llama-fsdp8", tmp_path / "out") == 0
 
 
 def test_as_a_library(tmp_path: Path) -> None:
