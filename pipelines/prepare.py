@@ -92,7 +92,7 @@ def reading(checkpoint: str) -> Iterator[None]:
     except (StorageError, MeshError) as e:
         raise Refused(str(e)) from e
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
-        what = str(e) if isinstance(e, OSError | ValueError) and str(e) else f"{type(e).__name__}: {e}"
+        what = (str(e) if isinstance(e, OSError | ValueError) and str(e) else f"{type(e).__name__}: {e}").partition(" [tensorstore_spec=")[0]
         raise Refused(f"{checkpoint}: can't be read, its metadata are damaged or of a kind that isn't known: {what[:LINE]}") from e
 
 

@@ -68,6 +68,16 @@ def test_what_is_no_metadata(name: str, content: bytes, source: Path, checkpoint
         assert call(*command) in ((0, 1, 2) if command[0] == "verify" else (0, 2)), command
 
 
+def test_a_lost_database_is_said_in_a_line(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without TensorStore's description of how it opened it, which is a thousand characters long."""
+    for file in (checkpoint / "0/items/d").iterdir():
+        file.unlink()
+    assert call("inspect", checkpoint) == 2
+    said = capsys.readouterr().err
+    assert "NOT_FOUND" in said
+    assert "tensorstore_spec" not in said
+
+
 CORPUS = read_corpus()
 
 
