@@ -102,7 +102,7 @@ def check_options_of(given: Mapping[str, Any], model: str | None) -> dict[str, A
                 case "sharding_rules":
                     values[name] = sharding_rules(value, model)
                 case "lora":
-                    values[name] = read_loras(value)
+                    values[name] = read_loras(value) or ()
                 case _:
                     values[name] = check_value(actions[name], value)
     return values

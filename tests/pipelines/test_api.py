@@ -155,6 +155,12 @@ def test_a_plan_is_a_value(source: Path) -> None:
     assert repr(plan) == f"<weightbeam.Plan of {source}: 12 arrays, {plan.conversion.target_bytes / 1000:.3g} KB>"
 
 
+@pytest.mark.parametrize("nothing", [dict(lora=[]), dict(lora=()), dict(mesh=[]), dict(mesh=())], ids=str)
+def test_none_of_several(source: Path, nothing: dict) -> None:
+    """An empty list of adapters or meshes is as none given."""
+    assert wb.plan(str(source), **nothing).to_json() == wb.plan(str(source)).to_json()
+
+
 def test_options_are_spelled_out() -> None:
     """For `help()` and completion: every option, with its default."""
     parameters = inspect.signature(wb.convert).parameters
