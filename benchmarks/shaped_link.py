@@ -8,6 +8,7 @@ about 990 MB in bfloat16; in the other run, in turns, so that what else the mach
 - *raw*: TensorStore reads all objects in ranges of 8 MiB, 16 at a time, and meanwhile writes as many bytes as objects of 16 MiB, 16
   at a time. Only the transfer is on the clock.
 - *convert*: `weightbeam convert` as a subprocess, with four threads and with one; start-up, imports and assembly are inside.
+- *convert --lora*: the same with four threads, an adapter on every linear layer (`benchmarks/merging.py`) merged on the way.
 
 The medians count, and the ratio is that to the raw transfer of the same round. It needs root's rights, for the namespaces, and Google's
 client (`pip install '.[gcp]'`); without them it says so, and measures nothing.
@@ -34,6 +35,7 @@ from typing import Any
 from benchmarks.bench import MESH, make_source, tell
 from benchmarks.figures import Figure, report
 from benchmarks.measure import WEIGHTBEAM, Run, run
+from benchmarks.merging import MOST, make_adapter
 
 RATE = 240  # Mbit/s, each way
 SHAPE = ("tbf", "rate", f"{RATE}mbit", "burst", "128k", "latency", "20ms")
@@ -41,6 +43,7 @@ SERVER, CLIENT = "wbl-server", "wbl-client"  # the namespaces
 ADDRESS, PORT = "10.232.0.1", 9000  # of the bucket
 IN, OUT, RAW = "in-bucket", "out-bucket", "raw-bucket"
 THREADS = {4: 1.15, 1: 1.25}  # how many, and the limit: times the raw transfer
+MERGING = 4  # threads of the conversion that merges
 READ, WRITE, AT_A_TIME = 8 << 20, 16 << 20, 16  # bytes of the raw transfer's requests and objects, and how many of each
 TESTS = Path(__file__).parents[1] / "tests"
 
@@ -125,26 +128,28 @@ def transfer(source: Path) -> float:
     return seconds
 
 
-def convert(source: Path, threads: int, *options: str) -> Run:
+def convert(source: Path, threads: int, output: str, *options: str | Path) -> Run:
     """A conversion from one bucket into the other."""
-    places = (f"gs://{IN}/{source.name}", f"gs://{OUT}/converted-{threads}")
+    places = (f"gs://{IN}/{source.name}", f"gs://{OUT}/{output}")
     return run(*at(CLIENT, WEIGHTBEAM, "convert", *places, "--mesh", MESH, f"--direct_num_workers={threads}", *options))
 
 
-def measure(source: Path, served: Path, rounds: int, options: Sequence[str]) -> tuple[list[Figure], dict[str, Any]]:
+def measure(source: Path, adapter: Path, served: Path, rounds: int, options: Sequence[str]) -> tuple[list[Figure], dict[str, Any]]:
     """The figures, and every single round."""
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     raw: list[float] = []
     made: dict[int, list[Run]] = {threads: [] for threads in THREADS}
+    merged: list[Run] = []
     for number in range(1, rounds + 1):
         command = at(CLIENT, sys.executable, "-m", "benchmarks.shaped_link", "--transfer", source)
         with bucket(served) as environment:  # a new one each time: it holds everything in memory
             os.environ.update(environment)
             raw.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
             for threads, runs in made.items():
-                runs.append(convert(source, threads, *options))
+                runs.append(convert(source, threads, f"converted-{threads}", *options))
+            merged.append(convert(source, MERGING, "merged", "--lora", adapter, *options))
         told = ", ".join(f"{threads} threads {runs[-1].seconds:.1f} s (CPU {runs[-1].cpu_seconds:.1f} s)" for threads, runs in made.items())
-        tell("link", f"round {number} of {rounds}: raw {raw[-1]:.1f} s, {told}")
+        tell("link", f"round {number} of {rounds}: raw {raw[-1]:.1f} s, {told}, merging {merged[-1].seconds:.1f} s")
     figures = [Figure("link, raw transfer", "small", statistics.median(raw), "s")]
     for threads, runs in made.items():
         ratio = statistics.median(one.seconds / alone for one, alone in zip(runs, raw, strict=True))
@@ -152,7 +157,10 @@ def measure(source: Path, served: Path, rounds: int, options: Sequence[str]) -> 
         figures.append(Figure(what, "small", statistics.median(one.seconds for one in runs), "s"))
         figures.append(Figure(f"{what}, of raw", "small", ratio, "×", THREADS[threads]))
         figures.append(Figure(f"{what}, CPU", "small", statistics.median(one.cpu_seconds for one in runs), "s"))
-    details = {"bytes": nbytes, "raw_seconds": raw} | {f"convert_seconds_{threads}": [one.seconds for one in runs] for threads, runs in made.items()}
+    ratio = statistics.median(one.seconds / plain.seconds for one, plain in zip(merged, made[MERGING], strict=True))
+    figures.append(Figure(f"link, convert --lora ÷ convert with {MERGING} threads", "small", ratio, "×", MOST))
+    details = {"bytes": nbytes, "raw_seconds": raw, "merged_seconds": [one.seconds for one in merged]}
+    details |= {f"convert_seconds_{threads}": [one.seconds for one in runs] for threads, runs in made.items()}
     return figures, details
 
 
@@ -175,7 +183,7 @@ def main() -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     source = make_source("small", args.folder, args.layers)
     with serving(source, args.folder) as served, link():
-        figures, details = measure(source, served, args.rounds, shlex.split(args.options))
+        figures, details = measure(source, make_adapter(source, args.folder / "adapter"), served, args.rounds, shlex.split(args.options))
     report("link", figures, details, args.json)
     return 0
 
