@@ -65,9 +65,10 @@ def test_threads_take_turns() -> None:
         return number
 
     threads = [Background[int](3, READERS) for _ in range(4)]
+    over: list[list[int]] = [[] for _ in threads]
     for number in range(12):
-        threads[number % 4].begin(call, number)
-    assert [thread.end() for thread in threads] == [[at, at + 4, at + 8] for at in range(4)]
+        over[number % 4] += threads[number % 4].begin(call, number)
+    assert [early + thread.end() for early, thread in zip(over, threads, strict=True)] == [[at, at + 4, at + 8] for at in range(4)]
     assert greatest == READERS
     assert all(abs(at - number) < READERS for at, number in enumerate(order))
 
