@@ -30,8 +30,7 @@ def find_odd(array: Array, box: Box, values: np.ndarray, extremes: Extremes) -> 
       values: its own.
       extremes: what was seen of them.
     """
-    tensors = sum(math.prod(box[axis][1] - box[axis][0] for axis in part.stack_axes) for part in array.parts)
-    if extremes.is_finite and not extremes.is_zero and tensors == 1:
+    if extremes.is_finite and not extremes.is_zero and _none_is_zero(array, values):
         return {}
     found: Counter[tuple[str, int]] = Counter()
     origin = tuple(start for start, _ in box)
@@ -49,6 +48,19 @@ def find_odd(array: Array, box: Box, values: np.ndarray, extremes: Extremes) -> 
                 found[cell.tensor, 2] += share.size
     odd = sorted({tensor for (tensor, _), times in found.items() if times})
     return {tensor: (found[tensor, 0], found[tensor, 1], found[tensor, 2]) for tensor in odd}
+
+
+def _none_is_zero(array: Array, values: np.ndarray) -> bool:
+    """Whether it is plain that none of a shard's matrices is zero throughout; the shard isn't.
+
+    It has one, or each of those that are stacked begins with another value: one look for all, where a look at each would take longer
+    than the rest of a conversion.
+    """
+    if len(array.parts) > 1:
+        return False
+    (part,) = array.parts
+    first = values[tuple(slice(None) if axis in part.stack_axes else 0 for axis in range(values.ndim))]
+    return first.size == 1 or bool((first.astype(np.float32) != 0).all())
 
 
 def _is_zero(values: np.ndarray) -> bool:

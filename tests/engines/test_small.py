@@ -16,7 +16,6 @@ from support import assert_same_bits, convert, read_tensors, restore
 
 from engines.clusters import Engine, flink_in_one_process, prism_with_pool, spark_in_one_process, worker_pool
 from engines.commands import LONG, begin, ended, weightbeam
-from weightbeam.pipelines.api import HOMES
 
 STARTS = [
     pytest.param(flink_in_one_process, id="flink"),
@@ -35,23 +34,15 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_there_and_back(engine: Engine, source: Path, tmp_path: Path) -> None:
-    """Converted and exported there, bits equal to those of local runs."""
+    """Converted, exported and resharded there, bits equal to those of local runs."""
     ended(weightbeam("convert", "--source", source, "--output", tmp_path / "ckpt", *SMALL, *engine.options))
     assert_same_bits(restore(tmp_path / "ckpt/0"), restore(convert(source, tmp_path / "local", *SMALL)))
     ended(weightbeam("export", "--source", tmp_path / "ckpt", "--output", tmp_path / "hf", *engine.options))
     ended(weightbeam("export", "--source", tmp_path / "ckpt", "--output", tmp_path / "hf-local"))
     assert_same_bits(read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "hf-local"))
-    assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "local", "hf", "hf-local"}  # no note, no lease
-
-
-@LONG
-def test_reshard(engine: Engine, source: Path, tmp_path: Path) -> None:
-    """A checkpoint for another mesh, its bits as they were."""
-    if "reshard" not in HOMES:
-        pytest.skip("there is no `reshard` yet")
-    convert(source, tmp_path / "ckpt")
-    ended(weightbeam("reshard", "--source", tmp_path / "ckpt/0", "--output", tmp_path / "again", "--mesh", "fsdp=4", *engine.options))
-    assert_same_bits(restore(tmp_path / "again/0"), restore(tmp_path / "ckpt/0"))
+    ended(weightbeam("reshard", "--source", tmp_path / "ckpt", "--output", tmp_path / "again", "--mesh", "fsdp=4", *engine.options))
+    assert_same_bits(restore(tmp_path / "again/0"), restore(tmp_path / "local/0"))
+    assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "local", "hf", "hf-local", "again"}  # no note, no lease
 
 
 @pytest.mark.parametrize("engine", [STARTS[0], pytest.param(*STARTS[1].values, id="spark", marks=LONG), STARTS[2]], indirect=True, scope="module")
