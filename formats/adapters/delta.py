@@ -114,23 +114,20 @@ class Product:
         """
         start, stop = max(first, self.row), min(first + len(values), self.row + len(self.left))
         rank, columns = self.right.shape
-        height = max(1, min(ROWS, stop - start))
-        parts = -(-columns // (TILE // height))
+        parts = -(-columns // (TILE // 4))
         edges = [columns * part // parts for part in range(parts + 1)]
-        product = np.empty((max(2, height) * -(-columns // parts)), np.float32)
+        height = max(1, TILE // -(-columns // parts))
         for top in range(start, stop, height):
             bottom = min(stop, top + height)
             left, rows = doubled(self.left[top - self.row : bottom - self.row], 0), values[top - first : bottom - first]
             for at, end in itertools.pairwise(edges):
                 target = rows[:, self.column + at : self.column + min(end, self.width)]
                 for low in range(0, rank, RANKS):
-                    part = product[: len(left) * (end - at)].reshape(len(left), -1)
-                    np.matmul(left[:, low : low + RANKS], self.right[low : low + RANKS, at:end], out=part)
+                    part = np.matmul(left[:, low : low + RANKS], self.right[low : low + RANKS, at:end])
                     np.add(target, part[: target.shape[0], : target.shape[1]], out=target)
 
 
 RANKS = 16  # summed by one product; with more than 31 OpenBLAS's routines for large, small and odd shapes differ in the last bits
-ROWS = 16  # of a tile: OpenBLAS is slower with fewer
 TILE = (1 << 18) // RANKS  # elements of one product; above twice as many multiplications OpenBLAS takes more threads (interface/gemm.c)
 
 
