@@ -58,8 +58,8 @@ def _none_is_zero(array: Array, values: np.ndarray) -> bool:
     """
     if len(array.parts) > 1:
         return False
-    (part,) = array.parts
-    first = values[tuple(slice(None) if axis in part.stack_axes else 0 for axis in range(values.ndim))]
+    stacked = array.parts[0].stack_axes
+    first = values[tuple(slice(None) if axis in stacked else 0 for axis in range(values.ndim))]
     return first.size == 1 or bool((first.astype(np.float32) != 0).all())
 
 
