@@ -58,7 +58,7 @@ def _none_is_zero(array: Array, values: np.ndarray) -> bool:
     """
     if len(array.parts) > 1:
         return False
-    stacked = array.parts[0].stack_axes
+    stacked = frozenset[int]().union(*(part.stack_axes for part in array.parts))
     first = values[tuple(slice(None) if axis in stacked else 0 for axis in range(values.ndim))]
     return first.size == 1 or bool((first.astype(np.float32) != 0).all())
 
