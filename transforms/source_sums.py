@@ -67,7 +67,7 @@ def check_reads(source: HfCheckpoint, ledger: Mapping[int, Mapping[str, Any]]) -
       The names of the files that were checked: those whose checksum is known, and of which little was left to read.
 
     Raises:
-      DamagedError: a file isn't what it should be, or its header wasn't when the plan was made.
+      DamagedError: files aren't what they should be, or their headers weren't when the plan was made; names all of them.
       StorageError: a file can't be read.
     """
     noted: defaultdict[str, list[Stretch]] = defaultdict(list)
@@ -78,13 +78,20 @@ def check_reads(source: HfCheckpoint, ledger: Mapping[int, Mapping[str, Any]]) -
             units[name].add(unit)
     store = open_store(source.root)
 
-    def check(shard: Shard) -> bool:
+    def check(shard: Shard) -> bool | DamagedError:
         known = shard.crc32c or source.sums.get(shard.name)
-        return known is not None and _check(store, shard, known, noted[shard.name], units[shard.name])
+        try:
+            return known is not None and _check(store, shard, known, noted[shard.name], units[shard.name])
+        except DamagedError as e:
+            return e
 
     wanted = [shard for shard in source.shards if noted[shard.name]]
     with concurrent.futures.ThreadPoolExecutor(store.at_a_time) as pool:
-        return frozenset(shard.name for shard, checked in zip(wanted, pool.map(check, wanted), strict=True) if checked)
+        found = dict(zip((shard.name for shard in wanted), pool.map(check, wanted), strict=True))
+    damaged = [checked for checked in found.values() if isinstance(checked, DamagedError)]
+    if damaged:
+        raise DamagedError("; ".join(map(str, damaged)), {unit for e in damaged for unit in e.units})
+    return frozenset(name for name, checked in found.items() if checked)
 
 
 def _check(store: Store, shard: Shard, known: str, noted: Sequence[Stretch], units: Iterable[int]) -> bool:

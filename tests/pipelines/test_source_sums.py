@@ -90,6 +90,20 @@ def test_a_bit_that_flips_in_an_answer_of_a_bucket(gcs: FakeGcs, tmp_path: Path,
     assert len(read) < 3
 
 
+def test_all_damaged_files_are_named(gcs: FakeGcs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At once, and one --resume mends them all."""
+    options = ("convert", "gs://bucket/models/it", tmp_path / "out", *OPTIONS)
+    names = sorted(name.rpartition("/")[2] for name in gcs.objects["bucket"] if name.endswith(".safetensors"))
+    for name in (names[0], names[2]):
+        gcs.fail("flip", matching=RANGES.replace("safetensors", name), times=1)
+    assert call(*options) == 1
+    said = "".join(capsys.readouterr().err.split())
+    assert [f"{name}:whatwasreadofit" in said for name in names] == [True, False, True]
+    gcs.faults = []
+    assert call(*options, "--resume") == 0
+    assert digests(restore(tmp_path / "out/0")) == WANTED
+
+
 def test_a_header_that_was_damaged_when_it_was_planned(gcs: FakeGcs, tmp_path: Path) -> None:
     """Two names were exchanged in it, of tensors alike: the plan follows from that."""
     opened = open_hf("gs://bucket/models/it")
