@@ -30,6 +30,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from servers.clients import asking
 from servers.dataflow import FakeDataflow
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
@@ -80,16 +81,10 @@ def outside(code: str, *arguments: str, **env: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeGcs]:
-    with FakeGcs("bucket", "other") as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.env().items():
-            patch.setenv(name, value)
+    with FakeGcs("bucket", "other") as server, asking(server) as patch:
         patch.setattr(buckets, "RETRY", DEFAULT_RETRY.with_delay(0.01, 0.02).with_timeout(2.0))
         patch.setitem(buckets.CONTEXT, "gcs_request_retries", {"max_retries": 6, "initial_delay": "10ms", "max_delay": "10ms"})
-        buckets._client.cache_clear()
-        buckets._context.cache_clear()
         yield server
-        buckets._client.cache_clear()
-        buckets._context.cache_clear()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from google.cloud.storage.retry import DEFAULT_RETRY
 from quantised import fp8_llama
+from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import LLAMA, call, convert, peft_adapter, random_tensors, save
 
@@ -23,15 +24,9 @@ RECORD = "weightbeam.json"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeGcs]:
-    with FakeGcs("bucket") as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.env().items():
-            patch.setenv(name, value)
+    with FakeGcs("bucket") as server, asking(server) as patch:
         patch.setattr(buckets, "RETRY", DEFAULT_RETRY.with_delay(0.01, 0.02).with_timeout(2.0))
-        buckets._client.cache_clear()
-        buckets._context.cache_clear()
         yield server
-        buckets._client.cache_clear()
-        buckets._context.cache_clear()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ import training_run
 import transformers
 import yaml
 from huggingface_hub import constants
+from servers.clients import asking
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.server import Fault
@@ -31,7 +32,6 @@ from support import BF16, F32, LLAMA, assert_same_bits, call, convert, flatten, 
 from trained import SHARED
 
 import weightbeam as wb
-from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import hub as storage
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.watching import changes
@@ -365,15 +365,9 @@ def test_a_copy_for_another_mesh(model: tuple[Path, dict[str, Any]], tmp_path: P
 
 
 @pytest.fixture
-def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
-    with FakeGcs("run", "out") as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        buckets._client.cache_clear()
-        buckets._context.cache_clear()
+def gcs() -> Iterator[FakeGcs]:
+    with FakeGcs("run", "out") as server, asking(server):
         yield server
-        buckets._client.cache_clear()
-        buckets._context.cache_clear()
 
 
 def upload(gcs: FakeGcs, folder: Path, name: str) -> None:

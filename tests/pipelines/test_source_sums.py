@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from servers.clients import asking
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from support import BF16, DEEPSEEK, QWEN3_MOE, call, digests, random_tensors, reference, restore, save, split
 
 from weightbeam.formats.safetensors import open_hf, read_header
-from weightbeam.formats.storage import bucket as buckets
 from weightbeam.pipelines.convert import carry_out
 from weightbeam.pipelines.errors import Failed
 from weightbeam.transforms.options import Options
@@ -34,14 +34,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeGcs]:
     """One for all tests: the clients of this process know one."""
-    with FakeGcs("bucket") as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in server.env().items():
-            patch.setenv(name, value)
-        buckets._client.cache_clear()
-        buckets._context.cache_clear()
+    with FakeGcs("bucket") as server, asking(server):
         yield server
-        buckets._client.cache_clear()
-        buckets._context.cache_clear()
 
 
 @pytest.fixture
