@@ -41,7 +41,9 @@ def main() -> int:
     for rank, package in enumerate(ORDER):
         for path in sorted(Path(package).rglob("*.py")):
             banned = (BANNED[package] | set(ORDER[rank + 1 :])) - EXCEPTIONS.get(path.as_posix(), set())
-            faults += [f"{path} imports {name}" for name in sorted(imported(path)) if name in banned or " without " in name]
+            faults += [
+                f"{path} imports {name}" for name in sorted(imported(path)) if name in banned or " without " in name
+            ]
     print("\n".join(faults) or f"imports run one way: {' -> '.join(ORDER)}")
     return bool(faults)
 

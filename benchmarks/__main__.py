@@ -34,11 +34,19 @@ SECTIONS = {
 def main() -> int:
     """Measures, prints the table and draws the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/bench"), help="where checkpoints and copies go; all on one disk")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("out/bench"), help="where checkpoints and copies go; all on one disk"
+    )
     parser.add_argument("--rounds", type=int, help="of each measurement; each benchmark has a default")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some of the benchmarks")
     parser.add_argument("--show", action="store_true", help="measure nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", default=Path(__file__).with_name("results.json"), help="where the results are kept")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        default=Path(__file__).with_name("results.json"),
+        help="where the results are kept",
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE", default=Path("docs/bench.png"))
     args = parser.parse_args()
     for section in () if args.show else args.only:

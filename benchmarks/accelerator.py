@@ -2,8 +2,8 @@
 
     python -m benchmarks.accelerator --folder out/bench --layers 16 --rounds 3 --json benchmarks/results.json
 
-Checkpoints of `benchmarks/models.py` (written once, in the page cache), each load in a process of its own, from before it until the
-arrays are on the device; JAX is imported and has the device by then. In turn in each round:
+Checkpoints of `benchmarks/models.py` (written once, in the page cache), each load in a process of its own, from before
+it until the arrays are on the device; JAX is imported and has the device by then. In turn in each round:
 
 - *weightbeam.load*: MaxText's arrays, dequantised where the release is quantised, by the host, and once more by the device.
 - *raw*: the files' bytes, read by four threads and put onto the device as they are: no array is made of them.
@@ -57,7 +57,9 @@ def load_once(way: str, source: str) -> dict[str, Any]:
     if way == RAW:
         arrays: Any = _put_files(Path(source), device)
     else:
-        arrays = (_load_by_hand if way == BY_HAND else _load)(source, mesh, {"dequantize": "device"} if way == BY_DEVICE else {})
+        arrays = (_load_by_hand if way == BY_HAND else _load)(
+            source, mesh, {"dequantize": "device"} if way == BY_DEVICE else {}
+        )
     jax.block_until_ready(arrays)
     seconds = time.monotonic() - start
     leaves = jax.tree.leaves(arrays)
@@ -65,7 +67,12 @@ def load_once(way: str, source: str) -> dict[str, Any]:
     if way in (OURS, BY_DEVICE, HOST):
         for leaf in leaves:
             digest.update(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).reshape(-1))
-    return {"seconds": seconds, "array_bytes": sum(leaf.nbytes for leaf in leaves), "digest": digest.hexdigest(), "device": device.device_kind}
+    return {
+        "seconds": seconds,
+        "array_bytes": sum(leaf.nbytes for leaf in leaves),
+        "digest": digest.hexdigest(),
+        "device": device.device_kind,
+    }
 
 
 def _put_files(folder: Path, device: jax.Device) -> list[jax.Array]:
@@ -77,7 +84,9 @@ def _put_files(folder: Path, device: jax.Device) -> list[jax.Array]:
             assert os.preadv(f.fileno(), [memoryview(buffer)], start) == buffer.nbytes
         return jax.block_until_ready(jax.device_put(buffer, device))
 
-    blocks = [(file, start) for file in sorted(folder.glob("*.safetensors")) for start in range(0, file.stat().st_size, BLOCK)]
+    blocks = [
+        (file, start) for file in sorted(folder.glob("*.safetensors")) for start in range(0, file.stat().st_size, BLOCK)
+    ]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(put, *zip(*blocks, strict=True)))
 
@@ -85,7 +94,12 @@ def _put_files(folder: Path, device: jax.Device) -> list[jax.Array]:
 def load(way: str, source: Path) -> dict[str, Any]:
     """A load in a process of its own: what it tells."""
     warm(sorted(source.glob("*.safetensors")))
-    told = subprocess.run([sys.executable, "-m", "benchmarks.accelerator", "--way", way, "--source", source], check=True, stdout=subprocess.PIPE, text=True)
+    told = subprocess.run(
+        [sys.executable, "-m", "benchmarks.accelerator", "--way", way, "--source", source],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return json.loads(told.stdout.splitlines()[-1])
 
 
@@ -97,7 +111,11 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     for number in range(1, rounds + 1):
         for way, told in loads.items():
             told.append(load(way, source))
-        tell(kind, f"round {number} of {rounds}: " + ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items()))
+        tell(
+            kind,
+            f"round {number} of {rounds}: "
+            + ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items()),
+        )
     alone = load(HOST, source)
     equal = all(told["digest"] == alone["digest"] for way in (OURS, BY_DEVICE) for told in loads.get(way, ()))
     seconds = {way: statistics.median(told["seconds"] for told in every) for way, every in loads.items()}
@@ -105,7 +123,13 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     figures = [Figure(f"load onto {device}, {way}", kind, seconds[way], "s") for way in loads]
     figures.append(Figure(f"load onto {device}, times raw", kind, seconds[OURS] / seconds[RAW], "×"))
     figures.append(Figure(f"load onto {device}, equal to the host's bits", kind, int(equal), limit=1, at_least=True))
-    return figures, {"layers": layers, "tensor_bytes": stored, "array_bytes": loads[OURS][0]["array_bytes"], "loads": loads, "host": alone}
+    return figures, {
+        "layers": layers,
+        "tensor_bytes": stored,
+        "array_bytes": loads[OURS][0]["array_bytes"],
+        "loads": loads,
+        "host": alone,
+    }
 
 
 def main() -> int:

@@ -46,13 +46,15 @@ from weightbeam.transforms.planner import prepare
 MESH = "fsdp=16"
 BLOCK = 16 << 20  # bytes of one read of the raw copy
 PIECE, COPIERS = 64 << 20, 4  # bytes that the parallel copy writes to a file, and its threads
-LIMITS = {"llama": (1.0, 1.15), "moe": (1.0, 1.15), "fp8": (2.0, 2.0)}  # of a conversion: seconds, and times the parallel copy
+# of a conversion: seconds, and times the parallel copy
+LIMITS = {"llama": (1.0, 1.15), "moe": (1.0, 1.15), "fp8": (2.0, 2.0)}
 MAX_PEAK_BYTES = 3 << 29  # 1.5 GiB
 MAX_READ_AMPLIFICATION = 1.02
 MAX_SHUFFLED = 0.001  # of the model's bytes
 MIN_TIMES_STOCK = 5.0  # stock Orbax's seconds and memory in terms of ours
 MAX_MEMORY_GROWTH = 1.1  # from 1 GB to 8 GB
-MEMORY_LAYERS = (3, 39)  # of a Llama-like model: 1.05 GB and 8.3 GB. The largest units of both have 108 MiB: only the bytes differ
+# of a Llama-like model: 1.05 GB and 8.3 GB. The largest units of both have 108 MiB: only the bytes differ
+MEMORY_LAYERS = (3, 39)
 
 
 def make_source(kind: str, folder: Path, layers: int) -> Path:
@@ -78,9 +80,11 @@ def warm(files: Sequence[Path]) -> None:
 
 
 def raw_copy(files: Sequence[Path], folder: Path, target_bytes: int) -> float:
-    """Reads files and writes `target_bytes` to as many new ones, one thread, block by block; returns the seconds it took.
+    """Reads files and writes `target_bytes` to as many new ones, one thread, block by block; returns the seconds it
+    took.
 
-    Each block that was read is followed by its share of `target_bytes`: itself if there are as many bytes to write as to read.
+    Each block that was read is followed by its share of `target_bytes`: itself if there are as many bytes to write as
+    to read.
     """
     folder.mkdir(parents=True)
     source_bytes = sum(path.stat().st_size for path in files)
@@ -101,7 +105,11 @@ def parallel_copy(files: Sequence[Path], folder: Path, target_bytes: int) -> flo
     """The same with `COPIERS` threads, in pieces; returns the seconds it took."""
     folder.mkdir(parents=True)
     sizes = [path.stat().st_size for path in files]
-    pieces = [(path, at, min(PIECE, size - at)) for path, size in zip(files, sizes, strict=True) for at in range(0, size, PIECE)]
+    pieces = [
+        (path, at, min(PIECE, size - at))
+        for path, size in zip(files, sizes, strict=True)
+        for at in range(0, size, PIECE)
+    ]
     share = target_bytes / sum(sizes)
 
     def copy(number: int) -> None:
@@ -167,7 +175,9 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     figures = [
         Figure("raw copy", kind, raw_seconds, "s"),
         Figure("parallel copy", kind, parallel_seconds, "s"),
-        Figure("convert", kind, seconds, "s", start + times * parallel_seconds, f"{start:g} s + {times:g} × parallel copy"),
+        Figure(
+            "convert", kind, seconds, "s", start + times * parallel_seconds, f"{start:g} s + {times:g} × parallel copy"
+        ),
         Figure("convert, CPU", kind, statistics.median(one.cpu_seconds for one in converted), "s"),
         Figure("convert, peak memory", kind, watched.peak_bytes, "bytes", MAX_PEAK_BYTES),
         Figure("stock Orbax", kind, stock_seconds, "s"),
@@ -229,10 +239,19 @@ def tell(kind: str, text: str) -> None:
 def main() -> int:
     """Measures all models and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/bench"), help="where checkpoints and copies go; all on one disk")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("out/bench"), help="where checkpoints and copies go; all on one disk"
+    )
     parser.add_argument("--layers", type=int, default=8, help="of each model; 8 make about 2 GB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", type=int, nargs="*", default=MEMORY_LAYERS, metavar="LAYERS", help="of the models whose memory is compared")
+    parser.add_argument(
+        "--memory",
+        type=int,
+        nargs="*",
+        default=MEMORY_LAYERS,
+        metavar="LAYERS",
+        help="of the models whose memory is compared",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures and every round into this file")
     args = parser.parse_args()
     figures, details = [], {"layers": args.layers, "rounds": args.rounds}

@@ -16,12 +16,18 @@ START_SECONDS, TIMES_RAW = 2.0, 1.25  # the limit: START_SECONDS + this × the r
 
 
 def take_turns(
-    kind: str, checkpoint: Path, command: str, arguments: Sequence[str | Path], output: Path, rounds: int, limit: bool = True
+    kind: str,
+    checkpoint: Path,
+    command: str,
+    arguments: Sequence[str | Path],
+    output: Path,
+    rounds: int,
+    limit: bool = True,
 ) -> tuple[list[Figure], dict[str, Any]]:
     """The figures of a command, and every single round; the medians count. What it wrote last stays.
 
-    Before each the checkpoint's files are read once, so that they lie in the page cache. The peak memory comes from one more run, which
-    is watched.
+    Before each the checkpoint's files are read once, so that they lie in the page cache. The peak memory comes from one
+    more run, which is watched.
 
     Args:
       kind: of the checkpoint.

@@ -2,9 +2,10 @@
 
     python -m benchmarks.export --folder out/bench --layers 8 --rounds 5 --json benchmarks/results.json
 
-For a Llama-like and a MoE-like checkpoint of about 2 GB in bfloat16: *convert* with `--mesh fsdp=16` once, then *raw copy* (one thread
-reads the checkpoint's files and writes their bytes, with an fsync for each) and *export* (a subprocess: start-up and imports are inside)
-in turn; see `benchmarks/copies.py`. The last export is compared with the release, file by file of its tensors, by `weightbeam diff`.
+For a Llama-like and a MoE-like checkpoint of about 2 GB in bfloat16: *convert* with `--mesh fsdp=16` once, then *raw
+copy* (one thread reads the checkpoint's files and writes their bytes, with an fsync for each) and *export* (a
+subprocess: start-up and imports are inside) in turn; see `benchmarks/copies.py`. The last export is compared with the
+release, file by file of its tensors, by `weightbeam diff`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,15 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     for old in (checkpoint, output):
         shutil.rmtree(old, ignore_errors=True)
     model = ("--maxtext_model", MODELS[kind])
-    subprocess.run([WEIGHTBEAM, "convert", "--source", source, "--mesh", MESH, "--output", checkpoint, *model], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [WEIGHTBEAM, "convert", "--source", source, "--mesh", MESH, "--output", checkpoint, *model],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     items = checkpoint / "0" / "items"
-    figures, details = take_turns(kind, items, "export", ("--source", checkpoint, "--output", output, *model), output, rounds)
+    figures, details = take_turns(
+        kind, items, "export", ("--source", checkpoint, "--output", output, *model), output, rounds
+    )
     compared = subprocess.run([WEIGHTBEAM, "diff", source, output], capture_output=True, text=True, check=False)
     for old in (checkpoint, output):
         shutil.rmtree(old)

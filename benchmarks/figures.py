@@ -1,7 +1,7 @@
 """The benchmarks' results: figures with their limits, the table that shows them, and the file that keeps them.
 
-The file is JSON, a section for each benchmark: {section: {"machine", "figures", "details"}}. A benchmark that is run again
-replaces its own section.
+The file is JSON, a section for each benchmark: {section: {"machine", "figures", "details"}}. A benchmark that is run
+again replaces its own section.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from rich.table import Table
 
 from benchmarks.measure import machine
 
-UNITS = {"s": (1, "{:,.2f} s"), "bytes": (1 << 30, "{:.2f} GiB"), "MB/s": (1, "{:,.0f} MB/s"), "GB/s": (1, "{:.2f} GB/s"), "×": (1, "{:.2f} ×")}
+UNITS = {
+    "s": (1, "{:,.2f} s"),
+    "bytes": (1 << 30, "{:.2f} GiB"),
+    "MB/s": (1, "{:,.0f} MB/s"),
+    "GB/s": (1, "{:.2f} GB/s"),
+    "×": (1, "{:.2f} ×"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +70,14 @@ class Figure:
             because = f" = {self.because}" if self.because else ""
             limit = f"{'≥' if self.at_least else '≤'} {text(self.limit, self.unit)}{because}"
         ratio = "" if self.ratio is None else f"{self.ratio:.2f}"
-        return [self.what, self.model, limit, text(self.ours, self.unit), ratio, {None: "", True: "met", False: "[bold red]NOT MET[/]"}[self.met]]
+        return [
+            self.what,
+            self.model,
+            limit,
+            text(self.ours, self.unit),
+            ratio,
+            {None: "", True: "met", False: "[bold red]NOT MET[/]"}[self.met],
+        ]
 
 
 def text(value: float, unit: str) -> str:
@@ -78,7 +91,9 @@ def text(value: float, unit: str) -> str:
 def make_parser(doc: str | None, layers: int = 8, rounds: int = 5) -> argparse.ArgumentParser:
     """The options that benchmarks share, with their defaults; `--layers` of each model."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/bench"), help="where checkpoints and copies go; all on one disk")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("out/bench"), help="where checkpoints and copies go; all on one disk"
+    )
     parser.add_argument("--layers", type=int, default=layers, help="of each model; 8 make about 2 GB")
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")

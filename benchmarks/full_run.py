@@ -2,15 +2,16 @@
 
     nice python -m benchmarks.full_run --folder out/full_size --json benchmarks/results.json
 
-It takes about half an hour on 2 cores, and 20 GB of disk. The shards are sparse (`benchmarks/full_size.py`): the head of each tensor
-is noise, the rest a hole that the system reads as zeros. The output is compressed (`--compression zstd`), which is all that makes
-1.3 TB fit. Everything else is the command as it is: every byte is read, decoded, transposed, stacked and digested, every unit
-is written and flushed, and the assembly merges as many keys as a real one's. Four chunks in five keep some KB and lie in the
-units' files as real ones would; the others are nearly or all zero, and short enough to stand in the index itself.
+It takes about half an hour on 2 cores, and 20 GB of disk. The shards are sparse (`benchmarks/full_size.py`): the head
+of each tensor is noise, the rest a hole that the system reads as zeros. The output is compressed (`--compression
+zstd`), which is all that makes 1.3 TB fit. Everything else is the command as it is: every byte is read, decoded,
+transposed, stacked and digested, every unit is written and flushed, and the assembly merges as many keys as a real
+one's. Four chunks in five keep some KB and lie in the units' files as real ones would; the others are nearly or all
+zero, and short enough to stand in the index itself.
 
 What isn't the command as it is: it isn't asked whether the disk has room for all of the arrays, and notes are taken of
-the time that each stage of each unit takes, and of the merge. Afterwards arrays are read with TensorStore at known places and
-compared with what plain numpy makes of their tensors, and `weightbeam verify` compares a sample.
+the time that each stage of each unit takes, and of the merge. Afterwards arrays are read with TensorStore at known
+places and compared with what plain numpy makes of their tensors, and `weightbeam verify` compares a sample.
 
 CPU seconds count; wall seconds do only where the machine has nothing else to do.
 """
@@ -58,7 +59,8 @@ class Notes:
 
     Attributes:
       units: seconds of each unit, all stages together.
-      stages: wall seconds of each stage, all threads together, and CPU seconds of these threads (TensorStore's own aren't in it).
+      stages: wall seconds of each stage, all threads together, and CPU seconds of these threads (TensorStore's own
+        aren't in it).
       merges: of each merge its seconds, CPU seconds of the process, and peak memory; and the peak before it.
     """
 
@@ -93,14 +95,25 @@ class Notes:
             start, cpu = time.perf_counter(), time.process_time()
             merge(*arguments)
             seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-            self.merges.append({"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": peak_bytes(), "peak_bytes_before": before})
+            self.merges.append(
+                {
+                    "seconds": seconds,
+                    "cpu_seconds": cpu_seconds,
+                    "peak_bytes": peak_bytes(),
+                    "peak_bytes_before": before,
+                }
+            )
 
         return noted
 
 
 def peak_bytes() -> int:
     """This process's greatest memory so far (VmHWM)."""
-    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return next(
+        int(line.split()[1]) << 10
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
 
 
 def convert(command: list[str], notes_file: Path) -> int:
@@ -132,10 +145,18 @@ def places(config: dict[str, Any]) -> Iterator[tuple[str, Where, str]]:
         moe, of_layer, at = "decoder.moe_layers.", f"model.layers.{layer}.", layer - dense
         yield f"{moe}pre_self_attention_layer_norm.scale", (every, at), f"{of_layer}input_layernorm"
         yield f"{moe}self_attention.out.kernel", (every, at), f"{of_layer}self_attn.o_proj"
-        yield f"{moe}DeepSeekMoeBlock_0.shared_experts.wi_1.kernel", (every, at), f"{of_layer}mlp.shared_experts.up_proj"
+        yield (
+            f"{moe}DeepSeekMoeBlock_0.shared_experts.wi_1.kernel",
+            (every, at),
+            f"{of_layer}mlp.shared_experts.up_proj",
+        )
         for expert in (0, experts // 2 - 1, experts - 1):
             for name, projection in (("wi_0", "gate_proj"), ("wi_1", "up_proj"), ("wo", "down_proj")):
-                yield f"{moe}DeepSeekMoeBlock_0.MoeBlock_0.{name}", (expert, at), f"{of_layer}mlp.experts.{expert}.{projection}"
+                yield (
+                    f"{moe}DeepSeekMoeBlock_0.MoeBlock_0.{name}",
+                    (expert, at),
+                    f"{of_layer}mlp.experts.{expert}.{projection}",
+                )
 
 
 def check(items: Store, source: Path, config: dict[str, Any]) -> int:
@@ -155,11 +176,15 @@ def check(items: Store, source: Path, config: dict[str, Any]) -> int:
         values = load(f"{tensor}.weight")
         if f"{tensor}.weight_scale_inv" in shards:
             scales = np.repeat(np.repeat(load(f"{tensor}.weight_scale_inv"), BLOCK, 0), BLOCK, 1)
-            values = (values.astype(np.float32) * scales[: values.shape[0], : values.shape[1]]).astype(ml_dtypes.bfloat16)
+            values = (values.astype(np.float32) * scales[: values.shape[0], : values.shape[1]]).astype(
+                ml_dtypes.bfloat16
+            )
         elif tensor in ("model.embed_tokens", "lm_head"):
             values = values[:ROWS]
         values = values if tensor == "model.embed_tokens" else values.T
-        if not found.any() or not np.array_equal(found.reshape(values.shape).view(np.uint16), np.ascontiguousarray(values).view(np.uint16)):
+        if not found.any() or not np.array_equal(
+            found.reshape(values.shape).view(np.uint16), np.ascontiguousarray(values).view(np.uint16)
+        ):
             raise RuntimeError(f"{key} at {where} isn't {tensor}")
         compared += found.size
     return compared
@@ -170,7 +195,11 @@ def measure(folder: Path, layers: int, keep: bool) -> tuple[list[Figure], dict[s
     config, files = DEEPSEEK_V3 | {"num_hidden_layers": layers}, MODELS[MODEL][1]
     full = layers == DEEPSEEK_V3["num_hidden_layers"]
     model = MODEL if full else f"{MODEL}, {layers} layers"
-    source, output, notes_file = folder / f"{MODEL}-noisy-{layers}", folder / f"{MODEL}-converted", folder / "notes.json"
+    source, output, notes_file = (
+        folder / f"{MODEL}-noisy-{layers}",
+        folder / f"{MODEL}-converted",
+        folder / "notes.json",
+    )
     for old in (source, output):
         shutil.rmtree(old, ignore_errors=True)
     tell(model, "writing the checkpoint")
@@ -189,7 +218,18 @@ def measure(folder: Path, layers: int, keep: bool) -> tuple[list[Figure], dict[s
     tell(model, "comparing")
     items = find_items(output)
     compared = check(items, source, config)
-    run(sys.executable, "-m", "weightbeam.pipelines.cli", "verify", "--source", source, "--checkpoint", output, "--sample", SAMPLE)
+    run(
+        sys.executable,
+        "-m",
+        "weightbeam.pipelines.cli",
+        "verify",
+        "--source",
+        source,
+        "--checkpoint",
+        output,
+        "--sample",
+        SAMPLE,
+    )
     figures = [
         Figure("convert, wall", model, took.seconds, "s"),
         Figure("convert, CPU", model, took.cpu_seconds, "s"),
@@ -199,13 +239,22 @@ def measure(folder: Path, layers: int, keep: bool) -> tuple[list[Figure], dict[s
         Figure("one unit, median", model, statistics.median(units), "s"),
         Figure("one unit, 90 % take at most", model, statistics.quantiles(units, n=10)[-1], "s"),
         Figure("one unit, longest", model, max(units), "s"),
-        Figure("merge, keys", model, sum(1 for grid in conversion.grids for _ in zarr.keys(grid.spec, conversion.format))),
+        Figure(
+            "merge, keys", model, sum(1 for grid in conversion.grids for _ in zarr.keys(grid.spec, conversion.format))
+        ),
         Figure("merge, wall", model, merge["seconds"], "s"),
         Figure("merge, peak memory", model, merge["peak_bytes"], "bytes"),
         Figure("elements compared", model, compared),
     ]
     figures += [Figure(f"CPU of {stage}", model, seconds, "s") for stage, seconds in cpu.items()]
-    figures.append(Figure("CPU of everything else (TensorStore's threads: zstd; Beam; merge)", model, took.cpu_seconds - sum(cpu.values()), "s"))
+    figures.append(
+        Figure(
+            "CPU of everything else (TensorStore's threads: zstd; Beam; merge)",
+            model,
+            took.cpu_seconds - sum(cpu.values()),
+            "s",
+        )
+    )
     details = {
         "source_bytes": conversion.source_bytes,
         "target_bytes": conversion.target_bytes,
@@ -232,7 +281,9 @@ def main() -> int:
     """Measures the conversion and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("out/full_size"), help="where source and output go; 20 GB")
-    parser.add_argument("--layers", type=int, default=DEEPSEEK_V3["num_hidden_layers"], help="fewer for a trial; at least 4")
+    parser.add_argument(
+        "--layers", type=int, default=DEEPSEEK_V3["num_hidden_layers"], help="fewer for a trial; at least 4"
+    )
     parser.add_argument("--keep", action="store_true", help="leave source and output there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file, under `full run`")
     parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)  # the process of the conversion

@@ -2,11 +2,13 @@
 
     python -m benchmarks.full_size --folder out/full_size --rounds 3
 
-The shards are sparse: headers with the true names, dtypes and shapes, files of the true sizes, no data, so that they take a few
-MB of disk. (DeepSeek-V3's come to 688,586,727,721 bytes; the hub's to 688,586,727,753.) `benchmarks/full_run.py` converts them.
+The shards are sparse: headers with the true names, dtypes and shapes, files of the true sizes, no data, so that they
+take a few MB of disk. (DeepSeek-V3's come to 688,586,727,721 bytes; the hub's to 688,586,727,753.)
+`benchmarks/full_run.py` converts them.
 
-Measured is `weightbeam plan` as a subprocess, start-up and imports inside: the median of the rounds' seconds, and in one more
-run the peak memory of its process tree; and once the same of `plan --load`. The counts are the plan's own, but for tensors and cells.
+Measured is `weightbeam plan` as a subprocess, start-up and imports inside: the median of the rounds' seconds, and in
+one more run the peak memory of its process tree; and once the same of `plan --load`. The counts are the plan's own, but
+for tensors and cells.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ TensorEntry = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 def tensors(c: dict) -> Iterator[TensorEntry]:
     """Every tensor of a checkpoint, layer by layer; the layer behind the last is the multi-token-prediction module.
 
-    Linear layers are FP8 with a scale for each block; embeddings, norms, gates and the module's projection aren't quantised
-    (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md).
+    Linear layers are FP8 with a scale for each block; embeddings, norms, gates and the module's projection aren't
+    quantised (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md).
     """
     embed, vocab, layers = c["hidden_size"], c["vocab_size"], c["num_hidden_layers"]
     yield "model.embed_tokens.weight", "BF16", (vocab, embed)
@@ -111,7 +113,13 @@ def linear(name: str, rows: int, columns: int) -> Iterator[TensorEntry]:
     yield f"{name}.weight_scale_inv", "F32", (-(-rows // BLOCK), -(-columns // BLOCK))
 
 
-def write(config: dict, files: int, folder: Path, tensors: Callable[[dict], Iterator[TensorEntry]] = tensors, noisy: bool = False) -> int:
+def write(
+    config: dict,
+    files: int,
+    folder: Path,
+    tensors: Callable[[dict], Iterator[TensorEntry]] = tensors,
+    noisy: bool = False,
+) -> int:
     """Writes a checkpoint of sparse shards of about equal size, whatever tensors that parts.
 
     Args:
@@ -119,7 +127,8 @@ def write(config: dict, files: int, folder: Path, tensors: Callable[[dict], Iter
       files: how many shards.
       folder: doesn't exist yet.
       tensors: of a config.
-      noisy: the head of each tensor, a `NOISE_SHARE`th, isn't zero but noise, another for each; float32 ones are noise throughout.
+      noisy: the head of each tensor, a `NOISE_SHARE`th, isn't zero but noise, another for each; float32 ones are noise
+        throughout.
 
     Returns:
       The bytes of its tensors.
@@ -146,12 +155,18 @@ def write(config: dict, files: int, folder: Path, tensors: Callable[[dict], Iter
             file.truncate(data + size)
             for position, entry in enumerate(list(shard.values()) if noisy else [], start=len(weight_map)):
                 begin, end = entry["data_offsets"]
-                count = end - begin if entry["dtype"] == "F32" else max((end - begin) // NOISE_SHARE // 4 * 4, min(end - begin, 4096))
+                count = (
+                    end - begin
+                    if entry["dtype"] == "F32"
+                    else max((end - begin) // NOISE_SHARE // 4 * 4, min(end - begin, 4096))
+                )
                 start = position * 977 * 4 % (NOISE_BYTES - count)
                 file.seek(data + begin)
                 file.write(noise[entry["dtype"]][start : start + count])
         weight_map |= dict.fromkeys(shard, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    )
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return total
 
@@ -212,7 +227,9 @@ def measure(model: str, folder: Path, rounds: int) -> tuple[list[Figure], dict[s
 def main() -> int:
     """Measures all models and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("out/full_size"), help="where the sparse checkpoints go; a few MB of disk")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("out/full_size"), help="where the sparse checkpoints go; a few MB of disk"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
     args = parser.parse_args()

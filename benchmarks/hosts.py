@@ -1,17 +1,21 @@
-"""On 1, 2 and 4 hosts of a Flink cluster, from a bucket into a bucket, each host with a link of its own: is twice the hosts half the time?
+"""On 1, 2 and 4 hosts of a Flink cluster, from a bucket into a bucket, each host with a link of its own: is twice the
+hosts half the time?
 
-    PYTHONPATH=.:tests python -m benchmarks.hosts --folder out/bench --layers 12 --rounds 3 --json benchmarks/results.json
+    PYTHONPATH=.:tests python -m benchmarks.hosts --folder out/bench --layers 12 --rounds 3 --json
+    benchmarks/results.json
 
-The cluster is that of `tests/engines`: network namespaces with a task manager of one slot and a worker pool each, their links shaped to
-`--rate` in either direction, slow enough that all hosts together don't need the machine's cores. The tests' bucket serves a Llama-like
-model of about 530 MB in bfloat16 from outside of them. `--parallelism` says how many hosts a conversion gets.
+The cluster is that of `tests/engines`: network namespaces with a task manager of one slot and a worker pool each, their
+links shaped to `--rate` in either direction, slow enough that all hosts together don't need the machine's cores. The
+tests' bucket serves a Llama-like model of about 530 MB in bfloat16 from outside of them. `--parallelism` says how many
+hosts a conversion gets.
 
-What counts is the *work phase*, told by the links' own counters: from the first 4 MB that went to the hosts until the bytes that they have
-sent are all but 1 %. Submission and the workers' start come before it, the assembly after it. The *efficiency* of n hosts is the seconds
-of one by n times theirs. The *model's error* is by how much `weightbeam plan --workers`, which simulates the same phase of the same units,
-is too slow or (negative) too fast.
+What counts is the *work phase*, told by the links' own counters: from the first 4 MB that went to the hosts until the
+bytes that they have sent are all but 1 %. Submission and the workers' start come before it, the assembly after it. The
+*efficiency* of n hosts is the seconds of one by n times theirs. The *model's error* is by how much `weightbeam plan
+--workers`, which simulates the same phase of the same units, is too slow or (negative) too fast.
 
-It needs what `make test-engines` needs: Java, Maven and root's rights, and Google's client; without them it says so, and measures nothing.
+It needs what `make test-engines` needs: Java, Maven and root's rights, and Google's client; without them it says so,
+and measures nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ from weightbeam.transforms.planner import prepare
 HOSTS = (1, 2, 4)
 RATE = 120.0  # Mbit/s
 EFFICIENCY = 0.85  # at least
-BEGUN, ENDED = 4 << 20, 0.99  # bytes that went to the hosts when the work has begun, and the share they have sent when it has ended
+# bytes that went to the hosts when the work has begun, and the share they have sent when it has ended
+BEGUN, ENDED = 4 << 20, 0.99
 POLL = 0.05  # seconds between looks at the counters
 
 
@@ -55,7 +60,9 @@ class Phase:
 
     def __init__(self, ports: list[str]):
         """`ports`: the bridge's ends of the links."""
-        self._files = [[Path(f"/sys/class/net/{port}/statistics/{way}_bytes") for port in ports] for way in ("tx", "rx")]
+        self._files = [
+            [Path(f"/sys/class/net/{port}/statistics/{way}_bytes") for port in ports] for way in ("tx", "rx")
+        ]
         self.moments: list[tuple[float, int, int]] = []
         self._over = threading.Event()
 
@@ -93,7 +100,12 @@ def convert(source: Path, hosts: int, number: int, options: list[str], ports: li
     places = [f"gs://{IN}/{source.name}", f"gs://{OUT}/{hosts}-{number}"]
     phase = Phase(ports)
     with phase.watched():
-        done = subprocess.run([WEIGHTBEAM, "convert", *places, "--mesh", MESH, *options, f"--parallelism={hosts}"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [WEIGHTBEAM, "convert", *places, "--mesh", MESH, *options, f"--parallelism={hosts}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     return phase.seconds
@@ -103,7 +115,9 @@ def simulate(source: Path, hosts: int, rate: float) -> float:
     """The same, simulated; `rate` in Mbit/s."""
     conversion = prepare(Options(mesh=(MESH,)), open_hf(str(source)), slots=hosts)
     worker = Worker(rate / 1000, 0.0, 1, engine="Flink", start=CLUSTER_START)
-    return estimate(list(efforts_of(conversion)), hosts, worker, len(conversion.source.shards), from_hub=False).unit_seconds
+    return estimate(
+        list(efforts_of(conversion)), hosts, worker, len(conversion.source.shards), from_hub=False
+    ).unit_seconds
 
 
 def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[Figure], dict[str, Any]]:
@@ -115,12 +129,18 @@ def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[
     with ExitStack() as stack:
         gateway, hosts = stack.enter_context(network(1 + max(HOSTS)))
         url = f"http://{gateway}:{PORT}"
-        os.environ.update(STORAGE_EMULATOR_HOST=url, TENSORSTORE_GCS_HTTP_URL=url, GOOGLE_AUTH_TOKEN_FOR_TESTING="x", GOOGLE_CLOUD_PROJECT="test")
+        os.environ.update(
+            STORAGE_EMULATOR_HOST=url,
+            TENSORSTORE_GCS_HTTP_URL=url,
+            GOOGLE_AUTH_TOKEN_FOR_TESTING="x",
+            GOOGLE_CLOUD_PROJECT="test",
+        )
         engine = stack.enter_context(flink_on(hosts, Path(stack.enter_context(tempfile.TemporaryDirectory())), slots=1))
         for host in engine.hosts:
             host.shape(rate)
         for number, (count, runs) in itertools.product(range(1, rounds + 1), seconds.items()):
-            with process("gcs", f"--host={gateway}", f"--port={PORT}", f"--folder={folder}", f"--bucket={OUT}"):  # a new one: all is in its memory
+            # a new one: all is in its memory
+            with process("gcs", f"--host={gateway}", f"--port={PORT}", f"--folder={folder}", f"--bucket={OUT}"):
                 runs.append(convert(source, count, number, engine.options, [host.port for host in engine.hosts]))
             tell("hosts", f"round {number} of {rounds}: {count} hosts, {runs[-1]:.1f} s")
     took = {count: statistics.median(runs) for count, runs in seconds.items()}
@@ -130,7 +150,15 @@ def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[
     for count in HOSTS:
         figures.append(Figure(f"Flink, {count} host{'s' * (count > 1)} of {rate:g} Mbit/s", "small", took[count], "s"))
         if count > 1:
-            figures.append(Figure(f"Flink, efficiency of {count} hosts", "small", took[1] / took[count] / count, limit=EFFICIENCY, at_least=True))
+            figures.append(
+                Figure(
+                    f"Flink, efficiency of {count} hosts",
+                    "small",
+                    took[1] / took[count] / count,
+                    limit=EFFICIENCY,
+                    at_least=True,
+                )
+            )
         figures.append(Figure(f"Flink, simulation's error of {count}", "small", errors[count]))
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     return figures, {"bytes": nbytes, "rate": rate, "seconds": seconds, "simulated": simulated, "errors": errors}
@@ -141,7 +169,9 @@ def main() -> int:
     parser = make_parser(__doc__, layers=12, rounds=3)
     parser.add_argument("--rate", type=float, default=RATE, help="of each host's link, in Mbit/s each way")
     args = parser.parse_args()
-    if lacks := ", ".join(filter(None, [missing(), *(program for program in ("java", "mvn") if shutil.which(program) is None)])):
+    if lacks := ", ".join(
+        filter(None, [missing(), *(program for program in ("java", "mvn") if shutil.which(program) is None)])
+    ):
         print(f"the hosts aren't measured: {lacks} missing here", file=sys.stderr)
         return 0
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,13 @@
 
     python -m benchmarks.kernels --json benchmarks/results.json
 
-Each kernel alternates with a memcpy of as many bytes as it reads, in the same process, which is pinned to one core; the medians
-count. Input, output and the copy's target are touched before. Rates are bytes read: packed codes and their scales, or the array.
+Each kernel alternates with a memcpy of as many bytes as it reads, in the same process, which is pinned to one core; the
+medians count. Input, output and the copy's target are touched before. Rates are bytes read: packed codes and their
+scales, or the array.
 
 What is expected of them: FP8 400 MB/s, 4 bits 150 MB/s, and of a copy a third of memcpy. numpy has no instruction that
-transposes, and moves one element after the other, three or four a nanosecond at best: of 2 bytes each that is 6 to 8 GB/s
-where memcpy has 25.
+transposes, and moves one element after the other, three or four a nanosecond at best: of 2 bytes each that is 6 to 8
+GB/s where memcpy has 25.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def decoding(name: str, encoding: Encoding, rate: float | None, **given: np.ndar
       given: what its tensors hold, by their names; others are random.
     """
     box = whole(encoding.shape)
-    stored = [given[read.tensor.name] if read.tensor.name in given else random(extent(read.box), read.tensor.dtype) for read in encoding.reads(box)]
+    stored = [
+        given[read.tensor.name] if read.tensor.name in given else random(extent(read.box), read.tensor.dtype)
+        for read in encoding.reads(box)
+    ]
     memory = np.zeros(ROWS * COLUMNS, BF16)
     return Kernel(
         f"{name} → bfloat16",
@@ -113,18 +117,35 @@ def decoders() -> Iterator[Kernel]:
         yield decoding(name, PackedRows(words, scale, (ROWS, COLUMNS), 4, group, zero=zero), FOUR_BIT_RATE)
 
     scale, zero = tensor("scale", np.float16, COLUMNS // 128, ROWS), tensor("zero", np.int32, COLUMNS // 128, ROWS // 8)
-    sevens, order = np.full(zero.shape, 0x77777777, np.int32), np.random.default_rng(0).permutation(COLUMNS).astype(np.int32) // 128
+    sevens, order = (
+        np.full(zero.shape, 0x77777777, np.int32),
+        np.random.default_rng(0).permutation(COLUMNS).astype(np.int32) // 128,
+    )
     down, index = tensor("codes", np.int32, COLUMNS // 8, ROWS), tensor("index", np.int32, COLUMNS)
     yield decoding("GPTQ, 4 bits, groups of 128", Gptq(down, scale, zero, 4, 128), FOUR_BIT_RATE, zero=sevens)
-    yield decoding("GPTQ, in the activations' order", Gptq(down, scale, zero, 4, 128, index, ordered=False), FOUR_BIT_RATE, zero=sevens, index=order)
-    yield decoding("AWQ, groups of 128", Awq(tensor("codes", np.int32, COLUMNS, ROWS // 8), scale, zero, 128), FOUR_BIT_RATE)
+    yield decoding(
+        "GPTQ, in the activations' order",
+        Gptq(down, scale, zero, 4, 128, index, ordered=False),
+        FOUR_BIT_RATE,
+        zero=sevens,
+        index=order,
+    )
+    yield decoding(
+        "AWQ, groups of 128", Awq(tensor("codes", np.int32, COLUMNS, ROWS // 8), scale, zero, 128), FOUR_BIT_RATE
+    )
 
     count = ROWS * COLUMNS // 64
     nested = Nested(tensor("meant", np.float32, 256), tensor("scales", np.float32, count // 256), 256, 0.5)
     quant_map, absmax = tensor("quant_map", np.float32, 16), tensor("absmax", np.uint8, count)
     flat = tensor("codes", np.uint8, ROWS * COLUMNS // 2, 1)
-    yield decoding("nf4, magnitudes in 8 bits", BlockCodes(flat, (ROWS, COLUMNS), "nf4", quant_map, absmax, 64, nested), FOUR_BIT_RATE)
-    yield decoding("LLM.int8()", ScaledRows8(tensor("codes", np.int8, ROWS, COLUMNS), tensor("absmax", np.float32, ROWS)), None)
+    yield decoding(
+        "nf4, magnitudes in 8 bits",
+        BlockCodes(flat, (ROWS, COLUMNS), "nf4", quant_map, absmax, 64, nested),
+        FOUR_BIT_RATE,
+    )
+    yield decoding(
+        "LLM.int8()", ScaledRows8(tensor("codes", np.int8, ROWS, COLUMNS), tensor("absmax", np.float32, ROWS)), None
+    )
 
 
 def copies() -> Iterator[Kernel]:

@@ -2,19 +2,21 @@
 
     python -m benchmarks.load --folder out/load --layers 2 --rounds 5 --json benchmarks/results.json
 
-For a llama-like and a MoE-like checkpoint of about 0.9 GB each (`benchmarks/models.py`; written once), the same arrays three times:
+For a llama-like and a MoE-like checkpoint of about 0.9 GB each (`benchmarks/models.py`; written once), the same arrays
+three times:
 
 - *fsdp=16*: `weightbeam convert --mesh fsdp=16`.
 - *no mesh*: `weightbeam convert`, for any mesh.
 - *axis 0*: in the chunks that MaxText's converter writes on 16 simulated devices: axis 0 in 16 parts, else axis 1 (AI-Hypercomputer/maxtext,
-  src/maxtext/checkpoint_conversion/utils/utils.py, `shard_jax_weights`, e591f30), saved by stock Orbax. Without compression, so that
-  only the chunks differ; that is why it is zarr 2, the one format for which Orbax 0.12.8 can leave it out.
+  src/maxtext/checkpoint_conversion/utils/utils.py, `shard_jax_weights`, e591f30), saved by stock Orbax. Without
+  compression, so that only the chunks differ; that is why it is zarr 2, the one format for which Orbax 0.12.8 can leave
+  it out.
 
-A restore of one host asks for the host's part of every array, as Orbax's `async_deserialize` does: one TensorStore read for each array, all
-at once. It runs in a process of its own; devices simulated in one process would share chunks in flight. Bytes are `rchar` of
-/proc/self/io from before the checkpoint is opened until all values are there. TensorStore's file driver reads with pread, so
-that everything counts, and nothing is mapped; `read_bytes` (from the disk) is kept too, since the page cache is dropped before
-every restore. Restores alternate; medians count.
+A restore of one host asks for the host's part of every array, as Orbax's `async_deserialize` does: one TensorStore read
+for each array, all at once. It runs in a process of its own; devices simulated in one process would share chunks in
+flight. Bytes are `rchar` of /proc/self/io from before the checkpoint is opened until all values are there.
+TensorStore's file driver reads with pread, so that everything counts, and nothing is mapped; `read_bytes` (from the
+disk) is kept too, since the page cache is dropped before every restore. Restores alternate; medians count.
 """
 
 from __future__ import annotations
@@ -61,10 +63,17 @@ def convert(source: Path, folder: Path, *options: str) -> Path:
 def save_by_axis_0(items: Path, folder: Path) -> Path:
     """The arrays of a checkpoint as MaxText's converter saves them; in a process with 16 simulated devices."""
     if not folder.exists():
-        environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={HOSTS}", "JAX_PLATFORMS": "cpu"}
+        environment = os.environ | {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={HOSTS}",
+            "JAX_PLATFORMS": "cpu",
+        }
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "benchmarks.load", "--save", str(items.resolve()), str(unfinished.resolve())], env=environment, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.load", "--save", str(items.resolve()), str(unfinished.resolve())],
+            env=environment,
+            check=True,
+        )
         unfinished.rename(folder)
     return folder / "0" / "items"
 
@@ -94,12 +103,19 @@ def restore_host(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
     reads = [stores[key][tuple(slice(*span) for span in box)].read() for key, box in boxes.items()]
     values = [np.asarray(read.result()) for read in reads]
     seconds, after = time.monotonic() - start, _counters()
-    return {"seconds": seconds, "nbytes": sum(value.nbytes for value in values), **{name: after[name] - before[name] for name in before}}
+    return {
+        "seconds": seconds,
+        "nbytes": sum(value.nbytes for value in values),
+        **{name: after[name] - before[name] for name in before},
+    }
 
 
 def _counters() -> dict[str, int]:
     """/proc/self/io, all threads together."""
-    return {name: int(value) for name, value in (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())}
+    return {
+        name: int(value)
+        for name, value in (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    }
 
 
 def cold_restore(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
@@ -110,14 +126,19 @@ def cold_restore(items: Path, boxes: dict[str, Box]) -> dict[str, Any]:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     command = [sys.executable, "-m", "benchmarks.load", "--restore", str(items)]
-    return json.loads(subprocess.run(command, input=json.dumps(boxes), capture_output=True, text=True, check=True).stdout)
+    return json.loads(
+        subprocess.run(command, input=json.dumps(boxes), capture_output=True, text=True, check=True).stdout
+    )
 
 
 def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """The figures of one model, and every single restore."""
     source = make_source(kind, folder, layers)
     tell(kind, "writing the checkpoints")
-    checkpoints = {OURS: convert(source, folder / f"{kind}-{layers}-fsdp", "--mesh", MESH), ANY: convert(source, folder / f"{kind}-{layers}-any")}
+    checkpoints = {
+        OURS: convert(source, folder / f"{kind}-{layers}-fsdp", "--mesh", MESH),
+        ANY: convert(source, folder / f"{kind}-{layers}-any"),
+    }
     checkpoints[AXIS_0] = save_by_axis_0(checkpoints[OURS], folder / f"{kind}-{layers}-axis-0")
 
     mesh = Mesh.parse(MESH)
@@ -128,24 +149,42 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
     of_experts: dict[str, float] = {}
     for number in range(1, rounds + 1):
         host = number * 5 % HOSTS
-        boxes = {array.key: [list(span) for span in shard_box(array.shape, specs[array.key], mesh, host)] for array in arrays}
+        boxes = {
+            array.key: [list(span) for span in shard_box(array.shape, specs[array.key], mesh, host)] for array in arrays
+        }
         for name, items in checkpoints.items():
             restored[name].append(cold_restore(items, boxes))
             if experts and name not in of_experts:
                 one = cold_restore(items, {key: boxes[key] for key in experts})
                 of_experts[name] = one["rchar"] / one["nbytes"]
-        tell(kind, f"round {number} of {rounds}: " + ", ".join(f"{name} {runs[-1]['seconds']:.2f} s" for name, runs in restored.items()))
+        tell(
+            kind,
+            f"round {number} of {rounds}: "
+            + ", ".join(f"{name} {runs[-1]['seconds']:.2f} s" for name, runs in restored.items()),
+        )
 
     def median(name: str, what: str) -> float:
         return statistics.median(one[what] for one in restored[name])
 
     needed = median(OURS, "nbytes")
     figures = [
-        Figure(f"load amplification, {name}", kind, median(name, "rchar") / needed, "×", MAX_AMPLIFICATION if name != AXIS_0 else None) for name in checkpoints
+        Figure(
+            f"load amplification, {name}",
+            kind,
+            median(name, "rchar") / needed,
+            "×",
+            MAX_AMPLIFICATION if name != AXIS_0 else None,
+        )
+        for name in checkpoints
     ]
-    figures += [Figure(f"of its experts, {name}", kind, ratio, "×", MAX_AMPLIFICATION if name != AXIS_0 else None) for name, ratio in of_experts.items()]
+    figures += [
+        Figure(f"of its experts, {name}", kind, ratio, "×", MAX_AMPLIFICATION if name != AXIS_0 else None)
+        for name, ratio in of_experts.items()
+    ]
     slowest = median(AXIS_0, "seconds")
-    figures += [Figure(f"load of one host, {name}", kind, median(name, "seconds"), "s", slowest, AXIS_0) for name in (OURS, ANY)]
+    figures += [
+        Figure(f"load of one host, {name}", kind, median(name, "seconds"), "s", slowest, AXIS_0) for name in (OURS, ANY)
+    ]
     figures.append(Figure(f"load of one host, {AXIS_0}", kind, slowest, "s"))
     computed = {}
     for name, items in checkpoints.items():

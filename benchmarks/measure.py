@@ -1,4 +1,5 @@
-"""What the benchmarks share: a command's seconds, memory, reads and flushes, over its whole process tree; and the machine.
+"""What the benchmarks share: a command's seconds, memory, reads and flushes, over its whole process tree; and the
+machine.
 
 Linux only: the counts come from /proc.
 """
@@ -32,8 +33,8 @@ class Run:
     Attributes:
       seconds: wall, from before its process is made until that has ended: start-up is inside.
       cpu_seconds: user and system, of all its threads and of the processes it waited for.
-      read_bytes: what it and those processes got from read(2) and its kin, from the disk or from the page cache (`rchar` of
-        /proc/<pid>/io). The interpreter's own files count too; files mapped into memory don't.
+      read_bytes: what it and those processes got from read(2) and its kin, from the disk or from the page cache
+        (`rchar` of /proc/<pid>/io). The interpreter's own files count too; files mapped into memory don't.
       peak_bytes: the greatest memory of the process tree; 0 if it wasn't watched.
     """
 
@@ -58,14 +59,17 @@ def run(*command: str | Path, watch: bool = False, every: float = POLL_SECONDS) 
         start = time.monotonic()
         process = subprocess.Popen([str(part) for part in command], stdout=output, stderr=subprocess.STDOUT)
         peak = _watch(process.pid, every) if watch else 0
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, but /proc keeps its counts until wait4
+        # it has ended, but /proc keeps its counts until wait4
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         seconds = time.monotonic() - start
         read_bytes = _counts(process.pid)["rchar"]
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             output.seek(0)
-            raise RuntimeError(f"{process.args} ended with {process.returncode}:\n{output.read().decode(errors='replace')[-4000:]}")
+            raise RuntimeError(
+                f"{process.args} ended with {process.returncode}:\n{output.read().decode(errors='replace')[-4000:]}"
+            )
     return Run(seconds, usage.ru_utime + usage.ru_stime, read_bytes, peak)
 
 
@@ -81,8 +85,9 @@ def _watch(pid: int, every: float) -> int:
 def tree_bytes(root: psutil.Process) -> int:
     """The memory of a process and all its descendants.
 
-    Of a lone process its RSS. Of several the sum of their PSS, where a page that n processes share counts 1/n in each: the sum
-    of RSS counts it n times. Not so for a lone process, whose PSS would leave out what it shares with processes of others.
+    Of a lone process its RSS. Of several the sum of their PSS, where a page that n processes share counts 1/n in each:
+    the sum of RSS counts it n times. Not so for a lone process, whose PSS would leave out what it shares with processes
+    of others.
     """
     total = 0
     with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile; what was counted stays
@@ -107,18 +112,32 @@ def _counts(pid: int) -> dict[str, int]:
 
 
 def count_flushes(*command: str | Path) -> int | None:
-    """How often a command and its descendants flush a file or a folder to the disk (fsync, fdatasync); None where there is no strace."""
+    """How often a command and its descendants flush a file or a folder to the disk (fsync, fdatasync); None where there
+    is no strace.
+    """
     if not shutil.which("strace"):
         return None
     with tempfile.NamedTemporaryFile("r") as calls:
-        run("strace", "--follow-forks", "--quiet=all", "--trace=fsync,fdatasync,sync,syncfs,msync", "--output", calls.name, *command)
+        run(
+            "strace",
+            "--follow-forks",
+            "--quiet=all",
+            "--trace=fsync,fdatasync,sync,syncfs,msync",
+            "--output",
+            calls.name,
+            *command,
+        )
         return sum("sync(" in line or "syncfs(" in line for line in calls if "resumed" not in line)
 
 
 def machine() -> dict[str, Any]:
     """Where, when and with what the figures were taken."""
     installed = {distribution.name.lower(): distribution.version for distribution in importlib.metadata.distributions()}
-    versions = {name: installed[name] for name in ("weightbeam", "tensorstore", "apache-beam", "numpy", "jax") if name in installed}
+    versions = {
+        name: installed[name]
+        for name in ("weightbeam", "tensorstore", "apache-beam", "numpy", "jax")
+        if name in installed
+    }
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,

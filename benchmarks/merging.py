@@ -2,8 +2,9 @@
 
     python -m benchmarks.merging --folder out/bench --layers 8 --rounds 5 --json benchmarks/results.json
 
-For a Llama-like checkpoint of about 2 GB in bfloat16, and an adapter of rank 16 on every linear layer, in float32, as PEFT saves one. Both
-commands take turns, as subprocesses, each after a look at the source that brings it into the page cache; the medians count.
+For a Llama-like checkpoint of about 2 GB in bfloat16, and an adapter of rank 16 on every linear layer, in float32, as
+PEFT saves one. Both commands take turns, as subprocesses, each after a look at the source that brings it into the page
+cache; the medians count.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ def main() -> int:
             warm(files)
             shutil.rmtree(output, ignore_errors=True)
             seconds[name].append(run(*command, *options).seconds)
-        tell("llama", f"round {number} of {args.rounds}: " + ", ".join(f"{name} {taken[-1]:.2f} s" for name, taken in seconds.items()))
+        tell(
+            "llama",
+            f"round {number} of {args.rounds}: "
+            + ", ".join(f"{name} {taken[-1]:.2f} s" for name, taken in seconds.items()),
+        )
     shutil.rmtree(output)
     shutil.rmtree(adapter)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}

@@ -2,18 +2,20 @@
 
     python -m benchmarks.mesh_load --folder out/bench --layers 2 --rounds 3 --json benchmarks/results.json
 
-A Llama-like and a MoE-like checkpoint of about 0.9 GB each (`benchmarks/models.py`; written once), onto 8 simulated CPU devices with `fsdp`
-on the embedding axis, in processes of their own, of which the seconds from before the load until all arrays are there count (JAX is
-imported and has its devices by then). One after the other in each round, the files in the page cache:
+A Llama-like and a MoE-like checkpoint of about 0.9 GB each (`benchmarks/models.py`; written once), onto 8 simulated CPU
+devices with `fsdp` on the embedding axis, in processes of their own, of which the seconds from before the load until
+all arrays are there count (JAX is imported and has its devices by then). One after the other in each round, the files
+in the page cache:
 
 - *weightbeam.load*: MaxText's arrays.
 - *by hand*: one thread preads each tensor; numpy transposes it into its place of a stacked array; `jax.make_array_from_callback` cuts that.
   The same device work, and the same arrays.
 - *stock Orbax*: `ocp.load` of the files' own tensors with shardings that cut the same axis. No transposition, nothing stacked.
 
-*Beyond the arrays* is the peak of a process's memory less its memory before the load and less the arrays, which lie in it, too.
-*Bytes read* are `rchar` of /proc/self/io, of each of 1, 2 and 4 processes with 8 devices between them, by an Nth of the tensors' bytes.
-*Programs* are what XLA compiles for a model of DeepSeek-V3's 61 layers and small sizes, in many steps, by two processes.
+*Beyond the arrays* is the peak of a process's memory less its memory before the load and less the arrays, which lie in
+it, too. *Bytes read* are `rchar` of /proc/self/io, of each of 1, 2 and 4 processes with 8 devices between them, by an
+Nth of the tensors' bytes. *Programs* are what XLA compiles for a model of DeepSeek-V3's 61 layers and small sizes, in
+many steps, by two processes.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ DEEP = full_size.DEEPSEEK_V3 | dict(
 DEEP_UNIT_BYTES = 16 << 20
 
 
-# --- one process ----------------------------------------------------------------------------------------------------------------
+# --- one process ------------------------------------------------------------------------------------------------------
 
 
 def load_once(request: Mapping[str, Any], process: int, port: str) -> dict[str, Any]:
@@ -107,14 +109,18 @@ def _load(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any]) -> Any:
 
 
 def _axes(source: str) -> dict[str, tuple[tuple[str, ...], int]]:
-    """For each kind of tensor of the benchmark's models, by its name with numbers taken out, its axis words, and the axis that `fsdp` cuts."""
+    """For each kind of tensor of the benchmark's models, by its name with numbers taken out, its axis words, and the
+    axis that `fsdp` cuts.
+    """
     shapes = next(shapes for kind, (*_, shapes) in models.MODELS.items() if Path(source).name.startswith(kind))
     return {name: (axes, axes.index("embed") if "embed" in axes else -1) for name, axes in shapes.items()}
 
 
 def _template(name: str) -> str:
     words = name.split(".")
-    for number, word in zip((at for at, word in enumerate(words) if word.isdecimal()), ("{layer}", "{expert}"), strict=False):
+    for number, word in zip(
+        (at for at, word in enumerate(words) if word.isdecimal()), ("{layer}", "{expert}"), strict=False
+    ):
         words[number] = word
     return ".".join(words)
 
@@ -157,8 +163,14 @@ def _load_by_hand(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any])
                 array[...] = values if array.shape == values.shape else values.T
         word = "embed" if len(words) > 1 else None
         turned = words[::-1] if "embed_tokens" not in template else words
-        at = -1 if word is None else turned.index(word) + (array.ndim - len(words) if "{expert}" in template or turned.index(word) else 0)
-        made[template] = jax.make_array_from_callback(array.shape, _spec(mesh, array.ndim, at), lambda index, array=array: array[index])
+        at = (
+            -1
+            if word is None
+            else turned.index(word) + (array.ndim - len(words) if "{expert}" in template or turned.index(word) else 0)
+        )
+        made[template] = jax.make_array_from_callback(
+            array.shape, _spec(mesh, array.ndim, at), lambda index, array=array: array[index]
+        )
     for file in files.values():
         os.close(file)
     return made
@@ -171,7 +183,9 @@ def _load_by_orbax(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any]
     axes = _axes(source)
     abstract = {
         tensor.name: jax.ShapeDtypeStruct(
-            tensor.shape, tensor.dtype, sharding=_spec(mesh, len(tensor.shape), axes[_template(tensor.name)][1] if len(tensor.shape) > 1 else -1)
+            tensor.shape,
+            tensor.dtype,
+            sharding=_spec(mesh, len(tensor.shape), axes[_template(tensor.name)][1] if len(tensor.shape) > 1 else -1),
         )
         for shard in open_hf(source).shards
         for tensor in shard.tensors
@@ -180,7 +194,7 @@ def _load_by_orbax(source: str, mesh: jax.sharding.Mesh, options: dict[str, Any]
         return ocp.load(source, abstract)
 
 
-# --- all processes --------------------------------------------------------------------------------------------------------------
+# --- all processes ----------------------------------------------------------------------------------------------------
 
 
 def load(way: str, source: Path, processes: int = 1, **options: Any) -> list[dict[str, Any]]:
@@ -191,7 +205,10 @@ def load(way: str, source: Path, processes: int = 1, **options: Any) -> list[dic
         port = str(found.getsockname()[1])
     request = json.dumps({"way": way, "source": str(source.resolve()), "processes": processes, "options": options})
     command = [sys.executable, "-m", "benchmarks.mesh_load", "--request", request, "--port", port]
-    members = [subprocess.Popen([*command, "--process", str(number)], stdout=subprocess.PIPE, text=True) for number in range(processes)]
+    members = [
+        subprocess.Popen([*command, "--process", str(number)], stdout=subprocess.PIPE, text=True)
+        for number in range(processes)
+    ]
     told = [member.communicate()[0] for member in members]
     if any(member.returncode for member in members):
         raise RuntimeError(f"{way} of {source} failed")
@@ -207,19 +224,42 @@ def measure(kind: str, folder: Path, layers: int, rounds: int) -> tuple[list[Fig
         for way, told in loads.items():
             if way != ORBAX or number == 1:  # it takes longer than all the others
                 told += load(way, source)
-        tell(kind, f"round {number} of {rounds}: " + ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items()))
+        tell(
+            kind,
+            f"round {number} of {rounds}: "
+            + ", ".join(f"{way} {told[-1]['seconds']:.2f} s" for way, told in loads.items()),
+        )
     shared = {processes: load(OURS, source, processes) for processes in PROCESSES}
-    tell(kind, ", ".join(f"{n}: {max(one['read_bytes'] for one in told) * n / stored:.3f}" for n, told in shared.items()))
+    tell(
+        kind, ", ".join(f"{n}: {max(one['read_bytes'] for one in told) * n / stored:.3f}" for n, told in shared.items())
+    )
     seconds = {way: statistics.median(one["seconds"] for one in told) for way, told in loads.items()}
     figures = [Figure(f"load, {way}", kind, seconds[way], "s") for way in (BY_HAND, ORBAX)]
     figures += [
         Figure("load", kind, seconds[OURS], "s", TIMES_BY_HAND * seconds[BY_HAND], f"{TIMES_BY_HAND} × by hand"),
-        Figure("load, times as fast as stock Orbax", kind, seconds[ORBAX] / seconds[OURS], "×", MIN_TIMES_ORBAX, at_least=True),
-        Figure("load, memory beyond the arrays", kind, max(one["beyond_bytes"] for one in loads[OURS]), "bytes", MAX_BEYOND_BYTES),
+        Figure(
+            "load, times as fast as stock Orbax",
+            kind,
+            seconds[ORBAX] / seconds[OURS],
+            "×",
+            MIN_TIMES_ORBAX,
+            at_least=True,
+        ),
+        Figure(
+            "load, memory beyond the arrays",
+            kind,
+            max(one["beyond_bytes"] for one in loads[OURS]),
+            "bytes",
+            MAX_BEYOND_BYTES,
+        ),
     ]
     for processes, told in shared.items():
         share = max(one["read_bytes"] for one in told) * processes / stored
-        figures.append(Figure(f"load, bytes read by each of {processes}", kind, share, "×", MAX_SHARE, f"{MAX_SHARE} × 1/{processes}"))
+        figures.append(
+            Figure(
+                f"load, bytes read by each of {processes}", kind, share, "×", MAX_SHARE, f"{MAX_SHARE} × 1/{processes}"
+            )
+        )
     return figures, {"layers": layers, "tensor_bytes": stored, "loads": loads, "processes": shared}
 
 
@@ -229,7 +269,9 @@ def measure_programs(folder: Path) -> tuple[Figure, dict[str, Any]]:
     if not source.exists():
         full_size.write(DEEP, 2, source)
     told = load(OURS, source, 2, unit_bytes=DEEP_UNIT_BYTES)
-    return Figure("load, compiled programs", "61 layers", max(one["programs"] for one in told), limit=MAX_PROGRAMS), {"processes": told}
+    return Figure("load, compiled programs", "61 layers", max(one["programs"] for one in told), limit=MAX_PROGRAMS), {
+        "processes": told
+    }
 
 
 def main() -> int:

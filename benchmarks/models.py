@@ -22,7 +22,11 @@ SHARD_BYTES = 500_000_000
 # name -> shape; `{layer}` and `{expert}` are spelled out
 LAYER = "model.layers.{layer}."
 NORMS = {f"{LAYER}{norm}.weight": ("embed",) for norm in ("input_layernorm", "post_attention_layernorm")}
-TOP = {"model.embed_tokens.weight": ("vocab", "embed"), "model.norm.weight": ("embed",), "lm_head.weight": ("vocab", "embed")}
+TOP = {
+    "model.embed_tokens.weight": ("vocab", "embed"),
+    "model.norm.weight": ("embed",),
+    "lm_head.weight": ("vocab", "embed"),
+}
 ATTENTION = {
     f"{LAYER}self_attn.q_proj.weight": ("heads", "embed"),
     f"{LAYER}self_attn.k_proj.weight": ("kv", "embed"),
@@ -67,7 +71,9 @@ MODELS = {
 }  # fmt: skip
 
 
-def _names(shapes: dict[str, tuple[str, ...]], sizes: dict[str, int], layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _names(
+    shapes: dict[str, tuple[str, ...]], sizes: dict[str, int], layers: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor, layer by layer."""
     for layer in range(layers):
         for name, axes in shapes.items():
@@ -113,7 +119,9 @@ def write(kind: str, folder: Path, layers: int) -> int:
         else:
             add(name, part(noise, number, shape).view(BF16))
     _save(folder, len(shards), shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
+    )
     return total
 
 

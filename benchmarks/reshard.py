@@ -1,11 +1,13 @@
-"""Reshards against a raw copy: our own chunks for another mesh, and one compressed chunk that holds all layers, as training writes it.
+"""Reshards against a raw copy: our own chunks for another mesh, and one compressed chunk that holds all layers, as
+training writes it.
 
     python -m benchmarks.reshard --folder out/bench --layers 8 --rounds 5 --json benchmarks/results.json
 
-*own*: a Llama-like checkpoint of about 2 GB in bfloat16, converted with `--mesh fsdp=16`, is cut anew for `fsdp=64`. *trained*: stock
-Orbax writes one float32 array (embed, layers, mlp) of 2 GiB as one device holds it, which is one chunk with zstd; it is cut for
-`fsdp=16`. *params*: the first one's weights alone, whose chunks are copied as they are. *Raw copy* (one thread reads its files and writes
-their bytes, with an fsync for each) and *reshard* (a subprocess: start-up and imports are inside) take turns; see `benchmarks/copies.py`.
+*own*: a Llama-like checkpoint of about 2 GB in bfloat16, converted with `--mesh fsdp=16`, is cut anew for `fsdp=64`.
+*trained*: stock Orbax writes one float32 array (embed, layers, mlp) of 2 GiB as one device holds it, which is one chunk
+with zstd; it is cut for `fsdp=16`. *params*: the first one's weights alone, whose chunks are copied as they are. *Raw
+copy* (one thread reads its files and writes their bytes, with an fsync for each) and *reshard* (a subprocess: start-up
+and imports are inside) take turns; see `benchmarks/copies.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def main() -> int:
     cases.append(("trained", make_trained(args.folder), ("--mesh", MESH), False))
     for kind, checkpoint, options, limit in cases:
         output = args.folder / "resharded"
-        more, details[kind] = take_turns(kind, checkpoint, "reshard", (checkpoint, output, *options), output, args.rounds, limit)
+        more, details[kind] = take_turns(
+            kind, checkpoint, "reshard", (checkpoint, output, *options), output, args.rounds, limit
+        )
         figures += more
     for old in (own, args.folder / "trained", args.folder / "resharded"):
         shutil.rmtree(old)

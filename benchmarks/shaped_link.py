@@ -1,17 +1,19 @@
-"""From a bucket into a bucket over a slow link, against reading and writing the same bytes at once: are both directions of it used?
+"""From a bucket into a bucket over a slow link, against reading and writing the same bytes at once: are both directions
+of it used?
 
     python -m benchmarks.shaped_link --folder out/bench --layers 26 --rounds 3 --json benchmarks/results.json
 
-Two network namespaces are joined by a link of 240 Mbit/s each way (`tc tbf`). In one the tests' bucket serves a Llama-like model of
-about 990 MB in bfloat16; in the other run, in turns, so that what else the machine does changes them alike:
+Two network namespaces are joined by a link of 240 Mbit/s each way (`tc tbf`). In one the tests' bucket serves a
+Llama-like model of about 990 MB in bfloat16; in the other run, in turns, so that what else the machine does changes
+them alike:
 
 - *raw*: TensorStore reads all objects in ranges of 8 MiB, 16 at a time, and meanwhile writes as many bytes as objects of 16 MiB, 16
   at a time. Only the transfer is on the clock.
 - *convert*: `weightbeam convert` as a subprocess, with four threads and with one; start-up, imports and assembly are inside.
 - *convert --lora*: the same with four threads, an adapter on every linear layer (`benchmarks/merging.py`) merged on the way.
 
-The medians count, and the ratio is that to the raw transfer of the same round. It needs root's rights, for the namespaces, and Google's
-client (`pip install '.[gcp]'`); without them it says so, and measures nothing.
+The medians count, and the ratio is that to the raw transfer of the same round. It needs root's rights, for the
+namespaces, and Google's client (`pip install '.[gcp]'`); without them it says so, and measures nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ def missing() -> str:
     """What this machine lacks; empty if nothing."""
     lacks = [program for program in ("ip", "tc") if shutil.which(program) is None]
     lacks += ["root's rights"] if os.geteuid() else []
-    lacks += [] if importlib.util.find_spec("google") and importlib.util.find_spec("google.cloud.storage") else ["google-cloud-storage"]
+    lacks += (
+        []
+        if importlib.util.find_spec("google") and importlib.util.find_spec("google.cloud.storage")
+        else ["google-cloud-storage"]
+    )
     return ", ".join(lacks)
 
 
@@ -85,7 +91,9 @@ def at(namespace: str, *command: object) -> list[str]:
 def bucket(folder: Path) -> Iterator[dict[str, str]]:
     """A server with the buckets that are the folder's sub-folders; the environment of its clients."""
     options = ("--host", ADDRESS, "--port", PORT, "--folder", folder, "--bucket", OUT, "--bucket", RAW)
-    with subprocess.Popen(at(SERVER, sys.executable, TESTS / "servers/gcs.py", *options), stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        at(SERVER, sys.executable, TESTS / "servers/gcs.py", *options), stdout=subprocess.PIPE, text=True
+    ) as server:
         try:
             assert server.stdout
             url = server.stdout.readline().strip()
@@ -110,17 +118,25 @@ def serving(source: Path, folder: Path) -> Iterator[Path]:
 
 
 def transfer(source: Path) -> float:
-    """Reads the objects of a folder that is served, and writes as many bytes at the same time; returns the seconds it took."""
+    """Reads the objects of a folder that is served, and writes as many bytes at the same time; returns the seconds it
+    took.
+    """
     import tensorstore as ts
 
     served, target = (ts.KvStore.open({"driver": "gcs", "bucket": name}).result() for name in (IN, RAW))
     sizes = {path.name: path.stat().st_size for path in source.iterdir()}
     block = os.urandom(WRITE)
     start = time.monotonic()
-    parts = [(f"{source.name}/{name}", slice(at, min(at + READ, size))) for name, size in sizes.items() for at in range(0, size, READ)]
+    parts = [
+        (f"{source.name}/{name}", slice(at, min(at + READ, size)))
+        for name, size in sizes.items()
+        for at in range(0, size, READ)
+    ]
     with ThreadPoolExecutor(AT_A_TIME) as readers, ThreadPoolExecutor(AT_A_TIME) as writers:
         reads = readers.map(lambda part: len(served.read(part[0], byte_range=part[1]).result().value), parts)
-        writes = writers.map(lambda number: target.write(str(number), block).result(), range(-(-sum(sizes.values()) // WRITE)))
+        writes = writers.map(
+            lambda number: target.write(str(number), block).result(), range(-(-sum(sizes.values()) // WRITE))
+        )
         if sum(reads) != sum(sizes.values()) or not all(writes):
             raise RuntimeError("the bucket doesn't have what the folder has")
     seconds = time.monotonic() - start
@@ -134,7 +150,9 @@ def convert(source: Path, threads: int, output: str, *options: str | Path) -> Ru
     return run(*at(CLIENT, WEIGHTBEAM, "convert", *places, "--mesh", MESH, f"--direct_num_workers={threads}", *options))
 
 
-def measure(source: Path, adapter: Path, served: Path, rounds: int, options: Sequence[str]) -> tuple[list[Figure], dict[str, Any]]:
+def measure(
+    source: Path, adapter: Path, served: Path, rounds: int, options: Sequence[str]
+) -> tuple[list[Figure], dict[str, Any]]:
     """The figures, and every single round."""
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     raw: list[float] = []
@@ -148,7 +166,10 @@ def measure(source: Path, adapter: Path, served: Path, rounds: int, options: Seq
             for threads, runs in made.items():
                 runs.append(convert(source, threads, f"converted-{threads}", *options))
             merged.append(convert(source, MERGING, "merged", "--lora", adapter, *options))
-        told = ", ".join(f"{threads} threads {runs[-1].seconds:.1f} s (CPU {runs[-1].cpu_seconds:.1f} s)" for threads, runs in made.items())
+        told = ", ".join(
+            f"{threads} threads {runs[-1].seconds:.1f} s (CPU {runs[-1].cpu_seconds:.1f} s)"
+            for threads, runs in made.items()
+        )
         tell("link", f"round {number} of {rounds}: raw {raw[-1]:.1f} s, {told}, merging {merged[-1].seconds:.1f} s")
     figures = [Figure("link, raw transfer", "small", statistics.median(raw), "s")]
     for threads, runs in made.items():
@@ -172,7 +193,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--options", default="", help="more options of the conversion, such as '--unit_bytes 24MiB'")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
-    parser.add_argument("--transfer", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)  # the raw transfer, in a namespace
+    # the raw transfer, in a namespace
+    parser.add_argument("--transfer", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.transfer:
         print(json.dumps(transfer(args.transfer)))
@@ -183,7 +205,9 @@ def main() -> int:
     args.folder.mkdir(parents=True, exist_ok=True)
     source = make_source("small", args.folder, args.layers)
     with serving(source, args.folder) as served, link():
-        figures, details = measure(source, make_adapter(source, args.folder / "adapter"), served, args.rounds, shlex.split(args.options))
+        figures, details = measure(
+            source, make_adapter(source, args.folder / "adapter"), served, args.rounds, shlex.split(args.options)
+        )
     report("link", figures, details, args.json)
     return 0
 

@@ -1,11 +1,12 @@
-"""The usual way, to compare with: load every tensor, stack with numpy, save with stock Orbax; one process, all in memory.
+"""The usual way, to compare with: load every tensor, stack with numpy, save with stock Orbax; one process, all in
+memory.
 
     python -m benchmarks.stock --source out/bench/llama-8 --output out/bench/stock
 
-It is what a short script does, and kinder to memory than it might be: each tensor is let go as soon as it is stacked. It makes
-arrays of the same shapes, dtypes and bytes as the conversion: kernels turned around, FP8 scaled, experts and layers stacked. It
-leaves out names, the query's scale, rotary permutations, every check, and the target's sharding: Orbax's own chunks, one for each
-array, compressed as by default.
+It is what a short script does, and kinder to memory than it might be: each tensor is let go as soon as it is stacked.
+It makes arrays of the same shapes, dtypes and bytes as the conversion: kernels turned around, FP8 scaled, experts and
+layers stacked. It leaves out names, the query's scale, rotary permutations, every check, and the target's sharding:
+Orbax's own chunks, one for each array, compressed as by default.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        yield name, np.memmap(path, DTYPES[entry["dtype"]], "r", 8 + size + entry["data_offsets"][0], tuple(entry["shape"]))
+        yield (
+            name,
+            np.memmap(path, DTYPES[entry["dtype"]], "r", 8 + size + entry["data_offsets"][0], tuple(entry["shape"])),
+        )
 
 
 def load(source: Path) -> dict[str, np.ndarray]:
@@ -50,7 +54,9 @@ def load(source: Path) -> dict[str, np.ndarray]:
 
 
 def stack(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays: kernels with their inputs first, experts on axis 0, layers on axis 1 (0 of what has no other). Empties `tensors`."""
+    """The arrays: kernels with their inputs first, experts on axis 0, layers on axis 1 (0 of what has no other).
+    Empties `tensors`.
+    """
     groups: dict[str, dict[tuple[int, ...], str]] = defaultdict(dict)  # array -> (layer, expert) -> tensor
     for name in tensors:
         groups[NUMBERED.sub(r".\1.", name)][tuple(int(number) for _, number in NUMBERED.findall(name))] = name

@@ -2,9 +2,10 @@
 
     python -m benchmarks.virtual --folder out/bench --rounds 5
 
-On the MoE-like checkpoint of `benchmarks/bench.py` (2.3 GB, bf16): virtual conversions with and without a mesh, an ordinary one,
-`materialize`, and a whole restore of each by stock Orbax, whose arrays must be the same to the bit. Commands are subprocesses:
-start-up and imports are inside. *Written* is every byte below the checkpoint but the source's own files.
+On the MoE-like checkpoint of `benchmarks/bench.py` (2.3 GB, bf16): virtual conversions with and without a mesh, an
+ordinary one, `materialize`, and a whole restore of each by stock Orbax, whose arrays must be the same to the bit.
+Commands are subprocesses: start-up and imports are inside. *Written* is every byte below the checkpoint but the
+source's own files.
 
 And an index for Qwen3-235B-A22B at its full size: its headers are true, its files sparse.
 """
@@ -54,7 +55,9 @@ def tensors(c: dict[str, Any]) -> Iterator[TensorEntry]:
         "mlp.gate": (c["num_experts"], embed),
     }  # fmt: skip
     for expert in range(c["num_experts"]):
-        shapes |= {f"mlp.experts.{expert}.{name}": (width, embed) for name in ("gate_proj", "up_proj")} | {f"mlp.experts.{expert}.down_proj": (embed, width)}
+        shapes |= {f"mlp.experts.{expert}.{name}": (width, embed) for name in ("gate_proj", "up_proj")} | {
+            f"mlp.experts.{expert}.down_proj": (embed, width)
+        }
     yield "model.embed_tokens.weight", "BF16", (c["vocab_size"], embed)
     for layer in range(c["num_hidden_layers"]):
         for name, shape in shapes.items():
@@ -65,7 +68,9 @@ def tensors(c: dict[str, Any]) -> Iterator[TensorEntry]:
 
 def written_bytes(checkpoint: Path) -> int:
     """Bytes of a checkpoint that aren't the source's own files."""
-    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file() and path.suffix != ".safetensors")
+    return sum(
+        path.stat().st_size for path in checkpoint.rglob("*") if path.is_file() and path.suffix != ".safetensors"
+    )
 
 
 def timed(command: str, *arguments: str | Path, output: Path, rounds: int) -> tuple[list[Run], Run]:
@@ -77,7 +82,9 @@ def timed(command: str, *arguments: str | Path, output: Path, rounds: int) -> tu
     return runs[:-1], runs[-1]
 
 
-def figures_of(what: str, model: str, runs: list[Run], watched: Run, output: Path, limits: tuple[float | None, float | None]) -> list[Figure]:
+def figures_of(
+    what: str, model: str, runs: list[Run], watched: Run, output: Path, limits: tuple[float | None, float | None]
+) -> list[Figure]:
     """Seconds, processor, memory and bytes of a command."""
     return [
         Figure(what, model, statistics.median(one.seconds for one in runs), "s", limits[0]),
@@ -104,7 +111,9 @@ def measure(folder: Path, rounds: int) -> list[Figure]:
         is_virtual = what.startswith("virtual")
         output = folder / what.replace(", ", "-")
         runs, watched = timed(command, *arguments, output=output, rounds=rounds)
-        figures += figures_of(what, "moe", runs, watched, output, (MAX_SECONDS, MAX_WRITTEN) if is_virtual else (None, None))
+        figures += figures_of(
+            what, "moe", runs, watched, output, (MAX_SECONDS, MAX_WRITTEN) if is_virtual else (None, None)
+        )
         if is_virtual:
             references = json.loads((output / "0" / "conversion.json").read_bytes())["references"]
             figures.append(Figure(f"{what}, chunks", "moe", references["chunks"]))
@@ -115,7 +124,10 @@ def measure(folder: Path, rounds: int) -> list[Figure]:
             took, restored[what] = json.loads(told.read_bytes())
             seconds.append(took)
         wall, cpu = (statistics.median(one) for one in zip(*seconds, strict=True))
-        figures += [Figure(f"{what}, whole restore", "moe", wall, "s"), Figure(f"{what}, whole restore, CPU", "moe", cpu, "s")]
+        figures += [
+            Figure(f"{what}, whole restore", "moe", wall, "s"),
+            Figure(f"{what}, whole restore, CPU", "moe", cpu, "s"),
+        ]
     for what, leaves in restored.items():
         if leaves != restored["virtual"]:
             raise RuntimeError(f"{what}: other arrays are restored than of the virtual checkpoint")

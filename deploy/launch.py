@@ -1,6 +1,7 @@
 """What the Flex Template's launcher runs: the template's parameters, as options of `weightbeam convert`.
 
-A file of its own, outside the packages: a script's folder comes first on Python's path, and `pipelines/inspect.py` would hide Python's own module.
+A file of its own, outside the packages: a script's folder comes first on Python's path, and `pipelines/inspect.py`
+would hide Python's own module.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from weightbeam.pipelines.cli import main
 def conversion_options() -> dict[str, argparse.Action]:
     """The options of `weightbeam convert`, by name."""
     commands = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
-    return {action.dest: action for action in commands.choices["convert"]._actions if action.dest not in {"help", *SHELL}}
+    return {
+        action.dest: action for action in commands.choices["convert"]._actions if action.dest not in {"help", *SHELL}
+    }
 
 
 def is_switch(option: argparse.Action) -> bool:
@@ -33,14 +36,16 @@ def to_arguments(parameters: Sequence[str]) -> list[str]:
     """The command line that a template's parameters stand for.
 
     Args:
-      parameters: `--name=value` each, as the launcher writes them: Weightbeam's options, and Beam's, which stay as they are.
+      parameters: `--name=value` each, as the launcher writes them: Weightbeam's options, and Beam's, which stay as they
+        are.
     """
     options, line = conversion_options(), []
     for parameter in parameters:
         name, _, value = parameter.removeprefix("--").partition("=")
         option = options.get(name)
         if option and is_switch(option):
-            line += {"true": [f"--{name}"], "false": []}.get(value, [parameter])  # anything else is for the parser to refuse
+            # anything else is for the parser to refuse
+            line += {"true": [f"--{name}"], "false": []}.get(value, [parameter])
         elif option and may_repeat(option):
             line += [f"--{name}={one}" for one in value.split()]
         else:

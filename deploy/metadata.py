@@ -1,4 +1,6 @@
-"""The Flex Template's metadata, made of the options of `weightbeam convert`. `python -m deploy.metadata` writes it anew."""
+"""The Flex Template's metadata, made of the options of `weightbeam convert`. `python -m deploy.metadata` writes it
+anew.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ LEFT_OUT = {
     "link": "buckets have no links",
     "sharding_rules": "a file of the machine that gives the command; the launcher has none",
 }
-FROM_BEAM = ("sdk_container_image", "number_of_worker_harness_threads")  # the rest of Beam's are in the launch request's environment
+# the rest of Beam's are in the launch request's environment
+FROM_BEAM = ("sdk_container_image", "number_of_worker_harness_threads")
 PLACES = {
     "source": {"paramType": "TEXT", "regexes": ["^(gs|hf)://.+$"]},
     "output": {"paramType": "GCS_WRITE_FOLDER", "regexes": ["^gs://.+$"]},
@@ -52,7 +55,11 @@ def metadata() -> dict[str, Any]:
 def _parameter(option: argparse.Action) -> dict[str, Any]:
     """An option as a parameter (ParameterMetadata)."""
     several = "; several with spaces between them" if may_repeat(option) else ""
-    made: dict[str, Any] = {"name": option.dest, "label": f"--{option.dest}", "helpText": " ".join(str(option.help).split()) + several}
+    made: dict[str, Any] = {
+        "name": option.dest,
+        "label": f"--{option.dest}",
+        "helpText": " ".join(str(option.help).split()) + several,
+    }
     if option.choices:
         made |= {"paramType": "ENUM", "enumOptions": [{"value": choice, "label": choice} for choice in option.choices]}
     else:

@@ -1,4 +1,5 @@
-"""What the image is made of, pinned by hashes: the packages' files in `requirements.txt`, the base images in the Dockerfile.
+"""What the image is made of, pinned by hashes: the packages' files in `requirements.txt`, the base images in the
+Dockerfile.
 
     python -m deploy.pins packages    # asks the package index for the hashes of what constraints.txt names: make pin-packages
     python -m deploy.pins images      # asks the registries for the digests behind the tags, by docker: make pin-images
@@ -45,7 +46,17 @@ def requirements_of(report: Mapping[str, Any]) -> str:
 def pin_packages() -> None:
     """Writes `requirements.txt` anew."""
     with tempfile.NamedTemporaryFile() as report:
-        command = ["install", "--dry-run", "--ignore-installed", "--quiet", "--report", report.name, "--constraint", str(CONSTRAINTS), EXTRAS]
+        command = [
+            "install",
+            "--dry-run",
+            "--ignore-installed",
+            "--quiet",
+            "--report",
+            report.name,
+            "--constraint",
+            str(CONSTRAINTS),
+            EXTRAS,
+        ]
         subprocess.run([sys.executable, "-m", "pip", *command], cwd=FOLDER.parent, check=True)
         REQUIREMENTS.write_text(requirements_of(json.load(report)))
 

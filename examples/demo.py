@@ -39,9 +39,19 @@ def write_checkpoint(folder: Path) -> None:
         return (rng.standard_normal(shape, np.float32) * 0.1).astype(ml_dtypes.bfloat16)
 
     def mlp(prefix: str, width: int) -> dict[str, tuple[int, int]]:
-        return {f"{prefix}.gate_proj": (width, EMBED), f"{prefix}.up_proj": (width, EMBED), f"{prefix}.down_proj": (EMBED, width)}
+        return {
+            f"{prefix}.gate_proj": (width, EMBED),
+            f"{prefix}.up_proj": (width, EMBED),
+            f"{prefix}.down_proj": (EMBED, width),
+        }
 
-    files = {0: {"model.embed_tokens.weight": weight(VOCAB, EMBED), "model.norm.weight": weight(EMBED), "lm_head.weight": weight(VOCAB, EMBED)}}
+    files = {
+        0: {
+            "model.embed_tokens.weight": weight(VOCAB, EMBED),
+            "model.norm.weight": weight(EMBED),
+            "lm_head.weight": weight(VOCAB, EMBED),
+        }
+    }
     for layer in range(LAYERS):
         p = f"model.layers.{layer}"
         linears = {
@@ -49,7 +59,12 @@ def write_checkpoint(folder: Path) -> None:
             f"{p}.self_attn.kv_a_proj_with_mqa": (KV_LORA + ROPE, EMBED), f"{p}.self_attn.kv_b_proj": (HEADS * (NOPE + V_DIM), KV_LORA),
             f"{p}.self_attn.o_proj": (EMBED, HEADS * V_DIM),
         }  # fmt: skip
-        norms = {"input_layernorm": EMBED, "post_attention_layernorm": EMBED, "self_attn.q_a_layernorm": Q_LORA, "self_attn.kv_a_layernorm": KV_LORA}
+        norms = {
+            "input_layernorm": EMBED,
+            "post_attention_layernorm": EMBED,
+            "self_attn.q_a_layernorm": Q_LORA,
+            "self_attn.kv_a_layernorm": KV_LORA,
+        }
         tensors = {f"{p}.{name}.weight": weight(size) for name, size in norms.items()}
         if layer < DENSE:
             linears |= mlp(f"{p}.mlp", MLP)
@@ -57,7 +72,10 @@ def write_checkpoint(folder: Path) -> None:
             linears |= mlp(f"{p}.mlp.shared_experts", MOE_MLP)
             for expert in range(EXPERTS):
                 linears |= mlp(f"{p}.mlp.experts.{expert}", MOE_MLP)
-            tensors |= {f"{p}.mlp.gate.weight": weight(EXPERTS, EMBED), f"{p}.mlp.gate.e_score_correction_bias": weight(EXPERTS)}
+            tensors |= {
+                f"{p}.mlp.gate.weight": weight(EXPERTS, EMBED),
+                f"{p}.mlp.gate.e_score_correction_bias": weight(EXPERTS),
+            }
         for name, shape in linears.items():
             scale = rng.uniform(0.001, 0.01, [-(-n // BLOCK) for n in shape]).astype(np.float32)
             tensors[f"{name}.weight"] = rng.standard_normal(shape, np.float32).astype(ml_dtypes.float8_e4m3fn)
@@ -88,7 +106,9 @@ def expected(folder: Path) -> dict[str, np.ndarray]:
         return values.astype(ml_dtypes.bfloat16)
 
     moe = range(DENSE, LAYERS)
-    experts = [np.stack([tensor(f"{layer}.mlp.experts.{expert}.gate_proj").T for expert in range(EXPERTS)]) for layer in moe]
+    experts = [
+        np.stack([tensor(f"{layer}.mlp.experts.{expert}.gate_proj").T for expert in range(EXPERTS)]) for layer in moe
+    ]
     out = [tensor(f"{layer}.self_attn.o_proj").T.reshape(HEADS, V_DIM, EMBED) for layer in moe]
     down = [tensor(f"{layer}.mlp.down_proj").T for layer in range(DENSE)]
     return {
@@ -107,7 +127,9 @@ def main(folder: Path) -> int:
     write_checkpoint(source)
     files = len(list(source.glob("*.safetensors")))
     print(f"1. wrote {source}: config.json, {files} safetensors files and their index")
-    for number, command in enumerate([["convert", str(source), str(output), "--mesh", "fsdp=4"], ["verify", str(output)]], 2):
+    for number, command in enumerate(
+        [["convert", str(source), str(output), "--mesh", "fsdp=4"], ["verify", str(output)]], 2
+    ):
         print(f"\n{number}. weightbeam {' '.join(command)}")
         if status := weightbeam(command):
             return status

@@ -1,7 +1,8 @@
-"""Loads a Hugging Face release into a Flax NNX module, sharded over all devices: `python -m examples.load_nnx [FOLDER|hf://…]`.
+"""Loads a Hugging Face release into a Flax NNX module, sharded over all devices: `python -m examples.load_nnx
+[FOLDER|hf://…]`.
 
-The module's attributes spell MaxText's keys, so its abstract state says what to load: shapes, dtypes and shardings. Without an
-argument it writes a small release first.
+The module's attributes spell MaxText's keys, so its abstract state says what to load: shapes, dtypes and shardings.
+Without an argument it writes a small release first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The crc32c of a file that was read in pieces, by many and in any order: it follows from those of the pieces by arithmetic.
+"""The crc32c of a file that was read in pieces, by many and in any order: it follows from those of the pieces by
+arithmetic.
 
-A unit notes the crc32c of each stretch that it reads (`sum_ranges`). Who has all notes knows which stretches of a file were read
-(`chain`), reads the little that nobody had a use for, such as the header, and puts the checksum of the whole together (`crc32c_of`).
-So bytes that came over a network are checked without being read twice.
+A unit notes the crc32c of each stretch that it reads (`sum_ranges`). Who has all notes knows which stretches of a file
+were read (`chain`), reads the little that nobody had a use for, such as the header, and puts the checksum of the whole
+together (`crc32c_of`). So bytes that came over a network are checked without being read twice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy as np
 
 from weightbeam.formats.storage import ByteRange
 
-CASTAGNOLI = 0x82F63B78  # crc32c's polynomial, bits reversed: the coefficient of x^0 is the highest bit (RFC 3720, appendix B.4)
+# crc32c's polynomial, bits reversed: the coefficient of x^0 is the highest bit (RFC 3720, appendix B.4)
+CASTAGNOLI = 0x82F63B78
 ONE = 1 << 31  # the polynomial 1
 
 
@@ -86,8 +88,8 @@ def as_base64(crc32c: int) -> str:
 def combine(first: int, second: int, length: int) -> int:
     """The crc32c of two byte strings one behind the other, from that of each and the length of the second.
 
-    A crc is a remainder modulo a polynomial over GF(2), so `length` bytes behind the first multiply it by x^(8·length); the
-    inversions before and after cancel out (Mark Adler, zlib's `crc32_combine`).
+    A crc is a remainder modulo a polynomial over GF(2), so `length` bytes behind the first multiply it by x^(8·length);
+    the inversions before and after cancel out (Mark Adler, zlib's `crc32_combine`).
     """
     return _times(first, _shift(length)) ^ second
 

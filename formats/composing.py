@@ -1,13 +1,14 @@
-"""A large object of a bucket, put together of component objects that many have written: none of its bytes pass through here again.
+"""A large object of a bucket, put together of component objects that many have written: none of its bytes pass through
+here again.
 
-Google Cloud Storage composes at most 32 objects at a time, and takes a composed object as a component again. So a file of 40
-components takes three requests:
+Google Cloud Storage composes at most 32 objects at a time, and takes a composed object as a component again. So a file
+of 40 components takes three requests:
 
     parts 0 … 31 ─▸ first ┐
     parts 32 … 39 ─▸ rest ┴─▸ file
 
-What a component holds is known by its crc32c, which its writer computed and the store checked. The checksum of the whole follows
-from them by arithmetic (`checksums.py`), and the composed object has to have it.
+What a component holds is known by its crc32c, which its writer computed and the store checked. The checksum of the
+whole follows from them by arithmetic (`checksums.py`), and the composed object has to have it.
 """
 
 from __future__ import annotations
@@ -49,14 +50,17 @@ def check_tiling(file: str, components: Sequence[Component], size: int) -> None:
     at = 0
     for part in components:
         if part.start != at:
-            raise ValueError(f"{file}: bytes {min(at, part.start):,} to {max(at, part.start):,} {'are missing' if part.start > at else 'were written twice'}")
+            raise ValueError(
+                f"{file}: bytes {min(at, part.start):,} to {max(at, part.start):,} {'are missing' if part.start > at else 'were written twice'}"
+            )
         at = part.stop
     if at != size:
         raise ValueError(f"{file}: has {at:,} bytes, expected {size:,}")
 
 
 def compose(bucket: Bucket, name: str, components: Sequence[Component], scratch: str) -> None:
-    """Makes an object of components, unless it is there; intermediate ones lie below `scratch`, which is the caller's to delete.
+    """Makes an object of components, unless it is there; intermediate ones lie below `scratch`, which is the caller's
+    to delete.
 
     Raises:
       StorageError: a component is gone, or what came out isn't what was written.

@@ -17,7 +17,9 @@ from weightbeam.formats.zarr import ArraySpec, EncodedChunk
 
 
 def copy_spec(metadata: str, key: str, dtype: np.dtype) -> ArraySpec | None:
-    """An array `key` whose chunks are those that the zarr metadata describe; None where their keys aren't the usual ones."""
+    """An array `key` whose chunks are those that the zarr metadata describe; None where their keys aren't the usual
+    ones.
+    """
     about: dict[str, Any] = json.loads(metadata)
     shape = tuple(about["shape"])
     if about.get("zarr_format") == 2:
@@ -32,7 +34,8 @@ def copy_spec(metadata: str, key: str, dtype: np.dtype) -> ArraySpec | None:
     return ArraySpec(key, shape, dtype, chunk, shard) if usual and all(shard) else None
 
 
-Wanted = tuple[OrbaxArray, str, ArraySpec, tuple[int, ...]]  # an array, its zarr metadata, the array that it becomes, and the index of a chunk
+# an array, its zarr metadata, the array that it becomes, and the index of a chunk
+Wanted = tuple[OrbaxArray, str, ArraySpec, tuple[int, ...]]
 
 
 def read_chunks(wanted: Sequence[Wanted]) -> list[EncodedChunk]:
@@ -41,7 +44,9 @@ def read_chunks(wanted: Sequence[Wanted]) -> list[EncodedChunk]:
     Raises:
       StorageError: one is missing or damaged.
     """
-    reads = [_store(array.items, array.use_ocdbt).read(f"{array.key}/{_name(array, index)}") for array, _, _, index in wanted]
+    reads = [
+        _store(array.items, array.use_ocdbt).read(f"{array.key}/{_name(array, index)}") for array, _, _, index in wanted
+    ]
     return [_decoded(*of, read.result()) for of, read in zip(wanted, reads, strict=True)]
 
 
@@ -50,7 +55,9 @@ def _name(array: OrbaxArray, index: tuple[int, ...]) -> str:
     return "/".join(("c", *map(str, index))) if array.driver == "zarr3" else ".".join(map(str, index)) or "0"
 
 
-def _decoded(array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int, ...], got: ts.KvStore.ReadResult) -> EncodedChunk:
+def _decoded(
+    array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int, ...], got: ts.KvStore.ReadResult
+) -> EncodedChunk:
     is_zarr3, name = array.driver == "zarr3", _name(array, index)
     if got.state != "value":
         raise StorageError(f"{array.items}: {array.key}/{name} is missing")
@@ -63,7 +70,9 @@ def _decoded(array: OrbaxArray, metadata: str, spec: ArraySpec, index: tuple[int
         opened = ts.open({"driver": array.driver, "kvstore": "memory://"}, open=True, context=memory).result()
         values = opened[tuple(slice(start, stop) for start, stop in box)].read().result()
     except ValueError as e:
-        raise StorageError(f"{array.items}: {array.key}/{name}: damaged: {str(e).partition(' [source locations=')[0]}") from e
+        raise StorageError(
+            f"{array.items}: {array.key}/{name}: damaged: {str(e).partition(' [source locations=')[0]}"
+        ) from e
     return EncodedChunk(spec, f"{spec.key}/{name}", box, got.value, np.asarray(values))
 
 
@@ -72,7 +81,12 @@ def is_plain(metadata: str) -> bool:
     """Whether an encoded chunk is its values in C order, by the zarr metadata."""
     about = json.loads(metadata)
     if about.get("zarr_format") == 2:
-        return about["compressor"] is None and not about.get("filters") and about["order"] == "C" and not str(about["dtype"]).startswith(">")
+        return (
+            about["compressor"] is None
+            and not about.get("filters")
+            and about["order"] == "C"
+            and not str(about["dtype"]).startswith(">")
+        )
     return about["codecs"] == [{"name": "bytes", "configuration": {"endian": "little"}}]
 
 

@@ -1,7 +1,9 @@
-"""What the bits of floating-point values tell at once: whether any of them is NaN or infinite, and whether all are zeros.
+"""What the bits of floating-point values tell at once: whether any of them is NaN or infinite, and whether all are
+zeros.
 
-As integers, values with a clear sign bit are in the order of their magnitudes, and NaN and the infinities come last. So the largest
-of the bits read as a signed integer judges the positive values, and the largest read as an unsigned one the negative values:
+As integers, values with a clear sign bit are in the order of their magnitudes, and NaN and the infinities come last. So
+the largest of the bits read as a signed integer judges the positive values, and the largest read as an unsigned one the
+negative values:
 
     bfloat16        0.0    1.0    inf    NaN  |  -0.0   -1.0   -inf   -NaN
     bits            0000   3f80   7f80   7fc0 |  8000   bf80   ff80   ffc0
@@ -34,6 +36,9 @@ class Extremes:
         """Takes values into account, (n,) side by side. Best in pieces that stay in the cache."""
         if self._infinite is None or not values.size:
             return
-        positive, negative = int(np.maximum.reduce(values.view(self._signed))), int(np.maximum.reduce(values.view(self._unsigned)))
+        positive, negative = (
+            int(np.maximum.reduce(values.view(self._signed))),
+            int(np.maximum.reduce(values.view(self._unsigned))),
+        )
         self.is_finite = self.is_finite and positive < self._infinite and negative < self._sign + self._infinite
         self.is_zero = self.is_zero and positive <= 0 and negative <= self._sign

@@ -1,8 +1,9 @@
 """A finished local folder as one commit on the hub: all of it is seen, or nothing.
 
-The large files are uploaded first, where no revision refers to them; then one commit names them, together with the small ones. A
-commit names its parent: if someone else committed meanwhile, the hub refuses it. Requests are huggingface_hub's, with its retries,
-Xet where it has that; the commit itself is repeated here, since only here it is known whether an answer that was lost said yes.
+The large files are uploaded first, where no revision refers to them; then one commit names them, together with the
+small ones. A commit names its parent: if someone else committed meanwhile, the hub refuses it. Requests are
+huggingface_hub's, with its retries, Xet where it has that; the commit itself is repeated here, since only here it is
+known whether an answer that was lost said yes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from weightbeam.formats.storage.hub import api, retried
 from weightbeam.formats.storage.token import token
 
 CARD = "README.md"
-STALE = re.compile(r"[^/]*\.safetensors|[^/]*\.safetensors\.index\.json|(pytorch_)?model[^/]*\.bin|pytorch_model\.bin\.index\.json")
+STALE = re.compile(
+    r"[^/]*\.safetensors|[^/]*\.safetensors\.index\.json|(pytorch_)?model[^/]*\.bin|pytorch_model\.bin\.index\.json"
+)
 PRECONDITION_FAILED = 412  # the parent isn't the head any more
 
 
@@ -85,16 +88,19 @@ def check_target(url: str) -> Target:
     return target
 
 
-def publish_folder(folder: Path, url: str, message: str, *, create_pr: bool = False, private: bool = True, replace_card: bool = False) -> Published:
+def publish_folder(
+    folder: Path, url: str, message: str, *, create_pr: bool = False, private: bool = True, replace_card: bool = False
+) -> Published:
     """Publishes a folder's files as one commit, in a repository that is made if there is none.
 
-    Weights that the repository has and the folder hasn't are taken away, since loaders would read them too; a model card that is
-    there already is kept. Other files stay.
+    Weights that the repository has and the folder hasn't are taken away, since loaders would read them too; a model
+    card that is there already is kept. Other files stay.
 
     Args:
       folder: with nothing in it but what should be published.
       url: `hf://owner/name[@branch]`.
-      message: the commit's first line. It should name this very result: by it a commit whose answer was lost is known again.
+      message: the commit's first line. It should name this very result: by it a commit whose answer was lost is known
+        again.
       create_pr: open a pull request; the branch itself doesn't change.
       private: whether a repository that is made is private.
       replace_card: whether the folder's model card takes the place of the repository's.
@@ -120,22 +126,37 @@ def publish_folder(folder: Path, url: str, message: str, *, create_pr: bool = Fa
 
 
 def _commit(
-    hub: HfApi, target: Target, operations: list[CommitOperationAdd | CommitOperationDelete], message: str, parent: str | None, create_pr: bool
+    hub: HfApi,
+    target: Target,
+    operations: list[CommitOperationAdd | CommitOperationDelete],
+    message: str,
+    parent: str | None,
+    create_pr: bool,
 ) -> tuple[str, str]:
     """Commits, again where that may help; returns the commit and its page.
 
-    An attempt that is refused since its parent isn't the head may have been overtaken by our own, whose answer was lost.
+    An attempt that is refused since its parent isn't the head may have been overtaken by our own, whose answer was
+    lost.
     """
     try:
         create = hub.create_commit if create_pr else retried(hub.create_commit)  # a pull request would be opened twice
-        made = create(target.repo, operations, commit_message=message, revision=target.branch, parent_commit=parent, create_pr=create_pr)
+        made = create(
+            target.repo,
+            operations,
+            commit_message=message,
+            revision=target.branch,
+            parent_commit=parent,
+            create_pr=create_pr,
+        )
         return made.oid, made.pr_url or made.commit_url
     except HfHubHTTPError as e:
         if e.response is None or e.response.status_code != PRECONDITION_FAILED:
             raise
     newest, *before = retried(hub.list_repo_commits)(target.repo, revision=target.branch)
     if newest.title != message or (before and before[0].commit_id != parent):
-        raise StorageError(f"{target}: someone else committed there meanwhile; publish again, what is uploaded isn't sent twice")
+        raise StorageError(
+            f"{target}: someone else committed there meanwhile; publish again, what is uploaded isn't sent twice"
+        )
     return newest.commit_id, f"{hub.endpoint}/{target.repo}/commit/{newest.commit_id}"
 
 
@@ -153,7 +174,9 @@ def _without_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def told(target: Target) -> Iterator[None]:
-    """Context manager: the hub's errors become ours, with what to do. They aren't chained: they may show signed addresses."""
+    """Context manager: the hub's errors become ours, with what to do. They aren't chained: they may show signed
+    addresses.
+    """
     try:
         yield
     except HfHubHTTPError as e:
@@ -172,4 +195,6 @@ def told(target: Target) -> Iterator[None]:
     except ValueError as e:  # the hub's, of a model card's metadata or of a file
         raise StorageError(f"{target}: {str(e).splitlines()[0] if str(e) else 'refused'}") from None
     except (httpx2.HTTPError, RuntimeError) as e:  # RuntimeError: of an upload
-        raise StorageError(f"{target}: the hub, or the host of its files, can't be reached: {type(e).__name__}") from None
+        raise StorageError(
+            f"{target}: the hub, or the host of its files, can't be reached: {type(e).__name__}"
+        ) from None

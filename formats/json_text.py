@@ -82,7 +82,9 @@ def set_value(text: str, path: Path, value: Any, after: str | None = None) -> st
         return f"{text[:at]}{json.dumps(key)}: {_dump(value, '', len(path))}{text[_skip(text, at) :]}"
     behind = next((member for member in siblings if member.key == after), siblings[-1])
     blanks, colon = _blanks(text, siblings), _colon(text, siblings[0])
-    return f"{text[: behind.stop]},{blanks}{json.dumps(key)}{colon}{_dump(value, blanks, len(path))}{text[behind.stop :]}"
+    return (
+        f"{text[: behind.stop]},{blanks}{json.dumps(key)}{colon}{_dump(value, blanks, len(path))}{text[behind.stop :]}"
+    )
 
 
 def remove(text: str, path: Path) -> str:
@@ -106,7 +108,9 @@ def _object(text: str, path: Path) -> int:
 
 
 def _blanks(text: str, siblings: list[Member]) -> str:
-    """What stands before the key of each member of an object: a new line and its indentation, where the writer did that."""
+    """What stands before the key of each member of an object: a new line and its indentation, where the writer did
+    that.
+    """
     before = text[: siblings[-1].start]
     return before[len(before.rstrip(" \t\r\n")) :]
 

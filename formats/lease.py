@@ -1,11 +1,11 @@
 """A lease: one conversion at a time.
 
-A file whose content is its owner, renewed by the owner as long as it lives. Whoever finds it refuses to start, unless it is stale: not
-renewed for `STALE` seconds, or its owner was a process that could be seen from here and is gone. Age is told by the store's clock: a
-machine whose own is wrong throws nobody out.
+A file whose content is its owner, renewed by the owner as long as it lives. Whoever finds it refuses to start, unless
+it is stale: not renewed for `STALE` seconds, or its owner was a process that could be seen from here and is gone. Age
+is told by the store's clock: a machine whose own is wrong throws nobody out.
 
-A lease keeps work from being done twice. What is published is safe without it: a process that slept, and lost its lease, finds
-that the place which it would publish from isn't its own any more (`formats/staging/`).
+A lease keeps work from being done twice. What is published is safe without it: a process that slept, and lost its
+lease, finds that the place which it would publish from isn't its own any more (`formats/staging/`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
 PATIENCE = 5.0  # seconds that someone else may take to take, or to release, a lease
-UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}  # of a file system without locks
+# of a file system without locks
+UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 
 Owner = dict[str, Any]
 
@@ -90,7 +91,9 @@ class Lease(abc.ABC):
 
     def __init__(self) -> None:
         process = _started(os.getpid())
-        self.owner: Owner = dict(owner=uuid.uuid4().hex, host=socket.gethostname(), processes=_processes(), pid=os.getpid(), process=process)
+        self.owner: Owner = dict(
+            owner=uuid.uuid4().hex, host=socket.gethostname(), processes=_processes(), pid=os.getpid(), process=process
+        )
 
     @abc.abstractmethod
     def take(self) -> None:
@@ -125,14 +128,18 @@ class Lease(abc.ABC):
 def _refuse_if_alive(found: Owner, age: float) -> None:
     if age < STALE and not _is_gone(found):
         where = f"process {found.get('pid')} on {found.get('host')}"
-        raise HeldError(f"another conversion ({where}) is at work there, renewed {age:.0f} s ago; if it is gone, wait {STALE - age:.0f} s")
+        raise HeldError(
+            f"another conversion ({where}) is at work there, renewed {age:.0f} s ago; if it is gone, wait {STALE - age:.0f} s"
+        )
 
 
 class _FileLease(Lease):
-    """A symbolic link whose target is the owner: a file that is made with its content in one step. Without links a file.
+    """A symbolic link whose target is the owner: a file that is made with its content in one step. Without links a
+    file.
 
-    Nothing but a lock can tell a lease that was judged from the one that has taken its place since. So whoever takes or releases
-    one locks a file beside it, which is removed again. The system gives the lock up when its process dies, not while it sleeps.
+    Nothing but a lock can tell a lease that was judged from the one that has taken its place since. So whoever takes or
+    releases one locks a file beside it, which is removed again. The system gives the lock up when its process dies, not
+    while it sleeps.
     """
 
     def __init__(self, path: Path):
@@ -191,7 +198,9 @@ class _FileLease(Lease):
             finally:
                 os.close(fd)
             if time.monotonic() > deadline:
-                raise HeldError(f"another process has locked {path}, to take or to release the lease, and doesn't go on")
+                raise HeldError(
+                    f"another process has locked {path}, to take or to release the lease, and doesn't go on"
+                )
             time.sleep(0.002)
 
 
@@ -293,7 +302,8 @@ def _is_gone(owner: Owner) -> bool:
 
 
 def _processes() -> str:
-    """Identifies the processes that can be seen from here: this run of the machine, and this container; empty where the system doesn't say.
+    """Identifies the processes that can be seen from here: this run of the machine, and this container; empty where the
+    system doesn't say.
 
     Containers may have the same host name, and see only their own processes.
     """
@@ -303,7 +313,9 @@ def _processes() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, so that another one with its number isn't taken for it; empty if there is none, or it is dead."""
+    """When a process was started, so that another one with its number isn't taken for it; empty if there is none, or it
+    is dead.
+    """
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in ("Z", "X") else fields[19]  # dead, and nobody has taken notice yet

@@ -1,7 +1,7 @@
 """The source's files within a virtual checkpoint, and what identifies them later.
 
-`items/source/` holds the whole release: its safetensors files as links or copies, and copies of the small files that describe
-them. So the folder of a hard-linked or copied checkpoint can be read as a source itself.
+`items/source/` holds the whole release: its safetensors files as links or copies, and copies of the small files that
+describe them. So the folder of a hard-linked or copied checkpoint can be read as a source itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.safetensors import CONFIGS, HfCheckpoint, Shard
-from weightbeam.formats.storage import TEMPORARY, File, LocalFolder, StorageError, Store, open_store, stretches, sync_folder
+from weightbeam.formats.storage import (
+    TEMPORARY,
+    File,
+    LocalFolder,
+    StorageError,
+    Store,
+    open_store,
+    stretches,
+    sync_folder,
+)
 
 SOURCE = "source"  # below the item
 SUMS = "SHA256SUMS"  # beside the files, if their hashes were asked for; `sha256sum -c` reads it
@@ -30,7 +39,8 @@ class LinkError(StorageError):
 
 
 def put_source(folder: Store, checkpoint: HfCheckpoint, how: str, hashed: bool = False) -> None:
-    """Puts a checkpoint's files into `folder`, durably. What an earlier attempt left there is replaced; a finished copy is kept.
+    """Puts a checkpoint's files into `folder`, durably. What an earlier attempt left there is replaced; a finished copy
+    is kept.
 
     Args:
       folder: where.
@@ -47,7 +57,8 @@ def put_source(folder: Store, checkpoint: HfCheckpoint, how: str, hashed: bool =
         if not isinstance(folder, LocalFolder):
             _put_object(folder, source, shard, how)
         elif isinstance(source, LocalFolder):
-            _put(Path(os.path.realpath(shard.path)), folder.folder / shard.name, how)  # the real file: a hub's cache holds links
+            # the real file: a hub's cache holds links
+            _put(Path(os.path.realpath(shard.path)), folder.folder / shard.name, how)
         elif how == COPY:
             _download(folder, source, shard)
         else:
@@ -60,7 +71,9 @@ def put_source(folder: Store, checkpoint: HfCheckpoint, how: str, hashed: bool =
         for shard in checkpoint.shards:
             found = sha256(folder, shard.name)
             if shard.sha256 not in (None, found):
-                raise LinkError(f"{shard.path}: its sha256 isn't {shard.sha256}, by which it is known, but {found}; get it anew")
+                raise LinkError(
+                    f"{shard.path}: its sha256 isn't {shard.sha256}, by which it is known, but {found}; get it anew"
+                )
             lines.append(f"{found}  {shard.name}\n")
         folder.write(SUMS, "".join(lines).encode())
     if isinstance(folder, LocalFolder):
@@ -72,7 +85,11 @@ def _put_object(folder: Store, source: Store, shard: Shard, how: str) -> None:
     if how == SYMBOLIC:
         raise LinkError(f"{folder}: a bucket has no links; without --link the files are copied there")
     there = folder.stat(shard.name)
-    if there is None or there.size != shard.size or not (there.crc32c == shard.crc32c or there.original == shard.version):
+    if (
+        there is None
+        or there.size != shard.size
+        or not (there.crc32c == shard.crc32c or there.original == shard.version)
+    ):
         folder.copy(source, File(shard.name, shard.size, shard.version, sha256=shard.sha256))
 
 
@@ -165,7 +182,9 @@ class Identity:
     crc32c: str | None = None
 
     def faults(self, folder: Store) -> Iterator[str]:
-        """Why the file isn't the one that it was, as far as that can be told; its bytes are read only where their hash settles it."""
+        """Why the file isn't the one that it was, as far as that can be told; its bytes are read only where their hash
+        settles it.
+        """
         found, led = folder.stat(self.name), _leads_to(folder, self.name)
         if found is None:
             yield f"is gone; it was a link to {led}" if led else "is gone"
@@ -230,7 +249,8 @@ def _is_same(found: File, shard: Shard, link: str) -> bool:
         return False
     if found.crc32c and shard.crc32c:
         return found.crc32c == shard.crc32c
-    return shard.inode == 0 or link == OBJECT or found.version == shard.version  # a link and a local copy have their file's time
+    # a link and a local copy have their file's time
+    return shard.inode == 0 or link == OBJECT or found.version == shard.version
 
 
 def sha256(folder: Store, name: str) -> str:

@@ -28,8 +28,8 @@ def context() -> ts.Context:
 def database(folder: Store, manifest: Store | None = None) -> dict[str, Any]:
     """The OCDBT database in a folder, opened as Orbax opens it; its manifest may lie in another one.
 
-    Data files need no rename, since no one reads them before the manifest names them; the manifest is replaced atomically
-    (google/orbax, checkpoint/orbax/checkpoint/_src/serialization/tensorstore_utils.py, 0.12.8).
+    Data files need no rename, since no one reads them before the manifest names them; the manifest is replaced
+    atomically (google/orbax, checkpoint/orbax/checkpoint/_src/serialization/tensorstore_utils.py, 0.12.8).
     """
     base = folder.kvstore()
     data = {**base, "file_io_locking": {"mode": "non_atomic"}} if base["driver"] == "file" else base
@@ -55,9 +55,11 @@ def merge(
     expected: Iterable[tuple[str, Iterable[str]]],
     manifest: Store | None = None,
 ) -> None:
-    """Merges databases below `items`, and objects, into the one of `items`. No array bytes are moved: it refers to the others' files.
+    """Merges databases below `items`, and objects, into the one of `items`. No array bytes are moved: it refers to the
+    others' files.
 
-    So many databases at a time, atomically; one that was stopped is merged anew, which changes nothing. Then every key is checked.
+    So many databases at a time, atomically; one that was stopped is merged anew, which changes nothing. Then every key
+    is checked.
 
     Args:
       items: what holds the databases, and will be one.
@@ -93,7 +95,9 @@ def _copy(merged_at: dict[str, Any], databases: Sequence[Store]) -> int:
 
 
 def _trim() -> None:
-    """Gives back what was freed: glibc keeps it, for each of TensorStore's threads, which would be gigabytes in the end."""
+    """Gives back what was freed: glibc keeps it, for each of TensorStore's threads, which would be gigabytes in the
+    end.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -109,19 +113,28 @@ def check(items: Store, count: int, expected: Iterable[tuple[str, Iterable[str]]
 
 
 def _check(merged: ts.KvStore, count: int, expected: Iterable[tuple[str, Iterable[str]]]) -> None:
-    """Each folder must hold its keys and no others. If as many were merged as are expected, then none came twice, and none lies elsewhere."""
+    """Each folder must hold its keys and no others. If as many were merged as are expected, then none came twice, and
+    none lies elsewhere.
+    """
     folders, total = set(), 0
     for folder, names in expected:
         keys = sorted(name.encode() for name in names)
         bounds = [f"{folder}/".encode(), *keys[LIST_BATCH::LIST_BATCH], f"{folder}0".encode()]  # "0" comes after "/"
         for start, (low, high) in enumerate(itertools.pairwise(bounds)):
-            wanted, held = keys[start * LIST_BATCH : (start + 1) * LIST_BATCH], merged.list(ts.KvStore.KeyRange(low, high)).result()
+            wanted, held = (
+                keys[start * LIST_BATCH : (start + 1) * LIST_BATCH],
+                merged.list(ts.KvStore.KeyRange(low, high)).result(),
+            )
             if sorted(held) != wanted:
                 missing, extra = set(wanted).difference(held), set(held).difference(wanted)
                 example = sorted(missing or extra)[0].decode()
-                raise IncompleteError(f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {example}")
+                raise IncompleteError(
+                    f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {example}"
+                )
         folders.add(folder.encode())
         total += len(keys)
     if total != count:
         extra = [key.decode() for key in merged.list().result() if key.partition(b"/")[0] not in folders]
-        raise IncompleteError(f"the units left {len(extra)} keys extra and {max(0, count - total - len(extra))} written twice, e.g. {extra[:1]}")
+        raise IncompleteError(
+            f"the units left {len(extra)} keys extra and {max(0, count - total - len(extra))} written twice, e.g. {extra[:1]}"
+        )

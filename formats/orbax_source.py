@@ -1,7 +1,7 @@
 """An Orbax checkpoint as a source: anyone's, its arrays as encodings that read boxes of themselves.
 
-What it holds is told by its own metadata, once; a worker is given that and opens the arrays again without looking. An array is read
-in whole chunks where it is compressed, since a compressed chunk is decoded whole; `chunk` is that grain.
+What it holds is told by its own metadata, once; a worker is given that and opens the arrays again without looking. An
+array is read in whole chunks where it is compressed, since a compressed chunk is decoded whole; `chunk` is that grain.
 """
 
 from __future__ import annotations
@@ -127,14 +127,18 @@ def _opened(array: OrbaxArray) -> ts.TensorStore:
     with _OPENING:
         context, opened = _context(array.items)
         if array.key not in opened:
-            opened[array.key] = _open(open_store(array.items), array.key, array.driver, array.use_ocdbt, context).result()
+            opened[array.key] = _open(
+                open_store(array.items), array.key, array.driver, array.use_ocdbt, context
+            ).result()
         return opened[array.key]
 
 
 def _open(items: Store, key: str, driver: str, use_ocdbt: bool, context: ts.Context) -> ts.Future:
     kvstore = ocdbt.database(items) if use_ocdbt else items.kvstore()
     fill = {"fill_missing_data_reads": False}  # a chunk that is missing is an error, not zeros
-    return ts.open({"driver": driver, "kvstore": zarr.below(kvstore, key), **fill}, open=True, read=True, context=context)
+    return ts.open(
+        {"driver": driver, "kvstore": zarr.below(kvstore, key), **fill}, open=True, read=True, context=context
+    )
 
 
 def forget(items: str) -> None:
@@ -193,8 +197,18 @@ class OrbaxCheckpoint:
 
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON."""
-        arrays = {key: [array.driver, array.use_ocdbt, array.shape, array.dtype.name, array.chunk, array.compressed] for key, array in self.arrays.items()}
-        return {"root": self.root, "files": self.files, "metadata": self.metadata, "custom": self.custom, "record": self.record, "arrays": arrays}
+        arrays = {
+            key: [array.driver, array.use_ocdbt, array.shape, array.dtype.name, array.chunk, array.compressed]
+            for key, array in self.arrays.items()
+        }
+        return {
+            "root": self.root,
+            "files": self.files,
+            "metadata": self.metadata,
+            "custom": self.custom,
+            "record": self.record,
+            "arrays": arrays,
+        }
 
 
 def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
@@ -203,7 +217,9 @@ def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
         key: OrbaxArray(staged["root"], key, driver, use_ocdbt, tuple(shape), _dtype(dtype), tuple(chunk), compressed)
         for key, (driver, use_ocdbt, shape, dtype, chunk, compressed) in staged["arrays"].items()
     }
-    return OrbaxCheckpoint(staged["root"], staged["files"], staged["metadata"], staged["custom"], staged["record"], arrays)
+    return OrbaxCheckpoint(
+        staged["root"], staged["files"], staged["metadata"], staged["custom"], staged["record"], arrays
+    )
 
 
 def _dtype(name: str) -> np.dtype:

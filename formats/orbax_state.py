@@ -105,10 +105,19 @@ def _extras(items: Store) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def array_metadatas(extras: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> bytes:
+def array_metadatas(
+    extras: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+) -> bytes:
     """`array_metadatas/process_0` for the arrays that have extras; `shapes` are those of an array's shards and chunks."""
     entries = [
-        {"array_metadata": {"param_name": key, "write_shape": list(shard), "chunk_shape": list(chunk), "ext_metadata": dict(extras[key])}}
+        {
+            "array_metadata": {
+                "param_name": key,
+                "write_shape": list(shard),
+                "chunk_shape": list(chunk),
+                "ext_metadata": dict(extras[key]),
+            }
+        }
         for key, (shard, chunk) in shapes.items()
         if key in extras
     ]
@@ -118,7 +127,10 @@ def array_metadatas(extras: Mapping[str, Mapping[str, Any]], shapes: Mapping[str
 def _zarr(checkpoint: OrbaxCheckpoint, items: Store) -> dict[str, str]:
     use_ocdbt = next((array.use_ocdbt for array in checkpoint.arrays.values()), True)
     store = ts.KvStore.open(ocdbt.database(items) if use_ocdbt else items.kvstore(), context=ocdbt.context()).result()
-    names = {key: f"{key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}" for key, array in checkpoint.arrays.items()}
+    names = {
+        key: f"{key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}"
+        for key, array in checkpoint.arrays.items()
+    }
     reads = {key: store.read(name) for key, name in names.items()}
     return {key: read.result().value.decode() for key, read in reads.items()}
 
@@ -129,11 +141,18 @@ def _other_items(items: Store) -> Mapping[str, bytes]:
     if not step.exists(CHECKPOINT_METADATA):  # the item is all there is
         return {}
     for name in step.folders():
-        if name == items.name or (step / name).exists(METADATA) or name.startswith(".") or "orbax-checkpoint-tmp" in name:
+        if (
+            name == items.name
+            or (step / name).exists(METADATA)
+            or name.startswith(".")
+            or "orbax-checkpoint-tmp" in name
+        ):
             continue
         for file in (step / name).list():
             if file.size > LARGEST:
-                raise StorageError(f"{(step / name).path(file.name)}: {file.size:,} bytes of an item that isn't known, which is too much to copy")
+                raise StorageError(
+                    f"{(step / name).path(file.name)}: {file.size:,} bytes of an item that isn't known, which is too much to copy"
+                )
             if file.name != MARKER:
                 found[f"{name}/{file.name}"] = (step / name).read(file.name)
     return found
@@ -144,7 +163,11 @@ def _handlers(items: Store) -> dict[str, Any]:
         handlers = parse_json(items.parent.read(CHECKPOINT_METADATA)).get("item_handlers")
     except (OSError, ValueError, AttributeError):
         return {}
-    return {name: handler for name, handler in handlers.items() if name != items.name} if isinstance(handlers, dict) else {}
+    return (
+        {name: handler for name, handler in handlers.items() if name != items.name}
+        if isinstance(handlers, dict)
+        else {}
+    )
 
 
 def _json(items: Store, name: str) -> dict[str, Any]:

@@ -1,12 +1,16 @@
-"""Texts of strangers, made fit for a terminal, a log and a chat: names of tensors, fields of configs, what servers answer."""
+"""Texts of strangers, made fit for a terminal, a log and a chat: names of tensors, fields of configs, what servers
+answer.
+"""
 
 from __future__ import annotations
 
 import re
 
-# Control characters, halves of characters, what changes the direction of text (Unicode's bidi controls), what is invisible
-# (zero width, tags, byte-order mark), and separators of lines.
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]")
+# Control characters, halves of characters, what changes the direction of text (Unicode's bidi controls), what is
+# invisible (zero width, tags, byte-order mark), and separators of lines.
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
 _BUT_LINES = re.compile(_UNPRINTABLE.pattern.replace(r"\x00-\x1f", r"\x00-\x09\x0b-\x1f"))
 
 

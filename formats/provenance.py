@@ -1,11 +1,12 @@
 """Where a checkpoint comes from, and digests that tell whether it still is what was written.
 
-The record lies in `<step>/conversion.json`; all of it but its long lists and `config.json` is in the checkpoint's custom metadata
-too. Its `config` and `tensors` say what the release was, so that the way back needs nothing else than the checkpoint.
+The record lies in `<step>/conversion.json`; all of it but its long lists and `config.json` is in the checkpoint's
+custom metadata too. Its `config` and `tensors` say what the release was, so that the way back needs nothing else than
+the checkpoint.
 
 An array's digest is the sum, modulo 2¹²⁸, of the XXH3 digests of its shards: each over the array's key, dtype and the
-shard's box, and the bytes of the shard in C order. It comes out the same in whatever order units are done, costs nothing
-beside writing, and depends on the shards' shape (the grid), not on format or compression.
+shard's box, and the bytes of the shard in C order. It comes out the same in whatever order units are done, costs
+nothing beside writing, and depends on the shards' shape (the grid), not on format or compression.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from weightbeam.model_mappings.boxes import Box
 RECORD = "conversion.json"
 LIBRARIES = ("apache-beam", "tensorstore", "numpy", "ml_dtypes")
 
-LONG = ("shards", "axes", "config", "tensors", "dropped", "source_digests", "not_finite", "zero")  # fields that stand in the record only
+# fields that stand in the record only
+LONG = ("shards", "axes", "config", "tensors", "dropped", "source_digests", "not_finite", "zero")
 
 Digest = int
 CACHED_BYTES = 1 << 18  # of values that are looked at more than once, one look after the other
@@ -83,15 +85,22 @@ def record_json(record: Mapping[str, Any]) -> bytes:
     def lines(value: Any) -> str:
         if not value or not isinstance(value, dict | list):
             return json.dumps(value)
-        entries = [f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()] if isinstance(value, dict) else map(json.dumps, value)
+        entries = (
+            [f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()]
+            if isinstance(value, dict)
+            else map(json.dumps, value)
+        )
         start, stop = "{}" if isinstance(value, dict) else "[]"
         return f"{start}\n  " + ",\n  ".join(entries) + f"\n {stop}"
 
-    return ("{\n " + ",\n ".join(f"{json.dumps(key)}: {lines(value)}" for key, value in record.items()) + "\n}\n").encode()
+    return (
+        "{\n " + ",\n ".join(f"{json.dumps(key)}: {lines(value)}" for key, value in record.items()) + "\n}\n"
+    ).encode()
 
 
 def tensors_of(record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of the release that a checkpoint was made of, in the order of files and bytes; `path` is the file's name, `offset` isn't known.
+    """The tensors of the release that a checkpoint was made of, in the order of files and bytes; `path` is the file's
+    name, `offset` isn't known.
 
     Raises:
       StorageError: the record has none, or they aren't what this package writes.

@@ -96,7 +96,8 @@ def encode_leaf(references: Sequence[Reference]) -> Leaf:
             _varints([reference.offset for reference in references]),
         ]
     )
-    head = BTREE_MAGIC.to_bytes(4, "big") + (len(body) + 18).to_bytes(8, "little") + b"\0\0"  # format version 0, not compressed
+    # format version 0, not compressed
+    head = BTREE_MAGIC.to_bytes(4, "big") + (len(body) + 18).to_bytes(8, "little") + b"\0\0"
     return Leaf(_with_checksum(head + body), len(references), sum(reference.length for reference in references))
 
 
@@ -131,7 +132,9 @@ def _with_checksum(data: bytes) -> bytes:
 
 
 def read_references(folder: Store) -> Iterator[Reference]:
-    """Every value of a database that lies in a file, as TensorStore tells it; values of at most 1 KiB stand in the database itself."""
+    """Every value of a database that lies in a file, as TensorStore tells it; values of at most 1 KiB stand in the
+    database itself.
+    """
     store, shared = ts.KvStore.open(folder.kvstore()).result(), ts.Context({})
     latest = ts.ocdbt.dump(store, context=shared).result()["versions"][-1]["root"]
     nodes = [(b"", latest["location"])] if "location" in latest else []
@@ -147,7 +150,8 @@ def read_references(folder: Store) -> Iterator[Reference]:
 
 
 def find_faults(folder: Store, expected: Iterable[Reference]) -> Iterator[str]:
-    """What is wrong with the references of a database: those that aren't as expected, and those that reach beyond their file.
+    """What is wrong with the references of a database: those that aren't as expected, and those that reach beyond their
+    file.
 
     Every reference of the database counts, also those that nobody expects: they must lie within their files too.
     """

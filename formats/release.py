@@ -1,7 +1,7 @@
 """What a release holds besides its weights: the small files, the edits that `config.json` needs, and a model card.
 
-The small files are carried as opaque bytes. Weights and pickles never are; nothing is run, nothing is parsed but `config.json` and
-the head of the model card.
+The small files are carried as opaque bytes. Weights and pickles never are; nothing is run, nothing is parsed but
+`config.json` and the head of the model card.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from weightbeam.formats.strict_json import JsonError, parse_json
 
 LOGGER = logging.getLogger("weightbeam")
 CONFIG, CARD = "config.json", "README.md"
-TEMPLATES = "additional_chat_templates"  # the one folder of a release that is taken (transformers 5.23, processing_utils.py)
+# the one folder of a release that is taken (transformers 5.23, processing_utils.py)
+TEMPLATES = "additional_chat_templates"
 MAX_FILE_BYTES = 64 << 20  # Gemma 3's tokenizer.json, the largest known, has 33 MB
 MAX_BYTES = 256 << 20  # of all together
 MAX_FILES = 250
@@ -42,7 +43,9 @@ ROLES: Mapping[str, re.Pattern[str]] = {
     "chat template": re.compile(rf"chat_template\.json|({TEMPLATES}/)?\w[\w.-]*\.jinja"),
     "processor": re.compile(r"(\w+_)?(pre)?processor_config\.json"),
     "quantisation": re.compile("|".join(map(re.escape, QUANT_CONFIGS))),
-    "licence": re.compile(r"([\w.-]+[._-])?(licen[cs]e|notice|copying|use_policy)[\w-]*(\.(md|txt|pdf|rst))?", re.IGNORECASE),
+    "licence": re.compile(
+        r"([\w.-]+[._-])?(licen[cs]e|notice|copying|use_policy)[\w-]*(\.(md|txt|pdf|rst))?", re.IGNORECASE
+    ),
     "card": re.compile(r"README\.md"),
     "code": re.compile(r"\w[\w.-]*\.py"),
 }
@@ -61,16 +64,24 @@ class SmallFiles(Mapping[str, bytes]):
       left: those left out, with the reason: too large, too many, or links that lead elsewhere.
     """
 
-    def __init__(self, sizes: Mapping[str, int], read: Callable[[str], bytes], refused: Mapping[str, str] | None = None):
+    def __init__(
+        self, sizes: Mapping[str, int], read: Callable[[str], bytes], refused: Mapping[str, str] | None = None
+    ):
         self.sizes: dict[str, int] = {}
         self.left = dict(refused or {})
         self._read = read
         held = 0
-        for name in sorted(sizes.keys() - self.left.keys(), key=lambda name: (list(ROLES).index(role_of(name) or ""), name)):
+        for name in sorted(
+            sizes.keys() - self.left.keys(), key=lambda name: (list(ROLES).index(role_of(name) or ""), name)
+        ):
             if sizes[name] > MAX_FILE_BYTES:
-                self.left[name] = f"has {sizes[name]:,} bytes; a file of a release besides its weights has at most {MAX_FILE_BYTES:,}"
+                self.left[name] = (
+                    f"has {sizes[name]:,} bytes; a file of a release besides its weights has at most {MAX_FILE_BYTES:,}"
+                )
             elif held + sizes[name] > MAX_BYTES or len(self.sizes) == MAX_FILES:
-                self.left[name] = f"the release has more than {MAX_FILES} such files, or more than {MAX_BYTES:,} bytes of them"
+                self.left[name] = (
+                    f"the release has more than {MAX_FILES} such files, or more than {MAX_BYTES:,} bytes of them"
+                )
             else:
                 self.sizes[name] = sizes[name]
                 held += sizes[name]
@@ -85,7 +96,9 @@ class SmallFiles(Mapping[str, bytes]):
         if name not in self.sizes:
             raise KeyError(name)
         if len(data := self._read(name)) != self.sizes[name]:
-            raise StorageError(f"{name} had {self.sizes[name]:,} bytes when it was listed, and has others now; was it changed?")
+            raise StorageError(
+                f"{name} had {self.sizes[name]:,} bytes when it was listed, and has others now; was it changed?"
+            )
         return data
 
     def __iter__(self) -> Iterator[str]:
@@ -124,11 +137,24 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
 def token_ids(files: Mapping[str, bytes]) -> dict[str, int]:
-    """The ids of the tokens that begin, end and pad a text, as a tokenizer's files say: `{"eos_token_id": 2, …}`; those that they don't say left out."""
-    said = [parsed if isinstance(parsed := _read_json(files.get(name, b"")), dict) else {} for name in ("tokenizer_config.json", "tokenizer.json")]
+    """The ids of the tokens that begin, end and pad a text, as a tokenizer's files say: `{"eos_token_id": 2, …}`; those
+    that they don't say left out.
+    """
+    said = [
+        parsed if isinstance(parsed := _read_json(files.get(name, b"")), dict) else {}
+        for name in ("tokenizer_config.json", "tokenizer.json")
+    ]
     config, tokenizer = said
     added = tokenizer.get("added_tokens")
-    ids = {token["content"]: token["id"] for token in added if isinstance(token, dict) and {"content", "id"} <= token.keys()} if isinstance(added, list) else {}
+    ids = (
+        {
+            token["content"]: token["id"]
+            for token in added
+            if isinstance(token, dict) and {"content", "id"} <= token.keys()
+        }
+        if isinstance(added, list)
+        else {}
+    )
     found = {}
     for name in SPECIAL_TOKENS:
         token = config.get(name)
@@ -145,7 +171,7 @@ def _read_json(text: bytes) -> Any:
         return None
 
 
-# --- kept with a checkpoint -----------------------------------------------------------------------------------------------------
+# --- kept with a checkpoint -------------------------------------------------------------------------------------------
 
 ARCHIVE = "release.zip"  # in a step's folder: a single file, since Orbax takes every folder of a step for an item
 
@@ -168,7 +194,9 @@ def packed_files(step: Store) -> SmallFiles | None:
     if (file := step.stat(ARCHIVE)) is None:
         return None
     if file.size > 2 * MAX_BYTES:
-        raise StorageError(f"{step.path(ARCHIVE)}: has {file.size:,} bytes; no such archive has more than {2 * MAX_BYTES:,}")
+        raise StorageError(
+            f"{step.path(ARCHIVE)}: has {file.size:,} bytes; no such archive has more than {2 * MAX_BYTES:,}"
+        )
     try:
         archive = zipfile.ZipFile(io.BytesIO(step.read(ARCHIVE)))
     except (zipfile.BadZipFile, ValueError) as e:
@@ -177,14 +205,21 @@ def packed_files(step: Store) -> SmallFiles | None:
     def read(name: str) -> bytes:
         try:
             return archive.read(name)
-        except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError) as e:  # RuntimeError: encrypted, or compressed by something else
+        except (
+            zipfile.BadZipFile,
+            zlib.error,
+            RuntimeError,
+            ValueError,
+            EOFError,
+        ) as e:  # RuntimeError: encrypted, or compressed by something else
             raise StorageError(f"{step.path(ARCHIVE)}: {name} can't be read: {e}") from e
 
     return SmallFiles({info.filename: info.file_size for info in archive.infolist() if role_of(info.filename)}, read)
 
 
 def keep_files(step: Store, source: Store) -> None:
-    """Packs a release's small files into the archive that lies with a checkpoint; those of a virtual checkpoint lie with that one.
+    """Packs a release's small files into the archive that lies with a checkpoint; those of a virtual checkpoint lie
+    with that one.
 
     Raises:
       StorageError: one can't be read.
@@ -199,10 +234,11 @@ def keep_files(step: Store, source: Store) -> None:
         step.write(ARCHIVE, pack(dict(zip(files, pool.map(files.__getitem__, files), strict=True))))
 
 
-# --- config.json ----------------------------------------------------------------------------------------------------------------
+# --- config.json ------------------------------------------------------------------------------------------------------
 
 QUANTIZATIONS = ("quantization_config", "compression_config")
-TEXT_SECTIONS = ((), ("text_config",), ("thinker_config",), ("thinker_config", "text_config"))  # where a text model's sizes may stand
+# where a text model's sizes may stand
+TEXT_SECTIONS = ((), ("text_config",), ("thinker_config",), ("thinker_config", "text_config"))
 NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # DeepSeek, GLM, Kimi; Qwen 3.5; others
 MAX_SECTIONS = 3  # how deep sections lie in each other
 
@@ -229,8 +265,8 @@ def edit_config(
       tie_word_embeddings: whether the head is the embedding.
 
     Returns:
-      The new text, and what was edited, a line each. At the root both `dtype` (transformers 5) and `torch_dtype` (4, and engines
-      built on it) stand, with the same value.
+      The new text, and what was edited, a line each. At the root both `dtype` (transformers 5) and `torch_dtype` (4,
+      and engines built on it) stand, with the same value.
 
     Raises:
       JsonError: the text isn't a JSON object.
@@ -249,13 +285,23 @@ def edit_config(
         for key in ("dtype", "torch_dtype"):
             if editor.has((*section, key)):
                 editor.set((*section, key), dtype)
-    known = dtype or next((found for section in TEXT_SECTIONS for key in ("dtype", "torch_dtype") if (found := editor.get((*section, key)))), None)
+    known = dtype or next(
+        (
+            found
+            for section in TEXT_SECTIONS
+            for key in ("dtype", "torch_dtype")
+            if (found := editor.get((*section, key)))
+        ),
+        None,
+    )
     if known is not None:
         editor.set(("dtype",), known, after="torch_dtype")
         editor.set(("torch_dtype",), known, after="dtype")
     if vocab_size is not None:
         places = [section for section in TEXT_SECTIONS if editor.has((*section, "vocab_size"))]
-        for section in places or [max((section for section in TEXT_SECTIONS if isinstance(editor.get(section), dict)), key=len, default=())]:
+        for section in places or [
+            max((section for section in TEXT_SECTIONS if isinstance(editor.get(section), dict)), key=len, default=())
+        ]:
             editor.set((*section, "vocab_size"), vocab_size)
     if nextn is not None:
         for path in [(*section, key) for section in TEXT_SECTIONS for key in NEXTN]:
@@ -296,22 +342,41 @@ class _Editor:
             self.edits.append(f"{'.'.join(path)} removed")
 
     def sections(self) -> list[json_text.Path]:
-        """The root and every object below it, as deep as sections of a model lie; what describes a quantisation is none."""
+        """The root and every object below it, as deep as sections of a model lie; what describes a quantisation is
+        none.
+        """
         found: list[json_text.Path] = [()]
         for path in found:
             value = self.get(path) if path else json.loads(self.text)
             if len(path) < MAX_SECTIONS and isinstance(value, dict):
-                found += [(*path, key) for key, child in value.items() if isinstance(child, dict) and key not in QUANTIZATIONS]
+                found += [
+                    (*path, key) for key, child in value.items() if isinstance(child, dict) and key not in QUANTIZATIONS
+                ]
         return found
 
 
-# --- the model card -------------------------------------------------------------------------------------------------------------
+# --- the model card ---------------------------------------------------------------------------------------------------
 
 MAX_HEAD = 64 << 10  # characters of the metadata of a model card
-KEPT_FIELDS = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "extra_gated_prompt")
+KEPT_FIELDS = (
+    "license",
+    "license_name",
+    "license_link",
+    "language",
+    "pipeline_tag",
+    "library_name",
+    "extra_gated_prompt",
+)
 
 
-def model_card(title: str, facts: Mapping[str, str], edits: Sequence[str] = (), *, base_model: str | None = None, card: str | None = None) -> str:
+def model_card(
+    title: str,
+    facts: Mapping[str, str],
+    edits: Sequence[str] = (),
+    *,
+    base_model: str | None = None,
+    card: str | None = None,
+) -> str:
     """A stub of a model card that says what a release was made of.
 
     Args:
@@ -323,8 +388,18 @@ def model_card(title: str, facts: Mapping[str, str], edits: Sequence[str] = (), 
     """
     head: dict[str, Any] = {"base_model": base_model} if base_model else {}
     head = {"library_name": "transformers"} | head | _kept_fields(card or "")
-    lines = [f"# {title}", "", "Written by [Weightbeam](https://pypi.org/project/weightbeam/). Say here what the model is for, and what it was trained on.", ""]
-    lines += ["| made of | |", "|---|---|", *(f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()), ""]
+    lines = [
+        f"# {title}",
+        "",
+        "Written by [Weightbeam](https://pypi.org/project/weightbeam/). Say here what the model is for, and what it was trained on.",
+        "",
+    ]
+    lines += [
+        "| made of | |",
+        "|---|---|",
+        *(f"| {_cell(name)} | {_cell(value)} |" for name, value in facts.items()),
+        "",
+    ]
     if edits:
         lines += ["`config.json` differs from the release's in:", "", *(f"* `{edit}`" for edit in edits), ""]
     return f"---\n{yaml.safe_dump(head, allow_unicode=True, sort_keys=False)}---\n\n" + "\n".join(lines)
@@ -345,4 +420,8 @@ def _kept_fields(card: str) -> dict[str, str | list[str]]:
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     kept = {key: fields[key] for key in KEPT_FIELDS if key in fields} if isinstance(fields, dict) else {}
-    return {key: value for key, value in kept.items() if isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))}
+    return {
+        key: value
+        for key, value in kept.items()
+        if isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+    }

@@ -1,8 +1,9 @@
-"""A release that is written to a bucket: units write components of its files, the store composes them, and the record publishes.
+"""A release that is written to a bucket: units write components of its files, the store composes them, and the record
+publishes.
 
-A bucket has no write at an offset and no rename. So a unit writes each stretch of its rows as an object of its own, and its ledger
-entry says where in which file that belongs. Once all units are done the store composes the files, each is checked by its crc32c, and
-copies them to their places:
+A bucket has no write at an offset and no rename. So a unit writes each stretch of its rows as an object of its own, and
+its ledger entry says where in which file that belongs. Once all units are done the store composes the files, each is
+checked by its crc32c, and copies them to their places:
 
     <output>.weightbeam/<id>/                      plan, ledger, failure
         parts/<attempt>/…                          the units' components
@@ -40,7 +41,9 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
         return self.work / PARTS
 
     def is_remains(self) -> bool:
-        """Whether what lies in the place is what a command left that was thrown away; nothing gets there before all is done."""
+        """Whether what lies in the place is what a command left that was thrown away; nothing gets there before all is
+        done.
+        """
         return any(not name.startswith("claim.") for name in self.desk.folders())
 
     def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
@@ -89,7 +92,9 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
         except ValueError as e:
             raise IncompleteError(str(e)) from e
         joined = f"{PARTS}/joined/{name}"
-        compose(self.work, f"{ASIDE}/{name}", [part._replace(name=f"{PARTS}/{part.name}") for part in components], joined)
+        compose(
+            self.work, f"{ASIDE}/{name}", [part._replace(name=f"{PARTS}/{part.name}") for part in components], joined
+        )
         self.check_claim()
         with concurrent.futures.ThreadPoolExecutor(self.parts.at_a_time) as pool:
             list(pool.map(lambda part: self.parts.delete(part.name), components))

@@ -1,7 +1,8 @@
 """A release that is written: rows of tensors into safetensors files, by many at a time, published once.
 
-The headers follow from the plan, so every unit knows the bytes of the files that its rows are. In a folder the files are made at their
-full size before any tensor is there, and a unit writes to its places; how it is done in a bucket, `release_bucket.py` says.
+The headers follow from the plan, so every unit knows the bytes of the files that its rows are. In a folder the files
+are made at their full size before any tensor is there, and a unit writes to its places; how it is done in a bucket,
+`release_bucket.py` says.
 
     <output>                                    the release, once it is whole
     <output>.<id>.weightbeam-tmp/               the same as it grows
@@ -34,7 +35,8 @@ from weightbeam.model_mappings.boxes import Box
 RECORD = "weightbeam.json"
 UNPACKED = "unpacked"  # where large chunks of the source lie meanwhile
 
-Rows = tuple[Tensor, Box, np.ndarray]  # a tensor whose `path` is its file's name in the release, a box of it, and its values
+# a tensor whose `path` is its file's name in the release, a box of it, and its values
+Rows = tuple[Tensor, Box, np.ndarray]
 
 
 class IncompleteError(ValueError):
@@ -48,7 +50,9 @@ class ReleasePlace(Staging):
 
     @abc.abstractmethod
     def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
-        """Makes ready for the units: safetensors files `(name, header, size)`, what units wrote kept; and the small files."""
+        """Makes ready for the units: safetensors files `(name, header, size)`, what units wrote kept; and the small
+        files.
+        """
 
     @abc.abstractmethod
     def write_stretches(self, stretches: Iterable[tuple[str, int, memoryview]]) -> Mapping[str, Any]:
@@ -78,7 +82,8 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
             try:
                 _write_all(fd, memoryview(header), 0)
                 os.ftruncate(fd, size)
-                with contextlib.suppress(OSError, AttributeError):  # so that a full disk is known now; not every file system can
+                # so that a full disk is known now; not every file system can
+                with contextlib.suppress(OSError, AttributeError):
                     os.posix_fallocate(fd, 0, size)
                 os.fsync(fd)
             finally:
@@ -109,7 +114,9 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
         for name, _, size in files:
             held = self.checkpoint.stat(name)
             if held is None or held.size != size:
-                raise IncompleteError(f"{self.checkpoint.path(name)} has {held.size if held else 0:,} bytes, expected {size:,}")
+                raise IncompleteError(
+                    f"{self.checkpoint.path(name)} has {held.size if held else 0:,} bytes, expected {size:,}"
+                )
         self.work.delete_folder(UNPACKED)
         sync_folder(Path(self.checkpoint.url))
 
@@ -159,8 +166,14 @@ def plan_hash_of(release: Store) -> str | None:
 def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows]) -> None:
     """Writes rows durably to their places, and enters the unit in the ledger."""
     staging.check()
-    buffers = [(tensor, box, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data) for tensor, box, values in rows]
-    stretches = [(tensor.path, offset, part) for tensor, box, buffer in buffers for offset, part in BoxRead(tensor, box).ranges(buffer)]
+    buffers = [
+        (tensor, box, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data) for tensor, box, values in rows
+    ]
+    stretches = [
+        (tensor.path, offset, part)
+        for tensor, box, buffer in buffers
+        for offset, part in BoxRead(tensor, box).ranges(buffer)
+    ]
     about = staging.write_stretches(stretches)
     shares: dict[str, int] = {}
     for tensor, box, buffer in buffers:
@@ -175,7 +188,13 @@ def _digest(tensor: Tensor, box: Box, data: memoryview) -> int:
     return hashed.intdigest()
 
 
-def assemble(staging: ReleasePlace, units: int, files: Sequence[tuple[str, bytes, int]], record: Mapping[str, Any], overwrite: bool) -> None:
+def assemble(
+    staging: ReleasePlace,
+    units: int,
+    files: Sequence[tuple[str, bytes, int]],
+    record: Mapping[str, Any],
+    overwrite: bool,
+) -> None:
     """Publishes a release whose units are done. Does nothing where that has happened.
 
     Raises:

@@ -1,8 +1,9 @@
 """The checkpoint as the tables see it: views over the stored tensors, raw -> dequantised.
 
-A view takes the companions of a quantised tensor (its scales) out of sight and shows the tensor under its own name with its
-logical shape. What can't be paired is a problem: no weight is ever used without its scale. Which tensors belong together is
-told by their names and dtypes (`encodings/matching.py`); `quantization_config` must agree, and settles what headers can't tell.
+A view takes the companions of a quantised tensor (its scales) out of sight and shows the tensor under its own name with
+its logical shape. What can't be paired is a problem: no weight is ever used without its scale. Which tensors belong
+together is told by their names and dtypes (`encodings/matching.py`); `quantization_config` must agree, and settles what
+headers can't tell.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.encodings.format import UnknownBlockError
 from weightbeam.formats.encodings.fp8 import find_block
 from weightbeam.formats.encodings.gptq import spare_biases
-from weightbeam.formats.encodings.matching import SourceError, check_method, check_names, find_matches, logical_names, make_encoding, make_plain, why_dropped
+from weightbeam.formats.encodings.matching import (
+    SourceError,
+    check_method,
+    check_names,
+    find_matches,
+    logical_names,
+    make_encoding,
+    make_plain,
+    why_dropped,
+)
 from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, read_boxes
 from weightbeam.formats.storage import StorageError
@@ -25,7 +35,8 @@ from weightbeam.model_mappings.boxes import whole
 from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.plan import Problem, TensorSpec
 
-MAX_SPARE_BYTES = 1 << 26  # of biases that are read while the plan is made; those of a model of 72 billion parameters take 4 MB
+# of biases that are read while the plan is made; those of a model of 72 billion parameters take 4 MB
+MAX_SPARE_BYTES = 1 << 26
 ZEROS = "zeros that AutoGPTQ stores for layers without a bias"
 
 
@@ -58,7 +69,9 @@ class Source:
         for given, encoding in self.encodings.items():
             name = rename(given, aliases)
             if name in encodings:
-                problems.append(Problem("overlap", given, f"another spelling of {encodings[name].weight.name}, which is there too"))
+                problems.append(
+                    Problem("overlap", given, f"another spelling of {encodings[name].weight.name}, which is there too")
+                )
             encodings.setdefault(name, encoding)
         lost, spare = (frozenset(rename(name, aliases) for name in names) for names in (self.lost, self.spare))
         return Source(encodings, tuple(problems), self.dropped, lost, spare)
@@ -80,7 +93,12 @@ class Source:
         try:
             values = read_boxes([BoxRead(tensor, whole(tensor.shape)) for tensor in tensors.values()])[0]
         except (OSError, StorageError) as e:
-            return {}, [Problem("unused", name, f"a bias that the table has no place for; if it isn't {ZEROS} can't be told: {e}") for name in tensors]
+            return {}, [
+                Problem(
+                    "unused", name, f"a bias that the table has no place for; if it isn't {ZEROS} can't be told: {e}"
+                )
+                for name in tensors
+            ]
         dropped = {name: ZEROS for name, held in zip(tensors, values, strict=True) if not held.any()}
         message = f"a bias that the table has no place for, and that isn't {ZEROS}"
         return dropped, [Problem("unused", name, message) for name in tensors if name not in dropped]
@@ -97,8 +115,12 @@ def open_source(checkpoint: HfCheckpoint) -> Source:
     """The views over a checkpoint, with everything that stands against them."""
     tensors = checkpoint.tensors
     quantization = Quantization.of(checkpoint.config)
-    matches = {name: found for name, tensor in tensors.items() if (found := find_matches(tensor, tensors, quantization))}
-    quantization, problems = find_block(quantization, (parts for found in matches.values() for entry, parts in found if entry.in_blocks))
+    matches = {
+        name: found for name, tensor in tensors.items() if (found := find_matches(tensor, tensors, quantization))
+    }
+    quantization, problems = find_block(
+        quantization, (parts for found in matches.values() for entry, parts in found if entry.in_blocks)
+    )
     problems += [*check_method(quantization, matches), *check_names(tensors)]
     claimed = {part.name for found in matches.values() for _, parts in found for part in parts.companions.values()}
     is_quantized = bool(matches or quantization.fields)

@@ -7,7 +7,8 @@ import threading
 from typing import Any
 
 MAX_BYTES = 100_000_000  # of a text; the safetensors format allows a header as many
-MAX_VALUES = 5_000_000  # of texts that are read together, so that their objects in memory are bounded: a tensor of rank 2 is 11 of them
+# of texts that are read together, so that their objects in memory are bounded: a tensor of rank 2 is 11 of them
+MAX_VALUES = 5_000_000
 MAX_DEPTH = 64
 
 
@@ -54,7 +55,12 @@ def parse_json(raw: bytes, lenient: bool = True, budget: Budget | None = None) -
         raise JsonError(f"isn't JSON: {e}") from e
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for parent in level if isinstance(parent, dict | list) for child in (parent.values() if isinstance(parent, dict) else parent)]
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
     if level:
         raise JsonError(f"objects and lists within each other, more than {MAX_DEPTH} deep")
     return value

@@ -1,12 +1,14 @@
-"""Large compressed chunks, unpacked once: a chunk that holds all layers is decoded as a stream into files that any part can be read of.
+"""Large compressed chunks, unpacked once: a chunk that holds all layers is decoded as a stream into files that any part
+can be read of.
 
-MaxText's training writes chunks of 1 to 2 GiB, a device's whole shard, and a part of a compressed chunk can't be read alone. So each
-is read once, in pieces of its bytes, decoded as it comes, and written to a few files in C order; no more than a piece of it is ever
-in memory. A unit then reads the rows of one layer from there.
+MaxText's training writes chunks of 1 to 2 GiB, a device's whole shard, and a part of a compressed chunk can't be read
+alone. So each is read once, in pieces of its bytes, decoded as it comes, and written to a few files in C order; no more
+than a piece of it is ever in memory. A unit then reads the rows of one layer from there.
 
     chunk (128, 80, 28672) of a kernel (8192, 80, 28672) ─▸ files of 3 rows each: (3, 80, 28672), 28 MiB
 
-(zarr3 `sharding_indexed` with the inner chunk equal to the outer one, and zarr2 with zstd, as Orbax 0.12.8 writes them.)
+(zarr3 `sharding_indexed` with the inner chunk equal to the outer one, and zarr2 with zstd, as Orbax 0.12.8 writes
+them.)
 """
 
 from __future__ import annotations
@@ -68,28 +70,43 @@ class UnpackedArray(InOrder):
         """The box, put together of its parts; in the stored dtype."""
         values = empty(extent(box), self.dtype)
         for part, (_, target) in zip(stored, self._parts(box), strict=True):
-            values[tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(target, box, strict=True))] = part
+            values[
+                tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(target, box, strict=True))
+            ] = part
         return values
 
     def _parts(self, box: Box) -> Iterator[tuple[BoxRead, Box]]:
         """What lies in each file, and which box of the array that is."""
-        numbers = [range(start // step, -(-stop // step)) for (start, stop), step in zip(box, self.array.chunk, strict=True)]
+        numbers = [
+            range(start // step, -(-stop // step)) for (start, stop), step in zip(box, self.array.chunk, strict=True)
+        ]
         for index in itertools.product(*numbers):
             for number, piece in enumerate(pieces(self.array, index)):
                 met = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True))
                 if all(low < high for low, high in met):
-                    tensor = Tensor(self.array.key, self.dtype, extent(piece), f"{self.place}/{file_name(self.array, index, number, self.prefix)}", 0)
-                    local = tuple((low - start, high - start) for (low, high), (start, _) in zip(met, piece, strict=True))
+                    tensor = Tensor(
+                        self.array.key,
+                        self.dtype,
+                        extent(piece),
+                        f"{self.place}/{file_name(self.array, index, number, self.prefix)}",
+                        0,
+                    )
+                    local = tuple(
+                        (low - start, high - start) for (low, high), (start, _) in zip(met, piece, strict=True)
+                    )
                     yield BoxRead(tensor, local), met
 
 
 def chunks(array: OrbaxArray) -> list[tuple[int, ...]]:
     """The indices of an array's chunks."""
-    return list(itertools.product(*(range(-(-size // step)) for size, step in zip(array.shape, array.chunk, strict=True))))
+    return list(
+        itertools.product(*(range(-(-size // step)) for size, step in zip(array.shape, array.chunk, strict=True)))
+    )
 
 
 def pieces(array: OrbaxArray, index: Sequence[int]) -> list[Box]:
-    """The boxes of a chunk that a file each holds, in C order of the chunk; a chunk at the array's end has what lies beyond it, too.
+    """The boxes of a chunk that a file each holds, in C order of the chunk; a chunk at the array's end has what lies
+    beyond it, too.
 
     The first axes have one index each, the next a range, the others all there is.
     """
@@ -97,8 +114,12 @@ def pieces(array: OrbaxArray, index: Sequence[int]) -> list[Box]:
     inner = [math.prod(array.chunk[axis + 1 :]) * array.dtype.itemsize for axis in range(len(array.chunk))]
     cut = next((axis for axis, nbytes in enumerate(inner) if nbytes <= PIECE), len(inner) - 1)
     rows = max(1, PIECE // inner[cut]) if inner else 1
-    leading = [[(at + i, at + i + 1) for i in range(step)] for at, step in zip(start[:cut], array.chunk[:cut], strict=True)]
-    ranges = [(start[cut] + low, start[cut] + min(low + rows, array.chunk[cut])) for low in range(0, array.chunk[cut], rows)]
+    leading = [
+        [(at + i, at + i + 1) for i in range(step)] for at, step in zip(start[:cut], array.chunk[:cut], strict=True)
+    ]
+    ranges = [
+        (start[cut] + low, start[cut] + min(low + rows, array.chunk[cut])) for low in range(0, array.chunk[cut], rows)
+    ]
     rest = [(at, at + step) for at, step in zip(start[cut + 1 :], array.chunk[cut + 1 :], strict=True)]
     return [(*first, span, *rest) for first in itertools.product(*leading) for span in ranges]
 
@@ -120,7 +141,10 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
     boxes = pieces(array, index)
     wanted = [volume(box) * array.dtype.itemsize for box in boxes]
     names = [file_name(array, index, number, prefix) for number in range(len(boxes))]
-    if all((file := place.stat(name)) is not None and file.size == nbytes for name, nbytes in zip(names, wanted, strict=True)):
+    if all(
+        (file := place.stat(name)) is not None and file.size == nbytes
+        for name, nbytes in zip(names, wanted, strict=True)
+    ):
         return 0
     with concurrent.futures.ThreadPoolExecutor(1) as writer:  # a piece is written while the next one is decoded
         stream, written = decoded(array, index), None
@@ -157,14 +181,21 @@ def decoded(array: OrbaxArray, index: Sequence[int]) -> Stream:
       StorageError: the chunk is missing or damaged; its bytes' damage is told as they are read.
     """
     items = open_store(array.items)
-    base = ts.KvStore.open(ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()).result()
-    about = json.loads(_read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None))
+    base = ts.KvStore.open(
+        ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()
+    ).result()
+    about = json.loads(
+        _read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None)
+    )
     if array.driver == "zarr3":
         key = "/".join((array.key, "c", *map(str, index)))
         codecs, sharded = _codecs(array, about)
         if sharded:
             entry = _read(base, array, key, -INDEX_BYTES, None)
-            start, stop = int.from_bytes(entry[:8], "little"), int.from_bytes(entry[:8], "little") + int.from_bytes(entry[8:16], "little")
+            start, stop = (
+                int.from_bytes(entry[:8], "little"),
+                int.from_bytes(entry[:8], "little") + int.from_bytes(entry[8:16], "little"),
+            )
             if google_crc32c.value(entry[:-4]) != int.from_bytes(entry[-4:], "little"):
                 raise StorageError(f"{array.items}: {key}: the index of the shard is damaged")
         else:
@@ -174,7 +205,9 @@ def decoded(array: OrbaxArray, index: Sequence[int]) -> Stream:
         compressor = about.get("compressor")
         codecs, start, stop = [compressor["id"]] if compressor else [], 0, _size(base, array, key)
     if codecs not in ([], ["zstd"]):
-        raise StorageError(f"{array.items}: {array.key}: chunks of {array.chunk_bytes:,} bytes, compressed with {codecs[0]}, can't be decoded in parts")
+        raise StorageError(
+            f"{array.items}: {array.key}: chunks of {array.chunk_bytes:,} bytes, compressed with {codecs[0]}, can't be decoded in parts"
+        )
     encoded = _Value(base, array, key, start, stop)
     return _Decoder(encoded, f"{array.items}: {key}") if codecs else encoded
 
@@ -190,7 +223,11 @@ class _Value:
         wanted = slice(self._at, min(self._at + size, self._stop))
         if wanted.start == wanted.stop:
             return b""
-        under_way = self._ahead[1] if self._ahead and self._ahead[0] == wanted else self._base.read(self._key, byte_range=wanted)
+        under_way = (
+            self._ahead[1]
+            if self._ahead and self._ahead[0] == wanted
+            else self._base.read(self._key, byte_range=wanted)
+        )
         self._at = wanted.stop
         rest = slice(self._at, min(self._at + size, self._stop))
         self._ahead = (rest, self._base.read(self._key, byte_range=rest)) if rest.start < rest.stop else None
@@ -198,7 +235,9 @@ class _Value:
 
 
 class _Decoder:
-    """What a zstd stream becomes. A reader, since an object that is fed returns all that its input becomes: zeros are a thousand times as many."""
+    """What a zstd stream becomes. A reader, since an object that is fed returns all that its input becomes: zeros are a
+    thousand times as many.
+    """
 
     def __init__(self, encoded: Stream, name: str):
         self._name = name
@@ -216,9 +255,19 @@ def can_unpack(array: OrbaxArray) -> bool:
     """Whether the chunks of an array can be decoded as streams, by what its metadata say."""
     try:
         items = open_store(array.items)
-        base = ts.KvStore.open(ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()).result()
-        about = json.loads(_read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None))
-        codecs = _codecs(array, about)[0] if array.driver == "zarr3" else [about["compressor"]["id"]] if about.get("compressor") else []
+        base = ts.KvStore.open(
+            ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()
+        ).result()
+        about = json.loads(
+            _read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None)
+        )
+        codecs = (
+            _codecs(array, about)[0]
+            if array.driver == "zarr3"
+            else [about["compressor"]["id"]]
+            if about.get("compressor")
+            else []
+        )
     except (StorageError, KeyError, TypeError, ValueError):
         return False
     return codecs in ([], ["zstd"])
@@ -239,7 +288,9 @@ def _codecs(array: OrbaxArray, about: dict) -> tuple[list[str], bool]:
 
 
 def _size(base: ts.KvStore, array: OrbaxArray, key: str) -> int:
-    """Bytes of a value: a key-value store doesn't say, so they are found by doubling and halving; thirty reads of a byte."""
+    """Bytes of a value: a key-value store doesn't say, so they are found by doubling and halving; thirty reads of a
+    byte.
+    """
     low, high = 0, READ
     while len(_read(base, array, key, high - 1, high, may_end=True)):
         low, high = high, 2 * high

@@ -1,7 +1,7 @@
 """Arrays as chunks: the zarr metadata that stock Orbax restores, the keys of the chunks, and writing them.
 
-Two grids: a *chunk* is what one read fetches; a *shard* is what one write makes. They are the same unless zarr3's sharding
-codec packs many chunks into one shard.
+Two grids: a *chunk* is what one read fetches; a *shard* is what one write makes. They are the same unless zarr3's
+sharding codec packs many chunks into one shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import tensorstore as ts
 
 from weightbeam.model_mappings.boxes import Box
 
-INDEX_ENTRY_BYTES, INDEX_CHECKSUM_BYTES = 16, 4  # of the index that every reader of a shard reads: offset and length of each chunk; one crc32c
+# of the index that every reader of a shard reads: offset and length of each chunk; one crc32c
+INDEX_ENTRY_BYTES, INDEX_CHECKSUM_BYTES = 16, 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ class ArraySpec:
 
     def shard_box(self, index: tuple[int, ...]) -> Box:
         """The box of a shard; cropped at the array's end."""
-        return tuple((i * step, min((i + 1) * step, size)) for i, step, size in zip(index, self.shard, self.shape, strict=True))
+        return tuple(
+            (i * step, min((i + 1) * step, size)) for i, step, size in zip(index, self.shard, self.shape, strict=True)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +101,8 @@ def metadata(spec: ArraySpec, format: Format) -> dict[str, Any]:
         return {
             "shape": list(spec.shape),
             "chunks": list(spec.shard),
-            "dtype": spec.dtype.name if spec.dtype.kind == "V" else spec.dtype.str,  # those of ml_dtypes have no spelling of numpy's
+            # those of ml_dtypes have no spelling of numpy's
+            "dtype": spec.dtype.name if spec.dtype.kind == "V" else spec.dtype.str,
             "compressor": {"id": "zstd", "level": 1} if zstd else None,
             "filters": None,
             "order": "C",
@@ -168,7 +172,8 @@ def write_shards(
     stores: dict[ArraySpec, ts.TensorStore] = {}
     futures = []
     for box, values in shards:
-        target = written if values.shape == spec.shard else spec  # a shard that is cropped at the array's end isn't only its bytes
+        # a shard that is cropped at the array's end isn't only its bytes
+        target = written if values.shape == spec.shard else spec
         if target not in stores:
             opened = {
                 "driver": format.driver,
@@ -176,7 +181,9 @@ def write_shards(
                 "metadata": metadata(target, format),
                 "store_data_equal_to_fill_value": True,
             }
-            stores[target] = ts.open(opened, open=True, assume_metadata=True, context=context, transaction=transaction).result()
+            stores[target] = ts.open(
+                opened, open=True, assume_metadata=True, context=context, transaction=transaction
+            ).result()
         if target is not spec:
             box = target.shard_box(tuple(start // step for (start, _), step in zip(box, spec.shard, strict=True)))
             values = values.reshape(target.shard)
@@ -187,7 +194,8 @@ def write_shards(
 
 
 def _without_singletons(spec: ArraySpec) -> ArraySpec:
-    """An array whose uncompressed shards have the same keys and bytes as `spec`'s, but no axis of length 1 where that can be had.
+    """An array whose uncompressed shards have the same keys and bytes as `spec`'s, but no axis of length 1 where that
+    can be had.
 
     TensorStore 0.1.86 copies a chunk that has an axis of length 1, and writes others from the caller's memory.
     """

@@ -1,8 +1,9 @@
 """The table of an adapter: what MaxText's LoRA of a model is made of, derived from the model's own table.
 
-MaxText keeps two factors beside each kernel, `kernel_lora_a` (in, rank) and `kernel_lora_b` (rank, out), with the axes of the
-kernel's inputs merged into one, those of its outputs into another, and layers stacked as the kernel's are (AI-Hypercomputer/maxtext,
-utils/lora_utils.py, e591f30; google/qwix, _src/providers/lora.py). So a line of the model's table
+MaxText keeps two factors beside each kernel, `kernel_lora_a` (in, rank) and `kernel_lora_b` (rank, out), with the axes
+of the kernel's inputs merged into one, those of its outputs into another, and layers stacked as the kernel's are
+(AI-Hypercomputer/maxtext, utils/lora_utils.py, e591f30; google/qwix, _src/providers/lora.py). So a line of the model's
+table
 
     "(heads two half) embed -> embed heads (half two)", Scale(c)
 
@@ -42,7 +43,9 @@ class Factors:
 
 
 def name_of(rule: Rule, side: str) -> str:
-    """What the tables call a factor of a rule's tensor: each rule has its own, since two windows of one tensor share its A."""
+    """What the tables call a factor of a rule's tensor: each rule has its own, since two windows of one tensor share
+    its A.
+    """
     return f"{rule.source}[{rule.target}].lora_{side}"
 
 
@@ -60,7 +63,9 @@ def factor_rules(rule: Rule) -> tuple[Rule, Rule]:
     if rule.segments or ins + outs != [axis for axis in rule.axes.right if axis]:
         raise NoFactorsError(f"{rule.target} is made of several tensors, or has inputs among its outputs; {INSTEAD}")
     if not all(isinstance(op, Scale) for op in rule.ops):
-        raise NoFactorsError(f"{rule.target} is {', '.join(map(str, rule.ops))}, which no product of factors is; {INSTEAD}")
+        raise NoFactorsError(
+            f"{rule.target} is {', '.join(map(str, rule.ops))}, which no product of factors is; {INSTEAD}"
+        )
     if len(rule.window) > 1 and rule.window[1] != slice(None):
         raise NoFactorsError(f"{rule.target} takes a part of its tensor's inputs; {INSTEAD}")
 
@@ -114,12 +119,18 @@ def adapter_table(stacks: Sequence[Stack], adapted: Collection[str]) -> AdapterT
             window = rule.window[0] if rule.window else slice(None)
             for side in "ab":
                 template = stack.source + name_of(rule, side)
-                of_layers = ((template.format(layer=layer), name) for layer, name in zip(_layers(stack), names, strict=True))
+                of_layers = (
+                    (template.format(layer=layer), name) for layer, name in zip(_layers(stack), names, strict=True)
+                )
                 factors |= {factor: Factors(name, window) for factor, name in of_layers}
         if rules:
             made.append(dataclasses.replace(stack, rules=tuple(rules)))
     known = refused.keys() | {factor.tensor for factor in factors.values()}
-    refused |= {name: f"MaxText has no LoRA beside what is made of it, if anything is; {INSTEAD}" for name in adapted if name not in known}
+    refused |= {
+        name: f"MaxText has no LoRA beside what is made of it, if anything is; {INSTEAD}"
+        for name in adapted
+        if name not in known
+    }
     return AdapterTable(made, factors, refused)
 
 
@@ -128,7 +139,9 @@ def _layers(stack: Stack) -> list[int]:
 
 
 def _tensors(stack: Stack, rule: Rule) -> list[str]:
-    """The tensors of a rule, one for each layer; none where experts are tensors of their own, which have no factors anyway."""
+    """The tensors of a rule, one for each layer; none where experts are tensors of their own, which have no factors
+    anyway.
+    """
     if rule.source is None or rule.name_axes:
         return []
     return [(stack.source + rule.source).format(layer=layer) for layer in _layers(stack)]

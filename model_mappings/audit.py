@@ -26,9 +26,9 @@ def is_disjoint(a: Claim, b: Claim) -> bool:
 def _apart(a: range, b: range) -> bool:
     """Whether two progressions have no number in common; in a few steps, however long they are.
 
-    The numbers that are in both, endless as they then would be, are a progression themselves: of the steps' least common
-    multiple, or empty where the starts differ by no multiple of the steps' greatest common divisor (Chinese remainder theorem).
-    For `range(0, 8, 2)` and `range(1, 8, 3)` they are 4, 10, …; and 4 lies in both.
+    The numbers that are in both, endless as they then would be, are a progression themselves: of the steps' least
+    common multiple, or empty where the starts differ by no multiple of the steps' greatest common divisor (Chinese
+    remainder theorem). For `range(0, 8, 2)` and `range(1, 8, 3)` they are 4, 10, …; and 4 lies in both.
     """
     if not a or not b:
         return True
@@ -41,7 +41,9 @@ def _apart(a: range, b: range) -> bool:
     return first + -(-max(0, low - first) // (a.step * turn)) * a.step * turn > high
 
 
-def find_drops(drops: Mapping[str, str], tensors: Mapping[str, TensorSpec]) -> tuple[dict[str, str], dict[str, list[Claim]]]:
+def find_drops(
+    drops: Mapping[str, str], tensors: Mapping[str, TensorSpec]
+) -> tuple[dict[str, str], dict[str, list[Claim]]]:
     """Applies a family's drops: `({tensor or window: reason}, {tensor: claims of the dropped windows})`."""
     dropped: dict[str, str] = {}
     windows: dict[str, list[Claim]] = defaultdict(list)
@@ -62,7 +64,9 @@ def drop_reason(name: str, drops: Mapping[str, str]) -> str | None:
     return next((reason for entry, reason in drops.items() if fnmatch.fnmatchcase(name, entry)), None)
 
 
-def audit(arrays: Iterable[Array], tensors: Mapping[str, TensorSpec], drops: Mapping[str, str], family: str) -> tuple[dict[str, str], list[Problem]]:
+def audit(
+    arrays: Iterable[Array], tensors: Mapping[str, TensorSpec], drops: Mapping[str, str], family: str
+) -> tuple[dict[str, str], list[Problem]]:
     """Checks a table against a checkpoint: `(what is dropped, the problems)`."""
     dropped, windows = find_drops(drops, tensors)
     problems: list[Problem] = []
@@ -81,19 +85,39 @@ def audit(arrays: Iterable[Array], tensors: Mapping[str, TensorSpec], drops: Map
             problems += _check_claims(name, boxes + windows[name], tensors[name])
     unused = ((name, spec) for name, spec in tensors.items() if name not in claims and name not in dropped)
     for name, spec in itertools.islice(unused, max(0, MAX_PROBLEMS + 1 - len(problems))):
-        problems.append(Problem("unused", name, f"{spec.dtype.name} {spec.shape} in {spec.file}: the {family} table has no place for it, and doesn't drop it"))
+        problems.append(
+            Problem(
+                "unused",
+                name,
+                f"{spec.dtype.name} {spec.shape} in {spec.file}: the {family} table has no place for it, and doesn't drop it",
+            )
+        )
     if len(problems) > MAX_PROBLEMS:  # said by itself, since those that are listed may all come to be settled
-        problems.append(Problem("unused", f"the {family} table", f"doesn't describe this checkpoint: more than {MAX_PROBLEMS:,} of its lines don't fit"))
+        problems.append(
+            Problem(
+                "unused",
+                f"the {family} table",
+                f"doesn't describe this checkpoint: more than {MAX_PROBLEMS:,} of its lines don't fit",
+            )
+        )
     return dropped, problems
 
 
-def _check_tensor(name: str, part: Part, array: Array, spec: TensorSpec | None, drop: str | None, family: str) -> list[Problem]:
+def _check_tensor(
+    name: str, part: Part, array: Array, spec: TensorSpec | None, drop: str | None, family: str
+) -> list[Problem]:
     """Name, dtype, shape and window of one tensor against one line of the table."""
     if spec is None:
         return [Problem("missing", name, f"the {family} table makes {array.key} of it, but no file holds it")]
     if drop is not None:
-        return [Problem("overlap", name, f"both dropped ({drop}) and used for {array.key}; a fault of the {family} table")]
-    if not (spec.dtype == array.dtype and np.issubdtype(spec.dtype, np.integer) if part.rule.integer else is_float(spec.dtype)):
+        return [
+            Problem("overlap", name, f"both dropped ({drop}) and used for {array.key}; a fault of the {family} table")
+        ]
+    if not (
+        spec.dtype == array.dtype and np.issubdtype(spec.dtype, np.integer)
+        if part.rule.integer
+        else is_float(spec.dtype)
+    ):
         wanted = f"integers of one dtype, {array.dtype.name}" if part.rule.integer else "floating-point weights"
         return [Problem("dtype", name, f"{spec.dtype.name} in {spec.file}, but {array.key} is made of {wanted}")]
     taken = tuple(len(range(*window.indices(size))) for window, size in zip(part.window, spec.shape, strict=False))
@@ -101,8 +125,18 @@ def _check_tensor(name: str, part: Part, array: Array, spec: TensorSpec | None, 
         axes = part.rule.axes.left[len(part.rule.name_axes) :]
         text = " ".join(f"({' '.join(axis)})" if len(axis) != 1 else axis[0] for axis in axes)
         where = " in a part of it" if part.rule.window else ""
-        config = f"; vocab_size of config.json is {part.window_shape[0]:,}" if axes[:1] == (("vocab",),) and taken[1:] == part.window_shape[1:] else ""
-        return [Problem("shape", name, f'{spec.shape} in {spec.file}, the {family} table says "{text}" = {part.window_shape}{where}{config}')]
+        config = (
+            f"; vocab_size of config.json is {part.window_shape[0]:,}"
+            if axes[:1] == (("vocab",),) and taken[1:] == part.window_shape[1:]
+            else ""
+        )
+        return [
+            Problem(
+                "shape",
+                name,
+                f'{spec.shape} in {spec.file}, the {family} table says "{text}" = {part.window_shape}{where}{config}',
+            )
+        ]
     return []
 
 
@@ -112,7 +146,13 @@ def _check_claims(name: str, claims: Sequence[Claim], spec: TensorSpec) -> list[
         return [Problem("overlap", name, f"{len(claims)} lines of the table share elements of it")]
     claimed = sum(math.prod(len(indices) for indices in claim) for claim in claims)
     if claimed < math.prod(spec.shape):
-        return [Problem("unclaimed part", name, f"{claimed:,} of {math.prod(spec.shape):,} elements of {spec.shape} in {spec.file} are used")]
+        return [
+            Problem(
+                "unclaimed part",
+                name,
+                f"{claimed:,} of {math.prod(spec.shape):,} elements of {spec.shape} in {spec.file} are used",
+            )
+        ]
     return []
 
 
@@ -124,7 +164,11 @@ def _check_tiling(array: Array) -> list[Problem]:
         return [Problem("overlap", array.key, "two lines of the table make the same elements", is_array=True)]
     covered = sum(part.elements for part in made)
     if covered < math.prod(array.shape) and array.fill is None:
-        return [Problem("gap", array.key, f"{covered:,} of {math.prod(array.shape):,} elements have a source", is_array=True)]
+        return [
+            Problem(
+                "gap", array.key, f"{covered:,} of {math.prod(array.shape):,} elements have a source", is_array=True
+            )
+        ]
     return []
 
 

@@ -1,7 +1,7 @@
 """Fragments of tables that families share. Axis words mean the same in every family:
 
-`vocab embed heads kv dim mlp expert moe_mlp shared_mlp`, where `heads` counts query heads, `kv` key and value heads, and
-`dim` is the size of a head. A family says their sizes once, in `dims`.
+`vocab embed heads kv dim mlp expert moe_mlp shared_mlp`, where `heads` counts query heads, `kv` key and value heads,
+and `dim` is the size of a head. A family says their sizes once, in `dims`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def common_dims(c: Config) -> dict[str, int]:
 
 
 def text_part(c: Config) -> Config:
-    """The text model's part of `config.json`; a model with towers says outside of it whether the head is tied, or else in it."""
+    """The text model's part of `config.json`; a model with towers says outside of it whether the head is tied, or else
+    in it.
+    """
     if "text_config" not in c:
         return c
     text = c.part("text_config")
@@ -41,7 +43,9 @@ def with_defaults(c: Config, **defaults: object) -> Config:
     return Config(defaults | {key: value for key, value in c.items() if value is not None})
 
 
-def layers(layout: Layout, target: str, ids: Iterable[int], table: Table, source: str = LAYER, name: str = "layers") -> list[Stack]:
+def layers(
+    layout: Layout, target: str, ids: Iterable[int], table: Table, source: str = LAYER, name: str = "layers"
+) -> list[Stack]:
     """Alike layers `ids`: one stack, or `target_0`, `target_1`, … where the layout isn't scanned."""
     ids = list(ids)
     if not ids:
@@ -51,7 +55,9 @@ def layers(layout: Layout, target: str, ids: Iterable[int], table: Table, source
     return [stack(f"{target}_{i}", source, layer, table) for i, layer in enumerate(ids)]
 
 
-def cycles(layout: Layout, count: int, tables: Sequence[Table], source: str = LAYER, place: str = "layers") -> list[Stack]:
+def cycles(
+    layout: Layout, count: int, tables: Sequence[Table], source: str = LAYER, place: str = "layers"
+) -> list[Stack]:
     """Layers 0 to `count` whose kinds repeat, a table for each place of the cycle.
 
     Scanned, `decoder/layers/layers_0`, `layers_1`, … hold the layers of one place each, over the whole cycles, and
@@ -61,8 +67,13 @@ def cycles(layout: Layout, count: int, tables: Sequence[Table], source: str = LA
     if not layout.scan:
         return [stack(f"decoder/layers_{layer}", source, layer, tables[layer % n]) for layer in range(count)]
     whole = count - count % n
-    stacked = [stack(f"decoder/layers/{place}_{i}", source, range(i, whole, n), tables[i], "layers") for i in range(n if whole else 0)]
-    return stacked + [stack(f"decoder/layers_remainder/{place}_{i}", source, whole + i, tables[i]) for i in range(count - whole)]
+    stacked = [
+        stack(f"decoder/layers/{place}_{i}", source, range(i, whole, n), tables[i], "layers")
+        for i in range(n if whole else 0)
+    ]
+    return stacked + [
+        stack(f"decoder/layers_remainder/{place}_{i}", source, whole + i, tables[i]) for i in range(count - whole)
+    ]
 
 
 def check_cycle(c: Config, kinds: Sequence[str]) -> None:
@@ -73,9 +84,14 @@ def check_cycle(c: Config, kinds: Sequence[str]) -> None:
     """
     types, n = c.get("layer_types"), c.size("num_hidden_layers")
     if types is not None and types != [kinds[layer % len(kinds)] for layer in range(n)]:
-        raise ConfigError(f"config.json: 'layer_types' isn't the pattern that MaxText repeats over the {n} layers: {', '.join(kinds)}")
-    if types is None and c.get("sliding_window_pattern") not in (None, len(kinds)):  # older configs say the length of the cycle
-        raise ConfigError(f"config.json: 'sliding_window_pattern' is {c['sliding_window_pattern']!r}; MaxText repeats {len(kinds)} layers: {', '.join(kinds)}")
+        raise ConfigError(
+            f"config.json: 'layer_types' isn't the pattern that MaxText repeats over the {n} layers: {', '.join(kinds)}"
+        )
+    # older configs say the length of the cycle
+    if types is None and c.get("sliding_window_pattern") not in (None, len(kinds)):
+        raise ConfigError(
+            f"config.json: 'sliding_window_pattern' is {c['sliding_window_pattern']!r}; MaxText repeats {len(kinds)} layers: {', '.join(kinds)}"
+        )
 
 
 def check_whole(c: Config, layout: Layout, cycle: int) -> None:
@@ -86,14 +102,18 @@ def check_whole(c: Config, layout: Layout, cycle: int) -> None:
     """
     n = c.size("num_hidden_layers")
     if layout.scan and n % cycle:
-        raise ConfigError(f"config.json: {n} layers, but MaxText scans this model in cycles of {cycle}; --scan_layers false has no such bound")
+        raise ConfigError(
+            f"config.json: {n} layers, but MaxText scans this model in cycles of {cycle}; --scan_layers false has no such bound"
+        )
 
 
 def vocabulary(c: Config, layout: Layout) -> tuple[str, Segment]:
     """The window of the vocabulary's rows that `Layout.vocab` keeps, and their place: it pads with zeros, or cuts."""
     size = c.size("vocab_size")
     total = layout.vocab or size
-    return f"[:{total}]" if total < size else "", Segment(0, min(size, total), total, fill=0.0 if total > size else None)
+    return f"[:{total}]" if total < size else "", Segment(
+        0, min(size, total), total, fill=0.0 if total > size else None
+    )
 
 
 def beyond_vocabulary(c: Config, layout: Layout, *names: str) -> dict[str, str]:
@@ -116,9 +136,23 @@ def top(
     """Embedding, final norm and head; `norm` is MaxText's logical name of the norm's axis."""
     rows, vocab = vocabulary(c, layout)
     table = [
-        rule("token_embedder/embedding", f"{hf}{embed}.weight{rows}", "vocab embed", "vocab embed_vocab", *ops, vocab=vocab),
+        rule(
+            "token_embedder/embedding",
+            f"{hf}{embed}.weight{rows}",
+            "vocab embed",
+            "vocab embed_vocab",
+            *ops,
+            vocab=vocab,
+        ),
         rule("decoder/decoder_norm/scale", f"{hf}norm.weight", "embed", norm, *norm_ops),
-        rule("decoder/logits_dense/kernel", f"{head}.weight{rows}", "vocab embed -> embed vocab", "embed_vocab vocab", vocab=vocab, when=not is_tied(c)),
+        rule(
+            "decoder/logits_dense/kernel",
+            f"{head}.weight{rows}",
+            "vocab embed -> embed vocab",
+            "embed_vocab vocab",
+            vocab=vocab,
+            when=not is_tied(c),
+        ),
     ]
     return stack("", "", 0, table)
 
@@ -128,7 +162,9 @@ def is_tied(c: Config) -> bool:
     return c.flag("tie_word_embeddings")
 
 
-def common_drops(c: Config, layout: Layout, hf: str = "model.", embed: str = "embed_tokens", head: str = "lm_head") -> dict[str, str]:
+def common_drops(
+    c: Config, layout: Layout, hf: str = "model.", embed: str = "embed_tokens", head: str = "lm_head"
+) -> dict[str, str]:
     """Tensors, or parts of them, that are left out on purpose, as `{pattern or window: reason}`."""
     drops = {f"{hf}layers.*.self_attn.rotary_emb.inv_freq": "computed, not learned"}
     if is_tied(c):
@@ -136,7 +172,9 @@ def common_drops(c: Config, layout: Layout, hf: str = "model.", embed: str = "em
     return drops | beyond_vocabulary(c, layout, f"{hf}{embed}.weight", f"{head}.weight")
 
 
-def tied_head(c: Config, layout: Layout, hf: str = "model.", embed: str = "embed_tokens", head: str = "lm_head") -> dict[str, str]:
+def tied_head(
+    c: Config, layout: Layout, hf: str = "model.", embed: str = "embed_tokens", head: str = "lm_head"
+) -> dict[str, str]:
     """The head where it is the embedding, for a family's `copies`."""
     return {f"{head}.weight": f"{hf}{embed}.weight"} if is_tied(c) else {}
 
@@ -155,7 +193,9 @@ def sandwich_norms(*ops: Op, suffix: str = "") -> Table:
         pre_ffw_norm="pre_feedforward_layernorm",
         post_ffw_norm="post_feedforward_layernorm",
     )
-    return [rule(f"{target}{suffix}/scale", f"{source}.weight", "embed", "norm", *ops) for target, source in names.items()]
+    return [
+        rule(f"{target}{suffix}/scale", f"{source}.weight", "embed", "norm", *ops) for target, source in names.items()
+    ]
 
 
 def attention(*query_ops: Op, paired_rope: bool = False, target: str = "self_attention") -> Table:
@@ -166,14 +206,37 @@ def attention(*query_ops: Op, paired_rope: bool = False, target: str = "self_att
     """
     split, joined = ("two half", "(half two)") if paired_rope else ("dim", "dim")
     return [
-        rule(f"{target}/query/kernel", "self_attn.q_proj.weight", f"(heads {split}) embed -> embed heads {joined}", "embed q_heads kv", *query_ops),
-        rule(f"{target}/key/kernel", "self_attn.k_proj.weight", f"(kv {split}) embed -> embed kv {joined}", "embed kv_heads kv_head_dim"),
-        rule(f"{target}/value/kernel", "self_attn.v_proj.weight", "(kv dim) embed -> embed kv dim", "embed kv_heads kv_head_dim"),
-        rule(f"{target}/out/kernel", "self_attn.o_proj.weight", "embed (heads dim) -> heads dim embed", "heads kv embed"),
+        rule(
+            f"{target}/query/kernel",
+            "self_attn.q_proj.weight",
+            f"(heads {split}) embed -> embed heads {joined}",
+            "embed q_heads kv",
+            *query_ops,
+        ),
+        rule(
+            f"{target}/key/kernel",
+            "self_attn.k_proj.weight",
+            f"(kv {split}) embed -> embed kv {joined}",
+            "embed kv_heads kv_head_dim",
+        ),
+        rule(
+            f"{target}/value/kernel",
+            "self_attn.v_proj.weight",
+            "(kv dim) embed -> embed kv dim",
+            "embed kv_heads kv_head_dim",
+        ),
+        rule(
+            f"{target}/out/kernel", "self_attn.o_proj.weight", "embed (heads dim) -> heads dim embed", "heads kv embed"
+        ),
     ]
 
 
-def gated_mlp(target: str = "mlp", source: str = "mlp", width: str = "mlp", projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Table:
+def gated_mlp(
+    target: str = "mlp",
+    source: str = "mlp",
+    width: str = "mlp",
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Table:
     """Gate, up and down projections of one expert or of a dense layer; `width` is the axis word of the hidden size."""
     gate, up, down = (f"{source}.{projection}.weight" for projection in projections)
     return [
@@ -199,7 +262,9 @@ def check_all_moe(c: Config) -> None:
       ConfigError: some are.
     """
     if c.get("mlp_only_layers") or c.size("decoder_sparse_step", 1) != 1:
-        raise ConfigError("config.json mixes dense and MoE layers (mlp_only_layers, decoder_sparse_step); MaxText's model has no dense layers")
+        raise ConfigError(
+            "config.json mixes dense and MoE layers (mlp_only_layers, decoder_sparse_step); MaxText's model has no dense layers"
+        )
 
 
 def is_fused(layout: Layout, source: str) -> bool:
@@ -214,7 +279,8 @@ def experts(
     fused: bool,
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Table:
-    """Routed experts, stacked in MaxText; in the checkpoint a tensor for each, or `fused` as transformers v5 holds them.
+    """Routed experts, stacked in MaxText; in the checkpoint a tensor for each, or `fused` as transformers v5 holds
+    them.
 
     The fused `gate_up_proj` is (expert, 2 · moe_mlp, embed), gate first; `down_proj` is (expert, embed, moe_mlp)
     (huggingface/transformers, models/qwen3_moe/modeling_qwen3_moe.py, v5.23.0). `width` is moe_mlp.
@@ -224,16 +290,29 @@ def experts(
     else:
         gate, up, down = (f"{{expert}}.{projection}.weight" for projection in projections)
     return [
-        rule(f"{target}/wi_0", f"{source}.{gate}", "expert moe_mlp embed -> expert embed moe_mlp", "exp embed_moe mlp_moe"),
-        rule(f"{target}/wi_1", f"{source}.{up}", "expert moe_mlp embed -> expert embed moe_mlp", "exp embed_moe mlp_moe"),
-        rule(f"{target}/wo", f"{source}.{down}", "expert embed moe_mlp -> expert moe_mlp embed", "exp mlp_moe embed_moe"),
+        rule(
+            f"{target}/wi_0",
+            f"{source}.{gate}",
+            "expert moe_mlp embed -> expert embed moe_mlp",
+            "exp embed_moe mlp_moe",
+        ),
+        rule(
+            f"{target}/wi_1", f"{source}.{up}", "expert moe_mlp embed -> expert embed moe_mlp", "exp embed_moe mlp_moe"
+        ),
+        rule(
+            f"{target}/wo", f"{source}.{down}", "expert embed moe_mlp -> expert moe_mlp embed", "exp mlp_moe embed_moe"
+        ),
     ]
 
 
 def experts_in_out(target: str, source: str, width: int) -> Table:
     """Fused experts that lie in the files as in MaxText: `gate_up_proj` (expert, embed, 2 · moe_mlp), gate first."""
     return [
-        rule(f"{target}/wi_0", f"{source}.gate_up_proj[..., :{width}]", "expert embed moe_mlp", "exp embed_moe mlp_moe"),
-        rule(f"{target}/wi_1", f"{source}.gate_up_proj[..., {width}:]", "expert embed moe_mlp", "exp embed_moe mlp_moe"),
+        rule(
+            f"{target}/wi_0", f"{source}.gate_up_proj[..., :{width}]", "expert embed moe_mlp", "exp embed_moe mlp_moe"
+        ),
+        rule(
+            f"{target}/wi_1", f"{source}.gate_up_proj[..., {width}:]", "expert embed moe_mlp", "exp embed_moe mlp_moe"
+        ),
         rule(f"{target}/wo", f"{source}.down_proj", "expert moe_mlp embed", "exp mlp_moe embed_moe"),
     ]

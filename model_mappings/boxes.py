@@ -27,8 +27,8 @@ def whole(shape: tuple[int, ...]) -> Box:
 def factor_boxes(span: Range, sizes: Sequence[int]) -> Iterator[tuple[Range, ...]]:
     """Splits the range `span` of an axis merged from factors of `sizes` into disjoint boxes of these factors, in order.
 
-    The axis (heads dim) = (4, 8), cut to [4, 20), is the second half of head 0, the whole of head 1 and the first half of
-    head 2: three boxes. A range that keeps whole heads, or stays inside one, is one box.
+    The axis (heads dim) = (4, 8), cut to [4, 20), is the second half of head 0, the whole of head 1 and the first half
+    of head 2: three boxes. A range that keeps whole heads, or stays inside one, is one box.
     """
     start, stop = span
     if start >= stop:

@@ -1,8 +1,8 @@
 """Cells and pieces: which box of which tensor makes which box of which array. Integers only.
 
-A *part* is what one rule of one stack makes of an array: a regular field of *cells*, one for each layer (and expert, where
-its number is in the tensor's name). A *piece* is the share of one cell in one box of the array, as two views that hold the
-same elements in the same order up to a transposition.
+A *part* is what one rule of one stack makes of an array: a regular field of *cells*, one for each layer (and expert,
+where its number is in the tensor's name). A *piece* is the share of one cell in one box of the array, as two views that
+hold the same elements in the same order up to a transposition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from weightbeam.model_mappings.rules import Rule, Stack
 class Piece(NamedTuple):
     """A box of one array that becomes a box of another one: `target = ops(source.transpose(order))`.
 
-    Read forward the source is a tensor of Hugging Face's and the target an array of MaxText's; read back it is the other way round.
+    Read forward the source is a tensor of Hugging Face's and the target an array of MaxText's; read back it is the
+    other way round.
 
     Attributes:
       tensor: the source's name.
@@ -44,7 +45,9 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factor:
-    """A factor of an array's axis: a range of a tensor's factor (`free`), or fixed by the cell's `layer` or `name` index."""
+    """A factor of an array's axis: a range of a tensor's factor (`free`), or fixed by the cell's `layer` or `name`
+    index.
+    """
 
     kind: str
     which: int  # index among the tensor's factors, the stacked axes, or the name axes
@@ -162,7 +165,9 @@ class Part:
         """Axes of the array that hold a factor of the tensor's axis `source_axis`."""
         before = sum(len(sizes) for sizes in self.source_factors[:source_axis])
         flat = range(before, before + len(self.source_factors[source_axis]))
-        return frozenset(i for i, axis in enumerate(self.target_axes) if any(f.kind == "free" and f.which in flat for f in axis))
+        return frozenset(
+            i for i, axis in enumerate(self.target_axes) if any(f.kind == "free" and f.which in flat for f in axis)
+        )
 
     def cells(self, box: Box | None = None) -> Iterator[Cell]:
         """The part's cells; with `box` only those that may have a share in this box of the array."""

@@ -77,7 +77,8 @@ class Layout:
 
     Attributes:
       scan: layers of one kind stacked in one array (MaxText's `scan_layers`), or an array for each layer.
-      scan_axis: where the stacked axis goes (MaxText's `param_scan_axis`); the last place where an array has fewer axes.
+      scan_axis: where the stacked axis goes (MaxText's `param_scan_axis`); the last place where an array has fewer
+        axes.
       vocab: rows of MaxText's embedding; None leaves the number to the family.
       mtp: convert the multi-token-prediction layers too.
       multimodal: convert the vision and audio towers too (MaxText's `use_multimodal`).

@@ -33,7 +33,8 @@ class HfConfig:
 
 
 def full_keys(given: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of the architecture: MaxText's base, the model that `model_name` names, and what the file says, merged as MaxText does.
+    """All keys of the architecture: MaxText's base, the model that `model_name` names, and what the file says, merged
+    as MaxText does.
 
     Raises:
       MaxTextConfigError: MaxText has no such model.
@@ -70,7 +71,9 @@ def config_json(given: Mapping[str, Any]) -> HfConfig:
     if not fitting:
         wrong, family, kind, _ = min(found, key=lambda entry: ("decoder_block" in entry[0], len(entry[0])))
         said = ", ".join(f"{key} is {here!r}, not {there!r}" for key, (here, there) in wrong.items())
-        raise MaxTextConfigError(f"no model of Hugging Face's is like that; nearest is {kind} ({family.name}), but {said}")
+        raise MaxTextConfigError(
+            f"no model of Hugging Face's is like that; nearest is {kind} ({family.name}), but {said}"
+        )
     multimodal = bool(keys.get("use_multimodal"))
     name = str(keys["model_name"])
 
@@ -84,7 +87,9 @@ def config_json(given: Mapping[str, Any]) -> HfConfig:
     config = write(lines, keys)
     config["dtype"] = DTYPE
     read_keys = {line.key for line in lines if line.key}
-    unknown = sorted(key for key in given if key in base() and key not in read_keys and _clean(given[key]) != base()[key])
+    unknown = sorted(
+        key for key in given if key in base() and key not in read_keys and _clean(given[key]) != base()[key]
+    )
     return HfConfig(family, _without_none(config), {"_from_model_config": True}, tuple(unknown))
 
 

@@ -1,13 +1,14 @@
-"""The configuration lines of a family: how MaxText's keys and `config.json`'s fields say the same, one fact a line, read from either side.
+"""The configuration lines of a family: how MaxText's keys and `config.json`'s fields say the same, one fact a line,
+read from either side.
 
     size("base_emb_dim", "hidden_size")                       # the same number
     mapped("mlp_activations", "hidden_act", ACTIVATIONS)      # one value for another
     fixed("decoder_block", "llama2")                          # MaxText's word for the architecture
     only("norm_topk_prob", True, "…", default=False)          # the value that MaxText's layer has, and what another does to the logits
 
-`read` makes MaxText's keys of a `config.json`, and says which of its fields MaxText can't express. `write` makes the fields of
-the keys. A field is a path: `rope_parameters.factor`. A field that is absent or null has the line's `default`, which is that of
-transformers' configuration class (v5.23.0).
+`read` makes MaxText's keys of a `config.json`, and says which of its fields MaxText can't express. `write` makes the
+fields of the keys. A field is a path: `rope_parameters.factor`. A field that is absent or null has the line's
+`default`, which is that of transformers' configuration class (v5.23.0).
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def anything(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One fact. Without a `key` it is about a field that MaxText has no key for; without a `field` `config.json` needn't say it.
+    """One fact. Without a `key` it is about a field that MaxText has no key for; without a `field` `config.json`
+    needn't say it.
 
     Attributes:
       key: MaxText's key.
@@ -94,8 +96,8 @@ class Line:
       to_key: the key's value for a field's value.
       to_field: the field's value for a key's value.
       default: the field's value where `config.json` hasn't got it.
-      find: where the field's value is found instead, if several spellings say it: a function of the configuration and of the
-        name under which MaxText runs it.
+      find: where the field's value is found instead, if several spellings say it: a function of the configuration and
+        of the name under which MaxText runs it.
       limit: what MaxText makes of the model, where it can't express it; None where it can.
       part: the object of `config.json` that all this is about, such as `text_config`; empty for all of it.
       when: whether the line is about a model.
@@ -231,7 +233,13 @@ def fixed(key: str, value: Any) -> Line:
     return Line(key, None, to_key=lambda _: value)
 
 
-def derived(key: str, find: Callable[[Config, str | None], Any], field: str | None = None, when: Holds | None = None, to_field: Any = anything) -> Line:
+def derived(
+    key: str,
+    find: Callable[[Config, str | None], Any],
+    field: str | None = None,
+    when: Holds | None = None,
+    to_field: Any = anything,
+) -> Line:
     """A key that several spellings of `config.json`, or MaxText's name of the model, settle; written as `field`."""
     return Line(key, field, find=find, to_field=to_field, default=None, when=when)
 
@@ -264,7 +272,9 @@ def unless(find: Callable[[Config, str | None], str | None]) -> Line:
 
 def inside(part: str, lines: Iterable[Line], when: Holds | None = None) -> tuple[Line, ...]:
     """The lines, of an object of `config.json`; with `when=bool` only where it is there."""
-    return tuple(dataclasses.replace(line, part=f"{part}.{line.part}".rstrip("."), when=when or line.when) for line in lines)
+    return tuple(
+        dataclasses.replace(line, part=f"{part}.{line.part}".rstrip("."), when=when or line.when) for line in lines
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,12 +309,16 @@ def read(lines: Iterable[Line], config: Config, model: str | None = None) -> Rea
         except ConfigError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
-            raise ConfigError(f"config.json: a field that {line.key or line.path} follows from makes no sense: {e}") from e
+            raise ConfigError(
+                f"config.json: a field that {line.key or line.path} follows from makes no sense: {e}"
+            ) from e
     return Reading(keys, tuple(limits))
 
 
 def read_known(lines: Iterable[Line], config: Config) -> dict[str, Any]:
-    """MaxText's keys of a `config.json`, without those of fields that are missing or make no sense: the family's table names these."""
+    """MaxText's keys of a `config.json`, without those of fields that are missing or make no sense: the family's table
+    names these.
+    """
     keys = {}
     for line in lines:
         with contextlib.suppress(ConfigError, AttributeError, TypeError):
@@ -325,7 +339,8 @@ def write(lines: Iterable[Line], keys: Mapping[str, Any]) -> dict[str, Any]:
       MaxTextConfigError: a key has a value that no field can say.
     """
     config: dict[str, Any] = {}
-    lines = sorted(lines, key=lambda line: line.when is not None)  # what decides whether a line holds is written before it
+    # what decides whether a line holds is written before it
+    lines = sorted(lines, key=lambda line: line.when is not None)
     for line in lines:
         if line.path is None or not line.holds(Config(config)):
             continue

@@ -23,7 +23,8 @@ class Family:
       dims: the axis words of the table and their sizes.
       stacks: the table itself.
       drops: tensors left out on purpose: `{pattern or window: reason}`.
-      copies: tensors left out that hold what another one does, `{tensor: the tensor it is a copy of}`; a release may store them.
+      copies: tensors left out that hold what another one does, `{tensor: the tensor it is a copy of}`; a release may
+        store them.
       releases: the releases it covers.
       checked: MaxText's models whose parameter trees, at full size, the table is compared with in the tests.
       missing: parts of these releases that aren't converted.
@@ -32,9 +33,11 @@ class Family:
       layouts: "scanned" and "unscanned", or the one that MaxText has.
       aliases: other spellings of the tensors' names, `{prefix: the table's prefix}`; see `rename`.
       fits: tells families apart that share a `model_type`.
-      configuration: for each `model_type` its lines, which say what MaxText's configuration and `config.json` have to do with each other.
+      configuration: for each `model_type` its lines, which say what MaxText's configuration and `config.json` have to
+        do with each other.
       is_model: whether a MaxText model may be the checkpoint's, where more than its sizes tells.
-      variant: what the table takes from the model's name; models between which `config.json` can't decide must agree in it.
+      variant: what the table takes from the model's name; models between which `config.json` can't decide must agree in
+        it.
       note: what was inferred and why, for the plan.
     """
 
@@ -64,7 +67,9 @@ class Family:
 
     @property
     def support(self) -> str:
-        """What is supported, in a line: layouts, towers, and what isn't. What the table was compared with stands in docs/families.md."""
+        """What is supported, in a line: layouts, towers, and what isn't. What the table was compared with stands in
+        docs/families.md.
+        """
         parts = [
             " and ".join(self.layouts) + ("" if len(self.layouts) > 1 else " only"),
             self.towers and f"{self.towers} (--multimodal true)",
@@ -75,14 +80,16 @@ class Family:
 
     def types_of(self, model: str) -> tuple[str, ...]:
         """The `model_type`s that MaxText's `model` may stand for; empty where it isn't of this family."""
-        return tuple(kind for pattern, kinds in self.models.items() if fnmatch.fnmatchcase(model, pattern) for kind in kinds)
+        return tuple(
+            kind for pattern, kinds in self.models.items() if fnmatch.fnmatchcase(model, pattern) for kind in kinds
+        )
 
 
 def rename(name: str, aliases: Mapping[str, str]) -> str:
     """A tensor's name as the table spells it.
 
-    An alias is a literal prefix of whole components; `*` stands for one component that stays as it is, such as a layer's
-    number: `{"model.layers.*.attn": "layers.*.self_attn"}`. The longest alias that fits is used, and only once.
+    An alias is a literal prefix of whole components; `*` stands for one component that stays as it is, such as a
+    layer's number: `{"model.layers.*.attn": "layers.*.self_attn"}`. The longest alias that fits is used, and only once.
     """
     pattern, prefixes = _compiled(tuple(aliases.items()))
     match = pattern.match(name)
@@ -95,7 +102,9 @@ def rename(name: str, aliases: Mapping[str, str]) -> str:
 
 @functools.cache
 def _compiled(aliases: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], dict[int, str]]:
-    """All aliases as one pattern, longest first, each a group that holds a group for each `*`; and the table's prefix by the group's number."""
+    """All aliases as one pattern, longest first, each a group that holds a group for each `*`; and the table's prefix
+    by the group's number.
+    """
     groups, prefixes, number = [], {}, 1
     for alias, prefix in sorted(aliases, key=lambda entry: -entry[0].count(".")):
         groups.append("(" + re.escape(alias).replace(r"\*", "([^.]*)") + ")")

@@ -1,13 +1,24 @@
 """Configuration lines that families share; `blocks.py` has the fragments of their tables.
 
-Whose default a field has: transformers' configuration classes, v5.23.0. What MaxText's layers make of a key: AI-Hypercomputer/maxtext,
-src/maxtext/models and layers, e591f30.
+Whose default a field has: transformers' configuration classes, v5.23.0. What MaxText's layers make of a key:
+AI-Hypercomputer/maxtext, src/maxtext/models and layers, e591f30.
 """
 
 from __future__ import annotations
 
 from weightbeam.model_mappings.config import Config
-from weightbeam.model_mappings.configuration import Line, derived, fixed, mapped, only, real, size, truth, unless, written
+from weightbeam.model_mappings.configuration import (
+    Line,
+    derived,
+    fixed,
+    mapped,
+    only,
+    real,
+    size,
+    truth,
+    unless,
+    written,
+)
 from weightbeam.model_mappings.rope import plain_rope
 
 ACTIVATIONS = [  # `gelu` is flax's, in the tanh form
@@ -37,8 +48,15 @@ def eps(default: float = 1e-6) -> Line:
 
 
 def fixed_eps(default: float = 1e-6) -> tuple[Line, ...]:
-    """The same, where MaxText's layers have their own whatever the key says (models/gemma2.py, gemma3.py, gemma4.py, e591f30 and 0.2.5)."""
-    return eps(default), only("rms_norm_eps", 1e-6, "MaxText's Gemma layers add 1e-6 whatever its configuration says; logits differ a little", default)
+    """The same, where MaxText's layers have their own whatever the key says (models/gemma2.py, gemma3.py, gemma4.py,
+    e591f30 and 0.2.5).
+    """
+    return eps(default), only(
+        "rms_norm_eps",
+        1e-6,
+        "MaxText's Gemma layers add 1e-6 whatever its configuration says; logits differ a little",
+        default,
+    )
 
 
 def head_dim(default: int | None = None) -> Line:
@@ -56,7 +74,10 @@ VOCAB = size("vocab_size", "vocab_size")
 SIZES = (*WIDTHS, LAYERS, VOCAB)
 MLP = size("base_mlp_dim", "intermediate_size")
 CONTEXT = size("max_position_embeddings", "max_position_embeddings", default=2048)
-NO_SCALE = derived("normalize_embedding_logits", lambda c, model: False, when=lambda c: bool(c.get("tie_word_embeddings")))  # else logits are divided by √embed
+# else logits are divided by √embed
+NO_SCALE = derived(
+    "normalize_embedding_logits", lambda c, model: False, when=lambda c: bool(c.get("tie_word_embeddings"))
+)
 TIED = (truth("logits_via_embedding", "tie_word_embeddings"), NO_SCALE)
 NO_WINDOW = "MaxText's layer looks at all tokens; logits differ beyond the window. There is no way round"
 
@@ -66,12 +87,18 @@ def no_window(field: str = "sliding_window", default: int | None = None) -> Line
 
     def limit(c: Config, model: str | None) -> str | None:
         window = c.get(field, default)
-        return f"{field} is {window}: {NO_WINDOW}" if window and window < c.get("max_position_embeddings", 1 << 31) else None
+        return (
+            f"{field} is {window}: {NO_WINDOW}"
+            if window and window < c.get("max_position_embeddings", 1 << 31)
+            else None
+        )
 
     return unless(limit)
 
 
-def experts(number: str = "num_experts", other: str = "num_local_experts", width: str = "moe_intermediate_size") -> tuple[Line, ...]:
+def experts(
+    number: str = "num_experts", other: str = "num_local_experts", width: str = "moe_intermediate_size"
+) -> tuple[Line, ...]:
     """How many experts of which width, how many of them a token is sent to."""
     return (
         size("base_moe_mlp_dim", width),

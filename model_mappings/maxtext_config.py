@@ -1,8 +1,10 @@
-"""The MaxText configuration of a checkpoint, from its `config.json`: as a file, as overrides of one line, and what can't be said.
+"""The MaxText configuration of a checkpoint, from its `config.json`: as a file, as overrides of one line, and what
+can't be said.
 
 MaxText merges its `base.yml`, the file of the model that `model_name` names, and the command line; with
-`override_model_config=true` the last may contradict the second (AI-Hypercomputer/maxtext, src/maxtext/configs/pyconfig.py,
-e591f30). It also takes some of a model from its very name, so the name belongs to the configuration.
+`override_model_config=true` the last may contradict the second (AI-Hypercomputer/maxtext,
+src/maxtext/configs/pyconfig.py, e591f30). It also takes some of a model from its very name, so the name belongs to the
+configuration.
 """
 
 from __future__ import annotations
@@ -89,7 +91,11 @@ class MaxTextConfig(Mapping[str, Any]):
     def overrides(self) -> dict[str, Any]:
         """The keys that `base.yml` and the model's file say otherwise."""
         said = keys_of(self.model) or base()
-        return {key: value for key, value in self.settings.items() if said.get(key, LAYOUT.get(key)) != value and not is_idle(key, self.settings)}
+        return {
+            key: value
+            for key, value in self.settings.items()
+            if said.get(key, LAYOUT.get(key)) != value and not is_idle(key, self.settings)
+        }
 
     def command_line(self) -> str:
         """The same as MaxText takes it, in one line."""
@@ -105,15 +111,25 @@ class MaxTextConfig(Mapping[str, Any]):
             f"As overrides of MaxText's base.yml: {self.command_line()}",
         ]
         comments = [*uses, *self.notes, *(f"MaxText can't express this: {limit}" for limit in self.limits)]
-        lines = [line for text in comments for line in textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)]
-        return "\n".join([*lines, *(f"{key}: {scalar(value, blank=' ')}" for key, value in self.to_dict().items())]) + "\n"
+        lines = [
+            line
+            for text in comments
+            for line in textwrap.wrap(
+                text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False
+            )
+        ]
+        return (
+            "\n".join([*lines, *(f"{key}: {scalar(value, blank=' ')}" for key, value in self.to_dict().items())]) + "\n"
+        )
 
 
 LAYOUT = {"param_scan_axis": 1, "mtp_num_layers": 0}  # base.yml's, of what no model's file sets
 
 
 def is_idle(key: str, keys: Mapping[str, Any]) -> bool:
-    """Whether MaxText doesn't look at a key: the longest context only matters to YaRN, a scale of tied logits only where they are tied."""
+    """Whether MaxText doesn't look at a key: the longest context only matters to YaRN, a scale of tied logits only
+    where they are tied.
+    """
     if key == "max_position_embeddings":
         return keys.get("rope_type") != "yarn"
     return key.endswith(("_for_vit", "_for_audio")) and not keys.get("use_multimodal")
@@ -177,7 +193,13 @@ def maxtext_config(family: Family, config: Config, layout: Layout, naming: Namin
 def _template(family: Family, config: Config, lines: Iterable[Line]) -> str | None:
     """The model of MaxText's that is nearest to one that it hasn't got."""
     kind = config.get("model_type")
-    names = [name for name in models() if kind in family.types_of(name) and family.is_model(config, name) and family.variant(name) == family.variant("")]
+    names = [
+        name
+        for name in models()
+        if kind in family.types_of(name)
+        and family.is_model(config, name)
+        and family.variant(name) == family.variant("")
+    ]
     return nearest(read(lines, config).keys, names)
 
 
@@ -193,7 +215,11 @@ def unknown_fields(lines: Iterable[Line], config: Mapping[str, Any]) -> list[str
             about = about.get(word) or {}
         for field, value in about.items():
             path = prefix + field
-            if value is not None and path not in known and not any(fnmatch.fnmatchcase(field, pattern) for pattern in IGNORED):
+            if (
+                value is not None
+                and path not in known
+                and not any(fnmatch.fnmatchcase(field, pattern) for pattern in IGNORED)
+            ):
                 found.append(path)
     return found
 
@@ -222,9 +248,20 @@ WRONG = "no error: the model computes something else; logits are wrong"
 
 def effect_of(key: str) -> str:
     """What a wrong value of one of MaxText's keys does."""
-    return next((effect for patterns, effect in EFFECTS.items() if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns.split("|"))), WRONG)
+    return next(
+        (
+            effect
+            for patterns, effect in EFFECTS.items()
+            if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns.split("|"))
+        ),
+        WRONG,
+    )
 
 
 def compare(ours: MaxTextConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The keys in which a configuration differs from what the model needs: `{key: (needed, said)}`."""
-    return {key: (value, theirs[key]) for key, value in ours.settings.items() if key in theirs and theirs[key] != value and not is_idle(key, ours.settings)}
+    return {
+        key: (value, theirs[key])
+        for key, value in ours.settings.items()
+        if key in theirs and theirs[key] != value and not is_idle(key, ours.settings)
+    }

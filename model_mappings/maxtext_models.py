@@ -50,7 +50,9 @@ def keys_of(model: str) -> Mapping[str, Any] | None:
 
 
 def differences(keys: Mapping[str, Any], model: str, among: Iterable[str] | None = None) -> dict[str, tuple[Any, Any]]:
-    """The keys that a configuration and a model say otherwise: `{key: (the configuration's value, the model's)}`; empty for an unknown model."""
+    """The keys that a configuration and a model say otherwise: `{key: (the configuration's value, the model's)}`; empty
+    for an unknown model.
+    """
     said = keys_of(model)
     if said is None:
         return {}
@@ -59,7 +61,9 @@ def differences(keys: Mapping[str, Any], model: str, among: Iterable[str] | None
 
 
 def of_these_sizes(keys: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """The models among `names` whose sizes are those of the keys: first those with its vocabulary, that differ least in other keys, with the shortest name."""
+    """The models among `names` whose sizes are those of the keys: first those with its vocabulary, that differ least in
+    other keys, with the shortest name.
+    """
     if not {"base_emb_dim", "base_num_decoder_layers"}.issubset(keys):
         return []
     fitting = [name for name in names if not differences(keys, name, SIZES)]

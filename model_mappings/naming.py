@@ -22,7 +22,8 @@ class Naming:
 
     Attributes:
       model: its name; None where no model has these sizes and none was named.
-      sizes: the sizes in which the checkpoint differs from the model that was named: `{MaxText's key: the checkpoint's value}`.
+      sizes: the sizes in which the checkpoint differs from the model that was named: `{MaxText's key: the checkpoint's
+        value}`.
     """
 
     model: str | None = None
@@ -39,7 +40,8 @@ def name_model(family: Family, config: Config, named: str | None = None) -> Nami
 
     Raises:
       ConfigError: what tells the family's models apart makes no sense.
-      ModelNameError: `named` has other sizes, and they are those of another model; or several models fit that the table tells apart.
+      ModelNameError: `named` has other sizes, and they are those of another model; or several models fit that the table
+        tells apart.
     """
     kind = config.get("model_type")
     family_models = [model for model in models() if kind in family.types_of(model)]
@@ -49,7 +51,9 @@ def name_model(family: Family, config: Config, named: str | None = None) -> Nami
         return _check(named, keys, of_these_sizes(keys, family_models))
     fitting = of_these_sizes(keys, candidates)
     if len({family.variant(model) for model in fitting or candidates}) > 1:
-        raise ModelNameError(f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(sorted(fitting) or candidates)}")
+        raise ModelNameError(
+            f"config.json fits several MaxText models that differ; choose with --maxtext_model: {', '.join(sorted(fitting) or candidates)}"
+        )
     return Naming(fitting[0] if fitting else None)
 
 
@@ -59,5 +63,8 @@ def _check(named: str, keys: Mapping[str, Any], fitting: list[str]) -> Naming:
     sizes = {key: ours for key, (ours, _) in differences(keys, named, SIZES).items()}
     if fitting:
         theirs = ", ".join(f"{key} {ours}, not {said}" for key, (ours, said) in differences(keys, named, SIZES).items())
-        raise ModelNameError(f"--maxtext_model={named}: config.json has the sizes of {' or '.join(fitting)}" + (f": {theirs}" if theirs else ""))
+        raise ModelNameError(
+            f"--maxtext_model={named}: config.json has the sizes of {' or '.join(fitting)}"
+            + (f": {theirs}" if theirs else "")
+        )
     return Naming(named, sizes)

@@ -17,7 +17,8 @@ from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 
 MAX_ELEMENTS = 1 << 41  # of a model: 2.2 trillion parameters
-MIN_CELLS, CELLS_PER_TENSOR = 200_000, 2  # a table that needs more than these makes doesn't describe the checkpoint, and would take hours to say so
+# a table that needs more than these makes doesn't describe the checkpoint, and would take hours to say so
+MIN_CELLS, CELLS_PER_TENSOR = 200_000, 2
 PREFIX = "params"  # where MaxText's TrainState keeps the collections of the model's variables
 PARAMETERS = f"{PREFIX}.params."  # what the keys of its parameters begin with
 
@@ -43,7 +44,8 @@ class Problem:
     """A reason not to convert.
 
     Attributes:
-      kind: missing, unused, shape, dtype, unscaled, orphan scale, unclaimed part, overlap, gap, … (`docs/data_model.md`).
+      kind: missing, unused, shape, dtype, unscaled, orphan scale, unclaimed part, overlap, gap, …
+        (`docs/data_model.md`).
       subject: the name of a tensor, an array or a file.
       message: what was expected, what was found, and what to do.
       is_array: whether the subject is an array.
@@ -135,21 +137,31 @@ def expand(family: Family, config: Config, layout: Layout) -> dict[str, list[Par
         for rule in stack.rules:
             part = Part(stack, rule, dims, layout.scan_axis)
             if (size := max(part.factors, default=0)) > MAX_SIZE:
-                raise ConfigError(f"config.json: its sizes make {part.path} {size:,} long; more than {MAX_SIZE:,} can't be meant")
+                raise ConfigError(
+                    f"config.json: its sizes make {part.path} {size:,} long; more than {MAX_SIZE:,} can't be meant"
+                )
             cells += part.layers.size * math.prod(part.name_shape)
             if cells > most:
-                raise ConfigError(f"config.json: its layers and experts ask for more than {most:,} tensors, the files hold {len(layout.names):,}")
+                raise ConfigError(
+                    f"config.json: its layers and experts ask for more than {most:,} tensors, the files hold {len(layout.names):,}"
+                )
             same = parts.setdefault(part.path, [])
             if same and (same[0].shape, same[0].logical_axes) != (part.shape, part.logical_axes):
-                raise ValueError(f"{part.path}: two rules disagree: {same[0].shape} {same[0].logical_axes}, {part.shape} {part.logical_axes}")
+                raise ValueError(
+                    f"{part.path}: two rules disagree: {same[0].shape} {same[0].logical_axes}, {part.shape} {part.logical_axes}"
+                )
             same.append(part)
     if (elements := sum(math.prod(same[0].shape) for same in parts.values())) > MAX_ELEMENTS:
-        raise ConfigError(f"config.json: its sizes make a model of {elements:,} elements; more than {MAX_ELEMENTS:,} can't be meant")
+        raise ConfigError(
+            f"config.json: its sizes make a model of {elements:,} elements; more than {MAX_ELEMENTS:,} can't be meant"
+        )
     return parts
 
 
 def key_of(path: str) -> str:
-    """Orbax's key of an array, by its path: `params/decoder/decoder_norm/scale` -> `params.params.decoder.decoder_norm.scale`."""
+    """Orbax's key of an array, by its path: `params/decoder/decoder_norm/scale` ->
+    `params.params.decoder.decoder_norm.scale`.
+    """
     return f"{PREFIX}/{path}".replace("/", ".")
 
 
@@ -161,10 +173,16 @@ def is_float(dtype: np.dtype) -> bool:
 def holds(dtype: np.dtype, values: np.dtype) -> bool:
     """Whether every value of the floating-point dtype `values` is one of `dtype`."""
     wide, narrow = ml_dtypes.finfo(dtype), ml_dtypes.finfo(values)
-    return narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp and narrow.minexp - narrow.nmant >= wide.minexp - wide.nmant
+    return (
+        narrow.nmant <= wide.nmant
+        and narrow.maxexp <= wide.maxexp
+        and narrow.minexp - narrow.nmant >= wide.minexp - wide.nmant
+    )
 
 
-def make_arrays(parts: Mapping[str, list[Part]], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype) -> tuple[Array, ...]:
+def make_arrays(
+    parts: Mapping[str, list[Part]], tensors: Mapping[str, TensorSpec], save_dtype: np.dtype
+) -> tuple[Array, ...]:
     """The arrays of a table, with the dtypes that the checkpoint's tensors give them."""
     return tuple(_array(key_of(path), same, tensors, save_dtype) for path, same in parts.items())
 
@@ -174,7 +192,9 @@ def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_
     dtype = save_dtype
     for part in parts:
         inexact = [op for op in part.rule.ops if not op.is_exact]
-        for stored, encoding in {(spec.dtype, spec.encoding): None for name in part.tensors if (spec := tensors.get(name))}:
+        for stored, encoding in {
+            (spec.dtype, spec.encoding): None for name in part.tensors if (spec := tensors.get(name))
+        }:
             if part.rule.integer:
                 dtype = stored
             elif encoding:
@@ -184,4 +204,12 @@ def _array(key: str, parts: list[Part], tensors: Mapping[str, TensorSpec], save_
         reasons |= dict.fromkeys(f"{op}, rounded once to {save_dtype.name}" for op in inexact)
     fill = next((part.rule.fill for part in parts if part.rule.fill is not None), None)
     gap = sum(part.elements for part in parts) < math.prod(parts[0].shape)
-    return Array(key, parts[0].shape, dtype, parts[0].logical_axes, tuple(parts), fill if gap else None, "; ".join(reasons) or None)
+    return Array(
+        key,
+        parts[0].shape,
+        dtype,
+        parts[0].logical_axes,
+        tuple(parts),
+        fill if gap else None,
+        "; ".join(reasons) or None,
+    )

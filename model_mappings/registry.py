@@ -71,13 +71,16 @@ def families() -> tuple[Family, ...]:
         try:
             family = entry.load()
         except Exception as e:
-            raise UnknownFamilyError(f"the family {entry.name!r} of {entry.value} can't be loaded: {type(e).__name__} {e}") from e
+            raise UnknownFamilyError(
+                f"the family {entry.name!r} of {entry.value} can't be loaded: {type(e).__name__} {e}"
+            ) from e
         found.append(_checked(family, f"the entry point {entry.name!r}, {entry.value},"))
     return (*found, *FAMILIES)
 
 
 def load_family(name: str) -> Family:
-    """The family that `--family` names: one of ours, one of an installed package, or a file of Python whose `FAMILY` it is.
+    """The family that `--family` names: one of ours, one of an installed package, or a file of Python whose `FAMILY` it
+    is.
 
     Raises:
       UnknownFamilyError: there is none, or the file can't be run.
@@ -85,7 +88,9 @@ def load_family(name: str) -> Family:
     known = {family.name: family for family in (identity.FAMILY, *reversed(families()))}
     if not name.endswith(".py"):
         if name not in known:
-            raise UnknownFamilyError(f"--family={name}: no such family; known are {', '.join(known)}, or name a file, FAMILY.py")
+            raise UnknownFamilyError(
+                f"--family={name}: no such family; known are {', '.join(known)}, or name a file, FAMILY.py"
+            )
         return known[name]
     try:
         return _checked(runpy.run_path(name).get("FAMILY"), f"--family={name}: FAMILY")
@@ -97,7 +102,9 @@ def load_family(name: str) -> Family:
 
 def _checked(family: object, what: str) -> Family:
     if not isinstance(family, Family):
-        raise UnknownFamilyError(f"{what} should be a weightbeam.model_mappings.family.Family, but is {type(family).__name__}")
+        raise UnknownFamilyError(
+            f"{what} should be a weightbeam.model_mappings.family.Family, but is {type(family).__name__}"
+        )
     return family
 
 
@@ -125,7 +132,8 @@ def family_by_config(config: Config) -> Family:
 
 
 def family_of(config: Config, model: str | None = None, named: str | None = None) -> Family:
-    """The family of a checkpoint, by `model_type`; `model` (MaxText's name) must agree and settles what that leaves open.
+    """The family of a checkpoint, by `model_type`; `model` (MaxText's name) must agree and settles what that leaves
+    open.
 
     Args:
       config: `config.json`.
@@ -154,15 +162,21 @@ def support_table() -> str:
     rows = ["| family | releases | `model_type` | layouts | on request | not converted |", "|" + "---|" * 6]
     for family in FAMILIES:
         layouts = "both" if len(family.layouts) > 1 else f"{''.join(family.layouts)} only"
-        requests = ", ".join(filter(None, ["`--mtp`" if family.mtp else "", f"`--multimodal`: {family.towers}" if family.towers else ""]))
-        rows.append(f"| {family.name} | {family.releases} | {_code(family.model_types)} | {layouts} | {requests} | {family.missing} |")
+        requests = ", ".join(
+            filter(None, ["`--mtp`" if family.mtp else "", f"`--multimodal`: {family.towers}" if family.towers else ""])
+        )
+        rows.append(
+            f"| {family.name} | {family.releases} | {_code(family.model_types)} | {layouts} | {requests} | {family.missing} |"
+        )
     return "\n".join(rows)
 
 
 def models_table() -> str:
     """The MaxText models of each family, as a Markdown table, for `docs/families.md`."""
     rows = ["| family | MaxText models | compared with the trees of |", "|" + "---|" * 3]
-    rows += [f"| {family.name} | {_code(map(shown, family.models))} | {', '.join(family.checked)} |" for family in FAMILIES]
+    rows += [
+        f"| {family.name} | {_code(map(shown, family.models))} | {', '.join(family.checked)} |" for family in FAMILIES
+    ]
     return "\n".join(rows)
 
 

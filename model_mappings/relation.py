@@ -1,7 +1,8 @@
 """A relation: which elements of one array are which elements of another one, read from either side. Integers only.
 
-Each side is a list of axes. An axis is a regular window (`start`, `step`) into an axis of its array, split into factors; a
-factor (`Place`) is shared with the other side, or fixed by the cell that is looked at, such as the layer's number. Take
+Each side is a list of axes. An axis is a regular window (`start`, `step`) into an axis of its array, split into
+factors; a factor (`Place`) is shared with the other side, or fixed by the cell that is looked at, such as the layer's
+number. Take
 
     "(heads dim) embed -> embed heads dim"    with 32 layers stacked on the array's axis 1
 
@@ -11,8 +12,8 @@ factor (`Place`) is shared with the other side, or fixed by the cell that is loo
                            └──▸ axis 1 = layers, fixed: 7 for the cell of layer 7
 
 A box of either side is cut into boxes of its factors; each of these is a box of the other side, too. With heads = 4 and
-dim = 8, the rows [4, 20) of the tensor are the second half of head 0, the whole of head 1 and the first half of head 2, which
-are three boxes of the array: `[:, 7, 0, 4:8]`, `[:, 7, 1, 0:8]` and `[:, 7, 2, 0:4]`.
+dim = 8, the rows [4, 20) of the tensor are the second half of head 0, the whole of head 1 and the first half of head 2,
+which are three boxes of the array: `[:, 7, 0, 4:8]`, `[:, 7, 1, 0:8]` and `[:, 7, 2, 0:4]`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class View(NamedTuple):  # a tuple, as Piece is: a unit may have thousands, and 
     def of(self, array: np.ndarray, origin: tuple[int, ...]) -> np.ndarray:
         """The view into `array`, whose first element is the one at `origin`. Never a copy."""
         ranges = zip(self.box, self.steps, origin, strict=True)
-        cut = array[(*(slice(start - at, stop - at, step) for (start, stop), step, at in ranges), ...)]  # `...`: a view even without axes
+        # `...`: a view even without axes
+        cut = array[(*(slice(start - at, stop - at, step) for (start, stop), step, at in ranges), ...)]
         split = np.reshape(cut, tuple(itertools.chain(*self.factors)), copy=False)
         return split[(*map(selection, itertools.chain(*self.picks)), ...)]
 
@@ -109,8 +111,8 @@ class Relation(NamedTuple):
           box: of the side's whole array.
 
         Yields:
-          `(view of the left, view of the right, order)`. The order is that of the axes of the other side's view as the side of
-          the box has them: `right = left.transpose(order)`, with `back` `left = right.transpose(order)`.
+          `(view of the left, view of the right, order)`. The order is that of the axes of the other side's view as the
+          side of the box has them: `right = left.transpose(order)`, with `back` `left = right.transpose(order)`.
         """
         here, there = (self.left, self.right) if back else (self.right, self.left)
         splits: list[list[Spans]] = []
@@ -119,7 +121,9 @@ class Relation(NamedTuple):
             high = min(math.prod(axis.sizes), -(-(stop - axis.start) // axis.step))
             if low >= high:
                 return
-            splits.append([((low, high),)] if len(axis.sizes) == 1 else list(factor_boxes((low, high), axis.sizes)) or [()])
+            splits.append(
+                [((low, high),)] if len(axis.sizes) == 1 else list(factor_boxes((low, high), axis.sizes)) or [()]
+            )
         for spans in itertools.product(*splits):
             shared: dict[int, Range] = {}  # the range of each shared factor
             if (met := self._align(here, spans, cell, shared)) is None:
@@ -130,8 +134,11 @@ class Relation(NamedTuple):
             order = tuple(map(order_there.index, order_here))
             yield (mine, theirs, order) if back else (theirs, mine, order)
 
-    def _align(self, side: Sequence[Axis], spans: Sequence[Spans], cell: Sequence[int], shared: dict[int, Range]) -> list[Spans] | None:
-        """The part of `spans` that belongs to the cell, None where there is none; notes the ranges of the shared factors.
+    def _align(
+        self, side: Sequence[Axis], spans: Sequence[Spans], cell: Sequence[int], shared: dict[int, Range]
+    ) -> list[Spans] | None:
+        """The part of `spans` that belongs to the cell, None where there is none; notes the ranges of the shared
+        factors.
 
         An axis of the array of 20 rows, of which the tensor supplies 4 from row 16 on; and the box [14, 18) of it:
 

@@ -1,8 +1,8 @@
 """Rotary embeddings as configuration lines. MaxText takes them from flat keys, `config.json` says them in several ways.
 
-transformers v4 wrote `rope_theta` and `rope_scaling` (and Gemma 3 `rope_local_base_freq`), v5 writes `rope_parameters`, for models
-with several kinds of layers one object for each kind. What MaxText's embeddings make of the keys: AI-Hypercomputer/maxtext,
-src/maxtext/layers/attentions.py (`init_rotary_embedding`) and embeddings.py, e591f30.
+transformers v4 wrote `rope_theta` and `rope_scaling` (and Gemma 3 `rope_local_base_freq`), v5 writes `rope_parameters`,
+for models with several kinds of layers one object for each kind. What MaxText's embeddings make of the keys:
+AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py (`init_rotary_embedding`) and embeddings.py, e591f30.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ROPE = "rope_parameters"
 
 
 def rope_of(c: Config, kind: str = "") -> Config:
-    """The rotary embedding's parameters, as v5 spells them: `rope_type`, `rope_theta`, `factor`, …; of one kind of layers, if `kind` says which.
+    """The rotary embedding's parameters, as v5 spells them: `rope_type`, `rope_theta`, `factor`, …; of one kind of
+    layers, if `kind` says which.
 
     Raises:
       ConfigError: they aren't an object.
@@ -40,7 +41,11 @@ def is_yarn(c: Config, kind: str = "") -> bool:
 
 def theta(key: str, kind: str = "", default: float = THETA) -> Line:
     """The base of the frequencies."""
-    return derived(key, lambda c, _: number(rope_of(c, kind).get("rope_theta", default)), f"{ROPE}.{kind}.rope_theta".replace("..", "."))
+    return derived(
+        key,
+        lambda c, _: number(rope_of(c, kind).get("rope_theta", default)),
+        f"{ROPE}.{kind}.rope_theta".replace("..", "."),
+    )
 
 
 def yarn_lines(kind: str = "", interleave: bool = False, truncate: bool = True) -> tuple[Line, ...]:
@@ -61,7 +66,11 @@ def yarn_lines(kind: str = "", interleave: bool = False, truncate: bool = True) 
         parameter("rope_factor", "factor", 1),
         parameter("beta_fast", "beta_fast", 32),
         parameter("beta_slow", "beta_slow", 1),
-        parameter("original_max_position_embeddings", "original_max_position_embeddings", lambda c: c.get("max_position_embeddings", 4096)),
+        parameter(
+            "original_max_position_embeddings",
+            "original_max_position_embeddings",
+            lambda c: c.get("max_position_embeddings", 4096),
+        ),
         parameter("rope_truncate", "truncate", truncate),
         constant("rope_interleave", interleave),
         constant("rope_attention_scaling", True),
@@ -85,7 +94,9 @@ PLAIN = {"default": "default", "linear": "default", "yarn": "yarn"}
 
 
 def plain_rope(default: float = THETA, kinds: str = "", interleave: bool = False) -> tuple[Line, ...]:
-    """The default embedding, scaled linearly or by YaRN; other kinds MaxText hasn't got. `kinds`: the kind of layers that has it."""
+    """The default embedding, scaled linearly or by YaRN; other kinds MaxText hasn't got. `kinds`: the kind of layers
+    that has it.
+    """
 
     def limit(c: Config, model: str | None) -> str | None:
         kind = rope_of(c, kinds)["rope_type"]
@@ -95,8 +106,16 @@ def plain_rope(default: float = THETA, kinds: str = "", interleave: bool = False
 
     return (
         theta("rope_max_timescale", kinds, default),
-        derived("rope_type", lambda c, _: PLAIN.get(rope_of(c, kinds)["rope_type"], "default"), f"{ROPE}.{kinds}.rope_type".replace("..", ".")),
-        derived("rope_linear_scaling_factor", lambda c, _: linear_factor(rope_of(c, kinds)), when=lambda c: rope_of(c, kinds)["rope_type"] == "linear"),
+        derived(
+            "rope_type",
+            lambda c, _: PLAIN.get(rope_of(c, kinds)["rope_type"], "default"),
+            f"{ROPE}.{kinds}.rope_type".replace("..", "."),
+        ),
+        derived(
+            "rope_linear_scaling_factor",
+            lambda c, _: linear_factor(rope_of(c, kinds)),
+            when=lambda c: rope_of(c, kinds)["rope_type"] == "linear",
+        ),
         *yarn_lines(kinds, interleave),
         unless(limit),
     )

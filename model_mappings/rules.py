@@ -122,7 +122,9 @@ def rule(
         raise ValueError(f"{target}: {names!r} names {len(logical)} axes, {axes!r} has {len(parsed.right)}")
     window = _parse_window(match["window"], len(parsed.left) - len(name_axes))
     pad = next((segment.fill for segment in segments.values() if segment.fill is not None), fill)
-    return [Rule(target, source and match["name"], window, parsed, name_axes, logical or None, ops, segments, pad, integer)]
+    return [
+        Rule(target, source and match["name"], window, parsed, name_axes, logical or None, ops, segments, pad, integer)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +147,14 @@ class Stack:
     collection: str = "params"
 
 
-def stack(target: str, source: str, layers: object, table: Sequence[Sequence[Rule]], names: str = "", collection: str = "params") -> Stack:
+def stack(
+    target: str,
+    source: str,
+    layers: object,
+    table: Sequence[Sequence[Rule]],
+    names: str = "",
+    collection: str = "params",
+) -> Stack:
     """See `Stack`; `table` holds what `rule` returns, and `names` MaxText's words for the stacked axes."""
     numbers = np.asarray(layers)
     words = tuple(names.split())

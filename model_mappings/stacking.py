@@ -1,8 +1,9 @@
-"""One tree of arrays as another one: layers stacked or taken apart, the stacked axis elsewhere, everything else as it is. Integers only.
+"""One tree of arrays as another one: layers stacked or taken apart, the stacked axis elsewhere, everything else as it
+is. Integers only.
 
-A family's table has the same lines scanned and unscanned; only its stacks differ. So what a layer's arrays are called in either layout
-follows from the two lists of stacks alone, and holds for the weights, for the optimizer's moments and for the state of modules, which
-repeat the weights' paths below roots of their own:
+A family's table has the same lines scanned and unscanned; only its stacks differ. So what a layer's arrays are called
+in either layout follows from the two lists of stacks alone, and holds for the weights, for the optimizer's moments and
+for the state of modules, which repeat the weights' paths below roots of their own:
 
     scanned     opt_state.0.mu.params. decoder.layers   .mlp.wi_0.kernel     (embed, layers, mlp)
     unscanned   opt_state.0.mu.params. decoder.layers_7 .mlp.wi_0.kernel     (embed, mlp)
@@ -65,7 +66,9 @@ class Copy(Part):
       keys: the sources' keys; the shape of this array is the axes that they are stacked on.
     """
 
-    def __init__(self, keys: np.ndarray, sizes: Mapping[str, int], left: Side, right: Side, window: Window = (), at: int = 0):
+    def __init__(
+        self, keys: np.ndarray, sizes: Mapping[str, int], left: Side, right: Side, window: Window = (), at: int = 0
+    ):
         rule = Rule("", "", window, Axes(left, right), (), None, (), {}, None)
         numbers = np.arange(keys.size).reshape(keys.shape)
         super().__init__(Stack("", "", numbers, (None,) * keys.ndim, (rule,)), rule, dict(sizes), at)
@@ -86,9 +89,13 @@ def _words(shape: Shape) -> tuple[dict[str, int], Side]:
 
 
 def same(key: str, shape: Shape, order: Sequence[int] | None = None) -> Copy:
-    """An array as it is, or with its axes in another order: `(embed, layers, mlp)` by (1, 0, 2) is `(layers, embed, mlp)`."""
+    """An array as it is, or with its axes in another order: `(embed, layers, mlp)` by (1, 0, 2) is `(layers, embed,
+    mlp)`.
+    """
     sizes, axes = _words(shape)
-    return Copy(np.array(key, dtype=object), sizes, axes, axes if order is None else tuple(axes[axis] for axis in order))
+    return Copy(
+        np.array(key, dtype=object), sizes, axes, axes if order is None else tuple(axes[axis] for axis in order)
+    )
 
 
 def stacked(keys: np.ndarray, shape: Shape, at: int) -> Copy:
@@ -98,7 +105,9 @@ def stacked(keys: np.ndarray, shape: Shape, at: int) -> Copy:
 
 
 def taken(key: str, shape: Shape, at: int, index: Sequence[int]) -> Copy:
-    """One layer of a stacked array: `[:, 7]` of `(embed, layers, mlp)` is `(embed, mlp)`; `index` counts on the axes from `at` on."""
+    """One layer of a stacked array: `[:, 7]` of `(embed, layers, mlp)` is `(embed, mlp)`; `index` counts on the axes
+    from `at` on.
+    """
     sizes, axes = _words(shape)
     left = tuple(() if at <= axis < at + len(index) else word for axis, word in enumerate(axes))
     window = (*[slice(None)] * at, *(slice(i, i + 1) for i in index))
@@ -129,7 +138,8 @@ class Stacks:
     Attributes:
       by_target: by where the arrays of a stack lie, such as `("decoder", "layers")`.
       axis: where layers are stacked in a weight.
-      collections: of variables that aren't parameters, such as DeepSeek V4's router biases; their layers are stacked on axis 0.
+      collections: of variables that aren't parameters, such as DeepSeek V4's router biases; their layers are stacked on
+        axis 0.
     """
 
     by_target: Mapping[Path, Stack]
@@ -140,7 +150,9 @@ class Stacks:
     def of(cls, stacks: Iterable[Stack], axis: int) -> Stacks:
         """The stacks of a family's table."""
         stacks = list(stacks)
-        by_target = {tuple(stack.target.split("/")): stack for stack in stacks if stack.target and stack.collection == PARAMS}
+        by_target = {
+            tuple(stack.target.split("/")): stack for stack in stacks if stack.target and stack.collection == PARAMS
+        }
         return cls(by_target, axis, frozenset(stack.collection for stack in stacks) - {PARAMS})
 
     def find(self, path: Path) -> tuple[int, Path] | None:
@@ -162,7 +174,8 @@ class Stacks:
 
 
 def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[Moved]:
-    """The arrays of a tree in another layout, in an order of their own; each array of the old tree is used once and whole.
+    """The arrays of a tree in another layout, in an order of their own; each array of the old tree is used once and
+    whole.
 
     Raises:
       RestackError: arrays aren't stacked as the layout says, or layers of them are missing; all of them.
@@ -170,7 +183,9 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
     where = {}  # (the source's prefix of a stack, layer) -> the stack's target in the old layout, index
     for target, stack in before.by_target.items():
         if not after.has(target, stack):
-            where |= {(stack.source, int(stack.layers[index])): (target, index) for index in np.ndindex(stack.layers.shape)}
+            where |= {
+                (stack.source, int(stack.layers[index])): (target, index) for index in np.ndindex(stack.layers.shape)
+            }
     made: list[Moved] = []
     faults: list[StackingError] = []
 
@@ -198,7 +213,8 @@ def restack(arrays: Mapping[Path, Held], before: Stacks, after: Stacks) -> list[
             else:
                 add(_take, root, rest, target, layers[0], before, arrays)
     if faults:
-        raise RestackError(list({fault.path: fault for fault in faults}.values()))  # a stacked array is taken apart many times
+        # a stacked array is taken apart many times
+        raise RestackError(list({fault.path: fault for fault in faults}.values()))
     return made
 
 
@@ -217,21 +233,38 @@ def _kept(path: Path, held: Held, found: tuple[int, Path] | None, before: Stacks
 
 
 def _gather(
-    root: Path, rest: Path, target: Path, layers: Sequence[tuple[Path, tuple[int, ...]]], stack: Stack, arrays: Mapping[Path, Held], after: Stacks
+    root: Path,
+    rest: Path,
+    target: Path,
+    layers: Sequence[tuple[Path, tuple[int, ...]]],
+    stack: Stack,
+    arrays: Mapping[Path, Held],
+    after: Stacks,
 ) -> Moved:
     """The layers of an array that lay each by itself, stacked."""
     paths = [(*root, *one, *rest) for one, _ in layers]
     if missing := [path for path in paths if path not in arrays]:
-        raise StackingError(paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}")
+        raise StackingError(
+            paths[0], f"{len(missing)} of its {len(paths)} layers are missing, such as {'.'.join(missing[0])}"
+        )
     shape = arrays[paths[0]].shape
     if other := [path for path in paths if arrays[path].shape != shape]:
-        raise StackingError(paths[0], f"its layers can't be stacked: {shape} here, {arrays[other[0]].shape} in {'.'.join(other[0])}")
+        raise StackingError(
+            paths[0], f"its layers can't be stacked: {shape} here, {arrays[other[0]].shape} in {'.'.join(other[0])}"
+        )
     keys = np.array([arrays[path].key for path in paths], dtype=object).reshape(stack.layers.shape)
     at = after.at(root, len(shape))
     return Moved((*root, *target, *rest), paths[0], stacked(keys, shape, at), tuple(range(at, at + stack.layers.ndim)))
 
 
-def _take(root: Path, rest: Path, target: Path, layer: tuple[Path, tuple[int, ...]], before: Stacks, arrays: Mapping[Path, Held]) -> Moved:
+def _take(
+    root: Path,
+    rest: Path,
+    target: Path,
+    layer: tuple[Path, tuple[int, ...]],
+    before: Stacks,
+    arrays: Mapping[Path, Held],
+) -> Moved:
     """One layer of a stacked array, by itself."""
     held, index = layer
     path = (*root, *held, *rest)

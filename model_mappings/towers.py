@@ -38,23 +38,30 @@ QWEN_VISION = inside("vision_config", (  # MaxText's keys of `qwen_vision`
 
 
 def multimodal_rope(sections: tuple[int, ...], turning: Callable[[Config], int]) -> tuple[Line, ...]:
-    """The rotary embedding in sections for time, height and width, with the release's numbers where `config.json` has none.
+    """The rotary embedding in sections for time, height and width, with the release's numbers where `config.json` has
+    none.
 
     `turning` says how many of a head's dimensions turn. MaxText refuses sections that aren't half as many in all
-    (src/maxtext/layers/embeddings.py, `Qwen3OmniMoeThinkerTextRotaryEmbedding`, e591f30 and 0.2.5); transformers doesn't look.
+    (src/maxtext/layers/embeddings.py, `Qwen3OmniMoeThinkerTextRotaryEmbedding`, e591f30 and 0.2.5); transformers
+    doesn't look.
     """
 
     def find(c: Config, model: str | None) -> list[int]:
         said, half = list(rope_of(c).get("mrope_section", sections)), turning(c) // 2
         return said if sum(said) == half else taken_sections(said, half)
 
-    return fixed("use_mrope", True), derived("mrope_section", find, "rope_parameters.mrope_section"), written("rope_parameters.mrope_interleaved", True)
+    return (
+        fixed("use_mrope", True),
+        derived("mrope_section", find, "rope_parameters.mrope_section"),
+        written("rope_parameters.mrope_interleaved", True),
+    )
 
 
 def taken_sections(sections: list[int], half: int) -> list[int]:
-    """How many of `half` frequencies are time's, height's and width's, where the sections aren't as many: of each three in turn
-    the second is height's and the third width's, as long as their sections last; time has the others (transformers v5.23.0,
-    `recomposition_frequencies`)."""
+    """How many of `half` frequencies are time's, height's and width's, where the sections aren't as many: of each three
+    in turn the second is height's and the third width's, as long as their sections last; time has the others
+    (transformers v5.23.0, `recomposition_frequencies`).
+    """
     height, width = (len(range(offset, min(3 * sections[offset], half), 3)) for offset in (1, 2))
     return [half - height - width, height, width]
 
@@ -71,8 +78,12 @@ def deepstack_mergers(v: Config) -> int:
       ConfigError: `deepstack_visual_indexes` isn't a list of layers.
     """
     indexes = v["deepstack_visual_indexes"]
-    if not isinstance(indexes, list) or not all(type(index) is int and 0 <= index < v.size("depth") for index in indexes):
-        raise ConfigError(f"config.json: 'deepstack_visual_indexes' should be a list of the tower's layers, but is {indexes!r}")
+    if not isinstance(indexes, list) or not all(
+        type(index) is int and 0 <= index < v.size("depth") for index in indexes
+    ):
+        raise ConfigError(
+            f"config.json: 'deepstack_visual_indexes' should be a list of the tower's layers, but is {indexes!r}"
+        )
     return len(indexes)
 
 
@@ -85,7 +96,8 @@ def qwen_vision(
     norm: str = "norm",
     linear: tuple[str, str] = ("linear_fc1", "linear_fc2"),
 ) -> list[Stack]:
-    """The tower of Qwen 3 VL, 3.5 and 3 Omni: patches of several frames, blocks with biases, a merger in front of the text model.
+    """The tower of Qwen 3 VL, 3.5 and 3 Omni: patches of several frames, blocks with biases, a merger in front of the
+    text model.
 
     Query, key and value are thirds of one tensor. The blocks aren't stacked, whatever the layout.
 
@@ -93,12 +105,22 @@ def qwen_vision(
       v: the tower's part of `config.json`.
       name: what the names of MaxText's classes begin with.
       source: prefix of the tensors.
-      deepstack: how many mergers more there are, whose results go to text layers, and `mergers` their name in the files.
+      deepstack: how many mergers more there are, whose results go to text layers, and `mergers` their name in the
+        files.
       norm, linear: names of a merger's layers.
     """
-    encoder, projector, embed = f"vision_encoder/{name}VisionEncoder_0", f"vision_encoder/{name}VisionProjector_0", v.size("hidden_size")
+    encoder, projector, embed = (
+        f"vision_encoder/{name}VisionEncoder_0",
+        f"vision_encoder/{name}VisionProjector_0",
+        v.size("hidden_size"),
+    )
     patches = [
-        rule("proj/kernel", "proj.weight", "v_embed rgb frames patch_rows patch_columns -> frames patch_rows patch_columns rgb v_embed", ""),
+        rule(
+            "proj/kernel",
+            "proj.weight",
+            "v_embed rgb frames patch_rows patch_columns -> frames patch_rows patch_columns rgb v_embed",
+            "",
+        ),
         rule("proj/bias", "proj.bias", "v_embed", ""),
     ]
     block = [
@@ -106,13 +128,25 @@ def qwen_vision(
         *layer_norm("ln2", "norm2", "v_embed"),
         *linear_layer("mlp", "mlp.linear_fc1", "v_mlp", "v_embed"),
         *linear_layer("mlp_out", "mlp.linear_fc2", "v_embed", "v_mlp"),
-        rule("attn/attn/out/kernel", "attn.proj.weight", "v_embed (v_heads v_dim) -> v_heads v_dim v_embed", "heads kv embed"),
+        rule(
+            "attn/attn/out/kernel",
+            "attn.proj.weight",
+            "v_embed (v_heads v_dim) -> v_heads v_dim v_embed",
+            "heads kv embed",
+        ),
         rule("attn/attn/out/bias", "attn.proj.bias", "v_embed", "embed"),
     ]
-    for third, (target, names) in enumerate(dict(query="q_heads kv", key="kv_heads kv_head_dim", value="kv_heads kv_head_dim").items()):
+    for third, (target, names) in enumerate(
+        dict(query="q_heads kv", key="kv_heads kv_head_dim", value="kv_heads kv_head_dim").items()
+    ):
         rows = f"[{third * embed}:{(third + 1) * embed}]"
         block += [
-            rule(f"attn/attn/{target}/kernel", f"attn.qkv.weight{rows}", "(v_heads v_dim) v_embed -> v_embed v_heads v_dim", f"embed {names}"),
+            rule(
+                f"attn/attn/{target}/kernel",
+                f"attn.qkv.weight{rows}",
+                "(v_heads v_dim) v_embed -> v_embed v_heads v_dim",
+                f"embed {names}",
+            ),
             rule(f"attn/attn/{target}/bias", f"attn.qkv.bias{rows}", "(v_heads v_dim) -> v_heads v_dim", names),
         ]
 
@@ -126,9 +160,14 @@ def qwen_vision(
 
     return [
         stack(f"{encoder}/patch_embed", f"{source}patch_embed.", 0, patches),
-        stack(encoder, source, 0, [rule("pos_embed_interpolate/pos_embed", "pos_embed.weight", "positions v_embed", "")]),
+        stack(
+            encoder, source, 0, [rule("pos_embed_interpolate/pos_embed", "pos_embed.weight", "positions v_embed", "")]
+        ),
         *(stack(f"{encoder}/blocks_{i}", f"{source}blocks.{{layer}}.", i, block) for i in range(v.size("depth"))),
-        *(stack(f"{encoder}/merger_{i}", f"{source}{mergers}.{{layer}}.", i, merger("v_merged")) for i in range(deepstack)),
+        *(
+            stack(f"{encoder}/merger_{i}", f"{source}{mergers}.{{layer}}.", i, merger("v_merged"))
+            for i in range(deepstack)
+        ),
         stack(f"{projector}/merger", f"{source}merger.", 0, merger("v_embed")),
     ]
 

@@ -1,9 +1,9 @@
 """Trees: how the weights of a checkpoint are called, whoever wrote it, and which of its arrays they are.
 
 MaxText's trainer, its converters, its tools and Tunix write the same weights below different names. Here they get one:
-`params.params.decoder.…`, that of MaxText's own parameter checkpoints. Everything else (the optimizer, random generators, counters)
-is the state around them. (AI-Hypercomputer/maxtext, src/maxtext/common/checkpointing.py and train_state_nnx.py, e591f30; Tunix's
-PeftTrainer.)
+`params.params.decoder.…`, that of MaxText's own parameter checkpoints. Everything else (the optimizer, random
+generators, counters) is the state around them. (AI-Hypercomputer/maxtext, src/maxtext/common/checkpointing.py and
+train_state_nnx.py, e591f30; Tunix's PeftTrainer.)
 """
 
 from __future__ import annotations
@@ -17,8 +17,18 @@ from weightbeam.model_mappings.plan import PARAMETERS, PREFIX
 Path = tuple[str, ...]
 
 VALUE = "value"  # the leaf of an nnx variable
-STATE = ("opt_state", "optimizer", "optimizer_state", "nnx_aux", "step", "iter", "accumulated_metrics", "accumulated_grads")
-DILOCO = {"inner_state", "outer_opt_state"}  # beside them `params`, the global weights, has no axis of replicas (trainers/diloco/diloco.py)
+STATE = (
+    "opt_state",
+    "optimizer",
+    "optimizer_state",
+    "nnx_aux",
+    "step",
+    "iter",
+    "accumulated_metrics",
+    "accumulated_grads",
+)
+# beside them `params`, the global weights, has no axis of replicas (trainers/diloco/diloco.py)
+DILOCO = {"inner_state", "outer_opt_state"}
 GENERATORS = re.compile(r"(^|\.)(rngs|to_nnx__rngs)(\.|$)")
 
 
@@ -64,13 +74,19 @@ def recognise(paths: Iterable[Path]) -> Tree:
             raise TreeError(f"two arrays are {named}: {weights[named]} and {key}")
         weights[named] = key
     if not weights:
-        raise TreeError(f"no weights among its {len(paths)} arrays, such as {'.'.join(paths[0])}" if paths else "no arrays")
+        raise TreeError(
+            f"no weights among its {len(paths)} arrays, such as {'.'.join(paths[0])}" if paths else "no arrays"
+        )
     return Tree(kind, weights, tuple(state))
 
 
 def _kind(paths: list[Path], tops: set[str]) -> tuple[str, Path]:
     """What wrote a tree, and the components in front of its weights."""
-    values = all(path[-1:] == (VALUE,) for path in paths if path and path[0] not in STATE and not GENERATORS.search(".".join(path)))
+    values = all(
+        path[-1:] == (VALUE,)
+        for path in paths
+        if path and path[0] not in STATE and not GENERATORS.search(".".join(path))
+    )
     if PREFIX in tops and tops & DILOCO:
         return "the global weights of a DiLoCo state", (PREFIX,)
     if PREFIX in tops:
@@ -86,10 +102,18 @@ def _kind(paths: list[Path], tops: set[str]) -> tuple[str, Path]:
 
 
 def _named(path: Path, below_params: bool) -> str:
-    """MaxText's key of a weight: `decoder.layers.0.mlp.wi_0.kernel.value` -> `params.params.decoder.layers_0.mlp.wi_0.kernel`."""
+    """MaxText's key of a weight: `decoder.layers.0.mlp.wi_0.kernel.value` ->
+    `params.params.decoder.layers_0.mlp.wi_0.kernel`.
+    """
     if path[-1] == VALUE and len(path) > 1:
         path = path[:-1]
-    is_collection = below_params and next(iter(path), "") not in ("decoder", "token_embedder", "vision_encoder", "audio_encoder", "mtp_block")
+    is_collection = below_params and next(iter(path), "") not in (
+        "decoder",
+        "token_embedder",
+        "vision_encoder",
+        "audio_encoder",
+        "mtp_block",
+    )
     folded: list[str] = []
     for component in path:
         if component.isdecimal() and folded:  # an element of an nnx.List
@@ -109,20 +133,34 @@ def _refuse(paths: list[Path]) -> None:
         return bool(components.intersection(names))
 
     if tops & DILOCO and PREFIX not in tops:
-        raise TreeError("a DiLoCo state without the global weights (params), whose replicas have an axis in front; save the parameters of one first")
+        raise TreeError(
+            "a DiLoCo state without the global weights (params), whose replicas have an axis in front; save the parameters of one first"
+        )
     if "aqt" in tops or has("qrhs") or any(component.startswith("AqtDotGeneral") for component in components):
-        raise TreeError("an AQT checkpoint for serving: its quantised kernels aren't weights any more; take the checkpoint it was made of")
+        raise TreeError(
+            "an AQT checkpoint for serving: its quantised kernels aren't weights any more; take the checkpoint it was made of"
+        )
     if has("qvalue"):
-        raise TreeError("a Qwix QLoRA base, whose kernels are quantised (array.qvalue); take the checkpoint it was made of")
+        raise TreeError(
+            "a Qwix QLoRA base, whose kernels are quantised (array.qvalue); take the checkpoint it was made of"
+        )
     if any(component.endswith("_packed") for component in components):
-        raise TreeError("MXFP4 experts (…_packed beside …_scale), which MaxText keeps in a layout of its own; take the release it was made of")
+        raise TreeError(
+            "MXFP4 experts (…_packed beside …_scale), which MaxText keeps in a layout of its own; take the release it was made of"
+        )
     scaled = sorted(key for key in keys if re.search(r"\.(kernel|wi_0|wi_1|wo)_scale(\.value)?$", key))
     if scaled:
-        raise TreeError(f"FP8 weights with scales beside them, such as {scaled[0]}; take the release it was made of, or a bfloat16 checkpoint")
+        raise TreeError(
+            f"FP8 weights with scales beside them, such as {scaled[0]}; take the release it was made of, or a bfloat16 checkpoint"
+        )
     if tops == {"checkpoint"}:
         raise TreeError("an old MaxText checkpoint (msgpack); save it anew with a MaxText that reads it")
 
 
 def is_scanned(weights: Iterable[str]) -> bool:
     """Whether the layers of a kind are stacked, by the names: `layers.`, not `layers_0.`."""
-    return not any(re.search(r"\.(dense_|moe_)?layers_\d+\.", key.replace("layers.layers_", "layers.place_")) for key in weights if "remainder" not in key)
+    return not any(
+        re.search(r"\.(dense_|moe_)?layers_\d+\.", key.replace("layers.layers_", "layers.place_"))
+        for key in weights
+        if "remainder" not in key
+    )

@@ -84,7 +84,9 @@ def export_adapter(planned: AdapterExport, output: str, overwrite: bool = False)
         raise Failed(f"  {output}: {reason(e)}") from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return ExportedAdapter(str(folder), len(tensors), sum(values.nbytes for values in tensors.values()), planned.rank, planned.alpha)
+    return ExportedAdapter(
+        str(folder), len(tensors), sum(values.nbytes for values in tensors.values()), planned.rank, planned.alpha
+    )
 
 
 def _is_replaceable(folder: Path, overwrite: bool) -> bool:
@@ -97,7 +99,9 @@ def _is_replaceable(folder: Path, overwrite: bool) -> bool:
 
 def _write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """One safetensors file."""
-    (file,) = plan_files(((name, values.dtype, values.shape) for name, values in tensors.items()), max_shard_size=sys.maxsize).files
+    (file,) = plan_files(
+        ((name, values.dtype, values.shape) for name, values in tensors.items()), max_shard_size=sys.maxsize
+    ).files
     with path.open("xb") as out:
         out.write(file.header)
         for tensor in file.tensors:

@@ -1,7 +1,8 @@
 """The API below the commands: keywords in, values out.
 
-Each function lies in its command's module, which is imported when the function is first asked for: planning doesn't wait for
-Beam. Keywords are the command line's options. What a user can mend raises `Refused`, what went wrong on the way `Failed`.
+Each function lies in its command's module, which is imported when the function is first asked for: planning doesn't
+wait for Beam. Keywords are the command line's options. What a user can mend raises `Refused`, what went wrong on the
+way `Failed`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import math
 import re
 import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn, cast
 
 import weightbeam
 from weightbeam.transforms.options import Options
@@ -309,7 +309,9 @@ def distance(text: str) -> float:
 def secret(text: str) -> str:
     """A version of a secret, as Secret Manager names it. What isn't one may be a token, and isn't repeated."""
     if not re.fullmatch(r"projects/[^/\s]+/secrets/[^/\s]+/versions/[^/\s]+", text):
-        raise argparse.ArgumentTypeError("it should be the name of a secret, projects/PROJECT/secrets/SECRET/versions/latest, and no token")
+        raise argparse.ArgumentTypeError(
+            "it should be the name of a secret, projects/PROJECT/secrets/SECRET/versions/latest, and no token"
+        )
     return text
 
 
@@ -325,7 +327,9 @@ def fraction(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes: a number, or one with K, M, G or T (or KiB, …: of 1024) or with KB, MB, GB or TB (of 1000), in letters of either case."""
+    """Bytes: a number, or one with K, M, G or T (or KiB, …: of 1024) or with KB, MB, GB or TB (of 1000), in letters of
+    either case.
+    """
     found = re.fullmatch(r"([0-9]+) *(?:([kmgt])(i?b)?|b)?", text.strip().lower(), re.ASCII)
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} should be bytes, such as 134217728 or 128MiB")
@@ -352,41 +356,147 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     """The options that say what is converted, and into what."""
     what = parser.add_argument_group("what is converted")
     add = what.add_argument
-    add("--source", metavar="URL", help="config.json and the safetensors files: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
-    add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where config.json can't settle it")
-    add("--family", metavar="NAME|FILE.py", help="the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json)")
-    add("--vocab_size", type=positive, metavar="N", help="rows of MaxText's embedding: more pads with zeros, fewer cuts")
-    add("--mtp", type=boolean, default=DEFAULTS.mtp, metavar="true|false", help="convert the multi-token-prediction layers too")
+    add(
+        "--source",
+        metavar="URL",
+        help="config.json and the safetensors files: a folder, gs://bucket/folder, or hf://organisation/model[@revision]",
+    )
+    add(
+        "--maxtext_model",
+        metavar="NAME",
+        help="the MaxText model, such as llama3.1-8b, where config.json can't settle it",
+    )
+    add(
+        "--family",
+        metavar="NAME|FILE.py",
+        help="the table: one of ours, an installed package's, a file of your own, or identity (default: by config.json)",
+    )
+    add(
+        "--vocab_size", type=positive, metavar="N", help="rows of MaxText's embedding: more pads with zeros, fewer cuts"
+    )
+    add(
+        "--mtp",
+        type=boolean,
+        default=DEFAULTS.mtp,
+        metavar="true|false",
+        help="convert the multi-token-prediction layers too",
+    )
     add(
         "--check_source",
         choices=("true", "false", "auto"),
         default=DEFAULTS.check_source,
         help="compare the source's bytes with their known hashes: auto those of a bucket on their way, true all of them, reading the files once more",
     )
-    add("--allow_links", type=boolean, default=DEFAULTS.allow_links, metavar="true|false", help="take files of the source that are links to another folder")
-    add("--multimodal", type=boolean, default=DEFAULTS.multimodal, metavar="true|false", help="convert the vision and audio towers too")
-    add("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated")
-    add("--adapter_only", type=boolean, default=DEFAULTS.adapter_only, metavar="true|false", help="write the adapter as MaxText's, and don't merge it")
-    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token, for all workers")
+    add(
+        "--allow_links",
+        type=boolean,
+        default=DEFAULTS.allow_links,
+        metavar="true|false",
+        help="take files of the source that are links to another folder",
+    )
+    add(
+        "--multimodal",
+        type=boolean,
+        default=DEFAULTS.multimodal,
+        metavar="true|false",
+        help="convert the vision and audio towers too",
+    )
+    add(
+        "--lora",
+        action="append",
+        metavar="PATH[,WEIGHT]",
+        help="a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated",
+    )
+    add(
+        "--adapter_only",
+        type=boolean,
+        default=DEFAULTS.adapter_only,
+        metavar="true|false",
+        help="write the adapter as MaxText's, and don't merge it",
+    )
+    add(
+        "--hf_token_secret",
+        type=secret,
+        metavar="NAME",
+        help="the version of a secret in Secret Manager that holds the hub's token, for all workers",
+    )
     add = parser.add_argument_group("layout of the checkpoint").add_argument
-    add("--scan_layers", type=boolean, default=DEFAULTS.scan_layers, metavar="true|false", help="stack the layers of a kind in one array, as in MaxText")
-    add("--param_scan_axis", type=natural, default=DEFAULTS.param_scan_axis, metavar="N", help="where the stacked axis goes, as in MaxText")
-    add("--save_dtype", choices=("bfloat16", "float32"), default=DEFAULTS.save_dtype, help="dtype of every float array; computed in float32, cast once")
-    add("--mesh", action="append", metavar="AXES", help="the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any)")
-    add("--sharding_rules", metavar="FILE", help="your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
+    add(
+        "--scan_layers",
+        type=boolean,
+        default=DEFAULTS.scan_layers,
+        metavar="true|false",
+        help="stack the layers of a kind in one array, as in MaxText",
+    )
+    add(
+        "--param_scan_axis",
+        type=natural,
+        default=DEFAULTS.param_scan_axis,
+        metavar="N",
+        help="where the stacked axis goes, as in MaxText",
+    )
+    add(
+        "--save_dtype",
+        choices=("bfloat16", "float32"),
+        default=DEFAULTS.save_dtype,
+        help="dtype of every float array; computed in float32, cast once",
+    )
+    add(
+        "--mesh",
+        action="append",
+        metavar="AXES",
+        help="the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any)",
+    )
+    add(
+        "--sharding_rules",
+        metavar="FILE",
+        help="your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)",
+    )
     add = parser.add_argument_group("storage").add_argument
-    add("--use_ocdbt", type=boolean, default=DEFAULTS.use_ocdbt, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
-    add("--use_zarr3", type=boolean, default=DEFAULTS.use_zarr3, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")
-    add("--compression", choices=("none", "zstd"), default=DEFAULTS.compression, help="zstd saves about a fifth of the disk and slows loading")
+    add(
+        "--use_ocdbt",
+        type=boolean,
+        default=DEFAULTS.use_ocdbt,
+        metavar="true|false",
+        help="one database, or a folder for each array (Pathways: false)",
+    )
+    add(
+        "--use_zarr3",
+        type=boolean,
+        default=DEFAULTS.use_zarr3,
+        metavar="true|false",
+        help="zarr version 3 or 2 (Pathways: false)",
+    )
+    add(
+        "--compression",
+        choices=("none", "zstd"),
+        default=DEFAULTS.compression,
+        help="zstd saves about a fifth of the disk and slows loading",
+    )
     add("--unit_bytes", type=size, default=UNIT_BYTES, metavar="BYTES", help=UNITS_HELP)
-    add("--step", type=natural, default=DEFAULTS.step, metavar="N", help="the step under which the checkpoint is written")
-    add("--virtual", action="store_true", default=False, help="refer to the source's files for every array that lies in them already")
+    add(
+        "--step",
+        type=natural,
+        default=DEFAULTS.step,
+        metavar="N",
+        help="the step under which the checkpoint is written",
+    )
+    add(
+        "--virtual",
+        action="store_true",
+        default=False,
+        help="refer to the source's files for every array that lies in them already",
+    )
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
     """The options of a comparison with a MaxText configuration."""
     add = parser.add_argument
-    add("--source", metavar="URL", help="where config.json is: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
+    add(
+        "--source",
+        metavar="URL",
+        help="where config.json is: a folder, gs://bucket/folder, or hf://organisation/model[@revision]",
+    )
     add("--maxtext_model", metavar="NAME|FILE", help="the name of a MaxText model, or a .yml that says its keys")
 
 
@@ -399,21 +509,55 @@ def add_simulation(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,…",
         help="simulate it on N workers, such as 1,10,100: time and cost, on Dataflow or --runner's cluster",
     )
-    add("--worker_gbps", type=amount, default=GBPS, metavar="GBPS", help="a worker's network in Gbit/s (10^9 bits), each way")
-    add("--worker_hour_price", type=amount, default=HOUR_PRICE, metavar="PRICE", help="of a worker with 2 vCPUs and 8 GB, in any currency")
+    add(
+        "--worker_gbps",
+        type=amount,
+        default=GBPS,
+        metavar="GBPS",
+        help="a worker's network in Gbit/s (10^9 bits), each way",
+    )
+    add(
+        "--worker_hour_price",
+        type=amount,
+        default=HOUR_PRICE,
+        metavar="PRICE",
+        help="of a worker with 2 vCPUs and 8 GB, in any currency",
+    )
 
 
 def add_verification(parser: argparse.ArgumentParser) -> None:
     """The options of a comparison; None stands for what the checkpoint says."""
     add = parser.add_argument
     add("--source", metavar="URL", help="where config.json and the safetensors files are: a folder, gs:// or hf://")
-    add("--checkpoint", metavar="URL", help="the Orbax checkpoint: its root, a step or an item, in a folder or in gs://")
-    add("--lora", action="append", metavar="PATH[,WEIGHT]", help="an adapter that was merged, where it isn't where the checkpoint says")
-    add("--sample", type=fraction, default=1.0, metavar="SHARE", help="compare only this share of each array's tensors, such as 0.05, but one at least")
-    add("--maxtext_model", metavar="NAME", help="the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it")
+    add(
+        "--checkpoint", metavar="URL", help="the Orbax checkpoint: its root, a step or an item, in a folder or in gs://"
+    )
+    add(
+        "--lora",
+        action="append",
+        metavar="PATH[,WEIGHT]",
+        help="an adapter that was merged, where it isn't where the checkpoint says",
+    )
+    add(
+        "--sample",
+        type=fraction,
+        default=1.0,
+        metavar="SHARE",
+        help="compare only this share of each array's tensors, such as 0.05, but one at least",
+    )
+    add(
+        "--maxtext_model",
+        metavar="NAME",
+        help="the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it",
+    )
     add("--scan_layers", type=boolean, metavar="true|false", help="whether layers are stacked")
     add("--param_scan_axis", type=natural, metavar="N", help="where the stacked axis is (default: 1)")
-    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token, for all workers")
+    add(
+        "--hf_token_secret",
+        type=secret,
+        metavar="NAME",
+        help="the version of a secret in Secret Manager that holds the hub's token, for all workers",
+    )
 
 
 def add_comparison(parser: argparse.ArgumentParser) -> None:
@@ -421,56 +565,145 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("a", metavar="A", help="a release or an Orbax checkpoint: a folder, gs:// or (releases) hf://")
     add("b", metavar="B", help="another")
-    add("--tolerance", type=distance, default=0.0, metavar="X", help="the largest absolute difference of an element that counts as none")
-    add("--maxtext_model", metavar="NAME", help="the MaxText model, where one is an Orbax checkpoint and neither can settle it")
+    add(
+        "--tolerance",
+        type=distance,
+        default=0.0,
+        metavar="X",
+        help="the largest absolute difference of an element that counts as none",
+    )
+    add(
+        "--maxtext_model",
+        metavar="NAME",
+        help="the MaxText model, where one is an Orbax checkpoint and neither can settle it",
+    )
     add("--family", metavar="NAME|FILE.py", help="the table (default: by config.json)")
-    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+    add(
+        "--hf_token_secret",
+        type=secret,
+        metavar="NAME",
+        help="the version of a secret in Secret Manager that holds the hub's token",
+    )
 
 
 def add_inspection(parser: argparse.ArgumentParser) -> None:
     """The options of an inspection; None stands for what the checkpoint says."""
     add = parser.add_argument
-    add("--checkpoint", metavar="URL", help="an Orbax checkpoint or safetensors files, in a folder, gs:// or (safetensors) hf://")
-    add("--mesh", action="append", metavar="AXES", help="what loading costs on a mesh, such as fsdp=16,expert=4; may be repeated")
-    add("--sharding_rules", metavar="FILE", help="your logical_axis_rules, as for convert (default: those that it was made for)")
-    add("--source", metavar="FOLDER", help="folder with the model's config.json, for a checkpoint that doesn't tell its logical axes")
-    add("--maxtext_model", metavar="NAME", help="the MaxText model, where neither config.json nor the checkpoint can settle it")
+    add(
+        "--checkpoint",
+        metavar="URL",
+        help="an Orbax checkpoint or safetensors files, in a folder, gs:// or (safetensors) hf://",
+    )
+    add(
+        "--mesh",
+        action="append",
+        metavar="AXES",
+        help="what loading costs on a mesh, such as fsdp=16,expert=4; may be repeated",
+    )
+    add(
+        "--sharding_rules",
+        metavar="FILE",
+        help="your logical_axis_rules, as for convert (default: those that it was made for)",
+    )
+    add(
+        "--source",
+        metavar="FOLDER",
+        help="folder with the model's config.json, for a checkpoint that doesn't tell its logical axes",
+    )
+    add(
+        "--maxtext_model",
+        metavar="NAME",
+        help="the MaxText model, where neither config.json nor the checkpoint can settle it",
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """The options that say where the checkpoint goes."""
     add = parser.add_argument_group("output").add_argument
-    add("--output", metavar="URL", help="where the checkpoint goes: a folder or gs://bucket/folder; it must not hold that step yet")
-    add("--link", choices=("hard", "symlink", "copy"), default="hard", help="how --virtual puts the source's files into a folder (into a bucket: copy)")
-    add("--sha256", action="store_true", default=False, help="with --virtual, read the source's files once and record their hashes")
+    add(
+        "--output",
+        metavar="URL",
+        help="where the checkpoint goes: a folder or gs://bucket/folder; it must not hold that step yet",
+    )
+    add(
+        "--link",
+        choices=("hard", "symlink", "copy"),
+        default="hard",
+        help="how --virtual puts the source's files into a folder (into a bucket: copy)",
+    )
+    add(
+        "--sha256",
+        action="store_true",
+        default=False,
+        help="with --virtual, read the source's files once and record their hashes",
+    )
     add("--resume", action="store_true", default=False, help="go on with a stopped conversion")
-    add("--overwrite", action="store_true", default=False, help="replace a checkpoint, or throw a stopped conversion away")
+    add(
+        "--overwrite",
+        action="store_true",
+        default=False,
+        help="replace a checkpoint, or throw a stopped conversion away",
+    )
 
 
 def add_rewriting(parser: argparse.ArgumentParser) -> None:
     """The options of every command that makes a release of a release."""
     add = parser.add_argument
-    add("--source", metavar="URL", help="the release: a folder, gs://bucket/folder, or hf://organisation/model[@revision]")
-    add("--output", metavar="URL", help="a folder or gs://bucket/folder for the new release, which must not be there yet; or hf://owner/name: one commit there")
+    add(
+        "--source",
+        metavar="URL",
+        help="the release: a folder, gs://bucket/folder, or hf://organisation/model[@revision]",
+    )
+    add(
+        "--output",
+        metavar="URL",
+        help="a folder or gs://bucket/folder for the new release, which must not be there yet; or hf://owner/name: one commit there",
+    )
     add("--create_pr", action="store_true", default=False, help="on the hub, open a pull request")
-    add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --source)")
+    add(
+        "--max_shard_size",
+        type=size,
+        metavar="BYTES",
+        help="bytes of tensors in a file, such as 5GB (default: as --source)",
+    )
     add("--unit_bytes", type=size, default=UNIT_BYTES, metavar="BYTES", help=UNITS_HELP)
     add("--resume", action="store_true", default=False, help="go on with a stopped command")
-    add("--overwrite", action="store_true", default=False, help="replace a release, or throw away what a stopped command staged")
-    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+    add(
+        "--overwrite",
+        action="store_true",
+        default=False,
+        help="replace a release, or throw away what a stopped command staged",
+    )
+    add(
+        "--hf_token_secret",
+        type=secret,
+        metavar="NAME",
+        help="the version of a secret in Secret Manager that holds the hub's token",
+    )
 
 
 def add_merge(parser: argparse.ArgumentParser) -> None:
     """The options of a merge."""
     add_rewriting(parser)
-    parser.add_argument("--family", metavar="NAME|FILE.py", help="the table whose spellings of names count (default: by config.json)")
-    parser.add_argument("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated")
+    parser.add_argument(
+        "--family", metavar="NAME|FILE.py", help="the table whose spellings of names count (default: by config.json)"
+    )
+    parser.add_argument(
+        "--lora",
+        action="append",
+        metavar="PATH[,WEIGHT]",
+        help="a PEFT adapter to merge: a folder, gs:// or hf://; may be repeated",
+    )
 
 
 def add_dequantization(parser: argparse.ArgumentParser) -> None:
     """The options of a dequantisation."""
     add_rewriting(parser)
-    parser.add_argument("--save_dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the values (default: what config.json says)")
+    parser.add_argument(
+        "--save_dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="dtype of the values (default: what config.json says)",
+    )
 
 
 def add_quantization(parser: argparse.ArgumentParser) -> None:
@@ -478,107 +711,329 @@ def add_quantization(parser: argparse.ArgumentParser) -> None:
     add_rewriting(parser)
     add = parser.add_argument
     add("--format", choices=("fp8",), default="fp8", help="what the weights of linear layers become")
-    add("--like", metavar="URL", help="a release in FP8, whose scales come back where values didn't change; of an Orbax checkpoint as for export")
-    add("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated")
-    add("--maxtext_model", metavar="NAME", help="of an Orbax checkpoint: the MaxText model, where neither it nor config.json settles it")
-    add("--param_scan_axis", type=natural, metavar="N", help="of an Orbax checkpoint: where the layers are stacked, where its shapes fit several axes")
+    add(
+        "--like",
+        metavar="URL",
+        help="a release in FP8, whose scales come back where values didn't change; of an Orbax checkpoint as for export",
+    )
+    add(
+        "--lora",
+        action="append",
+        metavar="PATH[,WEIGHT]",
+        help="a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated",
+    )
+    add(
+        "--maxtext_model",
+        metavar="NAME",
+        help="of an Orbax checkpoint: the MaxText model, where neither it nor config.json settles it",
+    )
+    add(
+        "--param_scan_axis",
+        type=natural,
+        metavar="N",
+        help="of an Orbax checkpoint: where the layers are stacked, where its shapes fit several axes",
+    )
     add("--step", type=natural, metavar="N", help="of an Orbax checkpoint: which step, where the root has several")
 
 
 def add_materialization(parser: argparse.ArgumentParser) -> None:
     """The options that a virtual checkpoint leaves open."""
     add = parser.add_argument
-    add("--checkpoint", metavar="URL", help="the virtual checkpoint: its root, a step or an item, in a folder or in gs://")
-    add("--output", metavar="URL", help="a folder or gs://bucket/folder for the new one; it must not hold that step yet")
+    add(
+        "--checkpoint",
+        metavar="URL",
+        help="the virtual checkpoint: its root, a step or an item, in a folder or in gs://",
+    )
+    add(
+        "--output", metavar="URL", help="a folder or gs://bucket/folder for the new one; it must not hold that step yet"
+    )
     add("--resume", action="store_true", default=False, help="go on with a stopped one")
-    add("--overwrite", action="store_true", default=False, help="replace a checkpoint, in a folder also the virtual one itself")
-    add("--mesh", action="append", metavar="AXES", help="target sharding, such as fsdp=16,expert=4 (default: that of the virtual checkpoint)")
-    add("--sharding_rules", metavar="FILE", help="your logical_axis_rules, as for convert (default: those of the virtual checkpoint)")
-    add("--use_ocdbt", type=boolean, default=DEFAULTS.use_ocdbt, metavar="true|false", help="one database, or a folder for each array (Pathways: false)")
-    add("--use_zarr3", type=boolean, default=DEFAULTS.use_zarr3, metavar="true|false", help="zarr version 3 or 2 (Pathways: false)")
-    add("--compression", choices=("none", "zstd"), default=DEFAULTS.compression, help="zstd saves about a fifth of the disk and slows loading")
+    add(
+        "--overwrite",
+        action="store_true",
+        default=False,
+        help="replace a checkpoint, in a folder also the virtual one itself",
+    )
+    add(
+        "--mesh",
+        action="append",
+        metavar="AXES",
+        help="target sharding, such as fsdp=16,expert=4 (default: that of the virtual checkpoint)",
+    )
+    add(
+        "--sharding_rules",
+        metavar="FILE",
+        help="your logical_axis_rules, as for convert (default: those of the virtual checkpoint)",
+    )
+    add(
+        "--use_ocdbt",
+        type=boolean,
+        default=DEFAULTS.use_ocdbt,
+        metavar="true|false",
+        help="one database, or a folder for each array (Pathways: false)",
+    )
+    add(
+        "--use_zarr3",
+        type=boolean,
+        default=DEFAULTS.use_zarr3,
+        metavar="true|false",
+        help="zarr version 3 or 2 (Pathways: false)",
+    )
+    add(
+        "--compression",
+        choices=("none", "zstd"),
+        default=DEFAULTS.compression,
+        help="zstd saves about a fifth of the disk and slows loading",
+    )
     add("--unit_bytes", type=size, default=UNIT_BYTES, metavar="BYTES", help=UNITS_HELP)
-    add("--step", type=natural, metavar="N", help="the step under which it is written (default: that of the virtual checkpoint)")
+    add(
+        "--step",
+        type=natural,
+        metavar="N",
+        help="the step under which it is written (default: that of the virtual checkpoint)",
+    )
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     """The options of an export; None stands for what the checkpoint, or the release that it should be like, says."""
     add = parser.add_argument
     add("--source", metavar="URL", help="the Orbax checkpoint: its root, a step or an item, in a folder or in gs://")
-    add("--output", metavar="URL", help="a folder or gs://bucket/folder for the release, which must not be there yet; or hf://owner/name: one commit there")
+    add(
+        "--output",
+        metavar="URL",
+        help="a folder or gs://bucket/folder for the release, which must not be there yet; or hf://owner/name: one commit there",
+    )
     add("--create_pr", action="store_true", default=False, help="on the hub, open a pull request")
-    add("--like", metavar="URL", help="the release whose config.json, tokenizer, names and dtypes are taken: a folder, gs:// or hf://")
-    add("--save_dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="dtype of every float tensor; auto: as --like has it")
-    add("--maxtext_model", metavar="NAME", help="the MaxText model, where neither the checkpoint nor config.json settles it")
-    add("--param_scan_axis", type=natural, metavar="N", help="where the layers are stacked, where the shapes fit several axes")
-    add("--max_shard_size", type=size, metavar="BYTES", help="bytes of tensors in a file, such as 5GB (default: as --like, else 5GB)")
+    add(
+        "--like",
+        metavar="URL",
+        help="the release whose config.json, tokenizer, names and dtypes are taken: a folder, gs:// or hf://",
+    )
+    add(
+        "--save_dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="dtype of every float tensor; auto: as --like has it",
+    )
+    add(
+        "--maxtext_model",
+        metavar="NAME",
+        help="the MaxText model, where neither the checkpoint nor config.json settles it",
+    )
+    add(
+        "--param_scan_axis",
+        type=natural,
+        metavar="N",
+        help="where the layers are stacked, where the shapes fit several axes",
+    )
+    add(
+        "--max_shard_size",
+        type=size,
+        metavar="BYTES",
+        help="bytes of tensors in a file, such as 5GB (default: as --like, else 5GB)",
+    )
     add("--unit_bytes", type=size, default=UNIT_BYTES, metavar="BYTES", help=UNITS_HELP)
     add("--step", type=natural, metavar="N", help="which step, where the root has several")
-    add("--lora", action="append", metavar="PATH[,WEIGHT]", help="a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated")
-    add("--family", metavar="NAME|FILE.py", help="the table: one of ours, an installed package's or a file of your own (default: by config.json)")
-    add("--maxtext_config", metavar="FILE", help="a MaxText configuration (.yml) to make config.json of, for a model without a release")
-    add("--tokenizer", metavar="URL", help="a folder, gs:// or hf:// whose tokenizer, chat template and processor are taken")
-    add("--lora_alpha", type=amount, metavar="ALPHA", help="of an adapter that MaxText trained, where its metadata don't say it")
+    add(
+        "--lora",
+        action="append",
+        metavar="PATH[,WEIGHT]",
+        help="a PEFT adapter to merge on the way: a folder, gs:// or hf://; may be repeated",
+    )
+    add(
+        "--family",
+        metavar="NAME|FILE.py",
+        help="the table: one of ours, an installed package's or a file of your own (default: by config.json)",
+    )
+    add(
+        "--maxtext_config",
+        metavar="FILE",
+        help="a MaxText configuration (.yml) to make config.json of, for a model without a release",
+    )
+    add(
+        "--tokenizer",
+        metavar="URL",
+        help="a folder, gs:// or hf:// whose tokenizer, chat template and processor are taken",
+    )
+    add(
+        "--lora_alpha",
+        type=amount,
+        metavar="ALPHA",
+        help="of an adapter that MaxText trained, where its metadata don't say it",
+    )
     add("--resume", action="store_true", default=False, help="go on with a stopped export")
     add("--overwrite", action="store_true", default=False, help="replace a release, or throw a stopped export away")
-    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+    add(
+        "--hf_token_secret",
+        type=secret,
+        metavar="NAME",
+        help="the version of a secret in Secret Manager that holds the hub's token",
+    )
 
 
 def add_reshard(parser: argparse.ArgumentParser) -> None:
     """The options of a reshard; None stands for what the checkpoint has."""
     add = parser.add_argument_group("what is written").add_argument
-    add("--source", metavar="URL", help="the Orbax checkpoint, anyone's: its root, a step or an item, in a folder or in gs://")
-    add("--output", metavar="URL", help="a folder or gs://bucket/folder for the new one; it must not hold that step yet")
-    add("--step", type=natural, metavar="N", help="which step, where the source has several; and the one that is written (default: the source's)")
-    add("--state", choices=("full", "params"), default="full", help="params leaves out the optimizer and the rest, and calls the weights params.params")
-    add("--save_dtype", choices=("keep", "bfloat16", "float32"), default="keep", help="dtype of the weights; computed in float32, cast once")
-    add("--moment_dtype", choices=("keep", "bfloat16", "float32"), default="keep", help="dtype of the optimizer's moments")
-    add("--lora", action="append", metavar="CKPT[,WEIGHT]", help="an adapter that MaxText trained, to merge: its Orbax checkpoint; may be repeated")
+    add(
+        "--source",
+        metavar="URL",
+        help="the Orbax checkpoint, anyone's: its root, a step or an item, in a folder or in gs://",
+    )
+    add(
+        "--output", metavar="URL", help="a folder or gs://bucket/folder for the new one; it must not hold that step yet"
+    )
+    add(
+        "--step",
+        type=natural,
+        metavar="N",
+        help="which step, where the source has several; and the one that is written (default: the source's)",
+    )
+    add(
+        "--state",
+        choices=("full", "params"),
+        default="full",
+        help="params leaves out the optimizer and the rest, and calls the weights params.params",
+    )
+    add(
+        "--save_dtype",
+        choices=("keep", "bfloat16", "float32"),
+        default="keep",
+        help="dtype of the weights; computed in float32, cast once",
+    )
+    add(
+        "--moment_dtype",
+        choices=("keep", "bfloat16", "float32"),
+        default="keep",
+        help="dtype of the optimizer's moments",
+    )
+    add(
+        "--lora",
+        action="append",
+        metavar="CKPT[,WEIGHT]",
+        help="an adapter that MaxText trained, to merge: its Orbax checkpoint; may be repeated",
+    )
     add("--lora_alpha", type=amount, metavar="ALPHA", help="of an adapter whose metadata don't say it")
     add("--resume", action="store_true", default=False, help="go on with a stopped one")
     add("--overwrite", action="store_true", default=False, help="replace a checkpoint, or throw a stopped one away")
     add = parser.add_argument_group("layout").add_argument
-    add("--mesh", action="append", metavar="AXES", help="the mesh that loads it, such as fsdp=64; may be repeated (default: chunks stay as they are)")
-    add("--scan_layers", type=boolean, metavar="true|false", help="stack the layers of a kind in one array, or take them apart (default: as they are)")
+    add(
+        "--mesh",
+        action="append",
+        metavar="AXES",
+        help="the mesh that loads it, such as fsdp=64; may be repeated (default: chunks stay as they are)",
+    )
+    add(
+        "--scan_layers",
+        type=boolean,
+        metavar="true|false",
+        help="stack the layers of a kind in one array, or take them apart (default: as they are)",
+    )
     add("--param_scan_axis", type=natural, metavar="N", help="where the stacked axis goes (default: where it is)")
-    add("--like", metavar="URL", help="a release of the model, if the checkpoint doesn't remember one: its table names axes and layers")
+    add(
+        "--like",
+        metavar="URL",
+        help="a release of the model, if the checkpoint doesn't remember one: its table names axes and layers",
+    )
     add("--maxtext_model", metavar="NAME", help="the MaxText model, where config.json can't settle it")
     add("--family", metavar="NAME|FILE.py", help="the table, as for convert (default: by config.json)")
     add("--sharding_rules", metavar="FILE", help="your logical_axis_rules, as for convert")
     add = parser.add_argument_group("storage").add_argument
-    add("--use_ocdbt", type=boolean, metavar="true|false", help="one database, or a folder for each array (Pathways: false; default: as the source)")
-    add("--use_zarr3", type=boolean, metavar="true|false", help="zarr version 3 or 2 (Pathways: false; default: as the source)")
-    add("--compression", choices=("none", "zstd"), help="of every array (default: as it is where chunks are copied, else none)")
+    add(
+        "--use_ocdbt",
+        type=boolean,
+        metavar="true|false",
+        help="one database, or a folder for each array (Pathways: false; default: as the source)",
+    )
+    add(
+        "--use_zarr3",
+        type=boolean,
+        metavar="true|false",
+        help="zarr version 3 or 2 (Pathways: false; default: as the source)",
+    )
+    add(
+        "--compression",
+        choices=("none", "zstd"),
+        help="of every array (default: as it is where chunks are copied, else none)",
+    )
     add("--unit_bytes", type=size, default=UNIT_BYTES, metavar="BYTES", help=UNITS_HELP)
-    add("--hf_token_secret", type=secret, metavar="NAME", help="the version of a secret in Secret Manager that holds the hub's token")
+    add(
+        "--hf_token_secret",
+        type=secret,
+        metavar="NAME",
+        help="the version of a secret in Secret Manager that holds the hub's token",
+    )
 
 
 def add_watching(parser: argparse.ArgumentParser) -> None:
     """The options that aren't of the configuration."""
     add = parser.add_argument
     add("--config", metavar="FILE", help="what to watch: a file, or gs://bucket/file")
-    add("--run", metavar="URL", help="without a file: the checkpoints of a training run, whose steps are exported as they are committed")
-    add("--like", metavar="URL", help="of --run: the release that gives config, tokenizer, names and dtypes, a folder, gs:// or hf://; or maxtext.yml")
-    add("--output", metavar="URL", help="of --run: where the steps go: a folder, gs://bucket/folder, or hf://owner/name with a branch for each")
+    add(
+        "--run",
+        metavar="URL",
+        help="without a file: the checkpoints of a training run, whose steps are exported as they are committed",
+    )
+    add(
+        "--like",
+        metavar="URL",
+        help="of --run: the release that gives config, tokenizer, names and dtypes, a folder, gs:// or hf://; or maxtext.yml",
+    )
+    add(
+        "--output",
+        metavar="URL",
+        help="of --run: where the steps go: a folder, gs://bucket/folder, or hf://owner/name with a branch for each",
+    )
     add("--every", type=positive, metavar="N", help="of --run: take the multiples of this step only")
-    add("--kind", choices=("export", "quantize", "reshard"), help="of --run: a release (the default), one in FP8, or the parameters as an Orbax checkpoint")
-    add("--lora", choices=("adapter", "merged"), help="of --run: whether a LoRA run's steps become adapters for PEFT (the default), or --like with them in it")
+    add(
+        "--kind",
+        choices=("export", "quantize", "reshard"),
+        help="of --run: a release (the default), one in FP8, or the parameters as an Orbax checkpoint",
+    )
+    add(
+        "--lora",
+        choices=("adapter", "merged"),
+        help="of --run: whether a LoRA run's steps become adapters for PEFT (the default), or --like with them in it",
+    )
     add("--save_dtype", metavar="DTYPE", help="of --run: as for export or reshard")
-    add("--maxtext_model", metavar="NAME", help="of --run: the MaxText model, where neither the checkpoints nor config.json settle it")
+    add(
+        "--maxtext_model",
+        metavar="NAME",
+        help="of --run: the MaxText model, where neither the checkpoints nor config.json settle it",
+    )
     add("--once", action="store_true", help="look once, do what there is to do, and end")
     add("--interval", type=seconds, default="15m", metavar="TIME", help="how often to look")
     add("--retry", metavar="MODEL", help="have what was refused or failed of this model begin anew, and end")
-    add("--serve", type=port, metavar="PORT", help="take the hub's webhooks too; their secret is in WEIGHTBEAM_WEBHOOK_SECRET")
+    add(
+        "--serve",
+        type=port,
+        metavar="PORT",
+        help="take the hub's webhooks too; their secret is in WEIGHTBEAM_WEBHOOK_SECRET",
+    )
 
 
 def add_shell(parser: argparse.ArgumentParser, json: bool, progress: bool) -> None:
     """The options of every command that say what a person sees; they are no keywords of the API."""
     add = parser.add_argument_group("what you see").add_argument
-    add("--dry_run", nargs="?", type=boolean, const=True, default=False, metavar="true|false", help="say what would be done, and every problem; write nothing")
+    add(
+        "--dry_run",
+        nargs="?",
+        type=boolean,
+        const=True,
+        default=False,
+        metavar="true|false",
+        help="say what would be done, and every problem; write nothing",
+    )
     if json:
-        add("--json", metavar="FILE", help="write the result as JSON too; - is standard output, with nothing else on it")
+        add(
+            "--json", metavar="FILE", help="write the result as JSON too; - is standard output, with nothing else on it"
+        )
     if progress:
-        add("--progress", choices=PROGRESS, default="auto", help="a bar, lines, or JSON lines on standard error (auto: a bar on a terminal, else lines)")
+        add(
+            "--progress",
+            choices=PROGRESS,
+            default="auto",
+            help="a bar, lines, or JSON lines on standard error (auto: a bar on a terminal, else lines)",
+        )
     add("-q", "--quiet", action="store_true", help="nothing but warnings, errors and --json -")
     add("-v", "--verbose", action="store_true", help="more, such as what a refused checkpoint holds")
     add("--log_file", metavar="FILE", help="add all messages to this file too")
@@ -586,7 +1041,18 @@ def add_shell(parser: argparse.ArgumentParser, json: bool, progress: bool) -> No
 
 SHELL = frozenset({"dry_run", "json", "progress", "quiet", "verbose", "log_file"})  # the names of `add_shell`
 WITHOUT_JSON = {"help", "completion"}
-WITH_PROGRESS = {"convert", "verify", "materialize", "diff", "export", "dequantize", "quantize", "merge", "reshard", "watch"}
+WITH_PROGRESS = {
+    "convert",
+    "verify",
+    "materialize",
+    "diff",
+    "export",
+    "dequantize",
+    "quantize",
+    "merge",
+    "reshard",
+    "watch",
+}
 POSITIONALS = {  # by command: the options that words without an option stand for; other commands' are argparse's own
     "convert": ("source", "output"),
     "plan": ("source", "output"),
@@ -622,24 +1088,35 @@ USAGES = {
 
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = _Parser("weightbeam", description=OVERVIEW, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = _Parser(
+        "weightbeam", description=OVERVIEW, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"weightbeam {weightbeam.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
 
     def command(name: str, help: str, description: str) -> argparse.ArgumentParser:
         usage = f"weightbeam {name} {USAGES.get(name, '[options]')}"
-        return commands.add_parser(name, help=help, description=description, usage=usage, formatter_class=_Formatter, allow_abbrev=False)
+        return commands.add_parser(
+            name, help=help, description=description, usage=usage, formatter_class=_Formatter, allow_abbrev=False
+        )
 
     convert = command("convert", "convert a release into an Orbax checkpoint", CONVERT)
     add_conversion(convert)
     add_output(convert)
     plan = command("plan", "say what a conversion would do, and every problem", PLAN)
     add_conversion(plan)
-    plan.add_argument("--maxtext_config", metavar="FILE", help="write maxtext.yml; - is standard output, and nothing else is printed")
+    plan.add_argument(
+        "--maxtext_config", metavar="FILE", help="write maxtext.yml; - is standard output, and nothing else is printed"
+    )
     plan.add_argument("--output", metavar="URL", help="where the checkpoint would go")
     add_simulation(plan)
     plan.add_argument("--load", action="store_true", help="say how weightbeam.load would read it onto each --mesh")
-    plan.add_argument("--hosts", type=positive, metavar="N", help="hosts that share the devices of a mesh, for --load; one for each device unless said")
+    plan.add_argument(
+        "--hosts",
+        type=positive,
+        metavar="N",
+        help="hosts that share the devices of a mesh, for --load; one for each device unless said",
+    )
     add_fit(command("fit", "compare a release with a MaxText configuration, field by field", FIT))
     add_verification(command("verify", "compare a checkpoint with its source, element by element", VERIFY))
     add_export(command("export", "write a checkpoint as a Hugging Face release", EXPORT))
@@ -661,14 +1138,20 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    (commands,) = (action.choices for action in parser._actions if action.dest == "command")
+    return cast("Mapping[str, argparse.ArgumentParser]", commands)
+
+
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads a command line: what is ours, and what is left for Beam.
 
-    Hyphens in the names of options are underscores. Words without an option are the command's places, in order. An option that
-    isn't ours takes the word behind it along, unless that begins with a hyphen: Beam's options aren't known here.
+    Hyphens in the names of options are underscores. Words without an option are the command's places, in order. An
+    option that isn't ours takes the word behind it along, unless that begins with a hyphen: Beam's options aren't known
+    here.
     """
     parser = make_parser()
-    commands: dict[str, argparse.ArgumentParser] = next(action for action in parser._actions if action.dest == "command").choices  # type: ignore[assignment]
+    commands = _commands(parser)
     given = list(arguments)
     if given[:1] == ["plan"] and len(given) > 1 and given[1] in commands and given[1] not in ("help", "completion"):
         given = [*given[1:], "--dry_run"]
@@ -701,8 +1184,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def command_line(args: argparse.Namespace, rest: Sequence[str] = ()) -> str:
-    """The command line that `parse` read, with options in place of words, quoted for a shell; without what only says what a person sees."""
-    commands: dict[str, argparse.ArgumentParser] = next(action for action in make_parser()._actions if action.dest == "command").choices  # type: ignore[assignment]
+    """The command line that `parse` read, with options in place of words, quoted for a shell; without what only says
+    what a person sees.
+    """
+    commands = _commands(make_parser())
     parser = commands[args.command]
     blank = parser.parse_args([])
     words = ["weightbeam", args.command]
@@ -710,7 +1195,11 @@ def command_line(args: argparse.Namespace, rest: Sequence[str] = ()) -> str:
         if action.dest in SHELL | {"help"} or (value := getattr(args, action.dest)) == getattr(blank, action.dest):
             continue
         for each in value if isinstance(value, list) else [value]:
-            words += [f"--{action.dest}"] if action.nargs == 0 else [f"--{action.dest}", str(each).lower() if isinstance(each, bool) else str(each)]
+            words += (
+                [f"--{action.dest}"]
+                if action.nargs == 0
+                else [f"--{action.dest}", str(each).lower() if isinstance(each, bool) else str(each)]
+            )
     return shlex.join([*words, *rest])
 
 

@@ -112,7 +112,9 @@ def carry_checkpoint(
         if planned.units:
             from weightbeam.pipelines.execution import run_units
 
-            counted = run_units(planned, staging, beam, ours, how.resume, how.overwrite, how.link, how.sha256, reporter(progress))
+            counted = run_units(
+                planned, staging, beam, ours, how.resume, how.overwrite, how.link, how.sha256, reporter(progress)
+            )
             if counted is None:
                 return Made(items, in_folder, state="running")  # the job that was started publishes it
             written = counted

@@ -24,11 +24,14 @@ from weightbeam.pipelines.streams import prepare_streams
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 IMPATIENCE = 1.0  # seconds in which a second Ctrl-C adds nothing to the first
-RESUMABLE = ("convert", "materialize", "export", "dequantize", "quantize", "merge", "reshard")  # commands that keep what is done
+# commands that keep what is done
+RESUMABLE = ("convert", "materialize", "export", "dequantize", "quantize", "merge", "reshard")
 
 
 def run() -> NoReturn:
-    """The command `weightbeam`: `main`, and an end without taking the interpreter apart, which takes a sixth of a second after Beam."""
+    """The command `weightbeam`: `main`, and an end without taking the interpreter apart, which takes a sixth of a
+    second after Beam.
+    """
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     status: list[int] = []
 
@@ -48,7 +51,8 @@ class Interrupts:
 
     Attributes:
       came: the signal, once there was one.
-      at_once: whether to end at once, without a word: extension modules that are stopped while they are imported print what they like.
+      at_once: whether to end at once, without a word: extension modules that are stopped while they are imported print
+        what they like.
     """
 
     def __init__(self) -> None:
@@ -103,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 args.progress = "none"
             with messages(args):
                 interrupts.at_once = True
-                module = importlib.import_module(f"weightbeam.pipelines.{command}")  # only now: commands import numpy, TensorStore and Beam
+                # only now: commands import numpy, TensorStore and Beam
+                module = importlib.import_module(f"weightbeam.pipelines.{command}")
                 interrupts.at_once = False
                 try:
                     return module.run(args, rest)
@@ -125,10 +130,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 told("failed", OSError(f"  {e}"))  # of a disk or a store, where nothing could be made of it
                 return 1
             # Some libraries make something else of a KeyboardInterrupt.
-            again = "what is done is kept, the same command with --resume goes on from there" if command in RESUMABLE else ""
+            again = (
+                "what is done is kept, the same command with --resume goes on from there"
+                if command in RESUMABLE
+                else ""
+            )
             said = (str(e) if isinstance(e, KeyboardInterrupt) else "") or again
             print(f"\nweightbeam {command}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)
-            os._exit(interrupts.status)  # the pipeline's threads are still at work, and their end isn't worth waiting for
+            # the pipeline's threads are still at work, and their end isn't worth waiting for
+            os._exit(interrupts.status)
 
 
 if __name__ == "__main__":

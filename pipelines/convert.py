@@ -43,7 +43,8 @@ class Converted:
       items: where the checkpoint is: MaxText's `load_parameters_path`.
       seconds: that it took.
       written: bytes that this process wrote; 0 where others did, or where nothing was left to do.
-      state: `done`; `nothing to do`, where it was finished already; `running`, where a job goes on without this process.
+      state: `done`; `nothing to do`, where it was finished already; `running`, where a job goes on without this
+        process.
       link: how the source's files got into a virtual checkpoint.
       odd_values: what its record says of NaN, infinities and matrices of zeros (`transforms/odd_values.py`).
     """
@@ -73,13 +74,19 @@ class Converted:
             return f"{self.items.parent} will appear when the job is done"
         conversion = self.conversion
         rate = f" ({human(self.written / self.seconds)}/s)" if self.written else ""
-        lines = [f"{self.items}: {count(len(conversion.plan.arrays), 'array')}, {human(conversion.target_bytes)} in {self.seconds:.1f} s{rate}"]
+        lines = [
+            f"{self.items}: {count(len(conversion.plan.arrays), 'array')}, {human(conversion.target_bytes)} in {self.seconds:.1f} s{rate}"
+        ]
         if conversion.virtual_bytes:
-            lines.append(f"{human(conversion.virtual_bytes)} of it are the source's own files ({self.link}); `weightbeam help virtual` says what that means")
+            lines.append(
+                f"{human(conversion.virtual_bytes)} of it are the source's own files ({self.link}); `weightbeam help virtual` says what that means"
+            )
         if rounded := Counter(array.lossy for array in conversion.plan.arrays if array.lossy):
             lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in rounded.items()]
         if conversion.plan.dropped:
-            lines.append(f"{count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why")
+            lines.append(
+                f"{count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why"
+            )
         lines.append(f"in MaxText: {' '.join(shlex.quote(f'{name}={value}') for name, value in self.maxtext.items())}")
         if conversion.plan.note:
             lines.append(f"            {conversion.plan.note}")
@@ -88,7 +95,9 @@ class Converted:
 
     @property
     def maxtext(self) -> dict[str, str]:
-        """What MaxText must be told to load it: `load_parameters_path`, `scan_layers`, `model_name`, and what isn't MaxText's default."""
+        """What MaxText must be told to load it: `load_parameters_path`, `scan_layers`, `model_name`, and what isn't
+        MaxText's default.
+        """
         return report.maxtext_flags(self.conversion, self.path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,7 +108,11 @@ class Converted:
             "state": self.state,
             "source": self.conversion.source.root,
             "arrays": len(plan.arrays),
-            "bytes": {"target": self.conversion.target_bytes, "written": self.written, "virtual": self.conversion.virtual_bytes},
+            "bytes": {
+                "target": self.conversion.target_bytes,
+                "written": self.written,
+                "virtual": self.conversion.virtual_bytes,
+            },
             "seconds": self.seconds,
             "maxtext": self.maxtext,
             "rounded": {array.key: array.lossy for array in plan.arrays if array.lossy},
@@ -139,7 +152,8 @@ def convert(
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
       beam: Beam's options, as on the command line, such as `["--runner=DataflowRunner", …]`.
       progress: shown on standard error, told to a callback, or False for neither.
-      options: those of the command line: `mesh`, `scan_layers`, `save_dtype`, …; none beside a plan, which was made with its own.
+      options: those of the command line: `mesh`, `scan_layers`, `save_dtype`, …; none beside a plan, which was made
+        with its own.
 
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
@@ -156,7 +170,9 @@ def convert(
     else:
         asked = read_options(options)
         slots = slots_of(beam, options.get("unit_bytes", UNIT_BYTES), None, source, output)
-        conversion = prepare_conversion(source, asked, hf_token_secret, slots_of_checkpoint(output, asked.step, slots) if resume else slots)
+        conversion = prepare_conversion(
+            source, asked, hf_token_secret, slots_of_checkpoint(output, asked.step, slots) if resume else slots
+        )
     return carry_out(conversion, output, resume, overwrite, link, sha256, beam, progress)
 
 
@@ -173,7 +189,9 @@ def carry_out(
 ) -> Converted:
     """Carries a planned conversion out, or refuses to; see `convert`, and `check_output` for `in_place`."""
     asked = {name: value for name, value in vars(conversion.options).items() if name != "sharding_rules"}
-    ours: dict[str, Any] = {"source": conversion.source.root, "output": output} | asked | {"mesh": list(conversion.options.mesh)}
+    ours: dict[str, Any] = (
+        {"source": conversion.source.root, "output": output} | asked | {"mesh": list(conversion.options.mesh)}
+    )
     how = Carrying(resume, overwrite, link, sha256, in_place)
     made = carry_checkpoint(
         conversion, output, ours, how, lambda problems: refuse(conversion, problems), report.warnings_of(conversion), beam, progress
@@ -207,7 +225,9 @@ def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str
     say(args, Plan(conversion, threads, output=args.output, as_command=command))
     problems = list(conversion.plan.problems)
     if args.output:
-        problems += check_output(find_place(args.output, conversion), conversion, args.resume, args.overwrite, getattr(args, "link", HARD))
+        problems += check_output(
+            find_place(args.output, conversion), conversion, args.resume, args.overwrite, getattr(args, "link", HARD)
+        )
     refuse(conversion, problems)
 
 

@@ -1,4 +1,6 @@
-"""Conversions on Google Cloud Dataflow: what the options must say, what follows from the plan, and a job from its submission to its end."""
+"""Conversions on Google Cloud Dataflow: what the options must say, what follows from the plan, and a job from its
+submission to its end.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOptions, PipelineOptions, SetupOptions, StandardOptions, WorkerOptions
+from apache_beam.options.pipeline_options import (
+    DebugOptions,
+    GoogleCloudOptions,
+    PipelineOptions,
+    SetupOptions,
+    StandardOptions,
+    WorkerOptions,
+)
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState, create_runner
 
@@ -30,7 +39,8 @@ DISK_GB = 30  # for the system, the image and logs; no byte of a model is kept o
 MAX_WORKERS = 1000  # unless more are asked for
 SYSTEM_BYTES = 1 << 30  # of a machine, for Dataflow's own processes (its guide to out-of-memory errors)
 CORE_BYTES = {"standard": 3.75, "highmem": 6.5, "highcpu": 0.9}  # GiB: the least of any series of machines
-PROCESSES = "use_multiple_sdk_containers"  # the experiment that starts a process for each core; on unless it is forbidden
+# the experiment that starts a process for each core; on unless it is forbidden
+PROCESSES = "use_multiple_sdk_containers"
 NAME_LENGTH = 40  # characters of a job's name that are the model's
 LOG = logging.getLogger("weightbeam")
 POLL = 30.0  # seconds between looks at a job's counters
@@ -40,7 +50,7 @@ class JobError(RunnerError):
     """A job ended otherwise than done."""
 
 
-# --- before the plan ------------------------------------------------------------------------------------------------------------
+# --- before the plan --------------------------------------------------------------------------------------------------
 
 
 def find_problems(options: PipelineOptions, runner: PipelineRunner) -> Iterator[str]:
@@ -78,7 +88,7 @@ def _has_credentials() -> bool:
     return True
 
 
-# --- what follows from the plan -------------------------------------------------------------------------------------------------
+# --- what follows from the plan ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +114,17 @@ def _default_region(runner: Any) -> str | None:
 
 
 def fill_in(options: PipelineOptions, conversion: Movement, target: str) -> None:
-    """Sets what the user left open: gcloud's region; machines, threads and memory by the plan's bound; a job's name that is the target's own.
+    """Sets what the user left open: gcloud's region; machines, threads and memory by the plan's bound; a job's name
+    that is the target's own.
 
     Raises:
       RefusedError: the machine that was asked for is too small.
     """
-    cloud, worker, debug = options.view_as(GoogleCloudOptions), options.view_as(WorkerOptions), options.view_as(DebugOptions)
+    cloud, worker, debug = (
+        options.view_as(GoogleCloudOptions),
+        options.view_as(WorkerOptions),
+        options.view_as(DebugOptions),
+    )
     cloud.region = cloud.region or _default_region(create_runner(RUNNER))
     prime = "enable_prime" in (cloud.dataflow_service_options or []) or debug.lookup_experiment("enable_prime")
     if worker.machine_type is None and not prime:  # Prime chooses machines itself, and takes no wishes
@@ -124,7 +139,9 @@ def fill_in(options: PipelineOptions, conversion: Movement, target: str) -> None
     if machine and machine.memory < needed:
         what = f"{threads} threads × --unit_bytes={human(conversion.unit_bytes)}, and what is always needed"
         todo = f"a larger one, a smaller --unit_bytes, or fewer with --number_of_worker_harness_threads (now {threads})"
-        raise RefusedError(f"--machine_type={worker.machine_type} has {human(machine.memory)} of memory, but {human(needed)} are needed: {what}; take {todo}")
+        raise RefusedError(
+            f"--machine_type={worker.machine_type} has {human(machine.memory)} of memory, but {human(needed)} are needed: {what}; take {todo}"
+        )
     hints = options.view_as(StandardOptions)
     if not cloud.flexrs_goal and not any(re.match("min_?ram=", hint, re.IGNORECASE) for hint in hints.resource_hints):
         hints.resource_hints = [*hints.resource_hints, f"min_ram={needed}B"]  # FlexRS knows no hints
@@ -146,7 +163,9 @@ def _threads(conversion: Movement, machine: Machine | None, target: str) -> int:
     """As a local run has them for each core, or fewer where memory is short."""
     machine = machine or Machine.parse(MACHINE)
     assert machine is not None
-    room = (machine.memory - SYSTEM_BYTES - base_bytes(conversion) - spare_bytes(conversion, target)) // conversion.unit_bytes
+    room = (
+        machine.memory - SYSTEM_BYTES - base_bytes(conversion) - spare_bytes(conversion, target)
+    ) // conversion.unit_bytes
     return max(1, min(THREADS_PER_CORE * machine.cores, MAX_THREADS, room))
 
 
@@ -157,11 +176,12 @@ def job_name(conversion: Movement, target: str) -> str:
     return f"weightbeam-{words or 'model'}-{hashlib.sha256(target.encode()).hexdigest()[:8]}"
 
 
-# --- the job --------------------------------------------------------------------------------------------------------------------
+# --- the job ----------------------------------------------------------------------------------------------------------
 
 
 def check_alone(options: PipelineOptions) -> None:
-    """Makes sure that no job of this name is at work: it would lose what is staged, and Dataflow says so only when that is done.
+    """Makes sure that no job of this name is at work: it would lose what is staged, and Dataflow says so only when that
+    is done.
 
     Raises:
       BusyError: there is one.
@@ -176,7 +196,9 @@ def check_alone(options: PipelineOptions) -> None:
     try:
         job = find_active(options, cloud.job_name)
     except ImportError as e:
-        raise RefusedError("Google's clients aren't installed, and Dataflow can't be asked for its jobs; pip install 'weightbeam[gcp]'") from e
+        raise RefusedError(
+            "Google's clients aren't installed, and Dataflow can't be asked for its jobs; pip install 'weightbeam[gcp]'"
+        ) from e
     except (GoogleAPIError, GoogleAuthError, OSError) as e:
         raise RefusedError(f"Dataflow in {cloud.project}, {cloud.region} can't be asked for its jobs: {e}") from e
     if job:
@@ -187,7 +209,9 @@ def check_alone(options: PipelineOptions) -> None:
 def note_job(staging: Staging, options: PipelineOptions) -> None:
     """Says beside the staged plan which job is at work on it: it outlives the command, and the command's lease."""
     cloud = options.view_as(GoogleCloudOptions)
-    staging.work.write(JOB, json.dumps({"job_name": cloud.job_name, "project": cloud.project, "region": cloud.region}).encode())
+    staging.work.write(
+        JOB, json.dumps({"job_name": cloud.job_name, "project": cloud.project, "region": cloud.region}).encode()
+    )
 
 
 def check_noted(staging: Staging, options: PipelineOptions) -> None:
@@ -202,13 +226,17 @@ def check_noted(staging: Staging, options: PipelineOptions) -> None:
     except FileNotFoundError:
         return
     except (ValueError, KeyError, TypeError) as e:
-        raise RefusedError(f"  output: {staging.work.path(JOB)} should name the job that is at work there, and is damaged; delete it if there is none") from e
+        raise RefusedError(
+            f"  output: {staging.work.path(JOB)} should name the job that is at work there, and is damaged; delete it if there is none"
+        ) from e
     cloud = options.view_as(GoogleCloudOptions)
     cloud.job_name, cloud.project, cloud.region, cloud.template_location = name, project, region, None
     try:
         check_alone(options)
     except RefusedError as e:
-        raise type(e)(f"  output: {staging.work}: {e}; {staging.work.path(JOB)} names the job: delete it if that is gone") from e
+        raise type(e)(
+            f"  output: {staging.work}: {e}; {staging.work.path(JOB)} names the job: delete it if that is gone"
+        ) from e
 
 
 def find_active(options: PipelineOptions, name: str) -> str | None:
@@ -217,14 +245,19 @@ def find_active(options: PipelineOptions, name: str) -> str | None:
     from google.cloud import dataflow
 
     cloud = options.view_as(GoogleCloudOptions)
-    request = dataflow.ListJobsRequest(project_id=cloud.project, location=cloud.region, name=name, filter=dataflow.ListJobsRequest.Filter.ACTIVE)
-    jobs = DataflowApplicationClient(options)._jobs_client.list_jobs(request)  # its own `job_id_for_name` never ends where there is no such job
+    request = dataflow.ListJobsRequest(
+        project_id=cloud.project, location=cloud.region, name=name, filter=dataflow.ListJobsRequest.Filter.ACTIVE
+    )
+    # its own `job_id_for_name` never ends where there is no such job
+    jobs = DataflowApplicationClient(options)._jobs_client.list_jobs(request)
     return next((job.id for job in jobs if job.name == name), None)
 
 
 def waits(options: PipelineOptions) -> bool:
     """Whether a command ends with what it started: not where a job is left to its own, or only described."""
-    return not (options.view_as(StandardOptions).no_wait_until_finish or options.view_as(GoogleCloudOptions).template_location)
+    return not (
+        options.view_as(StandardOptions).no_wait_until_finish or options.view_as(GoogleCloudOptions).template_location
+    )
 
 
 def run(pipeline: beam.Pipeline, total: int, noise: io.StringIO, report: Report | None = None) -> PipelineResult:
@@ -248,7 +281,9 @@ def run(pipeline: beam.Pipeline, total: int, noise: io.StringIO, report: Report 
             return result
         place = f"--project {options.project} --region {options.region}"
         say(f"Dataflow job {result.job_id()} ({options.job_name})")
-        say(f"https://console.cloud.google.com/dataflow/jobs/{options.region}/{result.job_id()}?project={options.project}")
+        say(
+            f"https://console.cloud.google.com/dataflow/jobs/{options.region}/{result.job_id()}?project={options.project}"
+        )
         cancel = f"it ends with gcloud dataflow jobs cancel {result.job_id()} {place}"
         if not waits(options):
             say(f"gcloud dataflow jobs describe {result.job_id()} {place}")
@@ -269,7 +304,8 @@ def _wait(result: Any, say: Callable[[str], None]) -> None:
     from apache_beam.runners.dataflow.dataflow_runner import DataflowRunner
 
     runner = result._runner
-    DataflowRunner.poll_for_job_completion(runner, result, None, say)  # in this thread, and with the states: `wait_until_finish` has neither
+    # in this thread, and with the states: `wait_until_finish` has neither
+    DataflowRunner.poll_for_job_completion(runner, result, None, say)
     if result.state != PipelineState.DONE:
         told = getattr(runner, "last_error_msg", None) or ""
         raise JobError(f"{told}\n{cause(told) or f'the job is {result.state.lower()}'}")

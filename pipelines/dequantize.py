@@ -32,11 +32,13 @@ def dequantize(
     beam: Sequence[str] = (),
     progress: bool | Report = True,
 ) -> Merged:
-    """Writes a quantised release with the values of its weights, computed in float32 and cast once; all else is its own bytes.
+    """Writes a quantised release with the values of its weights, computed in float32 and cast once; all else is its own
+    bytes.
 
     Args:
       save_dtype: of the values: `bfloat16`, `float16` or `float32`; None for what `config.json` says.
-      source, output, max_shard_size, unit_bytes, resume, overwrite, create_pr, hf_token_secret, beam, progress: as for `merge`.
+      source, output, max_shard_size, unit_bytes, resume, overwrite, create_pr, hf_token_secret, beam, progress: as for
+        `merge`.
 
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
@@ -64,7 +66,11 @@ def plan(
     """
     if save_dtype is not None and save_dtype not in DTYPES:
         raise Refused(f"--save_dtype={save_dtype} should be {', '.join(DTYPES)}")
-    return plan_with(source, MergeOptions((), **read_sizes(max_shard_size, unit_bytes), dequantize=True, save_dtype=save_dtype), slots=slots)
+    return plan_with(
+        source,
+        MergeOptions((), **read_sizes(max_shard_size, unit_bytes), dequantize=True, save_dtype=save_dtype),
+        slots=slots,
+    )
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -1,8 +1,9 @@
 """`weightbeam diff`: two checkpoints of any kinds, tensor by tensor in one spelling.
 
-Two releases are compared under the names of their family's table, quantised tensors by their values. Where one side is an Orbax
-checkpoint, both are compared as MaxText's arrays: a release as it would be converted into that checkpoint. Two Orbax checkpoints are
-compared by MaxText's keys, whoever wrote them, and layer by layer where one has its layers stacked and the other hasn't.
+Two releases are compared under the names of their family's table, quantised tensors by their values. Where one side is
+an Orbax checkpoint, both are compared as MaxText's arrays: a release as it would be converted into that checkpoint. Two
+Orbax checkpoints are compared by MaxText's keys, whoever wrote them, and layer by layer where one has its layers
+stacked and the other hasn't.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Verdict:
         if difference := self.difference:
             found |= {"elements": difference.elements, "different": difference.different, "share": difference.share}
             measures = {"max": difference.largest, "mean": difference.mean, "cosine": difference.cosine}
-            found |= {name: value if math.isfinite(value) else str(value) for name, value in measures.items()}  # JSON has no NaN
+            # JSON has no NaN
+            found |= {name: value if math.isfinite(value) else str(value) for name, value in measures.items()}
         return found
 
 
@@ -136,11 +138,22 @@ class Comparison:
     def counts(self) -> dict[str, int]:
         """How many tensors there are of each status."""
         counts = Counter(found.status for found in self.tensors.values())
-        return {status: counts[status] for status in (EQUAL, ROUNDED, CHANGED, SHAPE, MISSING) if counts[status] or status != SHAPE}
+        return {
+            status: counts[status]
+            for status in (EQUAL, ROUNDED, CHANGED, SHAPE, MISSING)
+            if counts[status] or status != SHAPE
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """What `weightbeam diff --json` writes."""
-        about = {"a": self.a, "b": self.b, "tolerance": self.tolerance, "ok": self.ok, "counts": self.counts, "left_out": dict(self.left_out)}
+        about = {
+            "a": self.a,
+            "b": self.b,
+            "tolerance": self.tolerance,
+            "ok": self.ok,
+            "counts": self.counts,
+            "left_out": dict(self.left_out),
+        }
         return about | {"tensors": {name: found.to_dict() for name, found in self.tensors.items()}}
 
     def to_json(self) -> str:
@@ -149,9 +162,16 @@ class Comparison:
 
     def blocks(self) -> Iterator[Block]:
         """What a person sees: the tensors that differ, the furthest first, and how many there are of each kind."""
-        texts = {EQUAL: "equal", ROUNDED: "rounded: no element differs by more than one step of the coarser dtype", CHANGED: "changed"}
+        texts = {
+            EQUAL: "equal",
+            ROUNDED: "rounded: no element differs by more than one step of the coarser dtype",
+            CHANGED: "changed",
+        }
         texts |= {SHAPE: "of another shape", MISSING: "on one side only"}
-        shown = sorted(((name, found) for name, found in self.tensors.items() if found.status != EQUAL), key=lambda item: _rank(item[1]))
+        shown = sorted(
+            ((name, found) for name, found in self.tensors.items() if found.status != EQUAL),
+            key=lambda item: _rank(item[1]),
+        )
         if shown:
             table = Table("tensor", "status", ">max", ">mean", ">differ", ">cosine", "")
             for name, found in shown[:SHOWN]:
@@ -181,7 +201,9 @@ class Comparison:
 
 def _rank(found: Verdict) -> tuple[int, float]:
     """What differs most comes first."""
-    return [MISSING, SHAPE, CHANGED, ROUNDED, EQUAL].index(found.status), -found.difference.largest if found.difference else 0.0
+    return [MISSING, SHAPE, CHANGED, ROUNDED, EQUAL].index(
+        found.status
+    ), -found.difference.largest if found.difference else 0.0
 
 
 def diff(
@@ -194,10 +216,12 @@ def diff(
     hf_token_secret: str | None = None,
     progress: bool | Report = True,
 ) -> Comparison:
-    """Compares two checkpoints of any kinds, every element, in bounded memory. What differs doesn't raise: see `Comparison.ok`.
+    """Compares two checkpoints of any kinds, every element, in bounded memory. What differs doesn't raise: see
+    `Comparison.ok`.
 
     Args:
-      a, b: releases (quantised or not) or Orbax checkpoints (a root, a step or an item): folders, `gs://…`, releases also `hf://…`.
+      a, b: releases (quantised or not) or Orbax checkpoints (a root, a step or an item): folders, `gs://…`, releases
+        also `hf://…`.
       tolerance: the largest absolute difference of an element that counts as none.
       maxtext_model: the MaxText model, where a release is compared with an Orbax checkpoint and neither says it.
       family: the table: one of ours, an installed package's, or a file of Python; by default as `config.json` says.
@@ -241,7 +265,9 @@ def _look(where: str) -> HfCheckpoint | Store:
         raise Refused(f"{where}: {reason(e)}") from e
 
 
-def _in_one_spelling(where: Sequence[HfCheckpoint | Store], model: str | None, named: str | None) -> tuple[tuple[Side, Side], dict[str, str]]:
+def _in_one_spelling(
+    where: Sequence[HfCheckpoint | Store], model: str | None, named: str | None
+) -> tuple[tuple[Side, Side], dict[str, str]]:
     """Both sides under the same names, and what of a release has no place there."""
     releases = [place for place in where if isinstance(place, HfCheckpoint)]
     if len(releases) == 2:
@@ -275,7 +301,11 @@ def _tensors(release: HfCheckpoint, family: Family | None) -> Side:
     """A release's own tensors; quantised ones by their values in float32."""
     source = open_source(release)
     source = source.renamed(family.aliases) if family else source
-    problems = [problem for problem in (*release.problems, *source.problems) if (problem.kind, problem.subject) != ("missing", "config.json")]
+    problems = [
+        problem
+        for problem in (*release.problems, *source.problems)
+        if (problem.kind, problem.subject) != ("missing", "config.json")
+    ]
     if problems:
         raise Refused(f"{release.root}: {count(len(problems), 'problem')}:\n{describe(problems)}", problems)
     return {name: _stored(encoding) for name, encoding in source.encodings.items()}
@@ -292,19 +322,28 @@ def _arrays(items: Store) -> Side:
 def _layer_by_layer(side: Side, other: Side) -> Side:
     """A side whose stacked arrays are seen as an array for each layer, where the other side has them so.
 
-    `decoder.layers.mlp.wi_0.kernel` (embed, layers, mlp) is `decoder.layers_0.mlp.wi_0.kernel` (embed, mlp) and so on. Only what the
-    other side has as many of as there are layers, each of the shape that is left, is taken apart.
+    `decoder.layers.mlp.wi_0.kernel` (embed, layers, mlp) is `decoder.layers_0.mlp.wi_0.kernel` (embed, mlp) and so on.
+    Only what the other side has as many of as there are layers, each of the shape that is left, is taken apart.
     """
     found: dict[str, Operand] = {}
     for key, stored in side.items():
         match = STACKED.fullmatch(key)
-        layers = list(itertools.takewhile(other.__contains__, (f"{match[1]}_{i}.{match[2]}" for i in itertools.count()))) if match else []
+        layers = (
+            list(itertools.takewhile(other.__contains__, (f"{match[1]}_{i}.{match[2]}" for i in itertools.count())))
+            if match
+            else []
+        )
         axes = [axis for axis, size in enumerate(stored.shape) if size == len(layers)]
-        axes = [axis for axis in axes if all(other[name].shape == stored.shape[:axis] + stored.shape[axis + 1 :] for name in layers)]
+        axes = [
+            axis
+            for axis in axes
+            if all(other[name].shape == stored.shape[:axis] + stored.shape[axis + 1 :] for name in layers)
+        ]
         if key in other or not axes:
             found[key] = stored
             continue
-        axis = SCAN_AXIS if SCAN_AXIS in axes else axes[-1]  # several fit only where sizes are equal: MaxText's default, or the last place
+        # several fit only where sizes are equal: MaxText's default, or the last place
+        axis = SCAN_AXIS if SCAN_AXIS in axes else axes[-1]
         found |= {name: _layer(stored, axis, number) for number, name in enumerate(layers)}
     return found
 
@@ -337,7 +376,9 @@ def _stored(encoding: Encoding | OrbaxArray) -> Operand:
     return Operand(encoding.shape, dtype, order, grain, fetch)
 
 
-def _converted(release: HfCheckpoint, items: Store, there: Side, model: str | None, named: str | None) -> tuple[Side, dict[str, str]]:
+def _converted(
+    release: HfCheckpoint, items: Store, there: Side, model: str | None, named: str | None
+) -> tuple[Side, dict[str, str]]:
     """A release as the arrays that it would become in an Orbax checkpoint, and what is left out of them.
 
     Raises:
@@ -363,12 +404,21 @@ def _converted(release: HfCheckpoint, items: Store, there: Side, model: str | No
         dtype = other.dtype if other and is_float(array.dtype) and other.dtype.name in SAVE_DTYPES else array.dtype
         made = dataclasses.replace(array, dtype=dtype)
         order = tuple(reversed(grids[array.key].growth))
-        return Operand(array.shape, dtype, order, (1,) * len(array.shape), lambda box: make_boxes([(made, box)], conversion.encodings)[0][0], array.lossy)
+        return Operand(
+            array.shape,
+            dtype,
+            order,
+            (1,) * len(array.shape),
+            lambda box: make_boxes([(made, box)], conversion.encodings)[0][0],
+            array.lossy,
+        )
 
     return {array.key: stored(array) for array in conversion.plan.arrays}, dict(conversion.plan.dropped)
 
 
-def compare_sides(a: Side, b: Side, *, names: tuple[str, str] = ("the first", "the second"), report: Report | None = None) -> dict[str, Verdict]:
+def compare_sides(
+    a: Side, b: Side, *, names: tuple[str, str] = ("the first", "the second"), report: Report | None = None
+) -> dict[str, Verdict]:
     """Compares what two sides hold under the same names, boxes of a tensor at a time, some at once.
 
     Raises:
@@ -402,7 +452,10 @@ def compare_sides(a: Side, b: Side, *, names: tuple[str, str] = ("the first", "t
                 done += values.nbytes
 
     threads = min(AT_ONCE, local_threads())
-    with watch_progress(total, lambda: done, "comparing", report), concurrent.futures.ThreadPoolExecutor(threads) as pool:
+    with (
+        watch_progress(total, lambda: done, "comparing", report),
+        concurrent.futures.ThreadPoolExecutor(threads) as pool,
+    ):
         try:
             for future in concurrent.futures.as_completed([pool.submit(work) for _ in range(threads)]):
                 future.result()
@@ -414,7 +467,9 @@ def compare_sides(a: Side, b: Side, *, names: tuple[str, str] = ("the first", "t
         if verdict.status == EQUAL:
             difference = differences.get(name, Difference())
             lossy = a[name].lossy or b[name].lossy
-            found[name] = Verdict(ROUNDED if lossy and difference.status == EQUAL else difference.status, difference, lossy)
+            found[name] = Verdict(
+                ROUNDED if lossy and difference.status == EQUAL else difference.status, difference, lossy
+            )
     return found
 
 

@@ -31,13 +31,30 @@ from weightbeam.transforms.handshake import GREETINGS, GreetWorkers
 from weightbeam.transforms.movement import Movement
 from weightbeam.transforms.overlap import overlaps, units_at_a_time
 from weightbeam.transforms.staged import remember
-from weightbeam.transforms.stages import WRITTEN, AssembleCheckpoint, Dequantize, ExpandUnits, ReadBoxes, Reshape, SayInstead, Stack, UnpackChunks, WriteChunks
+from weightbeam.transforms.stages import (
+    WRITTEN,
+    AssembleCheckpoint,
+    Dequantize,
+    ExpandUnits,
+    ReadBoxes,
+    Reshape,
+    SayInstead,
+    Stack,
+    UnpackChunks,
+    WriteChunks,
+)
 
-DOING = {"export": "exporting", "merge": "writing", "reshard": "resharding"}  # by the kind of plan, for who watches; all else is converted
+# by the kind of plan, for who watches; all else is converted
+DOING = {"export": "exporting", "merge": "writing", "reshard": "resharding"}
 
 
 def build(
-    pipeline: beam.Pipeline, conversion: Movement, staging: Staging, overwrite: bool = False, budget: int | None = None, greeted: bool = False
+    pipeline: beam.Pipeline,
+    conversion: Movement,
+    staging: Staging,
+    overwrite: bool = False,
+    budget: int | None = None,
+    greeted: bool = False,
 ) -> beam.PCollection:
     """The graph.
 
@@ -49,9 +66,15 @@ def build(
       budget: bounds the bytes of the units that one process works on at a time.
       greeted: begin with a handshake: the workers aren't this process.
     """
-    units, chunks, overlapping = len(conversion.units), len(conversion.chunks), overlaps(*conversion.inputs, staging.output.url)
+    units, chunks, overlapping = (
+        len(conversion.units),
+        len(conversion.chunks),
+        overlaps(*conversion.inputs, staging.output.url),
+    )
     if greeted:
-        counted = pipeline | "Greetings" >> beam.Create(range(GREETINGS)) | GreetWorkers(staging, conversion.hash, secret())
+        counted = (
+            pipeline | "Greetings" >> beam.Create(range(GREETINGS)) | GreetWorkers(staging, conversion.hash, secret())
+        )
         counted = counted | "Count" >> SayInstead(chunks or units)
     else:
         counted = pipeline | ("Chunks" if chunks else "Units") >> beam.Create([chunks or units])
@@ -96,7 +119,8 @@ def run_units(
     sha256: bool = False,
     report: Report | None = None,
 ) -> int | None:
-    """Runs the pipeline with Beam's options `rest`; returns the bytes that this process wrote, None where a job goes on without it.
+    """Runs the pipeline with Beam's options `rest`; returns the bytes that this process wrote, None where a job goes on
+    without it.
 
     `ours` are the conversion's own options, for who looks at the job.
     """
@@ -162,7 +186,11 @@ def execute(
         written = _written(conversion, staging, left, options)
         if on_engine:
             return jobs.run(pipeline, staging, left, written, noise, report)
-        with watch_progress(left, written, DOING.get(conversion.kind, "converting"), report), quiet(noise), as_in_a_script():
+        with (
+            watch_progress(left, written, DOING.get(conversion.kind, "converting"), report),
+            quiet(noise),
+            as_in_a_script(),
+        ):
             result = pipeline.run()
             result.wait_until_finish()
         return result
@@ -173,23 +201,32 @@ def execute(
 
 
 def _written(conversion: Movement, staging: Staging, left: int, options: PipelineOptions) -> Callable[[], int]:
-    """How to know the bytes written of those that were left: by a counter where the workers are threads, else by the ledger."""
+    """How to know the bytes written of those that were left: by a counter where the workers are threads, else by the
+    ledger.
+    """
     if options.view_as(StandardOptions).runner == local.RUNNER:
         before = WRITTEN.total
         return lambda: WRITTEN.total - before
-    return at_most_every(lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left, LINE_EVERY)
+    return at_most_every(
+        lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left,
+        LINE_EVERY,
+    )
 
 
 def _failure(error: Exception, staging: Staging, noise: str) -> str:
     """What to tell of a failure; the rest goes into a file beside the units."""
     last = last_words(error)
-    content = isinstance(error, ContentError) or any(f"{kind.__name__}: " in last for kind in ContentError.__subclasses__())
+    content = isinstance(error, ContentError) or any(
+        f"{kind.__name__}: " in last for kind in ContentError.__subclasses__()
+    )
     lines = [f"  {last}"]
     with contextlib.suppress(OSError):
         story = staging.note_failure("\n".join([noise, *traceback.format_exception(error)]))
         lines.append(f"The whole story is in {story}.")
     if content:
-        lines.append("The source's files are at fault: another attempt would fail alike. Get them anew, or from who made them.")
+        lines.append(
+            "The source's files are at fault: another attempt would fail alike. Get them anew, or from who made them."
+        )
     elif staging.exists():
         lines.append(f"What is done is kept in {staging.work}; the same command with --resume goes on from there.")
     return "\n".join(lines)

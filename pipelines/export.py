@@ -50,7 +50,8 @@ from weightbeam.transforms.exporting import DTYPES as SAVED
 from weightbeam.transforms.quantizing import Given
 
 LOG = logging.getLogger("weightbeam")
-OF_MODELS = ("save_dtype", "param_scan_axis", "max_shard_size", "lora", "family", "maxtext_config", "tokenizer")  # keywords that adapters have no use for
+# keywords that adapters have no use for
+OF_MODELS = ("save_dtype", "param_scan_axis", "max_shard_size", "lora", "family", "maxtext_config", "tokenizer")
 TOKENIZER_ROLES = ("tokenizer", "chat template", "processor")
 
 
@@ -87,9 +88,14 @@ class Exported:
     def __str__(self) -> str:
         lines = [self.written.about(self.export.layout)]
         if self.written.state == "done" and not self.page:
-            for what, reasons in (("rounded once", self.export.lossy), ("of the release left out", self.export.plan.dropped)):
+            for what, reasons in (
+                ("rounded once", self.export.lossy),
+                ("of the release left out", self.export.plan.dropped),
+            ):
                 if reasons:
-                    lines.append(f"{count(len(reasons), 'tensor')} {what}: {'; '.join(sorted(set(reasons.values()))[:3])}")
+                    lines.append(
+                        f"{count(len(reasons), 'tensor')} {what}: {'; '.join(sorted(set(reasons.values()))[:3])}"
+                    )
             load = (
                 f"gcloud storage cp -r {self.folder} ."
                 if self.folder.startswith("gs://")
@@ -123,22 +129,26 @@ def export(
     beam: Sequence[str] = (),
     progress: bool | Report = True,
 ) -> Exported | ExportedAdapter:
-    """Writes an Orbax checkpoint as a Hugging Face release: safetensors files, index, `config.json`, tokenizer and the rest.
+    """Writes an Orbax checkpoint as a Hugging Face release: safetensors files, index, `config.json`, tokenizer and the
+    rest.
 
     Args:
-      source: the checkpoint: its root, a step or the item, in a folder or in `gs://`; one that MaxText's training wrote, too.
+      source: the checkpoint: its root, a step or the item, in a folder or in `gs://`; one that MaxText's training
+        wrote, too.
       output: the folder of the release, which must not be there yet; or `hf://owner/name`, where it becomes one commit.
-      like: the release whose config, tokenizer, spelling, dtypes and files are taken, a folder, `gs://` or `hf://`; by default what the
-        checkpoint remembers of the release that it was made of.
+      like: the release whose config, tokenizer, spelling, dtypes and files are taken, a folder, `gs://` or `hf://`; by
+        default what the checkpoint remembers of the release that it was made of.
       save_dtype: `bfloat16`, `float16` or `float32`; `auto`: each tensor's as `like` has it.
       maxtext_model: MaxText's name of the model, where neither the checkpoint nor `config.json` settles it.
       param_scan_axis: where the layers are stacked, where the checkpoint's shapes fit several axes.
       max_shard_size: bytes of tensors in a file, such as `5GB`; by default as `like`, else 5 GB.
-      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it isn't given.
+      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it
+        isn't given.
       step: which step, where the root has several.
       lora: PEFT adapters to merge on the way, `PATH[,weight]` each: a folder, `gs://` or `hf://`.
       family: the table: one of ours, an installed package's, or a file of Python; by default as `config.json` says.
-      maxtext_config: a MaxText configuration (`.yml`) that `config.json` is made of, for a model without a release; in place of `like`.
+      maxtext_config: a MaxText configuration (`.yml`) that `config.json` is made of, for a model without a release; in
+        place of `like`.
       tokenizer: a folder, `gs://` or `hf://` whose tokenizer, chat template and processor are taken.
       lora_alpha: of an adapter of MaxText's that doesn't say it; an adapter becomes a folder for PEFT.
       resume: go on with a stopped export.
@@ -191,7 +201,9 @@ def plan_adapter_with(checkpoint: OrbaxCheckpoint, given: Mapping[str, Any]) -> 
       Refused: the release can't be read, or a keyword has no meaning for factors, which are written as they are.
     """
     if vain := [f"--{name}" for name in OF_MODELS if given.get(name) not in (None, AUTO, (), [])]:
-        raise Refused(f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out")
+        raise Refused(
+            f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out"
+        )
     try:
         form, _ = find_like(checkpoint, given.get("like"))
     except StorageError as e:
@@ -216,7 +228,8 @@ def plan(
     quantize: str | None = None,
     slots: int | None = None,
 ) -> Export:
-    """Plans an export; problems stay in the plan. See `export`; `quantize` is the format of `weightbeam.quantize`, `slots` as `plan_export` has it.
+    """Plans an export; problems stay in the plan. See `export`; `quantize` is the format of `weightbeam.quantize`,
+    `slots` as `plan_export` has it.
 
     Raises:
       Refused: there is nothing to plan.
@@ -224,7 +237,9 @@ def plan(
     if save_dtype not in (AUTO, *SAVED):
         raise Refused(f"--save_dtype={save_dtype} should be {', '.join((AUTO, *SAVED))}")
     if maxtext_config and like:
-        raise Refused("--maxtext_config and --like are both given; name what config.json should be made of, or the release that it is taken from")
+        raise Refused(
+            "--maxtext_config and --like are both given; name what config.json should be made of, or the release that it is taken from"
+        )
     checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, step)
     try:
         if maxtext_config:
@@ -237,23 +252,39 @@ def plan(
     except StorageError as e:
         raise Refused(str(e)) from e
     sizes = read_sizes(max_shard_size, unit_bytes)
-    options = ExportOptions(save_dtype, maxtext_model, param_scan_axis, **sizes, lora=read_loras(lora) or (), family=family, quantize=quantize)
-    planned = plan_export(options, checkpoint, form, open_adapters(options), open_given(like) if quantize and like else None, slots)
+    options = ExportOptions(
+        save_dtype,
+        maxtext_model,
+        param_scan_axis,
+        **sizes,
+        lora=read_loras(lora) or (),
+        family=family,
+        quantize=quantize,
+    )
+    planned = plan_export(
+        options, checkpoint, form, open_adapters(options), open_given(like) if quantize and like else None, slots
+    )
     return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
 
 
 def plan_text(planned: Export, threads: int, output: str | None = None) -> str:
-    """What an export would do, for a person: totals, what is rounded, left out and edited, and the command that does it."""
+    """What an export would do, for a person: totals, what is rounded, left out and edited, and the command that does
+    it.
+    """
     plan = planned.plan
     lines = [
         f"source      {planned.source.root}: {planned.source.tree.kind}, {count(len(planned.encodings), 'weight')}, {human(planned.source_bytes)}",
         f"like        {planned.like.root or 'the table alone'}",
-        f"family      {plan.family}" + (f", MaxText's {plan.model}" if plan.model else "") + (f": {plan.note}" if plan.note else ""),
+        f"family      {plan.family}"
+        + (f", MaxText's {plan.model}" if plan.model else "")
+        + (f": {plan.note}" if plan.note else ""),
     ]
     lines += size_lines(planned, threads, output)
     if planned.chunks:
         nbytes = sum(planned.encodings[key].nbytes for key in planned.unpacked)
-        lines.append(f"unpacked    {count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')} first, {human(nbytes)} of disk meanwhile")
+        lines.append(
+            f"unpacked    {count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')} first, {human(nbytes)} of disk meanwhile"
+        )
     for title, reasons in (("rounded", planned.lossy), ("left out", plan.dropped)):
         for reason_, times in Counter(reasons.values()).most_common(5):
             lines.append(f"{title:12}{count(times, 'tensor')}: {reason_}")
@@ -263,7 +294,8 @@ def plan_text(planned: Export, threads: int, output: str | None = None) -> str:
 
 
 def find_like(checkpoint: OrbaxCheckpoint, like: str | None) -> tuple[Like, Mapping[str, bytes]]:
-    """The release whose form is taken, and its small files: the one that is named, else what the checkpoint remembers, else where it came from.
+    """The release whose form is taken, and its small files: the one that is named, else what the checkpoint remembers,
+    else where it came from.
 
     Raises:
       Refused: none is named, and the checkpoint remembers none.
@@ -279,8 +311,12 @@ def find_like(checkpoint: OrbaxCheckpoint, like: str | None) -> tuple[Like, Mapp
         try:
             return _open_like(url)
         except OSError as e:
-            raise Refused(f"the checkpoint was made of {url}, which can't be read ({reason(e)}); name a release that it should be like with --like") from e
-    raise Refused("--like is missing: the release whose config.json, tokenizer and names are taken, since this checkpoint remembers none")
+            raise Refused(
+                f"the checkpoint was made of {url}, which can't be read ({reason(e)}); name a release that it should be like with --like"
+            ) from e
+    raise Refused(
+        "--like is missing: the release whose config.json, tokenizer and names are taken, since this checkpoint remembers none"
+    )
 
 
 def read_maxtext_config(file: str) -> tuple[Like, Mapping[str, bytes], str | None]:
@@ -302,7 +338,8 @@ def read_maxtext_config(file: str) -> tuple[Like, Mapping[str, bytes], str | Non
 
 
 def with_tokenizer(small: Mapping[str, bytes], given: Mapping[str, bytes], where: str) -> dict[str, bytes]:
-    """The small files of a release with another one's tokenizer; where they say nothing yet of the tokens that begin and end a text, its own.
+    """The small files of a release with another one's tokenizer; where they say nothing yet of the tokens that begin
+    and end a text, its own.
 
     Raises:
       Refused: there is no tokenizer.
@@ -319,7 +356,9 @@ def with_tokenizer(small: Mapping[str, bytes], given: Mapping[str, bytes], where
 
 def _open_like(url: str) -> tuple[Like, Mapping[str, bytes]]:
     checkpoint = open_hf(url)
-    if wrong := [problem for problem in checkpoint.problems if problem.kind != "missing" or problem.subject == "config.json"]:
+    if wrong := [
+        problem for problem in checkpoint.problems if problem.kind != "missing" or problem.subject == "config.json"
+    ]:
         raise Refused(f"--like={url}: {count(len(wrong), 'problem')}:\n{describe(wrong)}", wrong)
     return Like.of(checkpoint), small_files(open_store(checkpoint.root))
 
@@ -354,7 +393,9 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
     """The small files of the release that is written; `small` are those of the release that it is like."""
     dtype = planned.options.save_dtype if planned.options.save_dtype != AUTO else None
     if dtype is None and dtype_of_model(planned.like.config) is None:  # engines would take float32, or float16
-        dtype = Counter(name for tensor in planned.layout.tensors.values() if (name := tensor.dtype.name) in SAVED).most_common(1)[0][0]
+        dtype = Counter(
+            name for tensor in planned.layout.tensors.values() if (name := tensor.dtype.name) in SAVED
+        ).most_common(1)[0][0]
     quantised = any(key in planned.like.config for key in ("quantization_config", "compression_config"))
     edits = {
         "dtype": dtype or ("bfloat16" if quantised else None),
@@ -372,11 +413,16 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
         "tree": planned.source.tree.kind,
         "MaxText model": planned.plan.model or "",
         "config from": planned.like.root,
-        **{f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}" for number, adapter in enumerate(planned.adapters, 1)},
+        **{
+            f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}"
+            for number, adapter in enumerate(planned.adapters, 1)
+        },
         "rounded": said(planned.lossy),
         "left out of the release": said(planned.plan.dropped),
     }
-    files = make_small_files(small, planned.like.config, edits, ("quantisation",), planned.like.root, facts, planned.plan.family)
+    files = make_small_files(
+        small, planned.like.config, edits, ("quantisation",), planned.like.root, facts, planned.plan.family
+    )
     return files | ({FILE: planned.plan.maxtext.to_yaml().encode()} if planned.plan.maxtext else {})
 
 
@@ -393,10 +439,16 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         if is_adapter(checkpoint):
             adapter = plan_adapter_with(checkpoint, vars(args))
             refuse(adapter.problems)
-            print(f"adapter     for PEFT, of rank {adapter.rank} with alpha {adapter.alpha:g}, of {checkpoint.root}\n{ready_line(args, rest, checkpoint.root)}")
+            print(
+                f"adapter     for PEFT, of rank {adapter.rank} with alpha {adapter.alpha:g}, of {checkpoint.root}\n{ready_line(args, rest, checkpoint.root)}"
+            )
             return 0
         keywords = keywords_of(args, plan)
-        keywords |= {"source": checkpoint, "slots": slots_for(args.unit_bytes, rest, args.source, args.output, args.resume)}  # it is open
+        # it is open
+        keywords |= {
+            "source": checkpoint,
+            "slots": slots_for(args.unit_bytes, rest, args.source, args.output, args.resume),
+        }
         return say_ready(plan(**keywords), args, rest)
     say(args, export(**keywords_of(args, export), beam=rest))
     return 0

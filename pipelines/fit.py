@@ -45,9 +45,18 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` writes."""
-        differences = [{"key": key, "needed": need, "said": said, "effect": effect_of(key)} for key, (need, said) in self.differences.items()]
+        differences = [
+            {"key": key, "needed": need, "said": said, "effect": effect_of(key)}
+            for key, (need, said) in self.differences.items()
+        ]
         limits, unknown = list(self.needed.limits), list(self.needed.unknown)
-        return {"source": self.source, "maxtext": self.against, "differences": differences, "limits": limits, "unknown": unknown}
+        return {
+            "source": self.source,
+            "maxtext": self.against,
+            "differences": differences,
+            "limits": limits,
+            "unknown": unknown,
+        }
 
     def blocks(self) -> list[tables.Block]:
         """What a person sees of it."""
@@ -62,7 +71,10 @@ class Fit:
             blocks.append(f"fields of config.json that nothing here is about: {', '.join(self.needed.unknown)}")
         if not self.differences:
             return [*blocks, f"{self.against} fits"]
-        return [*blocks, f"{tables.count(len(self.differences), 'difference')} from {self.against}; MaxText must be told: {self.needed.command_line()}"]
+        return [
+            *blocks,
+            f"{tables.count(len(self.differences), 'difference')} from {self.against}; MaxText must be told: {self.needed.command_line()}",
+        ]
 
 
 def _text(value: Any) -> str:
@@ -91,7 +103,9 @@ def fit(source: str, maxtext_model: str) -> Fit:
             naming = Naming(named)
         if naming.model is None and config.get("model_type") in family.types_of(named):
             naming = Naming(named)
-        if family.variant(naming.model or "") != family.variant(named) and config.get("model_type") in family.types_of(named):
+        if family.variant(naming.model or "") != family.variant(named) and config.get("model_type") in family.types_of(
+            named
+        ):
             naming = Naming(named)  # the table would be that name's
         needed = maxtext_config(family, config, Layout(scan="scanned" in family.layouts), naming)
     except (ConfigError, UnknownFamilyError) as e:

@@ -13,7 +13,11 @@ from weightbeam.pipelines.errors import Refused
 def topics() -> dict[str, str]:
     """Every page of the manual, by its name."""
     pages = (importlib.resources.files("weightbeam") / "docs").iterdir()
-    return {page.name.removesuffix(".md"): page.read_text(encoding="utf-8") for page in sorted(pages, key=lambda page: page.name) if page.name.endswith(".md")}
+    return {
+        page.name.removesuffix(".md"): page.read_text(encoding="utf-8")
+        for page in sorted(pages, key=lambda page: page.name)
+        if page.name.endswith(".md")
+    }
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

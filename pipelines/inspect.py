@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.orbax import STEP, CheckpointArray, find_items, item_metadata, open_arrays, read_arrays, record_of
+from weightbeam.formats.orbax import (
+    STEP,
+    CheckpointArray,
+    find_items,
+    item_metadata,
+    open_arrays,
+    read_arrays,
+    record_of,
+)
 from weightbeam.formats.printable import printable
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import Store, open_store
@@ -88,18 +96,39 @@ class OrbaxInspection(Inspection):
     custom: Mapping[str, Any]
 
     def blocks(self) -> Iterator[Block]:
-        rows = Table("array", "shape", "dtype", "chunk", "shard", ">arrays", ">bytes", spare=("shard", "arrays", "dtype", "bytes"))
+        rows = Table(
+            "array",
+            "shape",
+            "dtype",
+            "chunk",
+            "shard",
+            ">arrays",
+            ">bytes",
+            spare=("shard", "arrays", "dtype", "bytes"),
+        )
         groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
         for array in self.arrays:
             spec = array.spec
-            groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, array.compressed].append(spec)
+            groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, array.compressed].append(
+                spec
+            )
         for (_, shape, dtype, chunk, shard, compressed), specs in groups.items():
             name = specs[0].key if len(specs) == 1 else f"{specs[0].key} …"
             packed = shape_text(shard) if shard != chunk else "= chunk"
             stored = dtype + (" compressed" if compressed else "")
-            rows.add_row(name, shape_text(shape), stored, shape_text(chunk), packed, str(len(specs)), human(sum(map(_nbytes, specs))))
+            rows.add_row(
+                name,
+                shape_text(shape),
+                stored,
+                shape_text(chunk),
+                packed,
+                str(len(specs)),
+                human(sum(map(_nbytes, specs))),
+            )
         yield rows
-        held = count(len(self.arrays), "array") + (f" ({STEP.key} among them)" if any(array.spec.key == STEP.key for array in self.arrays) else "")
+        held = count(len(self.arrays), "array") + (
+            f" ({STEP.key} among them)" if any(array.spec.key == STEP.key for array in self.arrays) else ""
+        )
         yield from ("", f"{self.path}: {held}, {human(sum(_nbytes(array.spec) for array in self.arrays))}")
         if self.custom:
             yield from _provenance(self.custom)
@@ -146,9 +175,18 @@ class SafetensorsInspection(Inspection):
 
     def to_dict(self) -> dict[str, Any]:
         checkpoint = self.checkpoint
-        tensors = {t.name: {"shape": t.shape, "dtype": t.dtype.name, "file": t.path, "bytes": t.nbytes} for t in checkpoint.tensors.values()}
+        tensors = {
+            t.name: {"shape": t.shape, "dtype": t.dtype.name, "file": t.path, "bytes": t.nbytes}
+            for t in checkpoint.tensors.values()
+        }
         problems = [{"kind": p.kind, "tensor": p.subject, "message": p.message} for p in self.problems]
-        return {"path": self.path, "format": "safetensors", "model_type": checkpoint.config.get("model_type"), "tensors": tensors, "problems": problems}
+        return {
+            "path": self.path,
+            "format": "safetensors",
+            "model_type": checkpoint.config.get("model_type"),
+            "tensors": tensors,
+            "problems": problems,
+        }
 
 
 @dataclasses.dataclass(repr=False)
@@ -169,19 +207,35 @@ class LoadInspection(Inspection):
             figures = ">arrays", ">a host needs", ">reads", ">worst", ">mean"
             table = Table("array", "shape", "sharded over", "chunk", *figures, spare=("arrays", "chunk", "shape"))
             for row in rows:
-                table.add_row(row.name, shape_text(row.spec.shape), row.over, shape_text(row.spec.chunk), str(row.arrays), *_figures(row.load))
-            table.add_row("all", "", "", "", str(sum(row.arrays for row in rows)), *_figures(total([row.load for row in rows])))
+                table.add_row(
+                    row.name,
+                    shape_text(row.spec.shape),
+                    row.over,
+                    shape_text(row.spec.chunk),
+                    str(row.arrays),
+                    *_figures(row.load),
+                )
+            table.add_row(
+                "all", "", "", "", str(sum(row.arrays for row in rows)), *_figures(total([row.load for row in rows]))
+            )
             yield from ("", f"{mesh.text}: {count(mesh.devices, 'host')} with one device each", table)
             if uneven := [row.spec.key for row in rows if row.uneven]:
                 kinds = f"{count(len(uneven), 'kind')} of arrays"
                 yield f"warning: {mesh.text} doesn't divide {kinds} evenly, e.g. {printable(uneven[0])}; MaxText will refuse that mesh"
         if self.unknown:
-            yield from ("", f"not counted, since their logical axes aren't known: {count(len(self.unknown), 'array')}, e.g. {self.unknown[0]}")
+            yield from (
+                "",
+                f"not counted, since their logical axes aren't known: {count(len(self.unknown), 'array')}, e.g. {self.unknown[0]}",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         meshes = {
             mesh.text: {
-                "arrays": {row.name: {"arrays": row.arrays, "chunk": row.spec.chunk, "sharded_over": row.over} | _json(row.load) for row in rows},
+                "arrays": {
+                    row.name: {"arrays": row.arrays, "chunk": row.spec.chunk, "sharded_over": row.over}
+                    | _json(row.load)
+                    for row in rows
+                },
                 "all": _json(total([row.load for row in rows])),
             }
             for mesh, rows in self.rows
@@ -191,7 +245,9 @@ class LoadInspection(Inspection):
 
 @dataclasses.dataclass(frozen=True)
 class LoadRow:
-    """What one kind of array costs on a mesh: how many there are, what each axis is sharded over, and whether it divides evenly."""
+    """What one kind of array costs on a mesh: how many there are, what each axis is sharded over, and whether it
+    divides evenly.
+    """
 
     name: str
     spec: ArraySpec
@@ -212,7 +268,8 @@ def inspect(
     """Looks at a checkpoint: its arrays or tensors; with meshes, what loading it costs.
 
     Args:
-      checkpoint: an Orbax checkpoint (its root, a step or an item), or safetensors files, in a folder, `gs://` or (safetensors) `hf://`.
+      checkpoint: an Orbax checkpoint (its root, a step or an item), or safetensors files, in a folder, `gs://` or
+        (safetensors) `hf://`.
       mesh: meshes for which the load of an Orbax checkpoint is counted.
       sharding_rules: logical axis rules; None for those that it was made for.
       source: a folder with the model's `config.json`, for a checkpoint that doesn't tell its logical axes.
@@ -237,7 +294,9 @@ def inspect(
         return OrbaxInspection(str(items), read_arrays(items), item_metadata(items))
 
 
-def _load(items: Store, texts: Sequence[str], rules_given: Any, source: str | None, model: str | None) -> LoadInspection:
+def _load(
+    items: Store, texts: Sequence[str], rules_given: Any, source: str | None, model: str | None
+) -> LoadInspection:
     """What the hosts of each mesh read of a checkpoint."""
     arrays = [array.spec for array in read_arrays(items) if array.spec.key != STEP.key]
     rules, axes = _axes(items, rules_given, source, model)
@@ -248,10 +307,14 @@ def _load(items: Store, texts: Sequence[str], rules_given: Any, source: str | No
     known = [spec for spec in arrays if len(axes.get(spec.key, ())) == len(spec.shape) and spec.key in axes]
     if not known:
         whose = source or "what its conversion.json tells"
-        raise Refused(f"{items}: none of its {count(len(arrays), 'array')} is among {whose}, e.g. {arrays[0].key if arrays else 'none'}")
+        raise Refused(
+            f"{items}: none of its {count(len(arrays), 'array')} is among {whose}, e.g. {arrays[0].key if arrays else 'none'}"
+        )
     groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
     for spec in known:
-        groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, tuple(axes[spec.key])].append(spec)
+        groups[pattern(spec.key), spec.shape, spec.dtype.name, spec.chunk, spec.shard, tuple(axes[spec.key])].append(
+            spec
+        )
     rows = [(mesh, [_row(mesh, rules, names, specs) for (*_, names), specs in groups.items()]) for mesh in meshes]
     return LoadInspection(str(items), rows, sorted({spec.key for spec in arrays} - {spec.key for spec in known}))
 
@@ -270,15 +333,23 @@ def _figures(load: Load) -> tuple[str, ...]:
 
 
 def _json(load: Load) -> dict[str, Any]:
-    return {"needed_bytes": int(load.needed.max()), "reads": int(load.reads.max()), "worst": float(load.worst), "mean": float(load.mean)}
+    return {
+        "needed_bytes": int(load.needed.max()),
+        "reads": int(load.reads.max()),
+        "worst": float(load.worst),
+        "mean": float(load.mean),
+    }
 
 
 def _nbytes(spec: ArraySpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
-def _axes(items: Store, given: Any, source: str | None, model: str | None) -> tuple[Rules, Mapping[str, Sequence[str | None]]]:
-    """The logical axis rules, and the logical axes of the arrays: of the source's plan, else as the checkpoint tells them.
+def _axes(
+    items: Store, given: Any, source: str | None, model: str | None
+) -> tuple[Rules, Mapping[str, Sequence[str | None]]]:
+    """The logical axis rules, and the logical axes of the arrays: of the source's plan, else as the checkpoint tells
+    them.
 
     Raises:
       Refused: neither is to be had.
@@ -292,7 +363,9 @@ def _axes(items: Store, given: Any, source: str | None, model: str | None) -> tu
     rules = model_rules(model) if rules is None else rules
     if not source:
         if "axes" not in record:
-            raise Refused(f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)")
+            raise Refused(
+                f"{items} doesn't tell its arrays' logical axes; --source FOLDER with the model's config.json would (its weights aren't needed)"
+            )
         return rules, record["axes"]
     conversion = prepare(options_of(items, open_arrays(items), {"maxtext_model": model}), open_source(source))
     if not conversion.plan.arrays:
@@ -309,11 +382,16 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
     rows = Table("", "")
     for name in ("source", "family", "model", "plan"):
         rows.add_row(name, str(about.get(name) or "none of MaxText's has these sizes"))
-    options = {name: f"{len(value)} rules" if name == "sharding_rules" and value else value for name, value in about.get("options", {}).items()}
+    options = {
+        name: f"{len(value)} rules" if name == "sharding_rules" and value else value
+        for name, value in about.get("options", {}).items()
+    }
     rows.add_row("options", ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, [])))
     rows.add_row("versions", ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
     if virtual := about.get("references"):
-        rows.add_row("virtual", f"{count(virtual['arrays'], 'array')}, {human(virtual['bytes'])}, in the source's own files")
+        rows.add_row(
+            "virtual", f"{count(virtual['arrays'], 'array')}, {human(virtual['bytes'])}, in the source's own files"
+        )
     for reason, times in about.get("dropped", {}).items():
         rows.add_row("left out", f"{count(times, 'tensor')}: {reason}")
     if lossy := about.get("lossy"):
@@ -324,7 +402,9 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints what a checkpoint holds; with meshes what loading it costs."""
     if rest:
-        raise Refused(f"unknown options: {' '.join(rest)}{did_you_mean(rest[0], OPTIONS)}; see weightbeam inspect --help")
+        raise Refused(
+            f"unknown options: {' '.join(rest)}{did_you_mean(rest[0], OPTIONS)}; see weightbeam inspect --help"
+        )
     found = inspect(**keywords_of(args, inspect))
     with reading(args.checkpoint):
         say(args, found)

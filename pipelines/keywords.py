@@ -58,15 +58,24 @@ def takes_options(function: Function) -> Function:
     """Spells `**options` out in a function's signature, for `help()` and a notebook's completion."""
     signature = inspect.signature(function)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    options = [inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default) for field in dataclasses.fields(Options)]
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+        for field in dataclasses.fields(Options)
+    ]
     function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     return function
 
 
 def keywords_of(args: argparse.Namespace, function: Callable[..., Any]) -> dict[str, Any]:
-    """The keywords of a function that a command line sets: its options by the same name. What isn't given is left to the function's default."""
+    """The keywords of a function that a command line sets: its options by the same name. What isn't given is left to
+    the function's default.
+    """
     known = inspect.signature(function).parameters
-    return {name: value for name, value in vars(args).items() if name in known and (value is not None or known[name].default is inspect.Parameter.empty)}
+    return {
+        name: value
+        for name, value in vars(args).items()
+        if name in known and (value is not None or known[name].default is inspect.Parameter.empty)
+    }
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
@@ -123,7 +132,9 @@ def arguments_of(options: Options) -> list[str]:
             case "lora":
                 values = [url if weight == 1 else f"{url},{weight:g}" for url, weight in value]
             case _:
-                values = ["" if field.name == "virtual" else str(value).lower() if isinstance(value, bool) else str(value)]
+                values = [
+                    "" if field.name == "virtual" else str(value).lower() if isinstance(value, bool) else str(value)
+                ]
         arguments += [f"--{field.name} {shlex.quote(each)}" if each else f"--{field.name}" for each in values]
     return arguments
 

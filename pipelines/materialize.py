@@ -1,7 +1,7 @@
 """`weightbeam materialize`: an ordinary checkpoint of a virtual one.
 
-The ordinary conversion of the files that the virtual checkpoint refers to, with the options that it was made with. So nothing
-is decided twice: bytes, chunks, digests, memory and `--resume` are those of `weightbeam convert`.
+The ordinary conversion of the files that the virtual checkpoint refers to, with the options that it was made with. So
+nothing is decided twice: bytes, chunks, digests, memory and `--resume` are those of `weightbeam convert`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def materialize(
     beam: Sequence[str] = (),
     progress: bool | str | Report = True,
 ) -> Converted:
-    """Makes an ordinary checkpoint of a virtual one: the same arrays, in chunks for a mesh, without any file of the source.
+    """Makes an ordinary checkpoint of a virtual one: the same arrays, in chunks for a mesh, without any file of the
+    source.
 
     Args:
       checkpoint: the virtual checkpoint: its root, a step or an item, in a folder or in `gs://`.
@@ -68,7 +69,9 @@ def materialize(
     if overwrite:
         bring_back(output)
     storage = {"use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3, "compression": compression, "unit_bytes": unit_bytes}
-    conversion = plan_materialization(checkpoint, storage | {"mesh": mesh or None, "sharding_rules": sharding_rules, "step": step})
+    conversion = plan_materialization(
+        checkpoint, storage | {"mesh": mesh or None, "sharding_rules": sharding_rules, "step": step}
+    )
     return carry_out(conversion, output, resume, overwrite, beam=beam, progress=progress, in_place=True)
 
 
@@ -80,14 +83,18 @@ def plan_materialization(checkpoint: str, given: Mapping[str, Any]) -> Conversio
         with reading(checkpoint):
             items = find_items(checkpoint)
             if not (found := check_files(items)):
-                raise Refused(f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise")
+                raise Refused(
+                    f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise"
+                )
             source = open_own_source(items)
             made = options_from(record_of(items)["options"])
     except Failed as e:
         raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e
     LOG.info(found)
     with reading(checkpoint):
-        return plan_with(dataclasses.replace(made, virtual=False, **check_options_of(given, made.maxtext_model)), source)
+        return plan_with(
+            dataclasses.replace(made, virtual=False, **check_options_of(given, made.maxtext_model)), source
+        )
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

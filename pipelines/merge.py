@@ -19,7 +19,17 @@ from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.prepare import open_adapters, open_source
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import Written, carry_out, check_places, make_small_files, read_sizes, say_plan, size_lines, slots_for, to_dict
+from weightbeam.pipelines.releases import (
+    Written,
+    carry_out,
+    check_places,
+    make_small_files,
+    read_sizes,
+    say_plan,
+    size_lines,
+    slots_for,
+    to_dict,
+)
 from weightbeam.pipelines.report import thread_options, threads_of
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import count, human
@@ -57,7 +67,9 @@ class Merged:
         if self.written.state == "done" and not self.written.page:
             lines.append(f"{self.merge.changes}, the others are the release's own bytes")
             if self.merge.plan.dropped:
-                lines.append(f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are written as their values")
+                lines.append(
+                    f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are written as their values"
+                )
         return "\n".join(lines)
 
 
@@ -80,11 +92,13 @@ def merge(
 
     Args:
       source: the release: a folder, `gs://bucket/folder` or `hf://organisation/model[@revision]`.
-      output: a folder or `gs://bucket/folder` for the new one, which must not be there yet; or `hf://owner/name`, where it becomes one commit.
+      output: a folder or `gs://bucket/folder` for the new one, which must not be there yet; or `hf://owner/name`, where
+        it becomes one commit.
       lora: adapters, `PATH[,weight]` each: a folder, `gs://` or `hf://`.
       family: the table whose spellings of names count; by default as `config.json` says.
       max_shard_size: bytes of tensors in a file, such as `5GB`; by default the files stay as they are.
-      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it isn't given.
+      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it
+        isn't given.
       resume: go on with a stopped merge.
       overwrite: replace a release, or throw a stopped merge away.
       create_pr: on the hub, open a pull request.
@@ -117,11 +131,16 @@ def plan(
     Raises:
       Refused: there is nothing to plan.
     """
-    return plan_with(source, MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), family=family), slots=slots)
+    return plan_with(
+        source,
+        MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), family=family),
+        slots=slots,
+    )
 
 
 def plan_with(source: str, options: MergeOptions, given: Given | None = None, slots: int | None = None) -> Merge:
-    """Plans a release with its quantised weights, adapters, or both as values; or in FP8, like a `given` one. `slots` as `plan_merge` has it.
+    """Plans a release with its quantised weights, adapters, or both as values; or in FP8, like a `given` one. `slots`
+    as `plan_merge` has it.
 
     Raises:
       Refused: there is nothing to plan.
@@ -144,20 +163,35 @@ def plan_with(source: str, options: MergeOptions, given: Given | None = None, sl
 def make_small(planned: Merge, small: Mapping[str, bytes]) -> dict[str, bytes]:
     """The small files of the release that is written; `small` are those of the one that it is made of."""
     gone = planned.quantization == {}
-    edits: dict[str, Any] = {} if planned.quantization is None else {"drop_quantization": gone, "quantization": planned.quantization or None}
+    edits: dict[str, Any] = (
+        {}
+        if planned.quantization is None
+        else {"drop_quantization": gone, "quantization": planned.quantization or None}
+    )
     if planned.options.save_dtype:
         edits["dtype"] = planned.options.save_dtype
     facts = {"base": planned.source.root}
     facts |= {"scales of": planned.given.files.root} if planned.given else {}
-    facts |= {f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}" for number, adapter in enumerate(planned.adapters, 1)}
-    return make_small_files(small, planned.source.config, edits, ("quantisation",) if gone else (), planned.source.root, facts)
+    facts |= {
+        f"adapter {number}": f"{adapter.root}, weight {adapter.weight:g}"
+        for number, adapter in enumerate(planned.adapters, 1)
+    }
+    return make_small_files(
+        small, planned.source.config, edits, ("quantisation",) if gone else (), planned.source.root, facts
+    )
 
 
 def plan_text(planned: Merge, threads: int, output: str | None = None) -> str:
     """What would be written, for a person."""
-    lines = [f"source      {planned.source.root}, {human(planned.source_bytes)}", *size_lines(planned, threads, output), f"changes     {planned.changes}"]
+    lines = [
+        f"source      {planned.source.root}, {human(planned.source_bytes)}",
+        *size_lines(planned, threads, output),
+        f"changes     {planned.changes}",
+    ]
     if planned.plan.dropped:
-        lines.append(f"left out    {count(len(planned.plan.dropped), 'tensor')}: codes and scales of weights that are written as their values")
+        lines.append(
+            f"left out    {count(len(planned.plan.dropped), 'tensor')}: codes and scales of weights that are written as their values"
+        )
     return "\n".join(map(printable, [*lines, *(f"warning     {warning}" for warning in planned.warnings)]))
 
 

@@ -25,13 +25,19 @@ class Models:
         """What a person sees of it."""
         rows = Table("family", "releases", "MaxText's models", "model_type", spare=("releases", "model_type"))
         for family in self.families:
-            rows.add_row(family.name, family.releases, ", ".join(map(shown, family.models)), ", ".join(family.model_types))
+            rows.add_row(
+                family.name, family.releases, ", ".join(map(shown, family.models)), ", ".join(family.model_types)
+            )
         yield rows
 
     def to_dict(self) -> dict[str, Any]:
         """What `weightbeam models --json` writes."""
         return {
-            family.name: {"releases": family.releases, "model_types": list(family.model_types), "maxtext_models": list(family.models)}
+            family.name: {
+                "releases": family.releases,
+                "model_types": list(family.model_types),
+                "maxtext_models": list(family.models),
+            }
             for family in self.families
         }
 

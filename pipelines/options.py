@@ -30,8 +30,10 @@ from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.report import local_threads
 from weightbeam.pipelines.runners import local, portable
 
-IMAGE = "WEIGHTBEAM_IMAGE"  # in the environment: the image that this runs in, which workers can run too (deploy/Dockerfile)
-SETUP_FILE = Path(__file__).resolve().parents[1] / "setup.py"  # there in a checkout, not where the package was installed from a wheel
+# in the environment: the image that this runs in, which workers can run too (deploy/Dockerfile)
+IMAGE = "WEIGHTBEAM_IMAGE"
+# there in a checkout, not where the package was installed from a wheel
+SETUP_FILE = Path(__file__).resolve().parents[1] / "setup.py"
 PLACES = {  # the options that name a folder, and what helps if it is on this machine
     "source": "upload it to gs://BUCKET/FOLDER, or name hf://organisation/model",
     "checkpoint": "upload it to gs://BUCKET/FOLDER",
@@ -40,7 +42,9 @@ PLACES = {  # the options that name a folder, and what helps if it is on this ma
 
 
 class ConversionOptions(PipelineOptions):
-    """What `weightbeam convert` takes besides Beam's own options, so that Beam knows them where it parses the whole command line."""
+    """What `weightbeam convert` takes besides Beam's own options, so that Beam knows them where it parses the whole
+    command line.
+    """
 
     @classmethod
     def _add_argparse_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -68,15 +72,19 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
     """
     runner = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     runner.add_argument("--runner")
-    with contextlib.suppress(ValueError, ImportError):  # an unknown runner, or one that isn't installed, is refused below
-        create_runner(runner.parse_known_args(list(arguments))[0].runner or local.RUNNER)  # a runner's options are known once it is loaded
+    # an unknown runner, or one that isn't installed, is refused below
+    with contextlib.suppress(ValueError, ImportError):
+        # a runner's options are known once it is loaded
+        create_runner(runner.parse_known_args(list(arguments))[0].runner or local.RUNNER)
     parser = _Parser(add_help=False, allow_abbrev=False)
     for options in {cls.__name__: cls for cls in PipelineOptions.__subclasses__()}.values():
         options._add_argparse_args(cast(Any, parser))
     problems = []
     if unknown := parser.parse_known_args(list(arguments))[1]:
         meant = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions)
-        problems.append(f"unknown options: {' '.join(unknown)}{meant}; --help lists ours, and Beam's are in its documentation")
+        problems.append(
+            f"unknown options: {' '.join(unknown)}{meant}; --help lists ours, and Beam's are in its documentation"
+        )
     if command:
         settled = pipeline_options(arguments)
         problems += _find_problems(settled, command, places or {})
@@ -159,7 +167,9 @@ def make_pipeline(options: PipelineOptions, stage_bytes: int = 0) -> beam.Pipeli
 
 
 def in_containers(options: PipelineOptions) -> bool:
-    """Whether the workers run in containers. Flink's and Spark's run in this process unless a cluster is named, says Beam."""
+    """Whether the workers run in containers. Flink's and Spark's run in this process unless a cluster is named, says
+    Beam.
+    """
     name, environment = options.view_as(StandardOptions).runner, options.view_as(PortableOptions).environment_type
     if name == dataflow.RUNNER:
         return True
@@ -169,11 +179,21 @@ def in_containers(options: PipelineOptions) -> bool:
         return environment in ("DOCKER", "beam:env:docker:v1")
     if name == "FlinkRunner":
         return options.view_as(FlinkRunnerOptions).flink_master not in ("[local]", "[auto]")
-    return name != "SparkRunner" or not re.match(r"local(\[.+\])?$", options.view_as(SparkRunnerOptions).spark_master_url)
+    return name != "SparkRunner" or not re.match(
+        r"local(\[.+\])?$", options.view_as(SparkRunnerOptions).spark_master_url
+    )
 
 
 def _has_package(options: PipelineOptions) -> bool:
     """Whether the user said where workers in containers get Weightbeam from."""
-    setup, worker, portable = options.view_as(SetupOptions), options.view_as(WorkerOptions), options.view_as(PortableOptions)
-    image = worker.sdk_container_image or portable.environment_config or portable.lookup_environment_option("docker_container_image")
+    setup, worker, portable = (
+        options.view_as(SetupOptions),
+        options.view_as(WorkerOptions),
+        options.view_as(PortableOptions),
+    )
+    image = (
+        worker.sdk_container_image
+        or portable.environment_config
+        or portable.lookup_environment_option("docker_container_image")
+    )
     return bool(image or setup.setup_file or setup.extra_packages or setup.requirements_file)

@@ -1,4 +1,6 @@
-"""What an output must be before it is written: free, or holding what was asked to be resumed or replaced; fit, with room; and one's own."""
+"""What an output must be before it is written: free, or holding what was asked to be resumed or replaced; fit, with
+room; and one's own.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
 
 
 def look_for_job(staging: Staging, beam: Sequence[str]) -> Callable[[], None]:
-    """What `alone` should look at: whether a job of a command before this one, which is noted beside the plan, is still at work."""
+    """What `alone` should look at: whether a job of a command before this one, which is noted beside the plan, is still
+    at work.
+    """
 
     def look() -> None:
         if staging.exists() and staging.work.exists(JOB):
@@ -105,7 +109,8 @@ def look_for_job(staging: Staging, beam: Sequence[str]) -> Callable[[], None]:
 
 
 def bring_back(output: str) -> None:
-    """Puts a checkpoint back that was on its way out when its successor died: where the file system can't swap, there is none meanwhile.
+    """Puts a checkpoint back that was on its way out when its successor died: where the file system can't swap, there
+    is none meanwhile.
 
     Raises:
       BusyError: its successor lives.
@@ -113,7 +118,9 @@ def bring_back(output: str) -> None:
     """
     store = open_store(output)
     if isinstance(store, LocalFolder) and store.folder.is_dir():
-        for step in {found[1] for name in store.entries() if (found := re.fullmatch(r"(\d+)\.replaced-[0-9a-f]+", name))}:
+        for step in {
+            found[1] for name in store.entries() if (found := re.fullmatch(r"(\d+)\.replaced-[0-9a-f]+", name))
+        }:
             if not os.path.lexists(store / step):
                 with alone(staging_at(store, int(step))):
                     pass
@@ -124,7 +131,9 @@ def share_left(staging: Staging, conversion: Movement) -> float:
     return 1 - len(staging.done()) / max(1, len(conversion.units))
 
 
-def check_output(staging: Staging, conversion: CheckpointPlan, resume: bool, overwrite: bool, link: str, in_place: bool = False) -> list[Problem]:
+def check_output(
+    staging: Staging, conversion: CheckpointPlan, resume: bool, overwrite: bool, link: str, in_place: bool = False
+) -> list[Problem]:
     """What stands against writing a conversion there, the place's own refusals among it.
 
     Args:
@@ -168,17 +177,29 @@ def _find_unfit(staging: Staging) -> list[Problem]:
     return []
 
 
-def _find_problems(staging: Staging, conversion: CheckpointPlan, resume: bool, overwrite: bool, link: str, in_place: bool) -> list[Problem]:
+def _find_problems(
+    staging: Staging, conversion: CheckpointPlan, resume: bool, overwrite: bool, link: str, in_place: bool
+) -> list[Problem]:
     """What lies there already, and whether there is room."""
     if resume and is_finished(staging, conversion):
         damage = find_damage(staging.final, conversion.specs, conversion.format)
-        return _problem(staging.final, f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew") if damage else []
-    if (source := _find_source(staging, conversion)) and not (in_place and isinstance(staging, FolderStaging)):  # a bucket can't swap
-        return _problem(staging.final, f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}")
+        return (
+            _problem(staging.final, f"is finished, but damaged ({damage}); --overwrite without --resume makes it anew")
+            if damage
+            else []
+        )
+    # a bucket can't swap
+    if (source := _find_source(staging, conversion)) and not (in_place and isinstance(staging, FolderStaging)):
+        return _problem(
+            staging.final, f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}"
+        )
     if (stopped := staging.exists()) and not resume and not overwrite:
         return _problem(staging.work, "holds a stopped conversion; go on with --resume, or start anew with --overwrite")
     if stopped and resume and (differs := _difference(staging, conversion)):
-        return _problem(staging.work, f"holds a stopped conversion with another plan ({differs}); --overwrite without --resume starts anew")
+        return _problem(
+            staging.work,
+            f"holds a stopped conversion with another plan ({differs}); --overwrite without --resume starts anew",
+        )
     if staging.is_taken():
         if irreplaceable := _why_not_replace(staging):
             return _problem(staging.final, irreplaceable)
@@ -186,8 +207,13 @@ def _find_problems(staging: Staging, conversion: CheckpointPlan, resume: bool, o
             if not resume:
                 return _problem(staging.final, "exists; --overwrite replaces it, --step writes another one beside it")
             if stopped:
-                return _problem(staging.final, "exists beside a stopped conversion; --resume --overwrite goes on with that and replaces it at the end")
-            return _problem(staging.final, "exists, and was made with other options or of another source; --overwrite replaces it")
+                return _problem(
+                    staging.final,
+                    "exists beside a stopped conversion; --resume --overwrite goes on with that and replaces it at the end",
+                )
+            return _problem(
+                staging.final, "exists, and was made with other options or of another source; --overwrite replaces it"
+            )
     if resume and plan_hash_of(staging.checkpoint) == conversion.hash:
         return []
     return _check_room(staging, conversion, resume, link) if isinstance(staging, FolderStaging) else []
@@ -253,7 +279,11 @@ def _difference(staging: Staging, wanted: CheckpointPlan) -> str:
     if staged.hash == wanted.hash:
         return "the source's files have changed" if wanted.was_touched(staged) else ""
     options, before = vars(wanted.options), vars(cast(CheckpointPlan, staged).options)
-    changed = [f"--{name} was {_shown(old)}, is {_shown(options[name])}" for name, old in before.items() if options[name] != old]
+    changed = [
+        f"--{name} was {_shown(old)}, is {_shown(options[name])}"
+        for name, old in before.items()
+        if options[name] != old
+    ]
     return "; ".join(changed) or "the source's files have changed"
 
 

@@ -72,7 +72,12 @@ class Plan:
           Refused: `config.json` doesn't say it.
         """
         if (found := self.conversion.plan.maxtext) is None:
-            raise Refused(next((warning for warning in self.warnings if warning.startswith("no maxtext.yml")), "nothing is known of what MaxText must be told"))
+            raise Refused(
+                next(
+                    (warning for warning in self.warnings if warning.startswith("no maxtext.yml")),
+                    "nothing is known of what MaxText must be told",
+                )
+            )
         return found
 
     def check(self) -> None:
@@ -82,7 +87,11 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """What `weightbeam plan --json` writes."""
         simulated = {"workers": [dataclasses.asdict(each) for each in self.estimates]} if self.estimates else {}
-        return report.json_report(self.conversion, self.threads, self.output) | virtual.json_report(self.conversion) | simulated
+        return (
+            report.json_report(self.conversion, self.threads, self.output)
+            | virtual.json_report(self.conversion)
+            | simulated
+        )
 
     def to_json(self) -> str:
         """The same as text."""
@@ -93,7 +102,12 @@ class Plan:
         """The command that carries it out."""
         if self.as_command:
             return self.as_command
-        words = ["weightbeam convert", shlex.quote(self.source), shlex.quote(self.output or "OUTPUT"), *arguments_of(self.conversion.options)]
+        words = [
+            "weightbeam convert",
+            shlex.quote(self.source),
+            shlex.quote(self.output or "OUTPUT"),
+            *arguments_of(self.conversion.options),
+        ]
         return " ".join(words)
 
     def verdict(self) -> Iterator[tables.Block]:
@@ -101,7 +115,11 @@ class Plan:
         conversion = self.conversion
         memory = tables.human(report.memory_bound(conversion, self.threads, self.output))
         model = f", MaxText's {conversion.plan.model}" if conversion.plan.model else ""
-        yield from ("", f"ready: {tables.human(conversion.made_bytes)} to write, at most {memory} of memory{model}", f"  {self.command}")
+        yield from (
+            "",
+            f"ready: {tables.human(conversion.made_bytes)} to write, at most {memory} of memory{model}",
+            f"  {self.command}",
+        )
 
     def blocks(self) -> Iterator[tables.Block]:
         """What a person sees of it, without its problems."""
@@ -117,7 +135,11 @@ class Plan:
     def _all_blocks(self) -> Iterator[tables.Block]:
         yield from self.blocks()
         if self.problems:
-            yield from ("", tables.count(len(self.problems), "problem") + ":", *(f"  {problem}" for problem in report.collapse(map(str, self.problems))))
+            yield from (
+                "",
+                tables.count(len(self.problems), "problem") + ":",
+                *(f"  {problem}" for problem in report.collapse(map(str, self.problems))),
+            )
 
     def show(self) -> None:
         """Prints it, without its problems."""
@@ -128,7 +150,9 @@ class Plan:
         return tables.text(self._all_blocks(), tables.terminal_width())
 
     def __repr__(self) -> str:
-        what = tables.count(len(self.problems), "problem") if self.problems else tables.human(self.conversion.target_bytes)
+        what = (
+            tables.count(len(self.problems), "problem") if self.problems else tables.human(self.conversion.target_bytes)
+        )
         return f"<weightbeam.Plan of {self.source}: {tables.count(len(self.arrays), 'array')}, {what}>"
 
     def _repr_html_(self) -> str:
@@ -136,7 +160,9 @@ class Plan:
 
 
 @takes_options
-def maxtext_config(source: str, *, hf_token_secret: str | None = None, **options: Unpack[OptionKeywords]) -> MaxTextConfig:
+def maxtext_config(
+    source: str, *, hf_token_secret: str | None = None, **options: Unpack[OptionKeywords]
+) -> MaxTextConfig:
     """What MaxText must be told of a checkpoint, from its `config.json`: a mapping; its text is `maxtext.yml`.
 
     Args:
@@ -164,11 +190,13 @@ def plan(
     beam: Sequence[str] = (),
     **options: Unpack[OptionKeywords],
 ) -> Plan:
-    """Plans a conversion from `config.json` and the headers of the safetensors files alone. Its problems stay in the plan.
+    """Plans a conversion from `config.json` and the headers of the safetensors files alone. Its problems stay in the
+    plan.
 
     Args:
       source: a folder, `gs://bucket/folder`, or `hf://organisation/model[@revision]`.
-      workers: numbers of workers for which the conversion is simulated, on the engine that `--runner` in `beam` names, else on Dataflow.
+      workers: numbers of workers for which the conversion is simulated, on the engine that `--runner` in `beam` names,
+        else on Dataflow.
       worker_gbps: a worker's network in Gbit/s (10^9 bits), each way.
       worker_hour_price: of a worker with 2 vCPUs and 8 GB, in any currency.
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
@@ -193,7 +221,9 @@ def _plan(
     beam: Sequence[str],
     output: str | None = None,
 ) -> Plan:
-    """The plan of a conversion into a place that is known or not: its units are cut for the workers that are, unless `unit_bytes` is given."""
+    """The plan of a conversion into a place that is known or not: its units are cut for the workers that are, unless
+    `unit_bytes` is given.
+    """
     worker = report.worker_of(beam, worker_gbps, worker_hour_price)
     slots = slots_of(beam, unit_bytes, max(workers) * worker.threads if workers else None, source, output or "")
     conversion = prepare_conversion(source, options, hf_token_secret, slots)
@@ -201,20 +231,33 @@ def _plan(
     estimates: list[Estimate] = []
     if workers and not conversion.plan.problems:
         efforts, files = list(efforts_of(conversion)), len(conversion.source.shards)
-        estimates = [estimate(efforts, number, worker, files, conversion.source.root.startswith("hf://")) for number in workers]
+        estimates = [
+            estimate(efforts, number, worker, files, conversion.source.root.startswith("hf://")) for number in workers
+        ]
     return Plan(conversion, threads, tuple(estimates), output)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
     if rest:
-        # An option of the runner's is fine here: it is how `convert` would be called. Beam is imported only to check it.
+        # An option of the runner's is fine here: it is how `convert` would be called. Beam is imported only to check
+        # it.
         from weightbeam.pipelines.options import check_options
 
         check_options(rest)
     asked = read_options(option_keywords(args))
     workers = args.workers or ()
-    made = _plan(args.source, asked, args.unit_bytes, workers, args.worker_gbps, args.worker_hour_price, args.hf_token_secret, rest, args.output)
+    made = _plan(
+        args.source,
+        asked,
+        args.unit_bytes,
+        workers,
+        args.worker_gbps,
+        args.worker_hour_price,
+        args.hf_token_secret,
+        rest,
+        args.output,
+    )
     loads = _plan_loads(made, args) if args.load else []
     if args.maxtext_config:
         if made.conversion.plan.family == UNKNOWN:
@@ -227,7 +270,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         say(args, made)
     else:
         if args.json:
-            write_json(args.json, made.to_dict() | {"load": [load_report.load_json(load, args.worker_gbps) for load in loads]})
+            write_json(
+                args.json, made.to_dict() | {"load": [load_report.load_json(load, args.worker_gbps) for load in loads]}
+            )
         if args.json != STDOUT and not args.quiet:
             made.show()
             for load in loads:

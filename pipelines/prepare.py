@@ -39,7 +39,9 @@ LINE = 5000  # characters of a problem: names and values in it are the files', h
 KINDS, NAME = 200, 300  # of tensors that an inventory lists, and characters of their names
 
 
-def prepare_conversion(source: str, options: Options, hf_token_secret: str | None = None, slots: int | None = None) -> Conversion:
+def prepare_conversion(
+    source: str, options: Options, hf_token_secret: str | None = None, slots: int | None = None
+) -> Conversion:
     """Plans a conversion, its units cut for `slots` of them at a time if that is known; problems stay in the plan.
 
     Raises:
@@ -92,8 +94,12 @@ def reading(checkpoint: str) -> Iterator[None]:
     except (StorageError, MeshError) as e:
         raise Refused(str(e)) from e
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
-        what = (str(e) if isinstance(e, OSError | ValueError) and str(e) else f"{type(e).__name__}: {e}").partition(" [tensorstore_spec=")[0]
-        raise Refused(f"{checkpoint}: can't be read, its metadata are damaged or of a kind that isn't known: {what[:LINE]}") from e
+        what = (str(e) if isinstance(e, OSError | ValueError) and str(e) else f"{type(e).__name__}: {e}").partition(
+            " [tensorstore_spec="
+        )[0]
+        raise Refused(
+            f"{checkpoint}: can't be read, its metadata are damaged or of a kind that isn't known: {what[:LINE]}"
+        ) from e
 
 
 def open_source(source: str, allow_links: bool = False) -> HfCheckpoint:
@@ -130,19 +136,32 @@ def options_of_export(release: str) -> dict[str, Any]:
 
 
 def options_of(items: Store, stores: Mapping[str, ts.TensorStore], given: Mapping[str, Any]) -> Options:
-    """The options that the checkpoint was made with: as given (where not None), else as it says, else as its arrays show."""
+    """The options that the checkpoint was made with: as given (where not None), else as it says, else as its arrays
+    show.
+    """
     custom = item_metadata(items)
     about = custom.get("weightbeam")
-    said: dict[str, Any] = dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
+    said: dict[str, Any] = (
+        dict(about["options"]) if isinstance(about, dict) and isinstance(about.get("options"), dict) else {}
+    )
     if "scan_layers" in custom:
         said["scan_layers"] = custom["scan_layers"]
     if "vocab_size" not in said and (embedding := stores.get(f"{PARAMETERS}token_embedder.embedding")):
         said["vocab_size"] = embedding.shape[0]
     said.setdefault("mtp", any(key.startswith(f"{PARAMETERS}mtp_block.") for key in stores))
-    said.setdefault("multimodal", any(key.startswith((f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")) for key in stores))
+    said.setdefault(
+        "multimodal",
+        any(key.startswith((f"{PARAMETERS}vision_encoder.", f"{PARAMETERS}audio_encoder.")) for key in stores),
+    )
     left_out = {"mesh", "sharding_rules", "unit_bytes", "compression", "use_ocdbt", "use_zarr3", "step", "virtual"}
     known = {field.name for field in dataclasses.fields(Options)} - left_out
-    return Options(**{key: value for key, value in (said | {key: value for key, value in given.items() if value is not None}).items() if key in known})
+    return Options(
+        **{
+            key: value
+            for key, value in (said | {key: value for key, value in given.items() if value is not None}).items()
+            if key in known
+        }
+    )
 
 
 def refuse(conversion: Conversion, problems: Sequence[Problem]) -> None:

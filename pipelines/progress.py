@@ -1,4 +1,6 @@
-"""How far a pipeline has come: told to a callback while it runs, and shown as a bar, as lines, or as JSON. None of Beam's noise."""
+"""How far a pipeline has come: told to a callback while it runs, and shown as a bar, as lines, or as JSON. None of
+Beam's noise.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,11 @@ Report = Callable[[Progress], None]  # is called in a thread of its own, one cal
 
 
 @contextlib.contextmanager
-def watch_progress(total: int, done: Callable[[], int], doing: str, report: Report | None, state: Callable[[], str] = str) -> Iterator[None]:
-    """Context manager: a thread tells `report` four times a second how far `done()` has come towards `total` bytes, and once at the end.
+def watch_progress(
+    total: int, done: Callable[[], int], doing: str, report: Report | None, state: Callable[[], str] = str
+) -> Iterator[None]:
+    """Context manager: a thread tells `report` four times a second how far `done()` has come towards `total` bytes, and
+    once at the end.
 
     `state` says what else there is to say.
     """
@@ -86,15 +91,34 @@ class Bar:
     def __call__(self, now: Progress) -> None:
         if self._bar is None:
             from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
 
-            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
             # No redirection: `quiet` redirects too, and whoever ends second would restore the other's stream for good.
-            self._bar = Progress(*columns, console=Console(file=self._stream), redirect_stdout=False, redirect_stderr=False)
+            self._bar = Progress(
+                *columns, console=Console(file=self._stream), redirect_stdout=False, redirect_stderr=False
+            )
             self._task = self._bar.add_task(now.doing, total=now.total)
             self._bar.start()
         assert self._task is not None
-        self._bar.update(self._task, completed=now.done, description=f"{now.doing} ({now.state})" if now.state else now.doing)
+        self._bar.update(
+            self._task, completed=now.done, description=f"{now.doing} ({now.state})" if now.state else now.doing
+        )
         if now.finished:
             self._bar.stop()
             self._bar = None
@@ -131,7 +155,9 @@ class JsonLines:
 
 
 def reporter(progress: bool | str | Report) -> Report | None:
-    """What a call's `progress` stands for: True or `auto` for `shown`, False or `none` for nothing, `bar`, `lines` or `json`, or a callback."""
+    """What a call's `progress` stands for: True or `auto` for `shown`, False or `none` for nothing, `bar`, `lines` or
+    `json`, or a callback.
+    """
     if progress in (False, "none"):
         return None
     if progress in (True, "auto"):
@@ -143,7 +169,9 @@ def reporter(progress: bool | str | Report) -> Report | None:
 
 
 def at_most_every(ask: Callable[[], int], seconds: float) -> Callable[[], int]:
-    """Asks what takes a while only now and then, and keeps to the last answer meanwhile, and where there is none: it's for show."""
+    """Asks what takes a while only now and then, and keeps to the last answer meanwhile, and where there is none: it's
+    for show.
+    """
     known, asked = 0, float("-inf")
 
     def answer() -> int:

@@ -42,14 +42,16 @@ def quantize(
     beam: Sequence[str] = (),
     progress: bool | Report = True,
 ) -> Merged | Exported:
-    """Writes a release whose linear layers are FP8 in blocks of 128 × 128, as DeepSeek's are: for vLLM, SGLang and transformers.
+    """Writes a release whose linear layers are FP8 in blocks of 128 × 128, as DeepSeek's are: for vLLM, SGLang and
+    transformers.
 
     Args:
       source: a release, or an Orbax checkpoint, which is exported in the same pass.
-      output: the folder of the new release, or one in `gs://`, which must not be there yet; or `hf://owner/name`, where it becomes one commit.
+      output: the folder of the new release, or one in `gs://`, which must not be there yet; or `hf://owner/name`, where
+        it becomes one commit.
       format: `fp8`.
-      like: a release in FP8 whose choice of weights is taken, and the scales of blocks that are still what they were; of an Orbax checkpoint
-        also what `like` is for `export`.
+      like: a release in FP8 whose choice of weights is taken, and the scales of blocks that are still what they were;
+        of an Orbax checkpoint also what `like` is for `export`.
       maxtext_model, param_scan_axis, step: of an Orbax checkpoint, as for `export`.
       lora: PEFT adapters to merge on the way, `PATH[,weight]` each.
       max_shard_size, unit_bytes, resume, overwrite, create_pr, hf_token_secret, beam, progress: as for `export`.
@@ -105,15 +107,26 @@ def plan(
     given = export.open_given(like) if like else None
     if like and given is None:
         raise Refused(f"--like={like}: isn't quantised, and a release is quantised like one that is; leave it out")
-    return merge.plan_with(source, MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), quantize=format), given, slots)
+    return merge.plan_with(
+        source,
+        MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), quantize=format),
+        given,
+        slots,
+    )
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Quantises, and says what came of it; with `--dry_run` whether it could."""
     if args.dry_run:
         name_secret(args.hf_token_secret)
-        planned = plan(**keywords_of(args, plan), slots=slots_for(args.unit_bytes, rest, args.source, args.output, args.resume))
-        return export.say_ready(planned, args, rest) if isinstance(planned, Export) else merge.say_ready(planned, args, rest)
+        planned = plan(
+            **keywords_of(args, plan), slots=slots_for(args.unit_bytes, rest, args.source, args.output, args.resume)
+        )
+        return (
+            export.say_ready(planned, args, rest)
+            if isinstance(planned, Export)
+            else merge.say_ready(planned, args, rest)
+        )
     say(args, quantize(**keywords_of(args, quantize), beam=rest))
     return 0
 

@@ -1,4 +1,6 @@
-"""What the commands have in common that write a release: sizes, small files, what an output must be, and carrying the plan out."""
+"""What the commands have in common that write a release: sizes, small files, what an output must be, and carrying the
+plan out.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +72,17 @@ def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, A
         "inputs": [url for url in planned.inputs if url],
         "family": plan.family,
         "model": plan.model,
-        "tensors": {name: {"dtype": t.dtype.name, "shape": t.shape, "file": t.path, "lossy": planned.lossy.get(name)} for name, t in tensors.items()},
+        "tensors": {
+            name: {"dtype": t.dtype.name, "shape": t.shape, "file": t.path, "lossy": planned.lossy.get(name)}
+            for name, t in tensors.items()
+        },
         "files": {file.name: file.size for file in files.files} if files else {},
         "left_out": dict(plan.dropped),
         "config_edits": dict(planned.config_edits),
-        "problems": [{"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message} for p in plan.problems],
+        "problems": [
+            {"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message}
+            for p in plan.problems
+        ],
         "warnings": list(planned.warnings),
         "note": plan.note,
         "units": len(planned.units),
@@ -84,7 +92,11 @@ def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, A
     }
     if written is None:
         return about
-    return about | {"output": written.folder, "seconds": written.seconds, "state": written.state} | ({"page": written.page} if written.page else {})
+    return (
+        about
+        | {"output": written.folder, "seconds": written.seconds, "state": written.state}
+        | ({"page": written.page} if written.page else {})
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +166,14 @@ def read_sizes(max_shard_size: int | str | None, unit_bytes: int | str) -> dict[
         raise Refused(str(e)) from e
 
 
-def slots_for(unit_bytes: int | str, beam: Sequence[str], source: str, output: str | None, resume: bool = False) -> int | None:
-    """Units at a time that those of a release are cut for: as the workers are known, or as a command cut them that is to be resumed."""
-    local = output if output and not output.startswith("hf://") else ""  # what goes to the hub is made in a folder first
+def slots_for(
+    unit_bytes: int | str, beam: Sequence[str], source: str, output: str | None, resume: bool = False
+) -> int | None:
+    """Units at a time that those of a release are cut for: as the workers are known, or as a command cut them that is
+    to be resumed.
+    """
+    # what goes to the hub is made in a folder first
+    local = output if output and not output.startswith("hf://") else ""
     slots = slots_of(beam, unit_bytes, None, source, local)
     return slots_of_release(local, slots) if resume and local else slots
 
@@ -180,7 +197,8 @@ def make_small_files(
     facts: Mapping[str, str],
     title: str = "",
 ) -> dict[str, bytes]:
-    """The small files of a release that is written: the ones of the release that it is made of, `config.json` edited, and a new card.
+    """The small files of a release that is written: the ones of the release that it is made of, `config.json` edited,
+    and a new card.
 
     Args:
       small: those of the release that it is made of.
@@ -205,7 +223,13 @@ def make_small_files(
     kept = {name: small[name] for name in small if role_of(name) not in {"config", "card", *left_out}}
     base = root.removeprefix("hf://").partition("@")[0] if root.startswith("hf://") else None
     card = small["README.md"].decode(errors="replace") if "README.md" in small else None
-    page = model_card((base or root).rpartition("/")[2] or title, {key: value for key, value in facts.items() if value}, done, base_model=base, card=card)
+    page = model_card(
+        (base or root).rpartition("/")[2] or title,
+        {key: value for key, value in facts.items() if value},
+        done,
+        base_model=base,
+        card=card,
+    )
     return {"config.json": text, **kept, "README.md": page.encode()}
 
 
@@ -216,7 +240,13 @@ def refuse(problems: Sequence[Problem]) -> None:
 
 
 def carry_out(
-    planned: ReleasePlan, output: str, resume: bool, overwrite: bool, beam: Sequence[str], progress: bool | Report, create_pr: bool = False
+    planned: ReleasePlan,
+    output: str,
+    resume: bool,
+    overwrite: bool,
+    beam: Sequence[str],
+    progress: bool | Report,
+    create_pr: bool = False,
 ) -> Written:
     """Carries a planned release out, or refuses to: into a folder, into a bucket, or as one commit of the hub."""
     if output.startswith("hf://"):
@@ -235,15 +265,28 @@ def carry_out(
         refuse(check_release(staging, planned, resume, overwrite))  # again: now nobody else changes it
         from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
 
-        run_units(cast(Movement, planned), staging, beam, {"source": planned.inputs[0], "output": output}, resume, overwrite, report=reporter(progress))
+        run_units(
+            cast(Movement, planned),
+            staging,
+            beam,
+            {"source": planned.inputs[0], "output": output},
+            resume,
+            overwrite,
+            report=reporter(progress),
+        )
     if plan_hash_of(staging.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
     return Written(str(staging.final), time.monotonic() - start)
 
 
-def _to_hub(planned: ReleasePlan, output: str, create_pr: bool, beam: Sequence[str], progress: bool | Report) -> Written:
-    """Writes the release to a folder of this user's cache, which a later attempt goes on with, and publishes it as one commit."""
-    from weightbeam.formats.hub_publishing import check_target, publish_folder  # here: the hub's client takes a third of a second to import
+def _to_hub(
+    planned: ReleasePlan, output: str, create_pr: bool, beam: Sequence[str], progress: bool | Report
+) -> Written:
+    """Writes the release to a folder of this user's cache, which a later attempt goes on with, and publishes it as one
+    commit.
+    """
+    # here: the hub's client takes a third of a second to import
+    from weightbeam.formats.hub_publishing import check_target, publish_folder
 
     refuse(planned.plan.problems)
     try:
@@ -254,7 +297,9 @@ def _to_hub(planned: ReleasePlan, output: str, create_pr: bool, beam: Sequence[s
     folder = cache / "weightbeam" / f"{planned.title.lower()}-{planned.hash[:16]}"
     written = carry_out(planned, str(folder), True, False, beam, progress)
     try:
-        made = publish_folder(folder, output, f"{planned.title} of {planned.inputs[0]} ({planned.hash[:12]})", create_pr=create_pr)
+        made = publish_folder(
+            folder, output, f"{planned.title} of {planned.inputs[0]} ({planned.hash[:12]})", create_pr=create_pr
+        )
     except StorageError as e:
         raise Failed(f"  {e}\nThe release is whole in {folder}; the same command publishes it.") from e
     shutil.rmtree(folder)
@@ -283,7 +328,11 @@ def check_release(staging: ReleasePlace, planned: ReleasePlan, resume: bool, ove
     if local and (local.is_symlink() or (local.exists() and not local.is_dir())):
         return problem("is a link or a file; name a folder")
     for url in filter(None, planned.inputs):
-        if any(lies_in(*pair) for place in (staging.final, *staging.beside()) for pair in ((url, place.url), (place.url, url))):
+        if any(
+            lies_in(*pair)
+            for place in (staging.final, *staging.beside())
+            for pair in ((url, place.url), (place.url, url))
+        ):
             return problem(f"and {url}, which it is made of, lie in each other; choose another --output")
     try:
         staging.check_free()
@@ -292,9 +341,18 @@ def check_release(staging: ReleasePlace, planned: ReleasePlan, resume: bool, ove
     except OSError as e:
         raise Busy(f"  output: {reason(e)}") from e
     if stopped and not resume and not overwrite:
-        return problem("what a stopped command staged lies beside it; go on with --resume, or start anew with --overwrite")
+        return problem(
+            "what a stopped command staged lies beside it; go on with --resume, or start anew with --overwrite"
+        )
     if there and not overwrite and not (resume and made_by == planned.hash):
-        return problem("exists" + ("; --overwrite replaces it" if made_by else ", and isn't a release that Weightbeam wrote; choose another --output"))
+        return problem(
+            "exists"
+            + (
+                "; --overwrite replaces it"
+                if made_by
+                else ", and isn't a release that Weightbeam wrote; choose another --output"
+            )
+        )
     if there and not made_by and not _may_go(staging):
         return problem("isn't a release that Weightbeam wrote, and isn't deleted; choose another --output")
     if local:
@@ -305,7 +363,9 @@ def check_release(staging: ReleasePlace, planned: ReleasePlan, resume: bool, ove
 
 
 def _may_go(staging: ReleasePlace) -> bool:
-    """Whether what lies in the place, which is no release of ours, may be deleted: an empty folder, or what a stopped command left in a bucket."""
+    """Whether what lies in the place, which is no release of ours, may be deleted: an empty folder, or what a stopped
+    command left in a bucket.
+    """
     return staging.is_remains() if isinstance(staging, BucketStaging) else not any(Path(staging.final.url).iterdir())
 
 

@@ -26,7 +26,10 @@ from weightbeam.transforms.units import InUnits
 BASE_BYTES = 384 << 20  # a worker process with Beam, numpy and TensorStore, before any unit
 TENSOR_BYTES = 1536  # of the plan, for each tensor of the source
 UNIT_BYTES = 10 << 10  # of the assembly, for each unit: its ledger entry, the keys of its database
-UNEVEN = re.compile(r"(?P<key>.*): (?P<axis>\S+) = (?P<size>\d+) doesn't divide over (?P<mesh>.*); MaxText will refuse that mesh")  # `grid.py`
+# `grid.py`
+UNEVEN = re.compile(
+    r"(?P<key>.*): (?P<axis>\S+) = (?P<size>\d+) doesn't divide over (?P<mesh>.*); MaxText will refuse that mesh"
+)
 CUT = re.compile(r"(?P<tensor>.*)\[(?P<kept>\d+):\]")  # a vocabulary's rows from there on, as `blocks.py` drops them
 DEFAULTS = Options()
 THREADS_PER_CORE, MAX_THREADS = 2, 32  # one thread reads or writes while another computes
@@ -43,8 +46,15 @@ def local_threads() -> int:
 
 
 def threads_of(options: Mapping[str, Any], default: int | None = None) -> int:
-    """Units that one process works on at a time, by Beam's options; where they don't say it `default`, or as many as in a local run."""
-    return int(options.get("number_of_worker_harness_threads") or options.get("direct_num_workers") or default or local_threads())
+    """Units that one process works on at a time, by Beam's options; where they don't say it `default`, or as many as in
+    a local run.
+    """
+    return int(
+        options.get("number_of_worker_harness_threads")
+        or options.get("direct_num_workers")
+        or default
+        or local_threads()
+    )
 
 
 def thread_options(arguments: Sequence[str]) -> dict[str, int | None]:
@@ -56,14 +66,18 @@ def thread_options(arguments: Sequence[str]) -> dict[str, int | None]:
 
 
 def worker_of(arguments: Sequence[str], gbps: float, hour_price: float) -> Worker:
-    """A worker of the engine that `--runner` names, for a simulation; without Beam. It is Dataflow's where no cluster is named."""
+    """A worker of the engine that `--runner` names, for a simulation; without Beam. It is Dataflow's where no cluster
+    is named.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--runner", default="")
     runner = parser.parse_known_args(list(arguments))[0].runner.rpartition(".")[2].lower().removesuffix("runner")
     engine = {"flink": "Flink", "spark": "Spark", "portable": "a cluster"}.get(runner)
     if engine is None:
         return Worker(gbps, hour_price, threads_of(thread_options(arguments), THREADS_PER_CORE * Worker.cores))
-    return Worker(gbps, hour_price, threads_of(thread_options(arguments), CLUSTER_SLOTS), engine=engine, start=CLUSTER_START)
+    return Worker(
+        gbps, hour_price, threads_of(thread_options(arguments), CLUSTER_SLOTS), engine=engine, start=CLUSTER_START
+    )
 
 
 def collapse(lines: Iterable[str]) -> list[str]:
@@ -80,14 +94,22 @@ def memory_bound(conversion: Movement, threads: int, output: str | None = None) 
 
 
 def spare_bytes(planned: Movement, output: str | None = None) -> int:
-    """Bytes that a worker's threads share where bytes go over a network: the units that are read ahead and written behind, what is on the way."""
+    """Bytes that a worker's threads share where bytes go over a network: the units that are read ahead and written
+    behind, what is on the way.
+    """
     ahead = SPARE * planned.unit_bytes if overlaps(*planned.inputs, output or "") else 0
     return ahead + open_store(planned.source.root).held_bytes
 
 
 def memory_parts(threads: int, thread: int, spare: int, base: int) -> tuple[str, str]:
-    """A worker's bound on memory, and what it is the sum of: bytes of each thread, of the units that are under way besides, of the rest."""
-    parts = (f"{threads} threads × {human(thread)}", f"{human(spare)} read ahead, written behind or on the way" if spare else "", human(base))
+    """A worker's bound on memory, and what it is the sum of: bytes of each thread, of the units that are under way
+    besides, of the rest.
+    """
+    parts = (
+        f"{threads} threads × {human(thread)}",
+        f"{human(spare)} read ahead, written behind or on the way" if spare else "",
+        human(base),
+    )
     return human(threads * thread + spare + base), " + ".join(filter(None, parts))
 
 
@@ -111,10 +133,27 @@ def plan_blocks(conversion: Conversion, threads: int, output: str | None = None)
         chunk = shape_text(grid.spec.chunk) if grid else "–"
         axes = " ".join(name or "-" for name in array.logical_axes)
         groups[pattern(array.key), array.shape, array.dtype.name, axes, chunk, array.lossy].append(array.key)
-    arrays = Table("array", "shape", "dtype", "logical axes", "chunk", ">arrays", "exact", spare=("logical axes", "dtype", "exact", "arrays", "chunk"))
+    arrays = Table(
+        "array",
+        "shape",
+        "dtype",
+        "logical axes",
+        "chunk",
+        ">arrays",
+        "exact",
+        spare=("logical axes", "dtype", "exact", "arrays", "chunk"),
+    )
     for (_, shape, dtype, axes, chunk, lossy), keys in groups.items():
         name = keys[0] if len(keys) == 1 else f"{keys[0]} …"
-        arrays.add_row(name.removeprefix(PARAMETERS), shape_text(shape), dtype, axes, chunk, str(len(keys)), "rounded" if lossy else "yes")
+        arrays.add_row(
+            name.removeprefix(PARAMETERS),
+            shape_text(shape),
+            dtype,
+            axes,
+            chunk,
+            str(len(keys)),
+            "rounded" if lossy else "yes",
+        )
     yield arrays
     if rounded := Counter(array.lossy for array in plan.arrays if array.lossy):
         why = Table(">rounded", "why")
@@ -131,7 +170,9 @@ def plan_blocks(conversion: Conversion, threads: int, output: str | None = None)
         adapters = Table(">adapter", "weight", "what is done with its tensors")
         for adapter, uses in zip(conversion.adapters, conversion.uses, strict=False):
             done = Counter(use.partition(" into ")[0] for use in uses.values())
-            adapters.add_row(adapter.root, f"{adapter.weight:g}", "; ".join(f"{times:,} {what}" for what, times in done.items()))
+            adapters.add_row(
+                adapter.root, f"{adapter.weight:g}", "; ".join(f"{times:,} {what}" for what, times in done.items())
+            )
         yield from ("", adapters)
     if conversion.source.ignored:
         yield from ("", f"not part of the model, ignored: {', '.join(conversion.source.ignored)}")
@@ -149,12 +190,17 @@ def plan_blocks(conversion: Conversion, threads: int, output: str | None = None)
     totals.add_row("layout", f"{layout}, for " + (" and for ".join(options.mesh) or "any mesh"))
     if rules := rules_text(conversion):
         totals.add_row("sharding rules", rules)
-    totals.add_row("source", f"{human(source)} in {count(len(conversion.source.shards), 'file')}, {count(len(conversion.source.tensors), 'tensor')}")
+    totals.add_row(
+        "source",
+        f"{human(source)} in {count(len(conversion.source.shards), 'file')}, {count(len(conversion.source.tensors), 'tensor')}",
+    )
     totals.add_row("target", f"{human(conversion.target_bytes)} in {count(len(plan.arrays), 'array')}")
     if conversion.units:
         totals.add_row("units", units_text(conversion))
         totals.add_row("reads", f"{human(read)}, {read / source:.3f} × the source")
-        most, parts = memory_parts(threads, conversion.unit_bytes, spare_bytes(conversion, output), base_bytes(conversion))
+        most, parts = memory_parts(
+            threads, conversion.unit_bytes, spare_bytes(conversion, output), base_bytes(conversion)
+        )
         totals.add_row("memory", f"at most {most} a worker: {parts}")
     yield from ("", totals)
 
@@ -174,7 +220,11 @@ def model_text(plan: Plan) -> str:
     """Which of MaxText's models it is, and the sizes that MaxText must be told."""
     if plan.model is None:
         return "none has these sizes"
-    return f"{plan.model}, but {' '.join(f'{key}={value}' for key, value in plan.sizes.items())}" if plan.sizes else plan.model
+    return (
+        f"{plan.model}, but {' '.join(f'{key}={value}' for key, value in plan.sizes.items())}"
+        if plan.sizes
+        else plan.model
+    )
 
 
 def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
@@ -188,7 +238,11 @@ def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
         flags |= {"model_name": plan.model} if plan.model else {}
         flags |= {"override_model_config": True} | dict(plan.sizes) if plan.sizes else {}
         flags |= {"vocab_size": options.vocab_size} if options.vocab_size else {}
-        flags |= {"param_scan_axis": options.param_scan_axis} if options.scan_layers and options.param_scan_axis != DEFAULTS.param_scan_axis else {}
+        flags |= (
+            {"param_scan_axis": options.param_scan_axis}
+            if options.scan_layers and options.param_scan_axis != DEFAULTS.param_scan_axis
+            else {}
+        )
         flags |= {"mtp_num_layers": 1} if options.mtp else {}
         flags |= {"use_multimodal": True} if options.multimodal else {}
     if not options.use_ocdbt:
@@ -208,13 +262,17 @@ def warnings_of(conversion: Conversion) -> tuple[str, ...]:
         else:
             others.append(warning)
     if adapter := next((name for name in conversion.source.ignored if name.startswith("adapter_model")), ""):
-        others.append(f"{adapter} lies beside the model, and isn't merged into it; --lora {shlex.quote(conversion.source.root)} merges it")
+        others.append(
+            f"{adapter} lies beside the model, and isn't merged into it; --lora {shlex.quote(conversion.source.root)} merges it"
+        )
     for name in conversion.plan.dropped:
         if found := CUT.fullmatch(name):
             rows = conversion.encodings[found["tensor"]].shape[0] if found["tensor"] in conversion.encodings else 0
             if rows:
                 kept = int(found["kept"])
-                cut.append(f"{found['tensor']}: {rows - kept:,} of {rows:,} rows ({(rows - kept) / rows:.0%}) are cut off, as --vocab_size={kept} asks")
+                cut.append(
+                    f"{found['tensor']}: {rows - kept:,} of {rows:,} rows ({(rows - kept) / rows:.0%}) are cut off, as --vocab_size={kept} asks"
+                )
     meshes = [
         f"what doesn't divide over {mesh}: {', '.join(sorted(set(axes)))}, in {count(len(axes), 'array')}; MaxText will refuse that mesh"
         for mesh, axes in uneven.items()
@@ -225,10 +283,16 @@ def warnings_of(conversion: Conversion) -> tuple[str, ...]:
 def rules_text(conversion: Conversion) -> str:
     """Whose logical axis rules are used, and where they differ for these arrays; empty for those of MaxText's base.yml."""
     model, given = conversion.options.maxtext_model, conversion.options.sharding_rules
-    base, whose = (base_rules(), f"MaxText's for {model}") if given is None else (model_rules(model), "--sharding_rules")
+    base, whose = (
+        (base_rules(), f"MaxText's for {model}") if given is None else (model_rules(model), "--sharding_rules")
+    )
     known = {name for array in conversion.plan.arrays for name in array.logical_axes if name}
     rules = rules_of(conversion.options)
-    changed = [name for name in sorted(known) if [axes for n, axes in rules if n == name and axes] != [axes for n, axes in base if n == name and axes]]
+    changed = [
+        name
+        for name in sorted(known)
+        if [axes for n, axes in rules if n == name and axes] != [axes for n, axes in base if n == name and axes]
+    ]
     if not changed and given is None:
         return ""
     return f"{whose}, which differ for {', '.join(changed) or 'no axis of this model'}"
@@ -260,14 +324,27 @@ def json_report(conversion: Conversion, threads: int, output: str | None = None)
         "arrays": arrays,
         "dropped": dict(plan.dropped),
         "adapters": [
-            {"source": adapter.root, "weight": adapter.weight, "r": adapter.config.r, "lora_alpha": adapter.config.alpha, "tensors": dict(uses)}
+            {
+                "source": adapter.root,
+                "weight": adapter.weight,
+                "r": adapter.config.r,
+                "lora_alpha": adapter.config.alpha,
+                "tensors": dict(uses),
+            }
             for adapter, uses in zip(conversion.adapters, conversion.uses, strict=False)
         ],
-        "problems": [{"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message} for p in plan.problems],
+        "problems": [
+            {"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message}
+            for p in plan.problems
+        ],
         "warnings": conversion.warnings,
         "note": plan.note,
         "units": len(conversion.units),
         "slots": conversion.slots,
-        "bytes": {"source": source, "target": conversion.target_bytes, "read_amplification": read / source if source and conversion.units else None},
+        "bytes": {
+            "source": source,
+            "target": conversion.target_bytes,
+            "read_amplification": read / source if source and conversion.units else None,
+        },
         "memory": {"per_worker_bytes": memory_bound(conversion, threads, output)},
     }

@@ -69,11 +69,19 @@ class Resharded:
             return f"{step} will appear when the job is done"
         planned = self.planned
         rate = f" ({human(self.written / self.seconds)}/s)" if self.written and self.seconds else ""
-        lines = [f"{self.path}: {count(len(planned.plan.arrays), 'array')}, {human(planned.target_bytes)} in {self.seconds:.1f} s{rate}"]
+        lines = [
+            f"{self.path}: {count(len(planned.plan.arrays), 'array')}, {human(planned.target_bytes)} in {self.seconds:.1f} s{rate}"
+        ]
         lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in _rounded(planned).items()]
         if planned.plan.dropped:
-            lines.append(f"{count(len(planned.plan.dropped), 'array')} left out: {', '.join(sorted(set(planned.plan.dropped.values())))}")
-        option = "load_full_state_path" if any(kept.role == "moment" for kept in planned.tree.arrays) else "load_parameters_path"
+            lines.append(
+                f"{count(len(planned.plan.dropped), 'array')} left out: {', '.join(sorted(set(planned.plan.dropped.values())))}"
+            )
+        option = (
+            "load_full_state_path"
+            if any(kept.role == "moment" for kept in planned.tree.arrays)
+            else "load_parameters_path"
+        )
         scan = "" if planned.tree.scan is None else f" scan_layers={str(planned.tree.scan).lower()}"
         lines.append(f"in MaxText: {option}={self.path}{scan}")
         lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
@@ -81,7 +89,13 @@ class Resharded:
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` writes."""
-        return {**plan_dict(self.planned), "path": self.path, "state": self.state, "seconds": self.seconds, "written": self.written}
+        return {
+            **plan_dict(self.planned),
+            "path": self.path,
+            "state": self.state,
+            "seconds": self.seconds,
+            "written": self.written,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +156,14 @@ def reshard(
     beam: Sequence[str] = (),
     progress: bool | str | Report = True,
 ) -> Resharded:
-    """Writes an Orbax checkpoint anew: for other meshes, with layers stacked or apart, in another dtype or storage, with or without the optimizer.
+    """Writes an Orbax checkpoint anew: for other meshes, with layers stacked or apart, in another dtype or storage,
+    with or without the optimizer.
 
     Args:
       source: the checkpoint, anyone's: its root, a step or the item, in a folder or in `gs://`.
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
-      like: a release of the model, whose table says what the axes are called and where layers go, if the checkpoint doesn't remember one.
+      like: a release of the model, whose table says what the axes are called and where layers go, if the checkpoint
+        doesn't remember one.
       state: `full` keeps everything; `params` the weights alone, as `params.params`, whatever the tree calls them.
       save_dtype: of the weights: `keep`, `bfloat16` or `float32`.
       moment_dtype: of the optimizer's moments, likewise.
@@ -158,7 +174,8 @@ def reshard(
       maxtext_model, family: as for `convert`.
       use_ocdbt, use_zarr3: None for what the source has.
       compression: `none` or `zstd`; None keeps chunks that are copied as they are, and compresses no others.
-      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it isn't given.
+      unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it
+        isn't given.
       step: which step, where the source has several; and the one that is written, by default the source's.
       lora: adapters of MaxText's to merge, `CHECKPOINT[,weight]` each.
       lora_alpha: of adapters that don't say it.
@@ -178,10 +195,13 @@ def reshard(
         compression=compression, unit_bytes=unit_bytes, step=step, lora=lora, lora_alpha=lora_alpha,
         slots=_slots(unit_bytes, beam, source, output, step, resume),
     ).planned  # fmt: skip
-    unknown = {"sharding_rules", "state", "moment_dtype", "lora", "lora_alpha"}  # to Beam, which takes what convert takes
+    # to Beam, which takes what convert takes
+    unknown = {"sharding_rules", "state", "moment_dtype", "lora", "lora_alpha"}
     asked = {name: value for name, value in vars(planned.options).items() if name not in unknown}
     ours = {"source": source, "output": output} | asked | {"mesh": list(planned.options.mesh)}
-    made = carry_checkpoint(planned, output, ours, Carrying(resume, overwrite), refuse, planned.warnings, beam, progress)
+    made = carry_checkpoint(
+        planned, output, ours, Carrying(resume, overwrite), refuse, planned.warnings, beam, progress
+    )
     return Resharded(planned, str(made.items), made.seconds, made.written, made.state)
 
 
@@ -238,8 +258,12 @@ def plan(
             raise Refused(str(e)) from e
 
 
-def _slots(unit_bytes: int | str, beam: Sequence[str], source: str, output: str, step: int | None, resume: bool) -> int | None:
-    """Units at a time that those of the plan are cut for: as the workers are known, or as a command cut them that is to be resumed."""
+def _slots(
+    unit_bytes: int | str, beam: Sequence[str], source: str, output: str, step: int | None, resume: bool
+) -> int | None:
+    """Units at a time that those of the plan are cut for: as the workers are known, or as a command cut them that is to
+    be resumed.
+    """
     slots = slots_of(beam, unit_bytes, None, source, output)
     if not resume:
         return slots
@@ -267,7 +291,12 @@ def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
         check_committed(place)
         checkpoint = open_orbax(place, any_tree=True)
         items = open_store(checkpoint.root)
-        if state == FULL and items.name == MODEL_ITEM and place.url != items.url and len(there := _array_items(items.parent)) > 1:
+        if (
+            state == FULL
+            and items.name == MODEL_ITEM
+            and place.url != items.url
+            and len(there := _array_items(items.parent)) > 1
+        ):
             message = f"{items.parent}: has {' and '.join(there)}; --state params takes the weights, or name one, which is copied by itself"
             raise Refused(message)
     except StorageError as e:
@@ -284,7 +313,9 @@ def _open_adapter(url: str) -> OrbaxCheckpoint:
     try:
         place = open_store(url)
         if place.exists(CONFIG):
-            raise Refused(f"--lora={url}: is an adapter of PEFT's, which is merged on the side of the release: with convert, export or merge --lora")
+            raise Refused(
+                f"--lora={url}: is an adapter of PEFT's, which is merged on the side of the release: with convert, export or merge --lora"
+            )
         check_committed(place)
         return open_orbax(place)
     except StorageError as e:
@@ -307,14 +338,19 @@ def find_model(checkpoint: OrbaxCheckpoint, like: str | None) -> Model:
         return Model(name=name if isinstance(name, str) else None, files=files)
     form, _ = find_like(checkpoint, like)
     shapes = {name: shape for name, (_, shape, _) in form.tensors.items()}
-    remembered = {} if like is None else {"config": dict(form.config), "tensors": _tensors(form.tensors), "like": form.root}
+    remembered = (
+        {} if like is None else {"config": dict(form.config), "tensors": _tensors(form.tensors), "like": form.root}
+    )
     return Model(dict(form.config), shapes, name if isinstance(name, str) else None, remembered, files)
 
 
 def _tensors(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> dict[str, Any]:
     """A release's tensors as a record has them."""
     dtypes = {dtype.name: name for dtype, name in DTYPE_NAMES.items()}
-    return {name: {"dtype": dtypes[dtype], "shape": list(shape), "file": file} for name, (dtype, shape, file) in tensors.items()}
+    return {
+        name: {"dtype": dtypes[dtype], "shape": list(shape), "file": file}
+        for name, (dtype, shape, file) in tensors.items()
+    }
 
 
 def refuse(problems: Sequence[Problem]) -> None:
@@ -328,7 +364,9 @@ def _rounded(planned: Reshard) -> Counter[str]:
 
 
 def plan_text(planned: Reshard, threads: int, output: str | None = None) -> str:
-    """What a reshard would do, for a person: what is copied, re-cut or unpacked, what is rounded or left out, the bound on memory."""
+    """What a reshard would do, for a person: what is copied, re-cut or unpacked, what is rounded or left out, the bound
+    on memory.
+    """
     plan, tree = planned.plan, planned.tree
     layout = {True: "scanned", False: "unscanned", None: "no layers known"}[tree.scan]
     largest = max((array.chunk_bytes for array in planned.source.arrays.values()), default=0)
@@ -356,7 +394,9 @@ def plan_text(planned: Reshard, threads: int, output: str | None = None) -> str:
     most, parts = memory_parts(threads, planned.unit_bytes, spare_bytes(planned, output), BASE_BYTES)
     lines.append(f"memory      at most {most}: {parts}")
     lines += [f"rounded     {count(times, 'array')}: {reason}" for reason, times in _rounded(planned).items()]
-    lines += [f"left out    {count(times, 'array')}: {reason}" for reason, times in Counter(plan.dropped.values()).items()]
+    lines += [
+        f"left out    {count(times, 'array')}: {reason}" for reason, times in Counter(plan.dropped.values()).items()
+    ]
     lines += [f"warning     {warning}" for warning in planned.warnings]
     return "\n".join(map(printable, lines))
 
@@ -396,11 +436,17 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.dry_run:
         check_places(rest, "reshard", {"source": args.source, "output": args.output})
         slots = _slots(args.unit_bytes, rest, args.source, args.output or "", args.step, args.resume)
-        shown = dataclasses.replace(plan(**keywords_of(args, plan), slots=slots), threads=threads_of(thread_options(rest)), output=args.output or "")
+        shown = dataclasses.replace(
+            plan(**keywords_of(args, plan), slots=slots),
+            threads=threads_of(thread_options(rest)),
+            output=args.output or "",
+        )
         say(args, shown)
         problems = list(shown.problems)
         if args.output and not problems:
-            problems += check_output(find_place(args.output, shown.planned), shown.planned, args.resume, args.overwrite, "")
+            problems += check_output(
+                find_place(args.output, shown.planned), shown.planned, args.resume, args.overwrite, ""
+            )
         refuse(problems)
         if args.json != STDOUT and not args.quiet:
             print(ready_line(args, rest, shown.planned.source.root))

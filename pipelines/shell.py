@@ -26,22 +26,35 @@ class _Lines(logging.Formatter):
 
 
 class JsonMessages(logging.Formatter):
-    """Messages for a program: a line of JSON each, in the fields that Cloud Logging knows, with the `facts` that a message may have."""
+    """Messages for a program: a line of JSON each, in the fields that Cloud Logging knows, with the `facts` that a
+    message may have.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {"severity": record.levelname, "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), "message": record.getMessage()}
-        return json.dumps(line | getattr(record, "facts", {}) | ({"trace": self.formatException(record.exc_info)} if record.exc_info else {}))
+        line = {
+            "severity": record.levelname,
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "message": record.getMessage(),
+        }
+        return json.dumps(
+            line
+            | getattr(record, "facts", {})
+            | ({"trace": self.formatException(record.exc_info)} if record.exc_info else {})
+        )
 
 
 def _formatter(args: argparse.Namespace) -> logging.Formatter:
     """A watcher speaks JSON where it is asked to, and where nobody is at a terminal; other commands speak to a person."""
-    in_json = args.command == "watch" and (args.progress == "json" or (args.progress in ("auto", "none") and not sys.stderr.isatty()))
+    in_json = args.command == "watch" and (
+        args.progress == "json" or (args.progress in ("auto", "none") and not sys.stderr.isatty())
+    )
     return JsonMessages() if in_json else _Lines()
 
 
 @contextlib.contextmanager
 def messages(args: argparse.Namespace) -> Iterator[None]:
-    """Context manager: what is logged for the user goes to standard error as it is now, also while Beam's noise is caught; nothing else does.
+    """Context manager: what is logged for the user goes to standard error as it is now, also while Beam's noise is
+    caught; nothing else does.
 
     `-q` leaves warnings, `-v` adds what is said at length, `--log_file` has all of it, and how it ended.
 

@@ -1,4 +1,6 @@
-"""Slots: how many units all workers of a command work on at a time, which the size of its units follows from. Imports no Beam."""
+"""Slots: how many units all workers of a command work on at a time, which the size of its units follows from. Imports
+no Beam.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def slots_of(arguments: Sequence[str], unit_bytes: object, simulated: int | None
 
 
 def slots_of_checkpoint(output: str, step: int, slots: int | None) -> int | None:
-    """What a command that is to be resumed there has cut its units for, since only these can go on; `slots` where there is none."""
+    """What a command that is to be resumed there has cut its units for, since only these can go on; `slots` where there
+    is none.
+    """
     return _before(lambda: staging_at(output, step), lambda place: record_of(place.final / ITEMS), slots)
 
 
@@ -47,7 +51,9 @@ def slots_of_release(output: str, slots: int | None) -> int | None:
     return _before(lambda: release_staging(output), lambda place: record_of_release(place.final), slots)
 
 
-def _before(find: Callable[[], Staging], record: Callable[[Staging], Mapping[str, Any] | None], slots: int | None) -> int | None:
+def _before(
+    find: Callable[[], Staging], record: Callable[[Staging], Mapping[str, Any] | None], slots: int | None
+) -> int | None:
     try:
         place = find()
         found = unpack_inputs(place.read_plan()) if place.is_staged() else record(place)

@@ -45,8 +45,9 @@ def shape_text(shape: Iterable[int]) -> str:
 class Table:
     """Rows of texts below their headings.
 
-    A name is never broken. Where a table is too wide for its terminal, what neighbouring names in the first column have in common
-    becomes a line above them; then the columns in `spare` are left out, one after the other; then the last column is wrapped.
+    A name is never broken. Where a table is too wide for its terminal, what neighbouring names in the first column have
+    in common becomes a line above them; then the columns in `spare` are left out, one after the other; then the last
+    column is wrapped.
 
     Args:
       headings: of the columns; one that begins with `>` is aligned right. All empty: no line of headings.
@@ -68,7 +69,9 @@ class Table:
             self.rows.append((f"… and more than {ROWS:,} others", *("" for _ in cells[1:])))
 
     def lines(self, width: int | None = None, bold: bool = False) -> Iterator[str]:
-        """The table as text: at most `width` columns wide where that can be done; without a width one line a row, and no padding."""
+        """The table as text: at most `width` columns wide where that can be done; without a width one line a row, and
+        no padding.
+        """
         headed = [self.headings] if any(self.headings) else []
         if width is None:
             yield from ((" " * GAP).join(cells).rstrip() for cells in [*headed, *self.rows])
@@ -81,14 +84,22 @@ class Table:
             if self._width(rows, columns) > width:
                 columns.remove(column)
         for row in [*headed, *rows]:
-            yield from [row] if isinstance(row, str) else self._row(row, rows, columns, width, bold and row is self.headings)
+            yield from (
+                [row] if isinstance(row, str) else self._row(row, rows, columns, width, bold and row is self.headings)
+            )
 
     def html(self) -> str:
         """The table for a notebook."""
         aligned = [' style="text-align:right"' if right else "" for right in self._right]
 
         def row(cells: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}{style}>{html.escape(cell)}</{tag}>" for cell, style in zip(cells, aligned, strict=True)) + "</tr>"
+            return (
+                "<tr>"
+                + "".join(
+                    f"<{tag}{style}>{html.escape(cell)}</{tag}>" for cell, style in zip(cells, aligned, strict=True)
+                )
+                + "</tr>"
+            )
 
         head = row(self.headings, "th") if any(self.headings) else ""
         return f"<table>{head}{''.join(row(cells, 'td') for cells in self.rows)}</table>"
@@ -100,7 +111,14 @@ class Table:
     def _width(self, rows: Iterable[tuple[str, ...] | str], columns: Sequence[int]) -> int:
         return sum(self._widths(rows, columns)) + GAP * (len(columns) - 1)
 
-    def _row(self, row: tuple[str, ...], rows: Iterable[tuple[str, ...] | str], columns: Sequence[int], width: int, bold: bool) -> Iterator[str]:
+    def _row(
+        self,
+        row: tuple[str, ...],
+        rows: Iterable[tuple[str, ...] | str],
+        columns: Sequence[int],
+        width: int,
+        bold: bool,
+    ) -> Iterator[str]:
         widths = self._widths(rows, columns)
         room = max(width - sum(widths[:-1]) - GAP * (len(columns) - 1), NARROWEST // 2)
         *first, last = columns
@@ -160,7 +178,10 @@ def text(blocks: Iterable[Block], width: int | None) -> str:
 
 def page(blocks: Iterable[Block]) -> str:
     """Blocks below one another, for a notebook."""
-    return "".join(block.html() if isinstance(block, Table) else f"<p>{html.escape(block)}</p>" if block else "" for block in blocks)
+    return "".join(
+        block.html() if isinstance(block, Table) else f"<p>{html.escape(block)}</p>" if block else ""
+        for block in blocks
+    )
 
 
 def terminal_width() -> int:

@@ -29,7 +29,16 @@ from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import check_options, make_pipeline, pipeline_options
-from weightbeam.pipelines.prepare import SHOWN, open_adapters, open_source, options_of, options_of_export, read_record, reading, refuse
+from weightbeam.pipelines.prepare import (
+    SHOWN,
+    open_adapters,
+    open_source,
+    options_of,
+    options_of_export,
+    read_record,
+    reading,
+    refuse,
+)
 from weightbeam.pipelines.progress import Report, quiet, reporter, watch_progress
 from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.runners.failure import last_words
@@ -100,7 +109,12 @@ class Verification:
         arrays: dict[str, Any] = {key: {"different": None, "message": what} for key, what in self.wrong}
         for key, found in self.findings.items():
             message = str(found.first) if found.first else None
-            arrays[key] = {"compared": found.compared, "different": found.different, "rounded": found.rounded, "message": message}
+            arrays[key] = {
+                "compared": found.compared,
+                "different": found.different,
+                "rounded": found.rounded,
+                "message": message,
+            }
         return arrays
 
     def to_json(self) -> str:
@@ -116,13 +130,20 @@ class Verification:
         if odd:
             elements = sum(number for number, _ in odd)
             are = "is" if elements == 1 else "are"
-            warnings.append(f"{count(elements, 'element')} of the source {are} NaN or infinite, in {count(len(odd), 'array')}, the first in {odd[0][1]}")
+            warnings.append(
+                f"{count(elements, 'element')} of the source {are} NaN or infinite, in {count(len(odd), 'array')}, the first in {odd[0][1]}"
+            )
         if zero:
-            warnings.append(f"{count(len(zero), 'tensor')} of the source {'is' if len(zero) == 1 else 'are'} zero throughout, the first is {zero[0]}")
+            warnings.append(
+                f"{count(len(zero), 'tensor')} of the source {'is' if len(zero) == 1 else 'are'} zero throughout, the first is {zero[0]}"
+            )
         return [printable(warning) for warning in warnings]
 
     def __str__(self) -> str:
-        kinds = Counter("different" if found.different else "rounded" if found.rounded else "exact" for found in self.findings.values())
+        kinds = Counter(
+            "different" if found.different else "rounded" if found.rounded else "exact"
+            for found in self.findings.values()
+        )
         compared = sum(found.compared for found in self.findings.values())
         part = f", a sample of {self.sample:.3g}" if self.sample < 1 else ""
         judged = f" with {printable(self.export)}, which was exported of them" if self.export else ""
@@ -132,11 +153,17 @@ class Verification:
             if kinds[kind]:
                 lines.append(f"  {kinds[kind]:>6,} {text}")
             if kind == "rounded":
-                keys = [key.removeprefix(PARAMETERS) for key, found in self.findings.items() if found.rounded and not found.different]
+                keys = [
+                    key.removeprefix(PARAMETERS)
+                    for key, found in self.findings.items()
+                    if found.rounded and not found.different
+                ]
                 lines += [f"         {printable(key, CELL)}" for key in collapse(keys)]
         if self.left_out:
             name = printable(self.left_out[0], CELL)
-            lines.append(f"  {len(self.left_out):>6,} not in the checkpoint, and not among the parameters that MaxText loads: {name} …")
+            lines.append(
+                f"  {len(self.left_out):>6,} not in the checkpoint, and not among the parameters that MaxText loads: {name} …"
+            )
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
@@ -156,13 +183,14 @@ def verify(
     beam: Sequence[str] = (),
     progress: bool | str | Report = True,
 ) -> Verification:
-    """Compares every element of a checkpoint with the tensors it was made of, in a way of its own. What differs doesn't raise: see `ok` and `check`.
+    """Compares every element of a checkpoint with the tensors it was made of, in a way of its own. What differs doesn't
+    raise: see `ok` and `check`.
 
     Args:
-      checkpoint: an Orbax checkpoint, ours or MaxText's converter's: its root, a step or an item, in a folder or in `gs://`. Or a release that
-        was exported, which is compared with the checkpoint it was made of.
-      source: a folder, `gs://…` or `hf://…`; None for what the checkpoint says, and for the files of a virtual checkpoint. Of a release that was
-        exported, the checkpoint.
+      checkpoint: an Orbax checkpoint, ours or MaxText's converter's: its root, a step or an item, in a folder or in
+        `gs://`. Or a release that was exported, which is compared with the checkpoint it was made of.
+      source: a folder, `gs://…` or `hf://…`; None for what the checkpoint says, and for the files of a virtual
+        checkpoint. Of a release that was exported, the checkpoint.
       lora: adapters that were merged, where they aren't where the checkpoint says.
       sample: compare only this share of each array's tensors, but one at least.
       maxtext_model, scan_layers, param_scan_axis: None for what the checkpoint says.
@@ -176,7 +204,12 @@ def verify(
     """
     if not 0 < sample <= 1:
         raise Refused(f"sample={sample} should be a number above 0 and up to 1")
-    given = {"scan_layers": scan_layers, "param_scan_axis": param_scan_axis, "maxtext_model": maxtext_model, "lora": read_loras(lora)}
+    given = {
+        "scan_layers": scan_layers,
+        "param_scan_axis": param_scan_axis,
+        "maxtext_model": maxtext_model,
+        "lora": read_loras(lora),
+    }
     subject = plan_verification(checkpoint, source, given, hf_token_secret, beam)
     findings = execute(subject, sample, beam, reporter(progress))
     return subject.found(findings, sample)
@@ -204,7 +237,13 @@ class Subject:
         return Verification(str(self.items), self.conversion, findings, self.wrong, sample, export)
 
 
-def plan_verification(checkpoint: str, source: str | None, given: Mapping[str, Any], hf_token_secret: str | None = None, beam: Sequence[str] = ()) -> Subject:
+def plan_verification(
+    checkpoint: str,
+    source: str | None,
+    given: Mapping[str, Any],
+    hf_token_secret: str | None = None,
+    beam: Sequence[str] = (),
+) -> Subject:
     """Looks at both sides, and plans the conversion of the release.
 
     Raises:
@@ -223,29 +262,41 @@ def plan_verification(checkpoint: str, source: str | None, given: Mapping[str, A
         if found:
             LOG.info(found)
         stores = open_arrays(items)
-        if not given.get("lora") and (adapter := next((one for one in record_of(items).get("adapters", ()) if "lora_rank" in one), None)):
+        if not given.get("lora") and (
+            adapter := next((one for one in record_of(items).get("adapters", ()) if "lora_rank" in one), None)
+        ):
             message = f"{items}: an adapter of MaxText's, {adapter['source']}, was merged into it"
-            raise Refused(f"{message}; weightbeam diff compares it with another checkpoint, or --lora names the adapter as PEFT has it")
+            raise Refused(
+                f"{message}; weightbeam diff compares it with another checkpoint, or --lora names the adapter as PEFT has it"
+            )
         if not source and not found:
             source = record_of(items).get("source")
             if not source:
                 raise Refused("--source is missing: this checkpoint doesn't say what it was made of")
             LOG.info(f"compared with {source}, which it was made of")
-        opened = open_source(source, bool(record_of(items).get("options", {}).get("allow_links"))) if source else open_own_source(items)
+        opened = (
+            open_source(source, bool(record_of(items).get("options", {}).get("allow_links")))
+            if source
+            else open_own_source(items)
+        )
     with reading(checkpoint):
         options = options_of(items, stores, given)
         conversion = prepare(options, opened, open_adapters(options))
     refuse(conversion, conversion.plan.problems)
     with reading(checkpoint):
-        wrong = (*compare_trees(conversion, stores), *find_metadata_faults(items, stores, conversion.plan.arrays, record_of(items)))
+        wrong = (
+            *compare_trees(conversion, stores),
+            *find_metadata_faults(items, stores, conversion.plan.arrays, record_of(items)),
+        )
     return Subject(items, conversion, wrong)
 
 
 def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
-    """The release and the checkpoint it was exported of, where that is what should be judged, whichever is named first; else None.
+    """The release and the checkpoint it was exported of, where that is what should be judged, whichever is named first;
+    else None.
 
-    A release that stands where the checkpoint should is an export. One that stands where it should is one if its record says that it was made
-    of this checkpoint.
+    A release that stands where the checkpoint should is an export. One that stands where it should is one if its record
+    says that it was made of this checkpoint.
 
     Raises:
       Refused: a release stands alone, and doesn't say what it was made of; or adapters were merged on the way.
@@ -264,17 +315,23 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
         release, made_of = source, checkpoint
         items, origin = find_items(checkpoint), record.get("made_from")
         plan = record_of(items).get("plan")
-        if record.get("source") != str(items) and (plan is None or not isinstance(origin, dict) or origin.get("plan") != plan):
+        if record.get("source") != str(items) and (
+            plan is None or not isinstance(origin, dict) or origin.get("plan") != plan
+        ):
             return None
     else:
         return None
     if record.get("adapters"):
-        raise Refused(f"{release}: adapters were merged into it while it was exported; weightbeam diff compares it with another release")
+        raise Refused(
+            f"{release}: adapters were merged into it while it was exported; weightbeam diff compares it with another release"
+        )
     return release, made_of
 
 
 def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Subject:
-    """Plans the comparison of an export with its checkpoint: the conversion back of what its headers say, by the same table and model."""
+    """Plans the comparison of an export with its checkpoint: the conversion back of what its headers say, by the same
+    table and model.
+    """
     opened = open_orbax(checkpoint)
     asked = options_of_export(release) | {name: value for name, value in given.items() if value is not None}
     items, keys = open_store(opened.root), dict(opened.tree.weights)
@@ -290,11 +347,15 @@ def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Sub
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether all of it is right."""
     if args.dry_run:
-        given = {name: getattr(args, name) for name in ("scan_layers", "param_scan_axis", "maxtext_model")} | {"lora": read_loras(args.lora)}
+        given = {name: getattr(args, name) for name in ("scan_layers", "param_scan_axis", "maxtext_model")} | {
+            "lora": read_loras(args.lora)
+        }
         subject = plan_verification(args.checkpoint, args.source, given, args.hf_token_secret, rest)
         conversion = subject.conversion
         nbytes = human(sum(compared_bytes(array, args.sample) for array in conversion.plan.arrays))
-        print(f"would compare {count(len(conversion.plan.arrays), 'array')}, {nbytes}, of {subject.items} with {conversion.source.root}")
+        print(
+            f"would compare {count(len(conversion.plan.arrays), 'array')}, {nbytes}, of {subject.items} with {conversion.source.root}"
+        )
         subject.found({}, args.sample).check()
         return 0
     found = verify(**keywords_of(args, verify), beam=rest)
@@ -320,14 +381,18 @@ def compared_bytes(array: Array, sample: float) -> int:
     return compared_elements(array, sample) * array.dtype.itemsize
 
 
-def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report | None = None) -> dict[str, ArrayResult]:
+def execute(
+    subject: Subject, sample: float, rest: Sequence[str], report: Report | None = None
+) -> dict[str, ArrayResult]:
     """Runs the comparison as a pipeline.
 
     Raises:
       Failed: it failed on the way.
     """
     conversion, skipped = subject.conversion, {key for key, _ in subject.wrong}
-    todo = [number for number, task in enumerate(tasks(conversion)) if conversion.plan.arrays[task.array].key not in skipped]
+    todo = [
+        number for number, task in enumerate(tasks(conversion)) if conversion.plan.arrays[task.array].key not in skipped
+    ]
     nbytes = sum(compared_bytes(array, sample) for array in conversion.plan.arrays if array.key not in skipped)
     remember(conversion)
     noise = io.StringIO()
@@ -336,8 +401,16 @@ def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report
         try:
             pipeline = make_pipeline(pipeline_options(rest))
             before = COMPARED.total
-            with watch_progress(nbytes, lambda: COMPARED.total - before, "comparing", report), quiet(noise), as_in_a_script():
-                _ = pipeline | beam.Create(todo) | CompareArrays(conversion.stage(), conversion.hash, subject.items, sample, file, subject.keys)
+            with (
+                watch_progress(nbytes, lambda: COMPARED.total - before, "comparing", report),
+                quiet(noise),
+                as_in_a_script(),
+            ):
+                _ = (
+                    pipeline
+                    | beam.Create(todo)
+                    | CompareArrays(conversion.stage(), conversion.hash, subject.items, sample, file, subject.keys)
+                )
                 pipeline.run().wait_until_finish()
             return read_findings(file, len(todo))
         except Exception as e:

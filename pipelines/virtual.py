@@ -1,4 +1,6 @@
-"""Virtual checkpoints at the terminal: what a plan says of them, and whether the files that one refers to are still those it was made of."""
+"""Virtual checkpoints at the terminal: what a plan says of them, and whether the files that one refers to are still
+those it was made of.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,30 @@ def placement_blocks(conversion: Conversion) -> Iterator[Block]:
         name = arrays[0].key.removeprefix(PARAMETERS) + (" …" if len(arrays) > 1 else "")
         nbytes = sum(array.nbytes for array in arrays)
         kind = "written" if reason else "the source's"
-        rows.add_row(name, kind, shape_text(chunk), str(len(arrays)), percent(nbytes, total), reason or "the same elements in another order")
+        rows.add_row(
+            name,
+            kind,
+            shape_text(chunk),
+            str(len(arrays)),
+            percent(nbytes, total),
+            reason or "the same elements in another order",
+        )
     yield from ("", rows)
     references = list(conversion.references())
     virtual = sum(placement.spec is not None for placement in conversion.placements)
     totals = Table("", "")
-    totals.add_row("virtual", f"{count(virtual, 'array')} of {len(conversion.placements):,}, {percent(conversion.virtual_bytes, total)} of the bytes")
     totals.add_row(
-        "written", f"{human(conversion.made_bytes)} in arrays, and an index of about {human(index_bytes(references))} for {count(len(references), 'chunk')}"
+        "virtual",
+        f"{count(virtual, 'array')} of {len(conversion.placements):,}, {percent(conversion.virtual_bytes, total)} of the bytes",
+    )
+    totals.add_row(
+        "written",
+        f"{human(conversion.made_bytes)} in arrays, and an index of about {human(index_bytes(references))} for {count(len(references), 'chunk')}",
     )
     for mesh, load in loads_of(conversion.grids, conversion.meshes).items():
-        totals.add_row(f"on {mesh}", f"{load.mean:.2f} bytes are read for each byte that a host needs, at worst {load.worst:.2f}")
+        totals.add_row(
+            f"on {mesh}", f"{load.mean:.2f} bytes are read for each byte that a host needs, at worst {load.worst:.2f}"
+        )
     yield from ("", totals)
 
 
@@ -54,15 +69,22 @@ def json_report(conversion: Conversion) -> dict[str, Any]:
     """What `weightbeam plan --virtual --json` adds to the plan; see `docs/virtual.md`."""
     if not conversion.placements:
         return {}
-    why = {array.key: placement.reason or None for array, placement in zip(conversion.plan.arrays, conversion.placements, strict=True)}
+    why = {
+        array.key: placement.reason or None
+        for array, placement in zip(conversion.plan.arrays, conversion.placements, strict=True)
+    }
     references = list(conversion.references())
     sizes = {"virtual": conversion.virtual_bytes, "written": conversion.made_bytes, "index": index_bytes(references)}
-    loads = {mesh: {"mean": load.mean, "worst": load.worst} for mesh, load in loads_of(conversion.grids, conversion.meshes).items()}
+    loads = {
+        mesh: {"mean": load.mean, "worst": load.worst}
+        for mesh, load in loads_of(conversion.grids, conversion.meshes).items()
+    }
     return {"virtual": {"arrays": why, "bytes": sizes, "references": len(references), "amplification": loads}}
 
 
 def check_files(items: Store) -> str:
-    """Makes sure that the files which a checkpoint refers to are those that it was made of; says what they are, nothing if it isn't virtual.
+    """Makes sure that the files which a checkpoint refers to are those that it was made of; says what they are, nothing
+    if it isn't virtual.
 
     Raises:
       Failed: some aren't, or can't be told.
@@ -78,7 +100,8 @@ def check_files(items: Store) -> str:
 
 
 def open_own_source(items: Store) -> HfCheckpoint:
-    """The source of a virtual checkpoint whose files `check_files` found right: its own folder, or where its links lead.
+    """The source of a virtual checkpoint whose files `check_files` found right: its own folder, or where its links
+    lead.
 
     Raises:
       Refused: the folder that the links lead to isn't what it was.
@@ -92,6 +115,8 @@ def open_own_source(items: Store) -> HfCheckpoint:
     except StorageError as e:
         raise Refused(f"  {e}; the links in {items / SOURCE} lead there") from e
     found = {shard.name: (shard.size, shard.version, shard.inode) for shard in checkpoint.shards}
-    if changed := sorted(found.items() ^ {name: (file.size, file.version, file.inode) for name, file in files.items()}.items()):
+    if changed := sorted(
+        found.items() ^ {name: (file.size, file.version, file.inode) for name, file in files.items()}.items()
+    ):
         raise Refused(f"  {checkpoint.root}/{changed[0][0]} isn't the file that the checkpoint was made of")
     return checkpoint

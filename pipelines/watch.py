@@ -1,4 +1,6 @@
-"""`weightbeam watch`: converts the releases of the hub that a configuration asks for, and exports the steps of training runs, as they come."""
+"""`weightbeam watch`: converts the releases of the hub that a configuration asks for, and exports the steps of training
+runs, as they come.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,28 @@ from weightbeam.pipelines.watching.release_feed import ReleaseFeed
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import Finding, Watcher
 
-TARGET = ("kind", "lora", "save_dtype", "maxtext_model")  # the options of --run that say what a step is made into, as a target of a file does
+# the options of --run that say what a step is made into, as a target of a file does
+TARGET = ("kind", "lora", "save_dtype", "maxtext_model")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Watches once, or until it is stopped."""
     if args.json and not (args.once or args.dry_run or args.retry):
-        raise RefusedError("--json tells how things stand in the end: it goes with --once, --dry_run and --retry; --progress json logs JSON as things happen")
+        raise RefusedError(
+            "--json tells how things stand in the end: it goes with --once, --dry_run and --retry; --progress json logs JSON as things happen"
+        )
     if rest:
-        raise RefusedError(f"unknown options: {' '.join(rest)}; what is passed on to Beam stands in the configuration, under runner")
+        raise RefusedError(
+            f"unknown options: {' '.join(rest)}; what is passed on to Beam stands in the configuration, under runner"
+        )
     config = _config(args)
     if args.serve is not None and not os.environ.get(SECRET):
         raise RefusedError(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
     name_secret(config.hf_token_secret)
     runs = [RunFeed(config, run, flat=bool(args.run)) for run in config.runs]
-    watcher = Watcher(config, [*([ReleaseFeed(config)] if config.models else []), *runs], Notices(config.notify), args.dry_run)
+    watcher = Watcher(
+        config, [*([ReleaseFeed(config)] if config.models else []), *runs], Notices(config.notify), args.dry_run
+    )
     try:
         if args.retry:
             return _report(args, watcher.retry(args.retry))
@@ -132,7 +141,10 @@ class Findings:
 
     def to_dict(self) -> dict[str, Any]:
         """What `weightbeam watch --json` writes."""
-        found = (dataclasses.asdict(finding) | {"again": finding.again and finding.again.isoformat()} for finding in self.findings)
+        found = (
+            dataclasses.asdict(finding) | {"again": finding.again and finding.again.isoformat()}
+            for finding in self.findings
+        )
         return {"findings": list(found)}
 
 

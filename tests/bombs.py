@@ -25,7 +25,9 @@ def write(path: Path, tensors: Specs) -> None:
         nbytes = SIZES[dtype]
         for size in shape:
             nbytes *= size
-        entries.append(f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":{json.dumps(shape)},"data_offsets":[{at},{at + nbytes}]}}')
+        entries.append(
+            f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":{json.dumps(shape)},"data_offsets":[{at},{at + nbytes}]}}'
+        )
         at += nbytes
     header = f"{{{','.join(entries)}}}".encode()
     with path.open("wb") as file:
@@ -75,7 +77,11 @@ def _int8(folder: Path, size: int) -> None:
     name = "model.layers.0.self_attn.q_proj"
     tensors = bf16(LLAMA)
     rows, columns = shapes(LLAMA)[f"{name}.weight"]
-    tensors |= {f"{name}.weight": ("I8", (rows, columns)), f"{name}.SCB": ("F32", (rows,)), f"{name}.weight_format": ("U8", (size,))}
+    tensors |= {
+        f"{name}.weight": ("I8", (rows, columns)),
+        f"{name}.SCB": ("F32", (rows,)),
+        f"{name}.weight_format": ("U8", (size,)),
+    }
     release(folder, LLAMA | dict(quantization_config=dict(quant_method="bitsandbytes", load_in_8bit=True)), tensors)
 
 
@@ -90,7 +96,10 @@ def _gptq(folder: Path, bias: int) -> None:
         f"{name}.scales": ("BF16", (groups, columns)),
         f"{name}.bias": ("BF16", (columns,)),
     }
-    config = LLAMA | dict(num_attention_heads=bias // 8, quantization_config=dict(quant_method="gptq", bits=4, group_size=32, sym=True, desc_act=False))
+    config = LLAMA | dict(
+        num_attention_heads=bias // 8,
+        quantization_config=dict(quant_method="gptq", bits=4, group_size=32, sym=True, desc_act=False),
+    )
     release(folder, config, tensors)
 
 
@@ -98,31 +107,54 @@ def _gpt_oss(folder: Path) -> None:
     c = GPT_OSS
     wide, embed, experts = c["intermediate_size"], c["hidden_size"], c["num_local_experts"]
     layers = [f"model.layers.{i}" for i in range(2)]
-    made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (64, embed), "model.norm.weight": (embed,), "lm_head.weight": (64, embed)}
+    made: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (64, embed),
+        "model.norm.weight": (embed,),
+        "lm_head.weight": (64, embed),
+    }
     for layer in layers:
         made |= {f"{layer}.{name}_layernorm.weight": (embed,) for name in ("input", "post_attention")}
         made |= {f"{layer}.self_attn.sinks": (2,)}
         for name, rows in dict(q=4, k=2, v=2).items():
-            made |= {f"{layer}.self_attn.{name}_proj.weight": (rows, embed), f"{layer}.self_attn.{name}_proj.bias": (rows,)}
+            made |= {
+                f"{layer}.self_attn.{name}_proj.weight": (rows, embed),
+                f"{layer}.self_attn.{name}_proj.bias": (rows,),
+            }
         made |= {f"{layer}.self_attn.o_proj.weight": (embed, 4), f"{layer}.self_attn.o_proj.bias": (embed,)}
         made |= {f"{layer}.mlp.router.weight": (experts, embed), f"{layer}.mlp.router.bias": (experts,)}
-        made |= {f"{layer}.mlp.experts.gate_up_proj": (experts, embed, 2 * wide), f"{layer}.mlp.experts.gate_up_proj_bias": (experts, 2 * wide)}
-        made |= {f"{layer}.mlp.experts.down_proj": (experts, wide, embed), f"{layer}.mlp.experts.down_proj_bias": (experts, embed)}
+        made |= {
+            f"{layer}.mlp.experts.gate_up_proj": (experts, embed, 2 * wide),
+            f"{layer}.mlp.experts.gate_up_proj_bias": (experts, 2 * wide),
+        }
+        made |= {
+            f"{layer}.mlp.experts.down_proj": (experts, wide, embed),
+            f"{layer}.mlp.experts.down_proj_bias": (experts, embed),
+        }
     release(folder, c, {name: ("BF16", shape) for name, shape in made.items()})
 
 
 LARGE = LLAMA | dict(hidden_size=1 << 16, intermediate_size=1 << 21, num_attention_heads=1 << 13)
 
 FOLDERS: dict[str, Callable[[Path], object]] = {
-    "2,000 layers of 1,500 experts, 240,000 empty tensors": lambda f: release(f, MIXTRAL, empty(f"t{i}" for i in range(240_000))),
-    "2,000 layers of 80 experts, 240,000 empty tensors": lambda f: release(f, MIXTRAL | dict(num_local_experts=80), empty(f"t{i}" for i in range(240_000))),
+    "2,000 layers of 1,500 experts, 240,000 empty tensors": lambda f: release(
+        f, MIXTRAL, empty(f"t{i}" for i in range(240_000))
+    ),
+    "2,000 layers of 80 experts, 240,000 empty tensors": lambda f: release(
+        f, MIXTRAL | dict(num_local_experts=80), empty(f"t{i}" for i in range(240_000))
+    ),
     "windows of 2^27 steps": _gpt_oss,
     "a weight_format of 3 GiB": lambda f: _int8(f, 3 << 30),
     "a weight_format of nothing": lambda f: _int8(f, 0),
     "a spare bias of 1 GiB": lambda f: _gptq(f, 1 << 29),
-    "5 files of 240,000 tensors": lambda f: release(f, LLAMA, *(empty(f"{file}.{i}" for i in range(240_000)) for file in range(5))),
-    "240,000 names of letters": lambda f: release(f, LLAMA, empty(f"model.{letters(i)}.weight" for i in range(240_000))),
-    "240,000 names of letters, of no known model": lambda f: release(f, dict(model_type="x"), empty(f"model.{letters(i)}.weight" for i in range(240_000))),
+    "5 files of 240,000 tensors": lambda f: release(
+        f, LLAMA, *(empty(f"{file}.{i}" for i in range(240_000)) for file in range(5))
+    ),
+    "240,000 names of letters": lambda f: release(
+        f, LLAMA, empty(f"model.{letters(i)}.weight" for i in range(240_000))
+    ),
+    "240,000 names of letters, of no known model": lambda f: release(
+        f, dict(model_type="x"), empty(f"model.{letters(i)}.weight" for i in range(240_000))
+    ),
     "a name of 20 MB": lambda f: release(f, LLAMA, bf16(LLAMA) | {"x" * 20_000_000: ("BF16", (1,))}),
     "a name of 20 MB that is left out": lambda f: release(
         f, LLAMA, bf16(LLAMA) | {f"model.layers.{'9' * 20_000_000}.self_attn.rotary_emb.inv_freq": ("BF16", (1,))}
@@ -137,11 +169,13 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-# --- any others -----------------------------------------------------------------------------------------------------------------
+# --- any others -------------------------------------------------------------------------------------------------------
 
 
 def releases() -> st.SearchStrategy[tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]], int]]:
-    """A config with sizes of any order of magnitude, tensors that fit it or don't, and how many strange ones there are besides."""
+    """A config with sizes of any order of magnitude, tensors that fit it or don't, and how many strange ones there are
+    besides.
+    """
     size = st.integers(0, 40).map(lambda n: 1 << n) | st.integers(0, 1 << 20)
     fields = st.dictionaries(
         st.sampled_from(["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
@@ -150,10 +184,14 @@ def releases() -> st.SearchStrategy[tuple[dict[str, Any], dict[str, tuple[str, t
     )  # fmt: skip
     kinds = st.sampled_from(["llama", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma3_text", "x"])
     shape = st.lists(size, max_size=3).map(tuple)
-    strange = st.dictionaries(st.text(min_size=1, max_size=20), st.tuples(st.sampled_from(list(SIZES)), shape), max_size=4)
+    strange = st.dictionaries(
+        st.text(min_size=1, max_size=20), st.tuples(st.sampled_from(list(SIZES)), shape), max_size=4
+    )
     count = st.sampled_from([0, 0, 10, 1000])
 
-    def fitting(kind: str, fields: dict[str, int], strange: dict[str, Any], fits: bool, count: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+    def fitting(
+        kind: str, fields: dict[str, int], strange: dict[str, Any], fits: bool, count: int
+    ) -> tuple[dict[str, Any], dict[str, Any], int]:
         config = LLAMA | dict(model_type=kind) | fields
         small = fits and kind == "llama" and config["num_hidden_layers"] <= 200
         return config, (bf16(config) if small else bf16(LLAMA)) | strange, count

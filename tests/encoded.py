@@ -1,4 +1,6 @@
-"""More of what the tests of quantised formats share (`stored.py`): one encoding of a checkpoint, all bytes, and comparisons that know NaN."""
+"""More of what the tests of quantised formats share (`stored.py`): one encoding of a checkpoint, all bytes, and
+comparisons that know NaN.
+"""
 
 from __future__ import annotations
 

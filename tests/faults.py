@@ -1,8 +1,10 @@
-"""Conversions to which something happens: each in a forked process, at a chosen call of a chosen stage, and what must hold afterwards.
+"""Conversions to which something happens: each in a forked process, at a chosen call of a chosen stage, and what must
+hold afterwards.
 
     python tests/faults.py < jobs.json
 
-runs jobs one after the other: `[{"arguments": [...], "fault": {...}, "printed": file}, ...]`; prints a line of JSON for each.
+runs jobs one after the other: `[{"arguments": [...], "fault": {...}, "printed": file}, ...]`; prints a line of JSON for
+each.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ EXPORTING = {  # the same of an export
 OPTIONS = ["--unit_bytes", "8000", "--mesh", "fsdp=2", "--direct_num_workers=2"]
 
 
-# --- in the process to which it happens ---------------------------------------------------------------------------------------------
+# --- in the process to which it happens -------------------------------------------------------------------------------
 
 
 def stop(fault: Mapping[str, Any]) -> Callable[[], None]:
-    """Signals this process and what it started, some time from now, or else when what it returns is called: at the stage's end."""
+    """Signals this process and what it started, some time from now, or else when what it returns is called: at the
+    stage's end.
+    """
 
     def now() -> None:
         os.killpg(0, signal.Signals[fault["signal"]])
@@ -196,14 +200,16 @@ def main(jobs: Collection[Mapping[str, Any]]) -> None:
         tell(job, status)
 
 
-# --- in the test --------------------------------------------------------------------------------------------------------------------
+# --- in the test ------------------------------------------------------------------------------------------------------
 
 
 def run(jobs: list[Mapping[str, Any]], timeout: float = 600) -> list[dict[str, Any]]:
     """Runs jobs in a process that forks each of them; returns what it says."""
     environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"}
     script = [sys.executable, str(HERE / "faults.py")]
-    ran = subprocess.run(script, input=json.dumps(jobs), capture_output=True, text=True, timeout=timeout, check=False, env=environment)
+    ran = subprocess.run(
+        script, input=json.dumps(jobs), capture_output=True, text=True, timeout=timeout, check=False, env=environment
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     return [json.loads(line) for line in ran.stdout.splitlines()]
 

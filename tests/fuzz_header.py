@@ -2,7 +2,8 @@
 
     python tests/fuzz_header.py -max_total_time=600 -dict=tests/corpus/tokens.dict tests/corpus/inputs
 
-needs atheris (not among the project's dependencies); new inputs go to the folder. `tests/formats/test_hostile.py` checks those that are kept.
+needs atheris (not among the project's dependencies); new inputs go to the folder. `tests/formats/test_hostile.py`
+checks those that are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ try:
 except ImportError:  # the tests use `check` without it
     atheris = None
 if atheris and __name__ == "__main__":
-    with atheris.instrument_imports(include=["weightbeam.formats.safetensors", "weightbeam.formats.strict_json", "json", "json.decoder"]):
+    with atheris.instrument_imports(
+        include=["weightbeam.formats.safetensors", "weightbeam.formats.strict_json", "json", "json.decoder"]
+    ):
         from weightbeam.formats.safetensors import HeaderError, open_hf, read_header
 else:
     from weightbeam.formats.safetensors import HeaderError, open_hf, read_header
@@ -62,8 +65,9 @@ def file_of(data: bytes) -> bytes:
 def check(data: bytes, folder: Path) -> str:
     """Raises where an input is treated wrongly; returns what became of it, without numbers.
 
-    A header is refused by a `HeaderError`, or read as the safetensors library reads it; what the library refuses is refused, and
-    what it lets pass is refused for a reason in `STRICTER` only. An index is a matter of `problems` and of files inside the folder.
+    A header is refused by a `HeaderError`, or read as the safetensors library reads it; what the library refuses is
+    refused, and what it lets pass is refused for a reason in `STRICTER` only. An index is a matter of `problems` and of
+    files inside the folder.
     """
     return check_index(data[1:], folder) if data[:1] == SHARDS else check_header(file_of(data), folder)
 
@@ -82,7 +86,10 @@ def check_header(content: bytes, folder: Path) -> str:
     wanted = library(content)
     assert wanted is not None, "the library refuses what we read"
     start = len(content) - sum(tensor.nbytes for tensor in read.values())
-    assert wanted == {name: (list(tensor.shape), content[tensor.offset : tensor.offset + tensor.nbytes]) for name, tensor in read.items()}
+    assert wanted == {
+        name: (list(tensor.shape), content[tensor.offset : tensor.offset + tensor.nbytes])
+        for name, tensor in read.items()
+    }
     assert all(tensor.offset >= start for tensor in read.values())
     return f"{len(read)} tensors"
 
@@ -113,7 +120,9 @@ def check_index(content: bytes, folder: Path) -> str:
     for problem in checkpoint.problems:
         assert not CONTROL.search(str(problem)), ascii(str(problem))
     if not checkpoint.problems:
-        assert json.loads(content)["weight_map"] == {tensor.name: shard.name for shard in checkpoint.shards for tensor in shard.tensors}
+        assert json.loads(content)["weight_map"] == {
+            tensor.name: shard.name for shard in checkpoint.shards for tensor in shard.tensors
+        }
     return " ".join(sorted({problem.kind for problem in checkpoint.problems})) or "good"
 
 
@@ -122,9 +131,19 @@ def seeds() -> list[bytes]:
     x = '{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}'
     y = '{"dtype":"U8","shape":[4],"data_offsets":[24,28]}'
     texts = ["{}", f'{{"x":{x}}}', f'{{"x":{x},"y":{y}}}  ', f'{{"__metadata__":{{"format":"pt"}},"x":{x}}}']
-    texts += ['{"x":{"dtype":"BF16","shape":[],"data_offsets":[0,2]}}', f'{{"z":{{"dtype":"I8","shape":[0,3],"data_offsets":[0,0]}},"x":{x}}}']
-    indexes = ['{"metadata":{},"weight_map":{"a":"a.safetensors","b":"b.safetensors"}}', '{"weight_map":{"a":"b.safetensors","../c":"../c.safetensors"}}']
-    return [HEADER + text.encode() for text in texts] + [SHARDS + text.encode() for text in indexes] + [RAW + file_of(HEADER + texts[2].encode())]
+    texts += [
+        '{"x":{"dtype":"BF16","shape":[],"data_offsets":[0,2]}}',
+        f'{{"z":{{"dtype":"I8","shape":[0,3],"data_offsets":[0,0]}},"x":{x}}}',
+    ]
+    indexes = [
+        '{"metadata":{},"weight_map":{"a":"a.safetensors","b":"b.safetensors"}}',
+        '{"weight_map":{"a":"b.safetensors","../c":"../c.safetensors"}}',
+    ]
+    return (
+        [HEADER + text.encode() for text in texts]
+        + [SHARDS + text.encode() for text in indexes]
+        + [RAW + file_of(HEADER + texts[2].encode())]
+    )
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,9 +1,10 @@
-"""Fuzzing of a checkpoint's metadata. An input is a file of it and what to do to it; `answers` is what must hold of every one.
+"""Fuzzing of a checkpoint's metadata. An input is a file of it and what to do to it; `answers` is what must hold of
+every one.
 
     PYTHONPATH=.:tests python tests/fuzz_metadata.py --seconds 600
 
-changes files of a small checkpoint at random and asks every command that reads them. An input that ends in an answer that none before
-ended in is added to `corpus/metadata.jsonl`, which `tests/pipelines/test_damaged.py` checks.
+changes files of a small checkpoint at random and asks every command that reads them. An input that ends in an answer
+that none before ended in is added to `corpus/metadata.jsonl`, which `tests/pipelines/test_damaged.py` checks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,20 @@ VALUES: list[Any] = [
     None, True, 0, -1, 10**30, 1.5, "", "\x1b[31m[/x]", "../../x", "a.b", "bfloat16", "\ud800",
     [], [[]], [None], [0], [-1], [10**12, 10**12], {}, {"": {}}, {"a": {}}, {"a": None}, MISSING,
 ]  # fmt: skip
-TEXTS = ["", "{", "null", "[1]", '"x"', "1e999", "NaN", "[" * 5000, '{"a":' * 5000, '{"a": 1, "a": 2}', "\ufeff{}", '{"a": "\\ud800"}']
+TEXTS = [
+    "",
+    "{",
+    "null",
+    "[1]",
+    '"x"',
+    "1e999",
+    "NaN",
+    "[" * 5000,
+    '{"a":' * 5000,
+    '{"a": 1, "a": 2}',
+    "\ufeff{}",
+    '{"a": "\\ud800"}',
+]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")  # a carriage return is a bar's
 
 
@@ -56,7 +70,9 @@ def commands(checkpoint: Path) -> list[tuple[object, ...]]:
 
 
 def damage(good: Path, checkpoint: Path, what: dict[str, Any]) -> None:
-    """Makes a copy of a good checkpoint in which one file is another: its `text`, or its JSON with another `value` (none: without it) at a `place`."""
+    """Makes a copy of a good checkpoint in which one file is another: its `text`, or its JSON with another `value`
+    (none: without it) at a `place`.
+    """
     shutil.rmtree(checkpoint, ignore_errors=True)
     shutil.copytree(good, checkpoint)
     file = checkpoint / what["file"]
@@ -84,7 +100,10 @@ def answers(good: Path, checkpoint: Path, what: dict[str, Any]) -> list[str]:
         assert "Traceback" not in said, (what, command, said)
         assert not CONTROL.search(said), (what, command, said)
         last = err.getvalue().splitlines()[1:3] if status else []
-        found.append(f"{command[0]} {status} " + re.sub(r"\W*\d+\W*|/\S+", "#", " ".join(last).replace(str(checkpoint), ""))[:120])
+        found.append(
+            f"{command[0]} {status} "
+            + re.sub(r"\W*\d+\W*|/\S+", "#", " ".join(last).replace(str(checkpoint), ""))[:120]
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Bad inputs, each made by a small function: folders to refuse, headers that are large, and configs with one field changed.
+"""Bad inputs, each made by a small function: folders to refuse, headers that are large, and configs with one field
+changed.
 
 What `tests/formats/test_safetensors.py` and `tests/pipelines/test_errors.py` break isn't broken here a second time.
 """
@@ -33,7 +34,7 @@ def good(folder: Path) -> Path:
     return save(folder, LLAMA, *split(random_tensors(LLAMA), 2))
 
 
-# --- folders ------------------------------------------------------------------------------------------------------------------------
+# --- folders ----------------------------------------------------------------------------------------------------------
 
 
 def with_header(path: Path, header: bytes, data: int = 0) -> None:
@@ -227,11 +228,29 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
-# --- configs ------------------------------------------------------------------------------------------------------------------------
+# --- configs ----------------------------------------------------------------------------------------------------------
 
 MISSING = object()
 NAN, INFINITY = float("nan"), float("inf")
-VALUES: tuple[Any, ...] = (MISSING, None, "8", "", -1, 0, 1.5, NAN, INFINITY, True, False, 10**12, 2**31 - 1, [], {}, [None], {"a": {}})
+VALUES: tuple[Any, ...] = (
+    MISSING,
+    None,
+    "8",
+    "",
+    -1,
+    0,
+    1.5,
+    NAN,
+    INFINITY,
+    True,
+    False,
+    10**12,
+    2**31 - 1,
+    [],
+    {},
+    [None],
+    {"a": {}},
+)
 
 Tensors = Mapping[str, TensorSpec]
 
@@ -239,7 +258,10 @@ Tensors = Mapping[str, TensorSpec]
 def tiny_checkpoints() -> dict[str, tuple[dict[str, Any], Tensors]]:
     """A tiny checkpoint of every kind in the facts, `(config.json, tensors)` by name."""
     found = {name: (headers.config, headers.tensors) for name, headers in load_headers().items()}
-    written = {name: (config, {tensor: TensorSpec(shape, BF16, "") for tensor, shape in tiny.shapes(config).items()}) for name, config in tiny.CONFIGS.items()}
+    written = {
+        name: (config, {tensor: TensorSpec(shape, BF16, "") for tensor, shape in tiny.shapes(config).items()})
+        for name, config in tiny.CONFIGS.items()
+    }
     return written | found
 
 
@@ -250,7 +272,9 @@ def checkpoint_of(config: dict[str, Any], tensors: Tensors) -> HfCheckpoint:
     for name, spec in tensors.items():
         held.append(Tensor(name, spec.dtype, spec.shape, "/nowhere/model.safetensors", offset))
         offset += held[-1].nbytes
-    return HfCheckpoint("/nowhere", config, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(held)),))
+    return HfCheckpoint(
+        "/nowhere", config, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(held)),)
+    )
 
 
 def paths(value: Any, prefix: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -274,13 +298,16 @@ def mutated(config: dict[str, Any], path: tuple[str | int, ...], value: Any) -> 
     return changed
 
 
-# --- running them -------------------------------------------------------------------------------------------------------------------
+# --- running them -----------------------------------------------------------------------------------------------------
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Everything in a folder: kind, size and time of change. Links aren't followed."""
     found = {str(path.relative_to(folder)): path.lstat() for path in folder.rglob("*")}
-    return {name: (stat.S_IFMT(at.st_mode), 0 if stat.S_ISDIR(at.st_mode) else at.st_size, at.st_mtime_ns) for name, at in found.items()}
+    return {
+        name: (stat.S_IFMT(at.st_mode), 0 if stat.S_ISDIR(at.st_mode) else at.st_size, at.st_mtime_ns)
+        for name, at in found.items()
+    }
 
 
 def main(root: Path) -> None:
@@ -294,8 +321,14 @@ def main(root: Path) -> None:
             damage(source)
             before = snapshot(place)
             for command in ("plan", "convert"):
-                told = run([command, "--source", source, *(["--output", place / "out"] if command == "convert" else [])], root / "printed")
-                print(json.dumps(dict(name=name, command=command, untouched=snapshot(place) == before, **told)), flush=True)
+                told = run(
+                    [command, "--source", source, *(["--output", place / "out"] if command == "convert" else [])],
+                    root / "printed",
+                )
+                print(
+                    json.dumps(dict(name=name, command=command, untouched=snapshot(place) == before, **told)),
+                    flush=True,
+                )
             shutil.rmtree(place)
 
 

@@ -2,8 +2,9 @@
 
     python tests/measured.py < jobs
 
-takes a line of JSON for each job, `[[argument, …], file for what is printed]`, and answers with a line. It imports nothing but
-Weightbeam: the memory of a forked process counts what the one that it was forked from had, and a test's has torch and JAX.
+takes a line of JSON for each job, `[[argument, …], file for what is printed]`, and answers with a line. It imports
+nothing but Weightbeam: the memory of a forked process counts what the one that it was forked from had, and a test's has
+torch and JAX.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Any
 
 from weightbeam.pipelines.cli import main
 
-SECONDS, MEMORY = 60, 2 << 30  # of one command; the processor's time, and memory above that of a process that has imported everything
+# of one command; the processor's time, and memory above that of a process that has imported everything
+SECONDS, MEMORY = 60, 2 << 30
 
 
 def call(*arguments: object) -> int:
@@ -59,7 +61,9 @@ def run(command: Sequence[object], output: Path) -> dict[str, Any]:
     message = output.read_text(errors="backslashreplace")
     cpu = usage.ru_utime + usage.ru_stime
     used = dict(seconds=round(time.monotonic() - start, 2), cpu=round(cpu, 2), megabytes=usage.ru_maxrss >> 10)
-    return dict(status=os.waitstatus_to_exitcode(status), length=len(message), message=message[:3000] + message[-3000:], **used)
+    return dict(
+        status=os.waitstatus_to_exitcode(status), length=len(message), message=message[:3000] + message[-3000:], **used
+    )
 
 
 @contextlib.contextmanager
@@ -67,7 +71,9 @@ def runner() -> Iterator[Callable[[Sequence[object], Path], dict[str, Any]]]:
     """Context manager: `run` from a process that has imported Weightbeam and nothing else."""
     here = Path(__file__)
     environment = os.environ | {"PYTHONPATH": f"{here.parent.parent}:{here.parent}"}
-    with subprocess.Popen([sys.executable, str(here)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, str(here)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
 

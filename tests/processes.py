@@ -27,10 +27,21 @@ def free_port() -> int:
 @contextmanager
 def running(log: Path, *command: object, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen]:
     """A process and its children, until the end of the block; what they say is in `log`, beside which they run."""
-    ours = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    ours = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+    }
     with log.open("w") as out:
         settings = os.environ | ours | (environment or {})
-        process = subprocess.Popen([str(part) for part in command], stdout=out, stderr=out, cwd=log.parent, env=settings, start_new_session=True)
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=out,
+            stderr=out,
+            cwd=log.parent,
+            env=settings,
+            start_new_session=True,
+        )
     try:
         yield process
     finally:
@@ -40,7 +51,10 @@ def running(log: Path, *command: object, environment: Mapping[str, str] | None =
 
 def wait_for(log: Path, text: str) -> str:
     """Waits until a process has said `text`, a pattern; returns what it matched."""
-    wait_until(lambda: re.search(text, log.read_text()) is not None, lambda: f"{log.name} never said {text}:\n{log.read_text()}")
+    wait_until(
+        lambda: re.search(text, log.read_text()) is not None,
+        lambda: f"{log.name} never said {text}:\n{log.read_text()}",
+    )
     found = re.search(text, log.read_text())
     assert found
     return found[0]
@@ -56,7 +70,9 @@ def listening(port: int, host: str = "localhost") -> None:
     wait_until(answers, lambda: f"nobody listens on {host}:{port}")
 
 
-def wait_until(true: Callable[[], bool], otherwise: Callable[[], str], seconds: float = TIMEOUT, every: float = 0.1) -> None:
+def wait_until(
+    true: Callable[[], bool], otherwise: Callable[[], str], seconds: float = TIMEOUT, every: float = 0.1
+) -> None:
     """Waits until something is true; fails with the words of `otherwise` where it doesn't come true."""
     deadline = time.monotonic() + seconds
     while not true():

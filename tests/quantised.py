@@ -15,7 +15,9 @@ Tensors = dict[str, np.ndarray]
 Quantised = tuple[Tensors, np.ndarray]  # what is stored for a weight, and its values in float32
 
 
-def codes_of(shape: tuple[int, ...], seed: int, symmetric: bool, scale_dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def codes_of(
+    shape: tuple[int, ...], seed: int, symmetric: bool, scale_dtype: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Random codes (O, I), and zeros and scales (O, I / GROUP)."""
     rng = np.random.default_rng(seed)
     groups = (shape[0], shape[1] // GROUP)
@@ -38,15 +40,24 @@ def gptq(name: str, shape: tuple[int, ...], seed: int) -> Quantised:
     codes, zeros, scales = codes_of(shape, seed, symmetric=False, scale_dtype=np.float16)
     group = np.random.default_rng(seed).permutation(shape[1]) // GROUP
     stem = name.removesuffix("weight")
-    packed = {"qweight": pack(codes, 4).T, "qzeros": pack(zeros.T - 1, 4), "scales": scales.T, "g_idx": group.astype(np.int32)}
-    return {stem + part: np.ascontiguousarray(values) for part, values in packed.items()}, values_of(codes, zeros, scales, group)
+    packed = {
+        "qweight": pack(codes, 4).T,
+        "qzeros": pack(zeros.T - 1, 4),
+        "scales": scales.T,
+        "g_idx": group.astype(np.int32),
+    }
+    return {stem + part: np.ascontiguousarray(values) for part, values in packed.items()}, values_of(
+        codes, zeros, scales, group
+    )
 
 
 def awq(name: str, shape: tuple[int, ...], seed: int) -> Quantised:
     codes, zeros, scales = codes_of(shape, seed, symmetric=False, scale_dtype=np.float16)
     stem = name.removesuffix("weight")
     packed = {"qweight": pack_awq(codes.T), "qzeros": pack_awq(zeros.T), "scales": scales.T}
-    return {stem + part: np.ascontiguousarray(values) for part, values in packed.items()}, values_of(codes, zeros, scales, np.arange(shape[1]) // GROUP)
+    return {stem + part: np.ascontiguousarray(values) for part, values in packed.items()}, values_of(
+        codes, zeros, scales, np.arange(shape[1]) // GROUP
+    )
 
 
 def nf4(name: str, shape: tuple[int, ...], seed: int) -> Quantised:
@@ -54,10 +65,21 @@ def nf4(name: str, shape: tuple[int, ...], seed: int) -> Quantised:
     rng = np.random.default_rng(seed)
     elements = shape[0] * shape[1]
     codes, meanings = rng.integers(0, 16, elements), np.linspace(-1, 1, 16, dtype=np.float32)
-    magnitudes, nested = rng.integers(0, 256, elements // 64).astype(np.uint8), rng.uniform(-1, 1, 256).astype(np.float32)
+    magnitudes, nested = (
+        rng.integers(0, 256, elements // 64).astype(np.uint8),
+        rng.uniform(-1, 1, 256).astype(np.float32),
+    )
     scale = rng.uniform(0.01, 1, -(-len(magnitudes) // 256)).astype(np.float32)
     meant = nested[magnitudes] * scale[np.arange(len(magnitudes)) // 256] + np.float32(0.25)
-    state = dict(quant_type="nf4", blocksize=64, dtype="bfloat16", shape=shape, nested_blocksize=256, nested_dtype="float32", nested_offset=0.25)
+    state = dict(
+        quant_type="nf4",
+        blocksize=64,
+        dtype="bfloat16",
+        shape=shape,
+        nested_blocksize=256,
+        nested_dtype="float32",
+        nested_offset=0.25,
+    )
     stored = {
         name: (codes[::2] << 4 | codes[1::2]).astype(np.uint8).view(BF16)[:, None],
         f"{name}.absmax": magnitudes,
@@ -72,7 +94,12 @@ def nf4(name: str, shape: tuple[int, ...], seed: int) -> Quantised:
 FP8_LLAMA = LLAMA | {
     "architectures": ["LlamaForCausalLM"],
     "dtype": "bfloat16",
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
 }
 
 

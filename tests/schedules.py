@@ -1,7 +1,8 @@
 """Conversions that sleep and wake at every operation on their output, in an order that the test chooses.
 
-Each conversion runs in a thread of its own, stops before every operation on the store, and goes on when it is told to. The code is the real
-one but for what TensorStore does: a unit's database is a few plain files, and merging writes a list of the databases.
+Each conversion runs in a thread of its own, stops before every operation on the store, and goes on when it is told to.
+The code is the real one but for what TensorStore does: a unit's database is a few plain files, and merging writes a
+list of the databases.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class MemoryBucket(Store):
             self.copy(source, file)
 
 
-# --- in the place of TensorStore ----------------------------------------------------------------------------------------------------
+# --- in the place of TensorStore --------------------------------------------------------------------------------------
 
 
 def _write_anyway(store: Store, name: str, data: bytes) -> None:
@@ -210,7 +211,9 @@ def _write(staging: Staging, attempt: str, shards: Any, format: Format, copies: 
         _write_anyway(staging.shards, f"a/c/{unit}", f"{plan} {unit}".encode())
 
 
-def _merge(items: Store, databases: Iterable[Store], objects: Any, expected: Any, manifest: Store | None = None) -> None:
+def _merge(
+    items: Store, databases: Iterable[Store], objects: Any, expected: Any, manifest: Store | None = None
+) -> None:
     names = [database.name for database in databases]
     _write_anyway(manifest or items, ocdbt.MANIFEST, json.dumps(names).encode())
 
@@ -253,7 +256,7 @@ def convert(output: Store, plan: str, resume: bool, overwrite: bool, format: For
     return "published" if plan_hash_of(staging.final) == plan else "failed: isn't its result"
 
 
-# --- the world ----------------------------------------------------------------------------------------------------------------------
+# --- the world --------------------------------------------------------------------------------------------------------
 
 
 class World:
@@ -267,7 +270,9 @@ class World:
         sys.addaudithook(_hook) if not getattr(World, "hooked", False) else None
         World.hooked = True
         self.kind, self.format = kind, Format(use_ocdbt=database)
-        self.root = tempfile.mkdtemp(prefix="weightbeam-schedules-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        self.root = tempfile.mkdtemp(
+            prefix="weightbeam-schedules-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+        )
         MemoryBucket.objects = {}
         self.output: Store = MemoryBucket("gs://bucket/out") if kind == "bucket" else LocalFolder(f"{self.root}/out")
         self.processes: list[Process] = []
@@ -280,7 +285,8 @@ class World:
             ocdbt: dict(merge=_merge),
         }
         if kind == "folder in two":
-            patches[renaming] = dict(_renameat2=_no_renames, _ONE=contextlib.nullcontext())  # a lock of one process, which these are not
+            # a lock of one process, which these are not
+            patches[renaming] = dict(_renameat2=_no_renames, _ONE=contextlib.nullcontext())
         for module, values in patches.items():
             self.stack.enter_context(mock.patch.multiple(module, **values))
         self.stack.enter_context(mock.patch("weightbeam.formats.storage.local.os.fsync"))
@@ -335,17 +341,27 @@ class World:
             if self.format.use_ocdbt:
                 names = json.loads(items.read(ocdbt.MANIFEST))
                 parts = [(items / name).read(f"part{part}").decode() for name in names for part in range(PARTS)]
-                assert sorted(parts) == sorted(f"{plan} {unit}" for unit in range(UNITS) for _ in range(PARTS)), (parts, story)
+                assert sorted(parts) == sorted(f"{plan} {unit}" for unit in range(UNITS) for _ in range(PARTS)), (
+                    parts,
+                    story,
+                )
             else:
-                assert [items.read(f"a/c/{unit}").decode() for unit in range(UNITS)] == [f"{plan} {unit}" for unit in range(UNITS)], story
+                assert [items.read(f"a/c/{unit}").decode() for unit in range(UNITS)] == [
+                    f"{plan} {unit}" for unit in range(UNITS)
+                ], story
         elif self.kind != "bucket":
-            assert not isinstance(final, LocalFolder) or not final.folder.exists() or not final.exists("commit_success.txt"), story
+            assert (
+                not isinstance(final, LocalFolder)
+                or not final.folder.exists()
+                or not final.exists("commit_success.txt")
+            ), story
         if plan != self.published:
             if plan is None:
                 assert self.kind != "folder", f"what was published is gone: {actor.about}\n{story}"
                 assert any(process.about["overwrite"] for process in self.processes), story
             else:
-                assert actor.about["plan"] == plan or self.kind == "folder in two", story  # in two: whoever tidies up may bring the old one back
+                # in two: whoever tidies up may bring the old one back
+                assert actor.about["plan"] == plan or self.kind == "folder in two", story
                 assert self.published is None or actor.about["overwrite"], story
             self.published = plan
 

@@ -1,5 +1,5 @@
-"""The long form of `tests/pipelines/test_faults.py`, `test_hostile.py` and `tests/formats/test_ownership.py`: kills without end in
-sight, conversions that sleep while others take their place, and every field of every config.
+"""The long form of `tests/pipelines/test_faults.py`, `test_hostile.py` and `tests/formats/test_ownership.py`: kills
+without end in sight, conversions that sleep while others take their place, and every field of every config.
 
     PYTHONPATH=.:tests python tests/soak.py [--kills 400] [--schedules 1000] [--seed 0]
 
@@ -28,20 +28,23 @@ from support import BF16, LLAMA, assert_same_bits, random_tensors, reference, re
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 
-CALLS = {"reading": 5, "writing": 5, "merging": 1, "publishing": 1}  # at most, of a stage in the conversions here: one of them gets the signal
+# at most, of a stage in the conversions here: one of them gets the signal
+CALLS = {"reading": 5, "writing": 5, "merging": 1, "publishing": 1}
 SECONDS = 0.006  # what a stage takes, about
 
 
-OVERLAPPING = {"weightbeam.transforms.overlap.REMOTE": "/"}  # units are read and written in the background, as if a folder were a bucket
+# units are read and written in the background, as if a folder were a bucket
+OVERLAPPING = {"weightbeam.transforms.overlap.REMOTE": "/"}
 
 
 def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 2) -> Counter[str]:
-    """Conversions that are killed, one for each of `stages`, resumed and killed again (at a stage at random), and at last resumed to the end.
+    """Conversions that are killed, one for each of `stages`, resumed and killed again (at a stage at random), and at
+    last resumed to the end.
 
     Every other one reads and writes units in the background, as from and to a bucket.
 
-    After every kill a reader finds no checkpoint or a whole one. At the end all are whole, and equal; nothing else is in the output, and
-    nothing outside of it was touched; another `--resume` changes nothing. Returns the counts.
+    After every kill a reader finds no checkpoint or a whole one. At the end all are whole, and equal; nothing else is
+    in the output, and nothing outside of it was touched; another `--resume` changes nothing. Returns the counts.
     """
     rng = random.Random(seed)
     root.mkdir()
@@ -57,7 +60,14 @@ def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 
             name = "SIGKILL" if turn == 0 or rng.random() < 0.7 else rng.choice(["SIGTERM", "SIGINT"])
             fault = kill(stage, name, rng.uniform(0, SECONDS), rng.randint(1, CALLS[stage]))
             overlapping = OVERLAPPING if (len(jobs) + turn) % 2 else {}
-            jobs.append(dict(arguments=arguments(source, output, "--resume"), fault=fault, printed=str(root / "printed"), set=overlapping))
+            jobs.append(
+                dict(
+                    arguments=arguments(source, output, "--resume"),
+                    fault=fault,
+                    printed=str(root / "printed"),
+                    set=overlapping,
+                )
+            )
         for (output, stage), job, told in zip(plan.items(), jobs, run(jobs), strict=True):
             name = job["fault"]["signal"]
             assert told["status"] in ({-9, 0} if name == "SIGKILL" else {1, 130, 0}), told
@@ -71,7 +81,9 @@ def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 
                 assert_same_bits(restore(output / "0"), wanted)
             else:
                 assert not (output / "0").exists()
-    resumed = [dict(arguments=arguments(source, output, "--resume"), printed=str(root / "printed")) for output in outputs]
+    resumed = [
+        dict(arguments=arguments(source, output, "--resume"), printed=str(root / "printed")) for output in outputs
+    ]
     for told in run(resumed):
         assert told["status"] == 0, told["message"]
         counts["resumed to the end"] += 1
@@ -88,12 +100,18 @@ def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 
 
 
 def bundles_twice(root: Path, times: int) -> Counter[str]:
-    """Every bundle runs twice, the last one too, in several threads: the same bits, and as many databases as attempts that count."""
+    """Every bundle runs twice, the last one too, in several threads: the same bits, and as many databases as attempts
+    that count.
+    """
     root.mkdir()
-    source, wanted = save(root / "hf", LLAMA, *split(random_tensors(LLAMA), 2)), reference(LLAMA, random_tensors(LLAMA), BF16)
+    source, wanted = (
+        save(root / "hf", LLAMA, *split(random_tensors(LLAMA), 2)),
+        reference(LLAMA, random_tensors(LLAMA), BF16),
+    )
     outputs = [root / f"out{number}" for number in range(times)]
     jobs: list[dict[str, Any]] = [
-        dict(arguments=arguments(source, output, "--direct_runner_bundle_repeat=1"), printed=str(root / "printed")) for output in outputs
+        dict(arguments=arguments(source, output, "--direct_runner_bundle_repeat=1"), printed=str(root / "printed"))
+        for output in outputs
     ]
     for output, told in zip(outputs, run(jobs), strict=True):
         assert told["status"] == 0, told["message"]
@@ -103,13 +121,16 @@ def bundles_twice(root: Path, times: int) -> Counter[str]:
 
 
 def sleepers(root: Path, number: int, seed: int) -> Counter[str]:
-    """Real conversions that are stopped (SIGSTOP) anywhere in a stage, taken over by one of another model, and woken when that is done, or before.
+    """Real conversions that are stopped (SIGSTOP) anywhere in a stage, taken over by one of another model, and woken
+    when that is done, or before.
 
     What is published is whole and of one model; who was overtaken ends with a message, or had published before.
     """
     rng = random.Random(seed)
     root.mkdir()
-    sources = [save(root / name, LLAMA, *split(random_tensors(LLAMA, seed=at), 2)) for at, name in enumerate(("a", "b"))]
+    sources = [
+        save(root / name, LLAMA, *split(random_tensors(LLAMA, seed=at), 2)) for at, name in enumerate(("a", "b"))
+    ]
     wanted = [reference(LLAMA, random_tensors(LLAMA, seed=at), BF16) for at in range(2)]
     layouts = ([], ["--use_ocdbt", "false"])
     jobs, outputs = [], []
@@ -120,7 +141,10 @@ def sleepers(root: Path, number: int, seed: int) -> Counter[str]:
         outputs.append(output)
         fault = dict(kind="sleep", stage=stage, call=rng.randint(1, CALLS[stage]))
         asleep = dict(printed=str(root / f"printed{at}"), watched=str(output / "0"))
-        jobs.append(dict(arguments=arguments(sources[0], output, rng.choice(["--resume", "--overwrite"]), *layout), fault=fault) | asleep)
+        jobs.append(
+            dict(arguments=arguments(sources[0], output, rng.choice(["--resume", "--overwrite"]), *layout), fault=fault)
+            | asleep
+        )
         over = dict(arguments=arguments(sources[1], output, "--overwrite", *layout), printed=str(root / "printed"))
         jobs.append(over | {"set": {"weightbeam.formats.lease.STALE": 0}})
     told = run(jobs, timeout=3600)
@@ -162,10 +186,19 @@ def configs() -> Counter[str]:
 
 
 def main(options: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Kills conversions and resumes them; changes every field of every config.")
+    parser = argparse.ArgumentParser(
+        description="Kills conversions and resumes them; changes every field of every config."
+    )
     parser.add_argument("--kills", type=int, default=400, help="conversions that are killed, each about twice")
-    parser.add_argument("--schedules", type=int, default=1000, help="of conversions that sleep and wake at any operation, for each kind of output")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000, help="of the moments, printed at the start")
+    parser.add_argument(
+        "--schedules",
+        type=int,
+        default=1000,
+        help="of conversions that sleep and wake at any operation, for each kind of output",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=time.time_ns() % 100_000, help="of the moments, printed at the start"
+    )
     args = parser.parse_args(options)
     print(f"seed {args.seed}", flush=True)
     root = Path(tempfile.mkdtemp(prefix="weightbeam-soak-"))

@@ -1,4 +1,6 @@
-"""What the tests of quantised formats share: packed words, checkpoints of a few tensors, any box of them, and a comparison to the bit."""
+"""What the tests of quantised formats share: packed words, checkpoints of a few tensors, any box of them, and a
+comparison to the bit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from weightbeam.formats.safetensors import open_hf, read_boxes
 from weightbeam.formats.sources import Source, open_source
 from weightbeam.model_mappings.boxes import Box, extent, whole
 
-AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the codes of a word, from its lowest bits up (AutoAWQ 0.2.9, awq/utils/packing_utils.py)
+# of the codes of a word, from its lowest bits up (AutoAWQ 0.2.9, awq/utils/packing_utils.py)
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
@@ -54,7 +57,12 @@ def source_of(folder: Path, tensors: Mapping[str, np.ndarray], quantization: Map
     return open_source(open_hf(folder))
 
 
-def encoding_of(folder: Path, tensors: Mapping[str, np.ndarray], quantization: Mapping[str, Any] | None = None, name: str = "x.weight") -> Encoding:
+def encoding_of(
+    folder: Path,
+    tensors: Mapping[str, np.ndarray],
+    quantization: Mapping[str, Any] | None = None,
+    name: str = "x.weight",
+) -> Encoding:
     """The encoding of the only quantised weight."""
     source = source_of(folder, tensors, quantization)
     assert source.problems == ()

@@ -1,4 +1,5 @@
-"""Conversions submitted to Dataflow, captured whole: the real command against the test servers of Dataflow and Cloud Storage.
+"""Conversions submitted to Dataflow, captured whole: the real command against the test servers of Dataflow and Cloud
+Storage.
 
     make dataflow-dry-run
 
@@ -53,8 +54,29 @@ class Cloud:
 
     def command(self, source: str, output: str, *options: object) -> list[str]:
         """`weightbeam convert` on Dataflow."""
-        place = ("--project", PROJECT, "--region", REGION, "--temp_location", f"gs://{STAGED}/temp", "--dataflow_endpoint", self.dataflow.url)
-        command = [sys.executable, "-m", "weightbeam.pipelines.convert", "--runner", "DataflowRunner", *place, "--source", source, "--output", output, *options]
+        place = (
+            "--project",
+            PROJECT,
+            "--region",
+            REGION,
+            "--temp_location",
+            f"gs://{STAGED}/temp",
+            "--dataflow_endpoint",
+            self.dataflow.url,
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "weightbeam.pipelines.convert",
+            "--runner",
+            "DataflowRunner",
+            *place,
+            "--source",
+            source,
+            "--output",
+            output,
+            *options,
+        ]
         return [str(part) for part in command]
 
     @contextmanager
@@ -62,7 +84,9 @@ class Cloud:
         """`command` as a process of its own, which doesn't outlive the block."""
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         command = self.command(*map(str, arguments))
-        with subprocess.Popen(command, cwd=ROOT, env=self.environment | environment, start_new_session=True, **pipes) as process:
+        with subprocess.Popen(
+            command, cwd=ROOT, env=self.environment | environment, start_new_session=True, **pipes
+        ) as process:
             try:
                 yield process
             finally:
@@ -80,7 +104,9 @@ class Cloud:
         made = Submission(job, {})
         folder = made.options["staging_location"].removeprefix(f"gs://{STAGED}/") + "/"
         staged = self.gcs.objects[STAGED].items()
-        return dataclasses.replace(made, files={name.removeprefix(folder): found.data for name, found in staged if name.startswith(folder)})
+        return dataclasses.replace(
+            made, files={name.removeprefix(folder): found.data for name, found in staged if name.startswith(folder)}
+        )
 
 
 @contextmanager
@@ -141,7 +167,11 @@ class Submission:
 
     def pickled(self) -> dict[str, bytes]:
         """What is pickled in the steps that run code, by name."""
-        pardos = {name: step.spec.payload for name, step in self.steps().items() if step.spec.urn == common_urns.primitives.PAR_DO.urn}
+        pardos = {
+            name: step.spec.payload
+            for name, step in self.steps().items()
+            if step.spec.urn == common_urns.primitives.PAR_DO.urn
+        }
         fns = {name: proto.ParDoPayload.FromString(payload).do_fn for name, payload in pardos.items()}
         return {name: unpacked(fn.payload) for name, fn in fns.items() if fn.urn == PICKLED_DOFN_INFO}
 
@@ -185,7 +215,9 @@ def show(job: Submission) -> None:
     for name, step in job.steps().items():
         steps.add_row(name, step.spec.urn.split(":")[2], f"{len(step.spec.payload):,}")
     sent = Table("sent", ">bytes")
-    for name, size in ({"the request": len(job.job.sent)} | {name: len(data) for name, data in sorted(job.files.items())}).items():
+    for name, size in (
+        {"the request": len(job.job.sent)} | {name: len(data) for name, data in sorted(job.files.items())}
+    ).items():
         sent.add_row(name, f"{size:,}")
     options = Table("option for the workers", "")
     for name, value in sorted(job.options.items()):

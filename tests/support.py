@@ -1,4 +1,6 @@
-"""What the end-to-end tests share: checkpoints to convert, the command, stock Orbax, MaxText's digests, and a reference in plain numpy."""
+"""What the end-to-end tests share: checkpoints to convert, the command, stock Orbax, MaxText's digests, and a reference
+in plain numpy.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ BF16, F32, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(ml
 INDEX = "model.safetensors.index.json"
 
 
-# --- the command, and what it makes ---------------------------------------------------------------------------------------------
+# --- the command, and what it makes -----------------------------------------------------------------------------------
 
 
 def convert(source: Path, output: Path, *options: str) -> Path:
@@ -52,7 +54,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def restore(step: Path) -> dict[str, np.ndarray]:
-    """The parameters of a checkpoint as stock Orbax restores them, without `params.params.`; variables of other collections without `params.`"""
+    """The parameters of a checkpoint as stock Orbax restores them, without `params.params.`; variables of other
+    collections without `params.`
+    """
     tree = ocp.PyTreeCheckpointer().restore(step / "items")
     assert set(tree) == {"step", "params", "opt_state"}
     assert (tree["step"], tree["opt_state"]) == (int(step.name), {})
@@ -76,11 +80,13 @@ def digests(arrays: Mapping[str, np.ndarray]) -> dict[str, list]:
 def assert_same_bits(got: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
     """The same names, shapes, dtypes and bits."""
     assert set(got) == set(wanted)
-    differing = {key: (digest(got[key]), digest(wanted[key])) for key in wanted if digest(got[key]) != digest(wanted[key])}
+    differing = {
+        key: (digest(got[key]), digest(wanted[key])) for key in wanted if digest(got[key]) != digest(wanted[key])
+    }
     assert not differing
 
 
-# --- MaxText's own bits ---------------------------------------------------------------------------------------------------------
+# --- MaxText's own bits -----------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -123,7 +129,9 @@ def generate(factory: pytest.TempPathFactory) -> Path:
 
 
 def write_once(factory: pytest.TempPathFactory, name: str, script: list[str]) -> Path:
-    """The folder that a script wrote, which is its last argument: once in a test run, by whichever of pytest-xdist's processes comes first."""
+    """The folder that a script wrote, which is its last argument: once in a test run, by whichever of pytest-xdist's
+    processes comes first.
+    """
     base = factory.getbasetemp()
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder = root / name
@@ -142,7 +150,7 @@ def decoded(encoding: Encoding, box: Box | None = None, dtype: np.dtype = F32) -
     return encoding.decode(read_boxes(encoding.reads(box))[0], box, dtype)
 
 
-# --- checkpoints made here ------------------------------------------------------------------------------------------------------
+# --- checkpoints made here --------------------------------------------------------------------------------------------
 
 LLAMA = dict(
     model_type="llama", vocab_size=64, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48,
@@ -156,7 +164,13 @@ DEEPSEEK = LLAMA | dict(
 
 # Real sizes, for plans: no tensor of these is ever made.
 LLAMA_8B = LLAMA | dict(
-    vocab_size=128256, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=14336, num_hidden_layers=32
+    vocab_size=128256,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    num_hidden_layers=32,
 )
 DEEPSEEK_V3 = DEEPSEEK | dict(
     vocab_size=129280, hidden_size=7168, num_attention_heads=128, num_key_value_heads=128, intermediate_size=18432, num_hidden_layers=61,
@@ -179,7 +193,9 @@ def shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         attention = f"{layer}.self_attn"
         made.update({f"{layer}.input_layernorm.weight": (embed,), f"{layer}.post_attention_layernorm.weight": (embed,)})
         if "kv_lora_rank" in c:
-            nope, rope, value, rank = (c[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+            nope, rope, value, rank = (
+                c[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+            )
             if c["q_lora_rank"]:
                 made[f"{attention}.q_a_proj.weight"] = (c["q_lora_rank"], embed)
                 made[f"{attention}.q_a_layernorm.weight"] = (c["q_lora_rank"],)
@@ -203,12 +219,18 @@ def shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if not experts or i < c.get("first_k_dense_replace", 0):
             gated(f"{layer}.mlp", c["intermediate_size"])
             continue
-        moe, names = (f"{layer}.block_sparse_moe", ("w1", "w3", "w2")) if c["model_type"] == "mixtral" else (f"{layer}.mlp", ())
+        moe, names = (
+            (f"{layer}.block_sparse_moe", ("w1", "w3", "w2")) if c["model_type"] == "mixtral" else (f"{layer}.mlp", ())
+        )
         made[f"{moe}.gate.weight"] = (experts, embed)
         if c["model_type"] == "deepseek_v3":
             made[f"{moe}.gate.e_score_correction_bias"] = (experts,)
         for expert in range(experts):
-            gated(f"{moe}.experts.{expert}", c.get("moe_intermediate_size") or c["intermediate_size"], *([names] if names else []))
+            gated(
+                f"{moe}.experts.{expert}",
+                c.get("moe_intermediate_size") or c["intermediate_size"],
+                *([names] if names else []),
+            )
         if c.get("n_shared_experts"):
             gated(f"{moe}.shared_experts", c["moe_intermediate_size"] * c["n_shared_experts"])
     made["model.norm.weight"] = (embed,)
@@ -239,7 +261,9 @@ def save(folder: Path, config: Mapping[str, Any], *shards: Mapping[str, np.ndarr
     return folder
 
 
-def peft_adapter(folder: Path, modules: Mapping[str, tuple[int, int]], rank: int = 4, **config: Any) -> tuple[Path, dict[str, np.ndarray]]:
+def peft_adapter(
+    folder: Path, modules: Mapping[str, tuple[int, int]], rank: int = 4, **config: Any
+) -> tuple[Path, dict[str, np.ndarray]]:
     """An adapter as PEFT stores it, of random factors with alpha twice the rank, and its tensors.
 
     Args:
@@ -255,7 +279,9 @@ def peft_adapter(folder: Path, modules: Mapping[str, tuple[int, int]], rank: int
     folder.mkdir()
     save_file(factors, folder / "adapter_model.safetensors")
     targets = sorted({module.rpartition(".")[2] for module in modules})
-    peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM", **config).save_pretrained(folder)
+    peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM", **config
+    ).save_pretrained(folder)
     return folder, factors
 
 
@@ -265,9 +291,14 @@ def split(tensors: Mapping[str, np.ndarray], parts: int) -> list[dict[str, np.nd
 
 
 def headers_only(
-    config: Mapping[str, Any], dtype: np.dtype = BF16, shard_bytes: int = 5_000_000_000, known: Mapping[str, tuple[int, ...]] | None = None
+    config: Mapping[str, Any],
+    dtype: np.dtype = BF16,
+    shard_bytes: int = 5_000_000_000,
+    known: Mapping[str, tuple[int, ...]] | None = None,
 ) -> HfCheckpoint:
-    """A checkpoint that is known by its headers, without files, whatever its size; its tensors are those `known`, else `shapes(config)`."""
+    """A checkpoint that is known by its headers, without files, whatever its size; its tensors are those `known`, else
+    `shapes(config)`.
+    """
     shards: list[Shard] = []
     tensors: list[Tensor] = []
     offset = 0
@@ -288,7 +319,7 @@ def headers_only(
     return HfCheckpoint("/nowhere", dict(config), tuple(shards))
 
 
-# --- a reference in plain numpy -------------------------------------------------------------------------------------------------
+# --- a reference in plain numpy ---------------------------------------------------------------------------------------
 
 
 def unfuse(config: Mapping[str, Any], state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -300,21 +331,31 @@ def unfuse(config: Mapping[str, Any], state: Mapping[str, np.ndarray]) -> dict[s
             name = name.replace(".mlp.", ".block_sparse_moe.")
         if name.endswith(".experts.gate_up_proj"):
             width = values.shape[1] // 2
-            parts = {("w1" if mixtral else "gate_proj"): values[:, :width], ("w3" if mixtral else "up_proj"): values[:, width:]}
+            parts = {
+                ("w1" if mixtral else "gate_proj"): values[:, :width],
+                ("w3" if mixtral else "up_proj"): values[:, width:],
+            }
         elif name.endswith(".experts.down_proj"):
             parts = {("w2" if mixtral else "down_proj"): values}
         else:
             made[name] = values
             continue
         prefix = name.rpartition(".")[0]
-        made |= {f"{prefix}.{expert}.{part}.weight": stacked[expert] for part, stacked in parts.items() for expert in range(len(stacked))}
+        made |= {
+            f"{prefix}.{expert}.{part}.weight": stacked[expert]
+            for part, stacked in parts.items()
+            for expert in range(len(stacked))
+        }
     return made
 
 
-def reference(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype: np.dtype, paired_rope: bool = False) -> dict[str, np.ndarray]:
+def reference(
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype: np.dtype, paired_rope: bool = False
+) -> dict[str, np.ndarray]:
     """MaxText's scanned arrays of a model in the hub's spelling: float32 throughout, one cast at the end.
 
-    Every kernel is `x.T` reshaped; layers are stacked on axis 1, experts on axis 0 (MaxText, utils/param_mapping.py, e591f30).
+    Every kernel is `x.T` reshaped; layers are stacked on axis 1, experts on axis 0 (MaxText, utils/param_mapping.py,
+    e591f30).
     """
     c = config
     heads, kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
@@ -331,17 +372,26 @@ def reference(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtyp
         return np.stack(halves, -1).reshape(values.shape) if paired_rope else values
 
     def gated(target: str, source: str) -> dict[str, np.ndarray]:
-        return {f"{target}.{to}.kernel": get(f"{source}.{name}") for to, name in dict(wi_0="gate_proj", wi_1="up_proj", wo="down_proj").items()}
+        return {
+            f"{target}.{to}.kernel": get(f"{source}.{name}")
+            for to, name in dict(wi_0="gate_proj", wi_1="up_proj", wo="down_proj").items()
+        }
 
     def layer(i: int) -> dict[str, np.ndarray]:
         prefix = f"model.layers.{i}."
         here = prefix + "self_attn."
-        made = {f"{to}_self_attention_layer_norm.scale": get(f"{prefix}{name}_layernorm") for to, name in dict(pre="input", post="post_attention").items()}
+        made = {
+            f"{to}_self_attention_layer_norm.scale": get(f"{prefix}{name}_layernorm")
+            for to, name in dict(pre="input", post="post_attention").items()
+        }
         attention: dict[str, np.ndarray] = {}
         if "kv_lora_rank" in c:
             attention["wq_a.kernel"], attention["q_norm.scale"] = get(here + "q_a_proj"), get(here + "q_a_layernorm")
             attention["wq_b.kernel"] = get(here + "q_b_proj", c["q_lora_rank"], heads, -1)
-            attention["wkv_a.kernel"], attention["kv_norm.scale"] = get(here + "kv_a_proj_with_mqa"), get(here + "kv_a_layernorm")
+            attention["wkv_a.kernel"], attention["kv_norm.scale"] = (
+                get(here + "kv_a_proj_with_mqa"),
+                get(here + "kv_a_layernorm"),
+            )
             attention["wkv_b.kernel"] = get(here + "kv_b_proj", c["kv_lora_rank"], heads, -1)
             attention["out.kernel"] = get(here + "o_proj", heads, c["v_head_dim"], -1)
         else:
@@ -356,11 +406,16 @@ def reference(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtyp
         if not experts or i < dense:
             return made | gated("mlp", f"{prefix}mlp")
         source, names = f"{prefix}mlp", dict(wi_0="gate_proj", wi_1="up_proj", wo="down_proj")
-        router = {"deepseek_v3": "DeepSeekMoeBlock_0.MoeBlock_0", "mixtral": "MoeBlock_0", "qwen3_moe": "moe_block"}[c["model_type"]]
+        router = {"deepseek_v3": "DeepSeekMoeBlock_0.MoeBlock_0", "mixtral": "MoeBlock_0", "qwen3_moe": "moe_block"}[
+            c["model_type"]
+        ]
         if c["model_type"] == "mixtral":
             source, names = f"{prefix}block_sparse_moe", dict(wi_0="w1", wi_1="w3", wo="w2")
         made[f"{router}.gate.kernel"] = get(f"{source}.gate")
-        made |= {f"{router}.{to}": np.stack([get(f"{source}.experts.{e}.{name}") for e in range(experts)]) for to, name in names.items()}
+        made |= {
+            f"{router}.{to}": np.stack([get(f"{source}.experts.{e}.{name}") for e in range(experts)])
+            for to, name in names.items()
+        }
         if c["model_type"] == "deepseek_v3":
             made[f"{router}.gate.bias"] = get(f"{source}.gate.e_score_correction_bias")
             made |= gated("DeepSeekMoeBlock_0.shared_experts", f"{source}.shared_experts")
@@ -370,9 +425,15 @@ def reference(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtyp
     if not c.get("tie_word_embeddings"):
         arrays["decoder.logits_dense.kernel"] = get("lm_head")
     deepseek = "kv_lora_rank" in c
-    for name, ids in {"dense_layers": range(dense), "moe_layers" if deepseek else "layers": range(dense, layers)}.items():
+    for name, ids in {
+        "dense_layers": range(dense),
+        "moe_layers" if deepseek else "layers": range(dense, layers),
+    }.items():
         stacked = [layer(i) for i in ids]
-        arrays |= {f"decoder.{name}.{key}": np.stack([one[key] for one in stacked], 1) for key in (stacked[0] if stacked else ())}
+        arrays |= {
+            f"decoder.{name}.{key}": np.stack([one[key] for one in stacked], 1)
+            for key in (stacked[0] if stacked else ())
+        }
     return {key: values.astype(dtype) for key, values in arrays.items()}
 
 

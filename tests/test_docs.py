@@ -30,14 +30,17 @@ def blocks(page: Path, language: str = "") -> list[str]:
 def commands(page: Path) -> list[str]:
     """What a page shows of `weightbeam …`, without comments, one command each."""
     lines = "\n".join(blocks(page)).replace("\\\n", " ").splitlines()
-    return [line.strip().removeprefix("$ ") for line in lines if re.match(r"(\$ )?weightbeam \S*[^:\s]( |$)", line.strip())]
+    return [
+        line.strip().removeprefix("$ ") for line in lines if re.match(r"(\$ )?weightbeam \S*[^:\s]( |$)", line.strip())
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_is_one(page: Path) -> None:
     """Its options are ours, or among Beam's that are meant."""
     for command in commands(page):
-        words = shlex.split(re.sub(r"   .*", "", command), comments=True)[1:]  # what follows three blanks is an explanation
+        # what follows three blanks is an explanation
+        words = shlex.split(re.sub(r"   .*", "", command), comments=True)[1:]
         if {"…", "COMMAND", "[options]"} & set(words):
             continue
         args, rest = parse([word for word in words if word not in ("&&", "|")])
@@ -45,7 +48,9 @@ def test_every_command_is_one(page: Path) -> None:
         check_options(rest)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_links_lead_somewhere(page: Path) -> None:
     """To files that are there, and to headings that they have."""
     broken = []
@@ -68,9 +73,18 @@ def test_the_code_of_the_page_on_jax_runs(tmp_path: Path) -> None:
     config = tiny.CONFIGS["qwen3"]
     save(tmp_path / "hf", config, {name: np.ones(shape, BF16) for name, shape in tiny.shapes(config).items()})
     (tmp_path / "page.py").write_text(
-        "from pathlib import Path\nrelease, checkpoint = 'hf', Path('ckpt').absolute()\n" + "\n".join(blocks(ROOT / "docs" / "jax.md", "python"))
+        "from pathlib import Path\nrelease, checkpoint = 'hf', Path('ckpt').absolute()\n"
+        + "\n".join(blocks(ROOT / "docs" / "jax.md", "python"))
     )
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, env=os.environ | devices, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(
+        [sys.executable, "page.py"],
+        cwd=tmp_path,
+        env=os.environ | devices,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     assert "bfloat16" in ran.stdout

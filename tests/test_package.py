@@ -25,7 +25,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("model_mappings", "formats", "transforms", "pipelines")
 BUILT_FROM = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "docs", "weightbeam", *PACKAGES)
-MODULES = {"pyyaml": "yaml", "google-cloud-storage": "google.cloud.storage"}  # where it isn't the requirement's name with underscores
+# where it isn't the requirement's name with underscores
+MODULES = {"pyyaml": "yaml", "google-cloud-storage": "google.cloud.storage"}
 
 THEIRS = '''
 """A user's training script beside folders and files of the user's own, which have the names of Weightbeam's packages."""
@@ -52,7 +53,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "source").mkdir()
     for name in BUILT_FROM:  # a copy: a build leaves its traces
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, folder / "source" / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(ROOT / name, folder / "source")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "source")]
@@ -65,7 +68,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which pip installed the wheel, without the requirements, which this environment has."""
     folder = tmp_path_factory.mktemp("installed") / "site"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--target", str(folder), str(wheel)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--target",
+        str(folder),
+        str(wheel),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
     return folder
@@ -73,7 +88,9 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """A folder of a user's own: a package `pipelines`, a plain folder `transforms`, a file `formats.py`, a script, and a model."""
+    """A folder of a user's own: a package `pipelines`, a plain folder `transforms`, a file `formats.py`, a script, and
+    a model.
+    """
     (tmp_path / "pipelines").mkdir()
     (tmp_path / "pipelines" / "__init__.py").touch()
     (tmp_path / "pipelines" / "data.py").write_text("ROWS = 3\n")
@@ -83,7 +100,9 @@ def theirs(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(THEIRS)
     config = tiny.CONFIGS["qwen3"]
     rng = np.random.default_rng(0)
-    tensors = {name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in tiny.shapes(config).items()}
+    tensors = {
+        name: rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in tiny.shapes(config).items()
+    }
     save(tmp_path / "model", config, tensors)
     return tmp_path
 
@@ -91,15 +110,26 @@ def theirs(tmp_path: Path) -> Path:
 def run(site: Path, theirs: Path, *command: str, stdin: str = "") -> str:
     """What a command prints in the user's folder, both of them on Python's path."""
     environment = os.environ | {"PYTHONPATH": f".{os.pathsep}{site}"}
-    ran = subprocess.run(command, cwd=theirs, env=environment, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(
+        command, cwd=theirs, env=environment, input=stdin, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
 
 def test_what_is_installed_is_one_package(site: Path) -> None:
-    assert {path.name for path in site.iterdir()} == {"bin", "weightbeam", f"weightbeam-{weightbeam.__version__}.dist-info"}
+    assert {path.name for path in site.iterdir()} == {
+        "bin",
+        "weightbeam",
+        f"weightbeam-{weightbeam.__version__}.dist-info",
+    }
     assert [path for path in site.rglob("*") if path.is_symlink()] == []
-    sources = {path.relative_to(ROOT) for name in (*PACKAGES, "docs") for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".md", ".json")}
+    sources = {
+        path.relative_to(ROOT)
+        for name in (*PACKAGES, "docs")
+        for path in (ROOT / name).rglob("*")
+        if path.suffix in (".py", ".md", ".json")
+    }
     assert {path for path in sources if not (site / "weightbeam" / path).is_file()} == set()
     assert (site / "weightbeam" / "py.typed").is_file()
 
@@ -123,7 +153,9 @@ def test_the_metadata_describe_the_project(wheel: Path) -> None:
     assert metadata["Version"] == weightbeam.__version__
     assert str(metadata.get_payload()).startswith("# Weightbeam")
     assert metadata["Requires-Python"] == ">=3.11"
-    assert [field for field in ("Summary", "Author", "Keywords", "License-Expression", "Project-URL") if not metadata[field]] == []
+    assert [
+        field for field in ("Summary", "Author", "Keywords", "License-Expression", "Project-URL") if not metadata[field]
+    ] == []
     pythons = set(re.findall(r"Python :: (3\.\d+)", "\n".join(metadata.get_all("Classifier", []))))
     assert pythons == set(re.findall(r'"(3\.\d+)"', (ROOT / "noxfile.py").read_text()))
 
@@ -142,15 +174,29 @@ def imported() -> set[str]:
 
 
 def test_every_requirement_is_imported() -> None:
-    modules = {requirement: MODULES.get(name, name.replace("-", "_")) for requirement in PROJECT["dependencies"] for name in [Requirement(requirement).name]}
+    modules = {
+        requirement: MODULES.get(name, name.replace("-", "_"))
+        for requirement in PROJECT["dependencies"]
+        for name in [Requirement(requirement).name]
+    }
     used = imported()
     assert {requirement for requirement, module in modules.items() if module not in used} == set()
 
 
 def test_every_extra_that_is_named_exists_and_is_explained() -> None:
     extras = set(PROJECT["optional-dependencies"])
-    files = [ROOT / "Makefile", ROOT / "noxfile.py", *(path for name in (*PACKAGES, "docs", "deploy") for path in (ROOT / name).rglob("*") if path.is_file())]
-    text = "\n".join(path.read_text() for path in files if path.suffix in (".md", ".py", "") and "__pycache__" not in path.parts)
-    named = {extra.strip() for found in re.findall(r"""['"](?:\.|weightbeam)\[([\w,]+)\]['"]""", text) for extra in found.split(",")}
+    files = [
+        ROOT / "Makefile",
+        ROOT / "noxfile.py",
+        *(path for name in (*PACKAGES, "docs", "deploy") for path in (ROOT / name).rglob("*") if path.is_file()),
+    ]
+    text = "\n".join(
+        path.read_text() for path in files if path.suffix in (".md", ".py", "") and "__pycache__" not in path.parts
+    )
+    named = {
+        extra.strip()
+        for found in re.findall(r"""['"](?:\.|weightbeam)\[([\w,]+)\]['"]""", text)
+        for extra in found.split(",")
+    }
     assert named <= extras
     assert {extra for extra in extras if f"`{extra}`" not in (ROOT / "README.md").read_text()} == set()

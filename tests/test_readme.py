@@ -20,7 +20,9 @@ FILES = {
 
 @pytest.mark.parametrize("made", FILES, ids=lambda made: f"{made.__module__}.{made.__name__}")
 def test_what_is_supported_is_what_the_code_says(made) -> None:
-    """`python -m weightbeam.model_mappings.registry` and `python -m weightbeam.formats.encodings.table` print the tables anew."""
+    """`python -m weightbeam.model_mappings.registry` and `python -m weightbeam.formats.encodings.table` print the
+    tables anew.
+    """
     assert made() in (ROOT / FILES[made]).read_text()
 
 
@@ -30,7 +32,14 @@ def test_every_format_says_who_publishes_it() -> None:
 
 def test_the_demo_says_that_all_is_well(tmp_path: Path) -> None:
     """On its last line; its first is its own, and not a library's warning."""
-    ran = subprocess.run([sys.executable, "-m", "examples.demo", tmp_path / "demo"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-m", "examples.demo", tmp_path / "demo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     lines = ran.stdout.splitlines()
     assert (ran.returncode, lines[0][:9], lines[-1][:12]) == (0, "1. wrote ", "All is well."), ran.stderr
     assert "WARNING" not in ran.stderr

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 
 SHARED = Path(__file__).parents[2] / "shared" / "maxtext"
-TRAINED = {"llama-fsdp8": "llama3.1-8b", "llama-fsdp8-paramonly-unscanned": "llama3.1-8b", "llama-linen-paramonly-unscanned": "llama3.1-8b"}
+TRAINED = {
+    "llama-fsdp8": "llama3.1-8b",
+    "llama-fsdp8-paramonly-unscanned": "llama3.1-8b",
+    "llama-linen-paramonly-unscanned": "llama3.1-8b",
+}
 TRAINED |= {"qwen3moe-fsdp4-tensor2": "qwen3-30b-a3b"}
 
 

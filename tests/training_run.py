@@ -1,9 +1,10 @@
-"""A training run without the training: stock Orbax's asynchronous CheckpointManager writes MaxText-shaped states, whose weights change each step.
+"""A training run without the training: stock Orbax's asynchronous CheckpointManager writes MaxText-shaped states, whose
+weights change each step.
 
     python tests/training_run.py --state STATE --root CHECKPOINTS --steps 0:10 --seconds 1 --keep 2
 
-`STATE` is a checkpoint whose arrays give names, shapes and dtypes. The weights of a step follow from its number alone, so that anyone can say
-what a step holds: `weights_of`.
+`STATE` is a checkpoint whose arrays give names, shapes and dtypes. The weights of a step follow from its number alone,
+so that anyone can say what a step holds: `weights_of`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ def load_state(step: Path) -> dict[str, Any]:
     """A checkpoint's whole tree, on the host."""
     checkpointer = ocp.PyTreeCheckpointer()
     tree = checkpointer.metadata(step / "items").item_metadata.tree
-    return checkpointer.restore(step / "items", restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree))
+    return checkpointer.restore(
+        step / "items", restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    )
 
 
 def weights_of(state: Any, step: int, seed: int = 0, path: str = "") -> Any:
     """A state with the weights that it has at a step; all else is as it was but for the counters."""
     if isinstance(state, Mapping):
-        return {key: weights_of(value, step, seed, f"{path}.{key}" if path else str(key)) for key, value in state.items()}
+        return {
+            key: weights_of(value, step, seed, f"{path}.{key}" if path else str(key)) for key, value in state.items()
+        }
     if isinstance(state, list | tuple):
         return [weights_of(value, step, seed, f"{path}.{key}") for key, value in enumerate(state)]
     if state is None or not path.startswith("params.") or path.endswith(STILL):

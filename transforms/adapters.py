@@ -1,8 +1,9 @@
 """An adapter of MaxText's as one of PEFT's: the table of the adapter, read back.
 
-An adapter is small, so it is made here and now, a layer of one weight after the other, without a pipeline. What MaxText keeps is A and
-B of each kernel, of one rank, and alpha / rank as the only scaling; the values are those that a conversion with `--adapter_only` began
-with, padded ranks included. Layers that hold nothing but zeros had no adapter, and get none.
+An adapter is small, so it is made here and now, a layer of one weight after the other, without a pipeline. What MaxText
+keeps is A and B of each kernel, of one rank, and alpha / rank as the only scaling; the values are those that a
+conversion with `--adapter_only` began with, padded ranks included. Layers that hold nothing but zeros had no adapter,
+and get none.
 """
 
 from __future__ import annotations
@@ -72,12 +73,16 @@ class AdapterExport:
                 if key not in arrays:
                     (arrays[key],) = read([_fetch(self.source.weights[key])])[0][0]
                 side = str(cell.tensor)[-1]
-                made[f"{PEFT_PREFIX}{self._in_memory(module)}.{SIDES[side]}.weight"] = _back(self.source.weights[key], arrays[key], key, part, cell)
+                made[f"{PEFT_PREFIX}{self._in_memory(module)}.{SIDES[side]}.weight"] = _back(
+                    self.source.weights[key], arrays[key], key, part, cell
+                )
             if any(values.any() for values in made.values()):
                 yield from made.items()
 
     def _in_memory(self, module: str) -> str:
-        """The path of a module in transformers' model, where a text model with towers around it has another one than in the files."""
+        """The path of a module in transformers' model, where a text model with towers around it has another one than in
+        the files.
+        """
         assert self.family is not None
         prefix = self.family.aliases.get("model.language_model")
         if prefix and "text_config" in self.config and module.startswith(f"{prefix}."):
@@ -140,7 +145,9 @@ def is_adapter(source: OrbaxCheckpoint) -> bool:
     return bool(source.weights) and all(_FACTOR.fullmatch(key) for key in source.weights)
 
 
-def plan_adapter(source: OrbaxCheckpoint, config: Mapping[str, Any], base: str, alpha: float | None = None, model: str | None = None) -> AdapterExport:
+def plan_adapter(
+    source: OrbaxCheckpoint, config: Mapping[str, Any], base: str, alpha: float | None = None, model: str | None = None
+) -> AdapterExport:
     """Plans the export of an adapter.
 
     Args:
@@ -156,10 +163,18 @@ def plan_adapter(source: OrbaxCheckpoint, config: Mapping[str, Any], base: str, 
     ranks = {array.shape[-1] for key, array in weights.items() if key.endswith("_lora_a") and array.shape}
     rank = said.get("lora_rank", next(iter(ranks), 0))
     if ranks != {rank}:
-        problems.append(Problem("adapter", source.root, f"its factors have the ranks {sorted(ranks)}, its metadata say {rank}"))
+        problems.append(
+            Problem("adapter", source.root, f"its factors have the ranks {sorted(ranks)}, its metadata say {rank}")
+        )
     alpha = said.get("lora_alpha", alpha)
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
-        problems.append(Problem("adapter", source.root, "doesn't say what its product is scaled by (alpha / rank); name it with --lora_alpha"))
+        problems.append(
+            Problem(
+                "adapter",
+                source.root,
+                "doesn't say what its product is scaled by (alpha / rank); name it with --lora_alpha",
+            )
+        )
         alpha = float(rank or 1)
     made = _mapping(source.record, "options")
     try:
@@ -173,14 +188,28 @@ def plan_adapter(source: OrbaxCheckpoint, config: Mapping[str, Any], base: str, 
         )  # fmt: skip
         parts, unknown = _parts(family, Config(config), layout, rank, weights)
     except (ConfigError, UnknownFamilyError) as e:
-        return AdapterExport(source, base, {}, rank, alpha, (*problems, Problem("config", "config.json", str(e))), None, config)
-    problems += [Problem("unused", key, f"the {family.name} table has no kernel that it is a factor of", is_array=True) for key in unknown]
+        return AdapterExport(
+            source, base, {}, rank, alpha, (*problems, Problem("config", "config.json", str(e))), None, config
+        )
+    problems += [
+        Problem("unused", key, f"the {family.name} table has no kernel that it is a factor of", is_array=True)
+        for key in unknown
+    ]
     for key, part in parts.items():
         if weights[key].shape != part.shape:
-            problems.append(Problem("shape", key, f"{weights[key].shape} in the checkpoint, by config.json it is {part.shape}", is_array=True))
+            problems.append(
+                Problem(
+                    "shape",
+                    key,
+                    f"{weights[key].shape} in the checkpoint, by config.json it is {part.shape}",
+                    is_array=True,
+                )
+            )
         other = f"{key[:-1]}{'b' if key.endswith('a') else 'a'}"
         if other not in weights:
-            problems.append(Problem("missing", other, f"the checkpoint holds {key}, and a product has two factors", is_array=True))
+            problems.append(
+                Problem("missing", other, f"the checkpoint holds {key}, and a product has two factors", is_array=True)
+            )
     return AdapterExport(source, base, parts, rank, float(alpha), tuple(problems), family, config)
 
 
@@ -190,7 +219,9 @@ def _mapping(held: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _parts(family: Family, config: Config, layout: Layout, rank: int, weights: Mapping[str, OrbaxArray]) -> tuple[dict[str, Part], list[str]]:
+def _parts(
+    family: Family, config: Config, layout: Layout, rank: int, weights: Mapping[str, OrbaxArray]
+) -> tuple[dict[str, Part], list[str]]:
     """The part that reads each factor back, and the factors that no kernel of the table has."""
     stacks = family.stacks(config, layout)
     adapted = set()
@@ -198,9 +229,16 @@ def _parts(family: Family, config: Config, layout: Layout, rank: int, weights: M
         for rule in stack.rules:
             path = "/".join(filter(None, (stack.collection, stack.target, rule.target)))
             if rule.source and not rule.name_axes and f"{key_of(path)}_lora_a" in weights:
-                adapted |= {(stack.source + rule.source).format(layer=int(layer)) for layer in np.asarray(stack.layers).flat}
+                adapted |= {
+                    (stack.source + rule.source).format(layer=int(layer)) for layer in np.asarray(stack.layers).flat
+                }
     table = adapter_table(stacks, adapted)
-    own = dataclasses.replace(family, dims=lambda c, at: {**family.dims(c, at), RANK: rank}, stacks=lambda c, at: table.stacks)
+    own = dataclasses.replace(
+        family, dims=lambda c, at: {**family.dims(c, at), RANK: rank}, stacks=lambda c, at: table.stacks
+    )
     shapes = dict.fromkeys(table.factors, ())
-    found = {key_of(path).removesuffix(".value"): parts[0] for path, parts in expand(own, config, dataclasses.replace(layout, shapes=shapes)).items()}
+    found = {
+        key_of(path).removesuffix(".value"): parts[0]
+        for path, parts in expand(own, config, dataclasses.replace(layout, shapes=shapes)).items()
+    }
     return {key: part for key, part in found.items() if key in weights}, sorted(set(weights) - set(found))

@@ -1,7 +1,8 @@
-"""Adapters of MaxText's over the weights of a checkpoint of MaxText's: the same arrays, some of them with a LoRA in them.
+"""Adapters of MaxText's over the weights of a checkpoint of MaxText's: the same arrays, some of them with a LoRA in
+them.
 
-Kernel and factors meet in the model's table: both are made of the same tensor of the same layer, whether layers are stacked or apart,
-and on whatever axis. Every array of an adapter is used, or is a problem.
+Kernel and factors meet in the model's table: both are made of the same tensor of the same layer, whether layers are
+stacked or apart, and on whatever axis. Every array of an adapter is used, or is a problem.
 """
 
 from __future__ import annotations
@@ -81,7 +82,13 @@ class _Place:
     index: tuple[int, ...]
 
 
-def adapt(source: OrbaxCheckpoint, model: Model, adapters: Sequence[MaxTextAdapter], family: str | None, maxtext_model: str | None) -> Adapted:
+def adapt(
+    source: OrbaxCheckpoint,
+    model: Model,
+    adapters: Sequence[MaxTextAdapter],
+    family: str | None,
+    maxtext_model: str | None,
+) -> Adapted:
     """Merges adapters into the kernels of a checkpoint.
 
     Args:
@@ -94,36 +101,80 @@ def adapt(source: OrbaxCheckpoint, model: Model, adapters: Sequence[MaxTextAdapt
         return Adapted()
     parts, why = find_parts(source, model, family, maxtext_model)
     if why:
-        return Adapted(problems=(Problem("option", "--lora", f"which axes of a kernel are its inputs follows from the model's table, but {why}"),))
+        return Adapted(
+            problems=(
+                Problem(
+                    "option",
+                    "--lora",
+                    f"which axes of a kernel are its inputs follows from the model's table, but {why}",
+                ),
+            )
+        )
     problems, about = [], []
     pairs: dict[str, list[Pair]] = {}
     for adapter in adapters:
         if not is_adapter(adapter.files):
-            problems.append(Problem("adapter", adapter.root, "holds other arrays than the factors of a LoRA, and is no adapter of MaxText's"))
+            problems.append(
+                Problem(
+                    "adapter",
+                    adapter.root,
+                    "holds other arrays than the factors of a LoRA, and is no adapter of MaxText's",
+                )
+            )
             continue
         planned = plan_adapter(adapter.files, model.config, source.root, adapter.alpha, maxtext_model or model.name)
-        found = [dataclasses.replace(problem, subject=f"{adapter.root}: {problem.subject}") for problem in planned.problems]
+        found = [
+            dataclasses.replace(problem, subject=f"{adapter.root}: {problem.subject}") for problem in planned.problems
+        ]
         uses: dict[str, str] = {}
         if not found:
-            for name, pair, keys in _pairs(parts, planned.parts, adapter, adapter.weight * planned.alpha / planned.rank):
+            for name, pair, keys in _pairs(
+                parts, planned.parts, adapter, adapter.weight * planned.alpha / planned.rank
+            ):
                 if name not in source.tree.weights:
                     continue
                 held = source.weights[name].shape
                 if held != parts[name].shape:
-                    found.append(Problem("shape", name, f"{held} in the checkpoint, by config.json it is {parts[name].shape}", is_array=True))
+                    found.append(
+                        Problem(
+                            "shape",
+                            name,
+                            f"{held} in the checkpoint, by config.json it is {parts[name].shape}",
+                            is_array=True,
+                        )
+                    )
                 pairs.setdefault(source.tree.weights[name], []).append(pair)
                 uses |= dict.fromkeys(keys, f"merged into {name}")
             left = sorted(set(planned.parts) - set(uses))
-            found += [Problem("unused", f"{adapter.root}: {key}", "the base has no kernel that it is a factor of", is_array=True) for key in left]
+            found += [
+                Problem(
+                    "unused", f"{adapter.root}: {key}", "the base has no kernel that it is a factor of", is_array=True
+                )
+                for key in left
+            ]
         problems += found
-        about.append({"source": adapter.root, "weight": adapter.weight, "lora_rank": planned.rank, "lora_alpha": planned.alpha, "arrays": uses})
+        about.append(
+            {
+                "source": adapter.root,
+                "weight": adapter.weight,
+                "lora_rank": planned.rank,
+                "lora_alpha": planned.alpha,
+                "arrays": uses,
+            }
+        )
     weights = {key: name for name, key in source.tree.weights.items()}
-    kernels = {} if problems else {key: _kernel(source, key, parts[weights[key]], found) for key, found in pairs.items()}
+    kernels = (
+        {} if problems else {key: _kernel(source, key, parts[weights[key]], found) for key, found in pairs.items()}
+    )
     return Adapted(kernels, tuple(dict.fromkeys(problems)), tuple(about))
 
 
-def _pairs(parts: Mapping[str, Part], factors: Mapping[str, Part], adapter: MaxTextAdapter, scaling: float) -> Iterator[tuple[str, Pair, tuple[str, str]]]:
-    """`(kernel, factors of some of its layers, the keys of these)` for every kernel of the table that the adapter has factors of."""
+def _pairs(
+    parts: Mapping[str, Part], factors: Mapping[str, Part], adapter: MaxTextAdapter, scaling: float
+) -> Iterator[tuple[str, Pair, tuple[str, str]]]:
+    """`(kernel, factors of some of its layers, the keys of these)` for every kernel of the table that the adapter has
+    factors of.
+    """
     places: dict[str, _Place] = {}
     for key, part in factors.items():
         places |= {str(cell.tensor): _Place(key, part, cell.layer) for cell in part.cells()}
@@ -140,8 +191,15 @@ def _pairs(parts: Mapping[str, Part], factors: Mapping[str, Part], adapter: MaxT
             continue
         first = next(iter(layers.values()))
         keys = first[0].key, first[1].key
-        together = all(tuple(place.key for place in found) == keys and index == found[0].index == found[1].index for index, found in layers.items())
-        if together and len(layers) == part.layers.size and all(place.part.layers.shape == part.layers.shape for place in first):
+        together = all(
+            tuple(place.key for place in found) == keys and index == found[0].index == found[1].index
+            for index, found in layers.items()
+        )
+        if (
+            together
+            and len(layers) == part.layers.size
+            and all(place.part.layers.shape == part.layers.shape for place in first)
+        ):
             yield name, _pair(adapter, first, whole(part.layers.shape), (0,) * part.layers.ndim, scaling), keys
             continue
         for index, found in layers.items():
@@ -149,14 +207,25 @@ def _pairs(parts: Mapping[str, Part], factors: Mapping[str, Part], adapter: MaxT
             yield name, pair, (found[0].key, found[1].key)
 
 
-def _pair(adapter: MaxTextAdapter, places: Sequence[_Place], layers: tuple[tuple[int, int], ...], first: tuple[int, ...], scaling: float) -> Pair:
-    a, b = (Factor(adapter.files.weights[place.key], _layer_axis(place.part), rank_axis) for place, rank_axis in zip(places, (1, 0), strict=True))
+def _pair(
+    adapter: MaxTextAdapter,
+    places: Sequence[_Place],
+    layers: tuple[tuple[int, int], ...],
+    first: tuple[int, ...],
+    scaling: float,
+) -> Pair:
+    a, b = (
+        Factor(adapter.files.weights[place.key], _layer_axis(place.part), rank_axis)
+        for place, rank_axis in zip(places, (1, 0), strict=True)
+    )
     return Pair(layers, first, a, b, scaling)
 
 
 def _layer_axis(part: Part) -> int:
     """The first axis of layers; 0 where there is none."""
-    return next((axis for axis, factors in enumerate(part.target_axes) if any(factor.kind == "layer" for factor in factors)), 0)
+    return next(
+        (axis for axis, factors in enumerate(part.target_axes) if any(factor.kind == "layer" for factor in factors)), 0
+    )
 
 
 def _kernel(source: OrbaxCheckpoint, key: str, part: Part, pairs: Sequence[Pair]) -> AdaptedKernel:
@@ -168,16 +237,27 @@ def _kernel(source: OrbaxCheckpoint, key: str, part: Part, pairs: Sequence[Pair]
 
 
 def beside(kernel: AdaptedKernel, part: Part) -> Beside:
-    """Memory for the factors of a box of an array that `part` makes of a kernel: axes of the array, and bytes for each index along them.
+    """Memory for the factors of a box of an array that `part` makes of a kernel: axes of the array, and bytes for each
+    index along them.
 
-    Of a merged axis, such as heads · dim, only the first factor is cut. Beside what is stored there are the values in float32, twice.
+    Of a merged axis, such as heads · dim, only the first factor is cut. Beside what is stored there are the values in
+    float32, twice.
     """
     layers = range(kernel.at, kernel.at + kernel.stacked)
     others = [axis for axis in range(len(kernel.shape)) if axis not in layers]
-    stacked = frozenset(axis for axis, factors in enumerate(part.target_axes) if any(factor.kind == "layer" for factor in factors))
+    stacked = frozenset(
+        axis for axis, factors in enumerate(part.target_axes) if any(factor.kind == "layer" for factor in factors)
+    )
     terms = []
-    for held, factors in ((others[: kernel.inputs], [pair.a for pair in kernel.pairs]), (others[kernel.inputs :], [pair.b for pair in kernel.pairs])):
+    for held, factors in (
+        (others[: kernel.inputs], [pair.a for pair in kernel.pairs]),
+        (others[kernel.inputs :], [pair.b for pair in kernel.pairs]),
+    ):
         along = stacked.union(*(part.axes_of(axis) for axis in (*layers, *held[:1])))
-        adapters = {factor.array.items: factor.rank * (factor.array.dtype.itemsize + 8) for factor in factors if isinstance(factor.array, OrbaxArray)}
+        adapters = {
+            factor.array.items: factor.rank * (factor.array.dtype.itemsize + 8)
+            for factor in factors
+            if isinstance(factor.array, OrbaxArray)
+        }
         terms.append((along, sum(adapters.values()) * math.prod(kernel.shape[axis] for axis in held[1:])))
     return tuple(terms)

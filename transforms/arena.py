@@ -1,7 +1,8 @@
 """An arena: the memory of one unit after the other, taken from the system once.
 
-The arrays of a unit can lie where those of an earlier one lay. That bounds a process's memory by the units it works on at a
-time, and saves the system from handing out and clearing the same pages for every unit, which took more time than the copies.
+The arrays of a unit can lie where those of an earlier one lay. That bounds a process's memory by the units it works on
+at a time, and saves the system from handing out and clearing the same pages for every unit, which took more time than
+the copies.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Arena:
         """Begins anew with room for `capacity` bytes."""
         if self._buffer.size < capacity:
             self._buffer = np.empty(0, np.uint8)  # gives the old one back first
-            size = 1 << (capacity - 1).bit_length()  # pages that aren't touched cost nothing, so round up and rarely grow
+            # pages that aren't touched cost nothing, so round up and rarely grow
+            size = 1 << (capacity - 1).bit_length()
             pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError, AttributeError):  # a hint, which not every system takes
                 pages.madvise(mmap.MADV_HUGEPAGE)
@@ -50,7 +52,9 @@ class Arena:
         """
         nbytes = math.prod(shape) * dtype.itemsize
         if self._used + nbytes > self._buffer.size:
-            raise MemoryError(f"an array of {nbytes:,} bytes doesn't fit into the rest of an arena of {self._buffer.size:,}")
+            raise MemoryError(
+                f"an array of {nbytes:,} bytes doesn't fit into the rest of an arena of {self._buffer.size:,}"
+            )
         array = self._buffer[self._used : self._used + nbytes].view(dtype).reshape(shape)
         self._used += aligned(nbytes)
         return array
@@ -65,8 +69,9 @@ BACKGROUND = 0  # stands in _HELD for what no thread has to go on with: no threa
 def take(capacity: int, budget: int | None = None) -> Arena:
     """An arena with room for `capacity` bytes, for one unit.
 
-    Waits while that would make the arenas of this process more than `budget` bytes and other threads hold some. A thread that
-    holds one already doesn't wait: an engine that runs a stage for all elements before the next would wait for itself.
+    Waits while that would make the arenas of this process more than `budget` bytes and other threads hold some. A
+    thread that holds one already doesn't wait: an engine that runs a stage for all elements before the next would wait
+    for itself.
     """
     me = threading.get_ident()
     with _CHANGED:
@@ -99,7 +104,9 @@ def _hold(owner: int, capacity: int) -> Arena:
 
 
 def hand_over(arena: Arena) -> None:
-    """Leaves an arena to the background: the thread that took it needn't go on for it to be given back, and may wait for that."""
+    """Leaves an arena to the background: the thread that took it needn't go on for it to be given back, and may wait
+    for that.
+    """
     with _CHANGED:
         if arena.release and (held := arena.release.detach()):
             owner, nbytes = held[2]
@@ -109,7 +116,9 @@ def hand_over(arena: Arena) -> None:
 
 
 def let_go(arena: Arena) -> None:
-    """Counts an arena's bytes no more, after an error, so that nobody waits for them; writes that were started may still read from it."""
+    """Counts an arena's bytes no more, after an error, so that nobody waits for them; writes that were started may
+    still read from it.
+    """
     if arena.release:
         arena.release()
 
@@ -122,7 +131,9 @@ def give_back(arena: Arena) -> None:
 
 
 def release_free() -> None:
-    """Gives the arenas that nobody uses back to the system: the units are done, and the assembly needs memory of its own."""
+    """Gives the arenas that nobody uses back to the system: the units are done, and the assembly needs memory of its
+    own.
+    """
     with _CHANGED:
         _FREE.clear()
 

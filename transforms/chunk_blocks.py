@@ -1,12 +1,14 @@
-"""How an export cuts the arrays of a checkpoint: into blocks of whole chunks, long along its tensors' rows; and these into units.
+"""How an export cuts the arrays of a checkpoint: into blocks of whole chunks, long along its tensors' rows; and these
+into units.
 
-Along the axes that hold a tensor's columns a block takes all there is, so that a row is written in one go, and along the others as
-many chunks as its bytes allow:
+Along the axes that hold a tensor's columns a block takes all there is, so that a row is written in one go, and along
+the others as many chunks as its bytes allow:
 
     array wi_0 (embed, layers, mlp), chunks of (512, 1, 512)      tensor gate_proj (mlp, embed) of layer 7
     block: all of embed, layer 7, mlp [1024, 2048)          ─▸    rows [1024, 2048), whole
 
-A chunk that is larger than a unit is decoded once, as a stream, into files of its rows; of such an array a unit takes any rows.
+A chunk that is larger than a unit is decoded once, as a stream, into files of its rows; of such an array a unit takes
+any rows.
 """
 
 from __future__ import annotations
@@ -62,25 +64,37 @@ def cut(
       slots: units at a time that they are cut for, if that is known.
     """
     by_chunks = [chunk_grid(array, weights[array.key], weights[array.key].chunk, sizes, quantised) for array in arrays]
-    large = {grid.spec.key for grid in by_chunks if _smallest_bytes(grid) > unit_bytes or weights[grid.spec.key].chunk_bytes > unit_bytes}
+    large = {
+        grid.spec.key
+        for grid in by_chunks
+        if _smallest_bytes(grid) > unit_bytes or weights[grid.spec.key].chunk_bytes > unit_bytes
+    }
     unpacked = frozenset(key for key in large if can_unpack(weights[key]))
     grids = tuple(
-        chunk_grid(array, weights[array.key], (1,) * len(array.shape), sizes, quantised) if array.key in unpacked else grid
+        chunk_grid(array, weights[array.key], (1,) * len(array.shape), sizes, quantised)
+        if array.key in unpacked
+        else grid
         for array, grid in zip(arrays, by_chunks, strict=True)
     )
     problems = tuple(_too_large(grids, unit_bytes))
     return Cut(grids, () if problems else tuple(_units(arrays, grids, unit_bytes, slots)), unpacked, problems)
 
 
-def chunk_grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], sizes: Mapping[str, int], quantised: Container[str]) -> Grid:
-    """How an array is cut into blocks: of whole grains, such as chunks as they are stored, and whole along the columns of its tensors.
+def chunk_grid(
+    array: Array, stored: OrbaxArray, grain: tuple[int, ...], sizes: Mapping[str, int], quantised: Container[str]
+) -> Grid:
+    """How an array is cut into blocks: of whole grains, such as chunks as they are stored, and whole along the columns
+    of its tensors.
 
-    Where a tensor is quantised, also of whole blocks of its rows. `sizes` are the bytes that an element of each tensor takes.
+    Where a tensor is quantised, also of whole blocks of its rows. `sizes` are the bytes that an element of each tensor
+    takes.
     """
     part = next(part for part in array.parts if part.rule.source)
     whole_axes, rows = cut_rows(part, array.dtype.itemsize, SourceCost())
     names = sorted(axis for axis in part.stack_axes if any(f.kind == "name" for f in part.target_axes[axis]))
-    growth = tuple(dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole_axes)]))
+    growth = tuple(
+        dict.fromkeys([*rows, *names, *(axis for axis in range(len(array.shape)) if axis not in whole_axes)])
+    )
     coded = any(name in quantised for part in array.parts for name in part.tensors)
     target = max(sizes[name] for part in array.parts for name in part.tensors)
     element_bytes = array.dtype.itemsize * (2 if stored.compressed else 1) + target
@@ -91,7 +105,10 @@ def chunk_grid(array: Array, stored: OrbaxArray, grain: tuple[int, ...], sizes: 
 
 def _smallest(grid: Grid) -> list[int]:
     """The extents of the smallest block."""
-    return [n if axis in grid.whole_axes else min(chunk, n) for axis, (n, chunk) in enumerate(zip(grid.spec.shape, grid.spec.shard, strict=True))]
+    return [
+        n if axis in grid.whole_axes else min(chunk, n)
+        for axis, (n, chunk) in enumerate(zip(grid.spec.shape, grid.spec.shard, strict=True))
+    ]
 
 
 def _smallest_bytes(grid: Grid) -> int:
@@ -103,7 +120,9 @@ def _too_large(grids: Sequence[Grid], unit_bytes: int) -> Iterator[Problem]:
     """Arrays whose smallest block doesn't fit into a unit."""
     for grid in grids:
         if (needed := _smallest_bytes(grid)) > unit_bytes:
-            message = f"rows of its tensors need {needed:,} bytes together, a unit has {unit_bytes:,}; raise --unit_bytes"
+            message = (
+                f"rows of its tensors need {needed:,} bytes together, a unit has {unit_bytes:,}; raise --unit_bytes"
+            )
             yield Problem("memory", grid.spec.key, message, is_array=True)
 
 
@@ -113,7 +132,9 @@ def _units(arrays: Sequence[Array], grids: Sequence[Grid], most: int, slots: int
 
     def cut(unit_bytes: int) -> Iterator[tuple[Block, ...]]:
         for group in groups:
-            yield from zip(*(chunk_blocks(number, grids[number], unit_bytes // len(group)) for number in group), strict=True)
+            yield from zip(
+                *(chunk_blocks(number, grids[number], unit_bytes // len(group)) for number in group), strict=True
+            )
 
     return make_units(cut, sum(grid.working_bytes(grid.spec.shape) for grid in grids), most, slots)
 

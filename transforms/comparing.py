@@ -1,4 +1,6 @@
-"""The stages of a verification: numbers of tasks in, what was found of each array out; what a comparison is stands in `verification.py`."""
+"""The stages of a verification: numbers of tasks in, what was found of each array out; what a comparison is stands in
+`verification.py`.
+"""
 
 # pyright: reportReturnType=false
 # Beam says of `pcoll | transform` only that it is a PValue.
@@ -28,7 +30,15 @@ class CompareArrays(beam.PTransform):
     With `keys`, the checkpoint's key of each array, it is the release that is judged: an export of the checkpoint.
     """
 
-    def __init__(self, staged: bytes, plan_hash: str, items: Store, sample: float, report: Path, keys: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        staged: bytes,
+        plan_hash: str,
+        items: Store,
+        sample: float,
+        report: Path,
+        keys: Mapping[str, str] | None = None,
+    ):
         super().__init__()
         self.fn = _CompareFn(staged, plan_hash, items, sample, keys)
         self.report = report

@@ -40,7 +40,8 @@ from weightbeam.transforms.virtual import Placement, references
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
-PAIRING = {"unscaled", "scale", "orphan scale"}  # problems of one quantised tensor, which don't count where it is dropped
+# problems of one quantised tensor, which don't count where it is dropped
+PAIRING = {"unscaled", "scale", "orphan scale"}
 SAVE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 
 
@@ -141,12 +142,16 @@ class Conversion(InUnits):
 
     @property
     def inputs(self) -> list[str]:
-        """URLs of all that the checkpoint is made of: the source, the adapters, and their files, which may be links to elsewhere."""
+        """URLs of all that the checkpoint is made of: the source, the adapters, and their files, which may be links to
+        elsewhere.
+        """
         folders = (self.source, *(adapter.files for adapter in self.adapters))
         return [url for files in folders for url in (files.root, *(shard.path for shard in files.shards))]
 
     def was_touched(self, since: Conversion) -> bool:
-        """Whether a file of the source was replaced since it was planned with; that isn't in the hash, as the source may have moved, times and all."""
+        """Whether a file of the source was replaced since it was planned with; that isn't in the hash, as the source
+        may have moved, times and all.
+        """
         before = {shard.path: shard for shard in since.source.shards}
         pairs = [(before[shard.path], shard) for shard in self.source.shards if shard.path in before]
         return any(old.inode != new.inode or old.was_touched(new) for old, new in pairs)
@@ -164,7 +169,10 @@ class Conversion(InUnits):
     @property
     def virtual_bytes(self) -> int:
         """Bytes of the arrays that stay in the source's files."""
-        return sum(array.nbytes for array, placement in zip(self.plan.arrays, self.placements, strict=False) if placement.spec)  # none without --virtual
+        # none without --virtual
+        return sum(
+            array.nbytes for array, placement in zip(self.plan.arrays, self.placements, strict=False) if placement.spec
+        )
 
     @property
     def linked_bytes(self) -> int:
@@ -200,12 +208,18 @@ class Conversion(InUnits):
 
     def unreadable(self) -> list[Problem]:
         """The files whose end can't be read."""
-        problems = [problem for files in (self.source, *(adapter.files for adapter in self.adapters)) for problem in files.unreadable()]
+        problems = [
+            problem
+            for files in (self.source, *(adapter.files for adapter in self.adapters))
+            for problem in files.unreadable()
+        ]
         return problems or (self.source.find_damage() if self.options.check_source == "true" else [])
 
     @property
     def hash(self) -> str:
-        """Identifies the result: the source's files and headers, the options, the rules, grids and units. The same everywhere."""
+        """Identifies the result: the source's files and headers, the options, the rules, grids and units. The same
+        everywhere.
+        """
         return self._identity.hash
 
     @functools.cached_property
@@ -217,7 +231,12 @@ class Conversion(InUnits):
         for adapter in self.adapters:
             identity.add(adapter.identity)
         for array in self.plan.arrays:
-            identity.add(array.key, array.shape, array.fill, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
+            identity.add(
+                array.key,
+                array.shape,
+                array.fill,
+                [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts],
+            )
         for grid in self.grids:
             identity.add(grid.spec.chunk, grid.spec.shard, grid.spec.order)
         for unit in self.units:
@@ -239,14 +258,20 @@ class Conversion(InUnits):
         """The names of the files whose bytes are checked on their way, by path: those whose crc32c is known."""
         if self.options.check_source == "false":
             return {}
-        return {shard.path: shard.name for shard in self.source.shards if shard.crc32c or shard.name in self.source.sums}
+        return {
+            shard.path: shard.name for shard in self.source.shards if shard.crc32c or shard.name in self.source.sums
+        }
 
     def note_reads(self, unit: Unit, raw: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
         """The checksums of what a unit read, where they are wanted."""
         return note_reads(unit.fetches, raw, self._summed) if self._summed else {}
 
-    def write(self, staging: Staging, unit: Unit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None) -> int:
-        """Writes the shards of a unit into a database of their own, and enters the unit in the ledger; returns their bytes."""
+    def write(
+        self, staging: Staging, unit: Unit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None
+    ) -> int:
+        """Writes the shards of a unit into a database of their own, and enters the unit in the ledger; returns their
+        bytes.
+        """
         shards = shards_of(unit.jobs, made)
         write_unit(staging, unit.id, shards, self.format, notes=notes, see=self._see)
         return sum(array.nbytes for array in made)
@@ -272,14 +297,25 @@ class Conversion(InUnits):
         if references:
             files = identify(staging.items / SOURCE, self.source)
             arrays = sum(placement.spec is not None for placement in self.placements)
-            about = {"arrays": arrays, "bytes": self.virtual_bytes, "chunks": len(references), "files": [dataclasses.asdict(file) for file in files]}
+            about = {
+                "arrays": arrays,
+                "bytes": self.virtual_bytes,
+                "chunks": len(references),
+                "files": [dataclasses.asdict(file) for file in files],
+            }
             record["references"] = about
         specs = [grid.spec for grid in self.grids]
         custom = {"lora": self.folding.metadata} if self.folding else {}
         bare, scan = self.folding is not None, self.options.scan_layers
         files = {FILE: self.plan.maxtext.to_yaml().encode()} if self.plan.maxtext and not bare else {}
         conclude = functools.partial(self._conclude, staging)
-        assemble(staging, Contents(specs, self.format, len(self.units), scan, record, references, bare, custom, files, conclude=conclude), overwrite)
+        assemble(
+            staging,
+            Contents(
+                specs, self.format, len(self.units), scan, record, references, bare, custom, files, conclude=conclude
+            ),
+            overwrite,
+        )
 
     def _conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         """What the units found out: whether the files' bytes are right, and which values are odd.
@@ -292,16 +328,25 @@ class Conversion(InUnits):
         except DamagedError as e:
             staging.withdraw(e.units)
             raise
-        odd = odd_values.conclude((found for entry in ledger.values() for found in entry.get(SEEN, ())), self.plan.arrays)
+        odd = odd_values.conclude(
+            (found for entry in ledger.values() for found in entry.get(SEEN, ())), self.plan.arrays
+        )
         return {"shards": self._shards(checked), **odd}
 
     def _shards(self, checked: Collection[str]) -> list[dict[str, Any]]:
-        """What the record says of the files: what tells them from others, and whether their hash was `checked` or is the store's word."""
+        """What the record says of the files: what tells them from others, and whether their hash was `checked` or is
+        the store's word.
+        """
         identity = ("name", "size", "version", "sha256", "crc32c")
-        shards = [{field: value for field in identity if (value := getattr(shard, field)) is not None} for shard in self.source.shards]
+        shards = [
+            {field: value for field in identity if (value := getattr(shard, field)) is not None}
+            for shard in self.source.shards
+        ]
         for shard in shards:
             if shard.keys() & {"sha256", "crc32c"}:
-                shard["hash"] = "checked" if self.options.check_source == "true" or shard["name"] in checked else "stated"
+                shard["hash"] = (
+                    "checked" if self.options.check_source == "true" or shard["name"] in checked else "stated"
+                )
         return shards
 
     def record(self) -> dict[str, Any]:

@@ -89,13 +89,16 @@ def compare(a: np.ndarray, b: np.ndarray) -> Difference:
 
 
 def coarser(a: np.dtype, b: np.dtype) -> np.dtype | None:
-    """The floating-point dtype with fewer bits of mantissa, whose rounding may explain a difference; None where both hold integers."""
+    """The floating-point dtype with fewer bits of mantissa, whose rounding may explain a difference; None where both
+    hold integers.
+    """
     floats = [dtype for dtype in (a, b) if is_float(dtype)]
     return min(floats, key=lambda dtype: ml_dtypes.finfo(dtype).nmant, default=None)
 
 
 def _compare(a: np.ndarray, b: np.ndarray, step: np.dtype | None) -> Difference:
-    if a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8)):  # most of what is compared; five times as fast
+    # most of what is compared; five times as fast
+    if a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8)):
         square = _square(a)
         return Difference(a.size, product=square, left=square, right=square)
     with np.errstate(all="ignore"):
@@ -106,8 +109,21 @@ def _compare(a: np.ndarray, b: np.ndarray, step: np.dtype | None) -> Difference:
             square = float(np.dot(x, x))
             return Difference(x.size, product=square, left=square, right=square)
         off = np.abs(x - y)[wrong]
-        beyond = np.count_nonzero(~(off <= spacing(np.maximum(np.abs(x[wrong]), np.abs(y[wrong])), step))) if step is not None else count
-        return Difference(x.size, count, int(beyond), float(off.max()), float(off.sum()), float(np.dot(x, y)), float(np.dot(x, x)), float(np.dot(y, y)))
+        beyond = (
+            np.count_nonzero(~(off <= spacing(np.maximum(np.abs(x[wrong]), np.abs(y[wrong])), step)))
+            if step is not None
+            else count
+        )
+        return Difference(
+            x.size,
+            count,
+            int(beyond),
+            float(off.max()),
+            float(off.sum()),
+            float(np.dot(x, y)),
+            float(np.dot(x, x)),
+            float(np.dot(y, y)),
+        )
 
 
 def _square(values: np.ndarray) -> float:

@@ -2,7 +2,8 @@
 
     fetches ─ read ▸ stored ─ decode ▸ values ─ arrange ▸ views ─ make ▸ arrays
 
-A pipeline's unit takes the four steps in four stages (`stages.py`). `make_boxes` takes them at once, for any boxes of any arrays.
+A pipeline's unit takes the four steps in four stages (`stages.py`). `make_boxes` takes them at once, for any boxes of
+any arrays.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from weightbeam.transforms.stack import Make, stack
 from weightbeam.transforms.units import Fetch, fetches_for, find_fetch
 
 Views = list[tuple[Piece, np.ndarray]]  # the pieces of what is to be made, each with its source, in the array's layout
-DECODED = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))  # what an encoding's values can be computed in; other dtypes are cast from float32
+# what an encoding's values can be computed in; other dtypes are cast from float32
+DECODED = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 
 
 def read(fetches: Sequence[Fetch], empty: Allocate = np.empty) -> tuple[list[list[np.ndarray]], int]:
@@ -42,9 +44,14 @@ def read(fetches: Sequence[Fetch], empty: Allocate = np.empty) -> tuple[list[lis
     return [[next(rest) for _ in group] for group in groups], total
 
 
-def decode(fetches: Sequence[Fetch], stored: Sequence[list[np.ndarray]], empty: Allocate = np.empty) -> list[np.ndarray]:
+def decode(
+    fetches: Sequence[Fetch], stored: Sequence[list[np.ndarray]], empty: Allocate = np.empty
+) -> list[np.ndarray]:
     """The values of each fetch; those that are stored plainly pass as they are."""
-    return [fetch.encoding.decode(arrays, fetch.box, fetch.dtype, empty) for fetch, arrays in zip(fetches, stored, strict=True)]
+    return [
+        fetch.encoding.decode(arrays, fetch.box, fetch.dtype, empty)
+        for fetch, arrays in zip(fetches, stored, strict=True)
+    ]
 
 
 def arrange(fetches: Sequence[Fetch], values: Sequence[np.ndarray], pieces: Sequence[tuple[int, Piece]]) -> Views:
@@ -83,7 +90,9 @@ class BoxJob:
         return (1,) * len(self.box)
 
 
-def plan_boxes(wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Encoding]) -> tuple[list[Fetch], list[BoxJob]]:
+def plan_boxes(
+    wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Encoding]
+) -> tuple[list[Fetch], list[BoxJob]]:
     """What to fetch for boxes of arrays, nothing twice, and how they are made of it."""
     fetches: list[Fetch] = []
     numbers: dict[str, list[tuple[Box, int]]] = {}
@@ -102,7 +111,10 @@ def plan_boxes(wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Enco
 
 
 def make_boxes(
-    wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Encoding], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None
+    wanted: Sequence[tuple[Array, Box]],
+    encodings: Mapping[str, Encoding],
+    empty: Allocate = np.empty,
+    results: Sequence[Allocate] | None = None,
 ) -> tuple[list[np.ndarray], int]:
     """Boxes of arrays, read and made here and now; what they share of a tensor is read once.
 

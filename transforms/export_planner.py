@@ -1,4 +1,5 @@
-"""The planner of an export: from a checkpoint's metadata and a release's headers to the plan, in named steps. No value is read.
+"""The planner of an export: from a checkpoint's metadata and a release's headers to the plan, in named steps. No value
+is read.
 
 metadata, config.json, headers of the release
   │  family_of, name_model   whose table it is, and which of MaxText's models
@@ -38,7 +39,15 @@ from weightbeam.transforms.chunk_blocks import Cut, chunk_blocks, chunk_grid, cu
 from weightbeam.transforms.exporting import AUTO, DTYPES, Export, ExportOptions, Like, dtype_of_model
 from weightbeam.transforms.files import plan_files
 from weightbeam.transforms.layouts import EMBEDDING, MTP, SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
-from weightbeam.transforms.quantizing import REASON, Entry, Given, find_quantised, in_blocks, quantization_config, with_scales
+from weightbeam.transforms.quantizing import (
+    REASON,
+    Entry,
+    Given,
+    find_quantised,
+    in_blocks,
+    quantization_config,
+    with_scales,
+)
 from weightbeam.transforms.rows import VALUES, made_here
 from weightbeam.transforms.tensor_rows import rows_of
 from weightbeam.transforms.units import find_twins
@@ -58,7 +67,8 @@ class _Form:
     """What the tensors are written as.
 
     Attributes:
-      dtypes: of the values that are made, by the table's names; float32 of what is quantised, which isn't rounded before.
+      dtypes: of the values that are made, by the table's names; float32 of what is quantised, which isn't rounded
+        before.
       entries: every tensor before it is quantised, by the release's names.
       quantised: those that become codes and scales, by the release's names.
       coded: the same by the table's names.
@@ -71,7 +81,12 @@ class _Form:
 
 
 def plan_export(
-    options: ExportOptions, source: OrbaxCheckpoint, like: Like, adapters: Sequence[Adapter] = (), given: Given | None = None, slots: int | None = None
+    options: ExportOptions,
+    source: OrbaxCheckpoint,
+    like: Like,
+    adapters: Sequence[Adapter] = (),
+    given: Given | None = None,
+    slots: int | None = None,
 ) -> Export:
     """Plans an export. What stands against it is in `plan.problems`.
 
@@ -95,7 +110,12 @@ def plan_export(
     dropped, found = audit(arrays, specs, drops, family.name)
     problems += [problem for problem in found if released or problem.kind != "missing"]
     names, dropped = _names(shapes, released, copies, dropped)
-    merging = merge({name: made_here(name, shape) for name, shape in shapes.items()}, adapters, family.aliases, str(config.get("model_type")))
+    merging = merge(
+        {name: made_here(name, shape) for name, shape in shapes.items()},
+        adapters,
+        family.aliases,
+        str(config.get("model_type")),
+    )
     merged = {name: merging.encodings[name] for name in merging.touched}
     if not problems:
         problems += [*merging.problems, *merging.in_vain(drops), *_needing_columns(merged)]
@@ -129,18 +149,26 @@ def plan_export(
         tuple(adapters),
         merged,
         quantised=form.quantised,
-        quantization={} if not form.quantised else given.quantization_config if given else quantization_config(form.entries, form.quantised),
+        quantization={}
+        if not form.quantised
+        else given.quantization_config
+        if given
+        else quantization_config(form.entries, form.quantised),
         given=given,
         unpacked=made.unpacked,
         slots=slots,
     )
 
 
-def _without_table(options: ExportOptions, source: OrbaxCheckpoint, like: Like, error: ConfigError | UnknownFamilyError) -> Export:
+def _without_table(
+    options: ExportOptions, source: OrbaxCheckpoint, like: Like, error: ConfigError | UnknownFamilyError
+) -> Export:
     """The export of a model that there is no table for, or whose `config.json` a table can't do with: the one problem."""
     kind = "config" if isinstance(error, ConfigError) else "family"
     text = str(error).removeprefix("config.json: ").removeprefix("config.json ")
-    return Export(options, source, like, Plan("unknown", (), {}, (Problem(kind, "config.json", text),)), {}, None, (), (), {}, {})
+    return Export(
+        options, source, like, Plan("unknown", (), {}, (Problem(kind, "config.json", text),)), {}, None, (), (), {}, {}
+    )
 
 
 def _said_model(source: OrbaxCheckpoint) -> str | None:
@@ -152,11 +180,19 @@ def _said_model(source: OrbaxCheckpoint) -> str | None:
 
 def _released(like: Like, family: Family) -> dict[str, _Released]:
     """The release's tensors by the table's names."""
-    return {rename(name, family.aliases): _Released(dtype, shape, file, name) for name, (dtype, shape, file) in like.tensors.items()}
+    return {
+        rename(name, family.aliases): _Released(dtype, shape, file, name)
+        for name, (dtype, shape, file) in like.tensors.items()
+    }
 
 
 def _find_arrays(
-    options: ExportOptions, source: OrbaxCheckpoint, family: Family, config: Config, model: str | None, released: Mapping[str, _Released]
+    options: ExportOptions,
+    source: OrbaxCheckpoint,
+    family: Family,
+    config: Config,
+    model: str | None,
+    released: Mapping[str, _Released],
 ) -> tuple[tuple[Array, ...], Layout, list[Problem]]:
     """The arrays of the table, as the checkpoint has them; the layout that it is in; and where they differ.
 
@@ -166,7 +202,9 @@ def _find_arrays(
     weights = source.weights
     said = options.param_scan_axis if options.param_scan_axis is not None else scan_axis_of(source)
     axes = SCAN_AXES if said is None else (said,)
-    base = layout_of(weights, scan_of(source, weights), model, {name: tensor.shape for name, tensor in released.items()})
+    base = layout_of(
+        weights, scan_of(source, weights), model, {name: tensor.shape for name, tensor in released.items()}
+    )
     tried = []
     for axis in axes:
         layout = dataclasses.replace(base, scan_axis=axis)
@@ -177,7 +215,14 @@ def _find_arrays(
             if all(part.rule.source is None for part in same):
                 continue
             if key not in weights:
-                problems.append(Problem("missing", key, f"the {family.name} table makes tensors of it, but the checkpoint doesn't hold it", is_array=True))
+                problems.append(
+                    Problem(
+                        "missing",
+                        key,
+                        f"the {family.name} table makes tensors of it, but the checkpoint doesn't hold it",
+                        is_array=True,
+                    )
+                )
             elif weights[key].shape != same[0].shape:
                 message = f"{weights[key].shape} in the checkpoint, by config.json it is {same[0].shape}"
                 problems.append(Problem("shape", key, message, is_array=True))
@@ -192,7 +237,16 @@ def _find_arrays(
         if not layout.scan:
             break
     fitting = [one for one in tried if not one[0]]
-    if len(fitting) > 1 and len({tuple((a.key, tuple(f for p in a.parts for f in p.target_axes)) for a in arrays) for _, arrays, _ in fitting}) > 1:
+    if (
+        len(fitting) > 1
+        and len(
+            {
+                tuple((a.key, tuple(f for p in a.parts for f in p.target_axes)) for a in arrays)
+                for _, arrays, _ in fitting
+            }
+        )
+        > 1
+    ):
         choices = " or ".join(str(layout.scan_axis) for _, _, layout in fitting)
         message = f"the shapes fit {choices}, and the checkpoint doesn't say where its layers are stacked; name it"
         return fitting[0][1], fitting[0][2], [Problem("option", "--param_scan_axis", message)]
@@ -212,8 +266,12 @@ def _tensor_shapes(arrays: Iterable[Array]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _specs(shapes: Mapping[str, tuple[int, ...]], released: Mapping[str, _Released], copies: Mapping[str, str], like: Like) -> dict[str, TensorSpec]:
-    """What the audit compares: the tensors that arrays become and those that the release has, in its dtypes; but for copies of others."""
+def _specs(
+    shapes: Mapping[str, tuple[int, ...]], released: Mapping[str, _Released], copies: Mapping[str, str], like: Like
+) -> dict[str, TensorSpec]:
+    """What the audit compares: the tensors that arrays become and those that the release has, in its dtypes; but for
+    copies of others.
+    """
     said = DTYPES[dtype_of_model(like.config) or "bfloat16"]
     specs = {name: TensorSpec(shape, said, like.root or "the table") for name, shape in shapes.items()}
     for name, (dtype, shape, file, _) in released.items():
@@ -229,7 +287,9 @@ def _dtype(name: str) -> np.dtype:
 def _names(
     shapes: Iterable[str], released: Mapping[str, _Released], copies: Mapping[str, str], dropped: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """What each tensor is called in the release, the copies of it included, by the table's name; and what is left out of the release."""
+    """What each tensor is called in the release, the copies of it included, by the table's name; and what is left out
+    of the release.
+    """
     names: dict[str, tuple[str, ...]] = {name: (released[name].name if name in released else name,) for name in shapes}
     written = {copy: original for copy, original in copies.items() if original in names}
     for copy, original in written.items():
@@ -238,10 +298,16 @@ def _names(
 
 
 def _needing_columns(merged: Mapping[str, Encoding]) -> Iterator[Problem]:
-    """Merged tensors of which a unit, which makes whole rows, can't make any box by itself: DoRA's norms over a column each."""
+    """Merged tensors of which a unit, which makes whole rows, can't make any box by itself: DoRA's norms over a column
+    each.
+    """
     for name, encoding in merged.items():
         if 0 in encoding.indivisible:
-            yield Problem("adapter", name, "DoRA on a weight that is stored transposed needs whole columns; merge it into the release, with weightbeam merge")
+            yield Problem(
+                "adapter",
+                name,
+                "DoRA on a weight that is stored transposed needs whole columns; merge it into the release, with weightbeam merge",
+            )
 
 
 def _form(
@@ -263,11 +329,15 @@ def _form(
 
 
 def _not_in_blocks(form: _Form, given: Given) -> Iterator[Problem]:
-    """The weights that a given release has as codes, and whose parts, in arrays of their own, don't begin and end at blocks."""
+    """The weights that a given release has as codes, and whose parts, in arrays of their own, don't begin and end at
+    blocks.
+    """
     for name, _, _ in form.entries:
         if name in given.scales and name not in form.quantised:
             yield Problem(
-                "quantised", name, f"{given.files.root} has it in FP8, but its parts in the checkpoint don't begin at blocks; export it, then quantize that"
+                "quantised",
+                name,
+                f"{given.files.root} has it in FP8, but its parts in the checkpoint don't begin at blocks; export it, then quantize that",
             )
 
 
@@ -283,12 +353,16 @@ def _quantised(
     wanted: Sequence[Entry],
     given: Given | None,
 ) -> frozenset[str]:
-    """The tensors that are written as codes; those stay as they are whose parts, in arrays of their own, don't begin and end at blocks of rows."""
+    """The tensors that are written as codes; those stay as they are whose parts, in arrays of their own, don't begin
+    and end at blocks of rows.
+    """
     codes = find_quantised(wanted, given)
     shapes = {name: shape for name, _, shape in wanted}
     coded = frozenset(name for name, ones in names.items() if codes.intersection(ones))
     held = [array for array in arrays if any(name in coded for part in array.parts for name in part.tensors)]
-    sizes = dict.fromkeys(itertools.chain.from_iterable(part.tensors for array in held for part in array.parts), 2 * VALUES.itemsize + 1)
+    sizes = dict.fromkeys(
+        itertools.chain.from_iterable(part.tensors for array in held for part in array.parts), 2 * VALUES.itemsize + 1
+    )
     grids = [chunk_grid(array, weights[array.key], weights[array.key].chunk, sizes, coded) for array in held]
     amiss: set[str] = set()
     for group in find_twins(held, math.inf):
@@ -297,16 +371,25 @@ def _quantised(
             for name, boxes in rows_of(held, grids, blocks).items():
                 shape = shapes[names[name][0]]
                 if name in coded and not all(in_blocks(box, shape) for box, _ in boxes):
-                    amiss.update(itertools.chain.from_iterable(part.tensors for number in group for part in held[number].parts))
+                    amiss.update(
+                        itertools.chain.from_iterable(part.tensors for number in group for part in held[number].parts)
+                    )
     return codes - {one for name in amiss for one in names[name]}
 
 
 def _element_bytes(form: _Form, merged: Mapping[str, Encoding]) -> dict[str, int]:
-    """Bytes that an element of each tensor takes while it is made: as it is written, in float32 where an adapter is added, as a code."""
-    return {name: dtype.itemsize + (VALUES.itemsize if name in merged else 0) + (name in form.coded) for name, dtype in form.dtypes.items()}
+    """Bytes that an element of each tensor takes while it is made: as it is written, in float32 where an adapter is
+    added, as a code.
+    """
+    return {
+        name: dtype.itemsize + (VALUES.itemsize if name in merged else 0) + (name in form.coded)
+        for name, dtype in form.dtypes.items()
+    }
 
 
-def _lossy(arrays: Iterable[Array], form: _Form, names: Mapping[str, tuple[str, ...]], merged: Iterable[str]) -> dict[str, str]:
+def _lossy(
+    arrays: Iterable[Array], form: _Form, names: Mapping[str, tuple[str, ...]], merged: Iterable[str]
+) -> dict[str, str]:
     """By tensor, why its values aren't those of the array to the bit."""
     rounded = {one: reason for name, reason in _rounded(arrays, form.dtypes).items() for one in names[name]}
     rounded |= {one: "merged in float32, rounded once" for name in merged for one in names[name]}
@@ -350,4 +433,11 @@ def load(inputs: Mapping[str, Any]) -> Export:
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
-    return plan_export(ExportOptions(**inputs["options"] | {"lora": lora}), load_checkpoint(inputs["source"]), like, adapters, given, inputs.get("slots"))
+    return plan_export(
+        ExportOptions(**inputs["options"] | {"lora": lora}),
+        load_checkpoint(inputs["source"]),
+        like,
+        adapters,
+        given,
+        inputs.get("slots"),
+    )

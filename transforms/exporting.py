@@ -1,8 +1,8 @@
 """An export, planned: an Orbax checkpoint into a release's safetensors files, by the family's table read back.
 
-What a unit reads is a block of whole chunks of the arrays; what it writes are the rows of the tensors that lie in them. Along the
-axes that hold a tensor's columns a block takes all there is, so that a row is written in one go, and along the others as many
-chunks as its bytes allow:
+What a unit reads is a block of whole chunks of the arrays; what it writes are the rows of the tensors that lie in them.
+Along the axes that hold a tensor's columns a block takes all there is, so that a row is written in one go, and along
+the others as many chunks as its bytes allow:
 
     array wi_0 (embed, layers, mlp), chunks of (512, 1, 512)      tensor gate_proj (mlp, embed) of layer 7
     block: all of embed, layer 7, mlp [1024, 2048)          ─▸    rows [1024, 2048), whole
@@ -42,10 +42,14 @@ AUTO = "auto"
 
 
 def dtype_of_model(config: Mapping[str, Any]) -> str | None:
-    """The dtype of a model's weights as its `config.json` says it, at the root or of the text model; None where it says none of `DTYPES`."""
+    """The dtype of a model's weights as its `config.json` says it, at the root or of the text model; None where it says
+    none of `DTYPES`.
+    """
     nested = config.get("text_config")
     places = (config, nested if isinstance(nested, Mapping) else {})
-    return next((said for place in places for key in ("torch_dtype", "dtype") if (said := place.get(key)) in DTYPES), None)
+    return next(
+        (said for place in places for key in ("torch_dtype", "dtype") if (said := place.get(key)) in DTYPES), None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +129,8 @@ class Export(ReleasePlan):
     quantization: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: Given | None = None
     unpacked: frozenset[str] = frozenset()  # keys of the arrays whose chunks are unpacked first
-    small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # the release's small files as they will be; not staged
+    # the release's small files as they will be; not staged
+    small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     slots: int | None = None
 
     kind = "export"
@@ -148,7 +153,8 @@ class Export(ReleasePlan):
     def read_bytes(self) -> int:
         """Bytes of the chunks that the units read, decoded."""
         return sum(
-            math.prod(extent(element_box(self.grids[block.array].spec, block.shards))) * self.grids[block.array].spec.dtype.itemsize
+            math.prod(extent(element_box(self.grids[block.array].spec, block.shards)))
+            * self.grids[block.array].spec.dtype.itemsize
             for unit in self.units
             for block in unit
         )
@@ -178,7 +184,10 @@ class Export(ReleasePlan):
         jobs = []
         for name, boxes in rows_of(self.plan.arrays, self.grids, self.units[unit]).items():
             for box, inside in boxes:
-                jobs += [job_for(self.layout.tensors, one, self.quantised, box, inside, self.merged.get(name), self.given) for one in self.names[name]]
+                jobs += [
+                    job_for(self.layout.tensors, one, self.quantised, box, inside, self.merged.get(name), self.given)
+                    for one in self.names[name]
+                ]
         return RowsUnit(unit, tuple(fetches), tuple(jobs))
 
     @property
@@ -195,7 +204,12 @@ class Export(ReleasePlan):
         for shard in self.given.files.shards if self.given else ():
             identity.add(*shard.identity)
         for array in self.plan.arrays:
-            identity.add(array.key, array.shape, array.dtype.name, [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts])
+            identity.add(
+                array.key,
+                array.shape,
+                array.dtype.name,
+                [(part.rule.source, repr(part.rule), part.layers.tolist()) for part in array.parts],
+            )
         for file in self.files.files if self.files else ():
             identity.add(file.name, file.header.hex())
         for unit in self.units:
@@ -233,7 +247,11 @@ class Export(ReleasePlan):
             "adapters": [adapter.record() for adapter in self.adapters],
             "options": dataclasses.asdict(self.options),
             **({} if self.slots is None else {"slots": self.slots}),
-            "made_from": {key: self.source.record[key] for key in ("source", "plan", "options", "versions") if key in self.source.record},
+            "made_from": {
+                key: self.source.record[key]
+                for key in ("source", "plan", "options", "versions")
+                if key in self.source.record
+            },
             "versions": versions(),
             "lossy": dict(self.lossy),
             "left_out": dict(self.plan.dropped),

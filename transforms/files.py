@@ -4,9 +4,9 @@
     header               JSON, padded with spaces, so that the data start at a multiple of 8
     data                 the tensors without gaps, those with the widest elements first
 
-A header follows from names, dtypes and shapes alone. So every worker knows the byte that each element of each tensor goes to, and
-nobody needs to see a whole file. (File format: huggingface/safetensors, safetensors/src/tensor.rs. Names and index: transformers
-5.23, modeling_utils.py, `save_pretrained`.)
+A header follows from names, dtypes and shapes alone. So every worker knows the byte that each element of each tensor
+goes to, and nobody needs to see a whole file. (File format: huggingface/safetensors, safetensors/src/tensor.rs. Names
+and index: transformers 5.23, modeling_utils.py, `save_pretrained`.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import numpy as np
 from weightbeam.formats.safetensors import DTYPE_NAMES, INDEX, Tensor
 
 SINGLE = "model.safetensors"
-MAX_SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file, by default: huggingface_hub's; one failed upload costs no more
+# bytes of tensors in a file, by default: huggingface_hub's; one failed upload costs no more
+MAX_SHARD_SIZE = 5_000_000_000
 MAX_INDEX = 10 << 20  # bytes of an index that huggingface_hub 2.4 reads (serialization/_torch.py, MAX_INDEX_FILE_SIZE)
 ALIGNMENT = 8  # bytes; what the widest dtype, but for complex numbers, needs to be mapped into memory
 
@@ -89,20 +90,23 @@ class FileLayout:
 
 
 def plan_files(
-    tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]], like: Mapping[str, str] | None = None, max_shard_size: int | None = None
+    tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]],
+    like: Mapping[str, str] | None = None,
+    max_shard_size: int | None = None,
 ) -> FileLayout:
     """Places tensors in files.
 
-    Without `like` the tensors are put in natural order (`layers.2` before `layers.10`), and a file is full when the next tensor
-    would exceed `max_shard_size`. With `like` each file holds what the file of that name holds there, in that order; a tensor
-    that `like` doesn't have lies behind the last before it in natural order that `like` has: a scale behind its codes. Within a
-    file tensors with wider elements then come first, so that every element is aligned.
+    Without `like` the tensors are put in natural order (`layers.2` before `layers.10`), and a file is full when the
+    next tensor would exceed `max_shard_size`. With `like` each file holds what the file of that name holds there, in
+    that order; a tensor that `like` doesn't have lies behind the last before it in natural order that `like` has: a
+    scale behind its codes. Within a file tensors with wider elements then come first, so that every element is aligned.
 
     Args:
       tensors: `(name, dtype, shape)` of each, in any order.
-      like: the file of each tensor in a release whose layout is to be kept, by the order of the bytes where that is known.
-      max_shard_size: bytes of tensors in a file, unless a single tensor has more; files of `like` that have more are split. By
-        default files of `like` are as large as they become, and others have at most 5 GB.
+      like: the file of each tensor in a release whose layout is to be kept, by the order of the bytes where that is
+        known.
+      max_shard_size: bytes of tensors in a file, unless a single tensor has more; files of `like` that have more are
+        split. By default files of `like` are as large as they become, and others have at most 5 GB.
 
     Raises:
       ValueError: two tensors have one name.
@@ -116,11 +120,19 @@ def plan_files(
     most = max_shard_size if max_shard_size is not None else None if like else MAX_SHARD_SIZE
     split = [part for group in groups for part in _split(group, most)] or [[]]
     names = _names(split, like)
-    files = tuple(_plan_file(name, group) for name, group in sorted(zip(names, split, strict=True), key=lambda pair: pair[0]))
+    files = tuple(
+        _plan_file(name, group) for name, group in sorted(zip(names, split, strict=True), key=lambda pair: pair[0])
+    )
     if len(files) == 1:
         return FileLayout(files, None)
     index = make_index(files)
-    warnings = () if len(index) <= MAX_INDEX else (f"{INDEX} has {len(index):,} bytes; huggingface_hub's loader reads at most {MAX_INDEX:,}, transformers any",)
+    warnings = (
+        ()
+        if len(index) <= MAX_INDEX
+        else (
+            f"{INDEX} has {len(index):,} bytes; huggingface_hub's loader reads at most {MAX_INDEX:,}, transformers any",
+        )
+    )
     return FileLayout(files, index, warnings)
 
 
@@ -139,7 +151,9 @@ def _group_like(entries: Mapping[str, Entry], like: Mapping[str, str]) -> list[l
         before = name if name in position else before
         follows = 0 if name in position else 1 + number
         placed.setdefault(like[before], []).append((position[before], follows, entries[name]))
-    return [[entry for *_, entry in sorted(placed[file], key=lambda item: item[:2])] for file in sorted(placed, key=natural)]
+    return [
+        [entry for *_, entry in sorted(placed[file], key=lambda item: item[:2])] for file in sorted(placed, key=natural)
+    ]
 
 
 def _split(group: Sequence[Entry], most: int | None) -> Iterator[list[Entry]]:
@@ -157,7 +171,8 @@ def _split(group: Sequence[Entry], most: int | None) -> Iterator[list[Entry]]:
 
 
 def _names(groups: Sequence[Sequence[Entry]], like: Mapping[str, str] | None) -> list[str]:
-    """The files' names: those of `like` where its files are the same and are named as all loaders want them, else as transformers numbers them.
+    """The files' names: those of `like` where its files are the same and are named as all loaders want them, else as
+    transformers numbers them.
 
     llama.cpp takes only files whose names begin with `model`.
     """
@@ -168,7 +183,9 @@ def _names(groups: Sequence[Sequence[Entry]], like: Mapping[str, str] | None) ->
         if whole and all(re.fullmatch(r"model[\w.-]*\.safetensors", name) for name in names):
             return names
     count = len(groups)
-    return [SINGLE] if count == 1 else [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    return (
+        [SINGLE] if count == 1 else [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    )
 
 
 def _plan_file(name: str, group: Sequence[Entry]) -> PlannedFile:
@@ -179,18 +196,31 @@ def _plan_file(name: str, group: Sequence[Entry]) -> PlannedFile:
     for entry in ordered:
         begins.append(end)
         end += entry.nbytes
-        header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (begins[-1], end)}
+        header[entry.name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": (begins[-1], end),
+        }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     start = 8 + len(text)
-    tensors = tuple(Tensor(entry.name, entry.dtype, entry.shape, name, start + begin) for entry, begin in zip(ordered, begins, strict=True))
+    tensors = tuple(
+        Tensor(entry.name, entry.dtype, entry.shape, name, start + begin)
+        for entry, begin in zip(ordered, begins, strict=True)
+    )
     return PlannedFile(name, len(text).to_bytes(8, "little") + text, tensors, start + end)
 
 
 def make_index(files: Sequence[PlannedFile]) -> bytes:
     """`model.safetensors.index.json` as transformers writes it, without blanks where it would be too large with them."""
     tensors = [tensor for file in files for tensor in file.tensors]
-    totals = {"total_parameters": sum(math.prod(tensor.shape) for tensor in tensors), "total_size": sum(tensor.nbytes for tensor in tensors)}
-    index = {"metadata": totals, "weight_map": {tensor.name: tensor.path for tensor in sorted(tensors, key=lambda tensor: tensor.name)}}
+    totals = {
+        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+    }
+    index = {
+        "metadata": totals,
+        "weight_map": {tensor.name: tensor.path for tensor in sorted(tensors, key=lambda tensor: tensor.name)},
+    }
     text = json.dumps(index, indent=2).encode() + b"\n"
     return text if len(text) <= MAX_INDEX else json.dumps(index, separators=(",", ":")).encode()

@@ -1,10 +1,10 @@
 """The chunk grid: which part of an array one write makes, and which part one read fetches.
 
-A chunk divides the finest shard of the target meshes, so that a host reads what it owns and nothing else. Axes whose index
-selects a tensor (layers, experts) count 1 at first; then chunks grow along them, or are cut, to 1 to 4 MB.
+A chunk divides the finest shard of the target meshes, so that a host reads what it owns and nothing else. Axes whose
+index selects a tensor (layers, experts) count 1 at first; then chunks grow along them, or are cut, to 1 to 4 MB.
 
-With no mesh named, the target is every common mesh at once. Chunks are small then, and zarr3's sharding codec packs many into
-one shard. What each mesh reads of them is arithmetic: `transforms/load.py`.
+With no mesh named, the target is every common mesh at once. Chunks are small then, and zarr3's sharding codec packs
+many into one shard. What each mesh reads of them is arithmetic: `transforms/load.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from weightbeam.transforms.mesh import Assignment, Mesh, Rules, partition_spec
 MIN_CHUNK, MAX_CHUNK = 1 << 20, 4 << 20  # bytes
 MIN_RUN = 4096  # bytes; a tensor is cut so that its contiguous runs aren't shorter
 
-# With no mesh named, the chunks serve `fsdp` up to 64 with `tensor` up to 8, and `fsdp` with `expert` up to 64 each and 512
-# devices together, all in powers of two: as far as that leaves chunks of the bytes below.
+# With no mesh named, the chunks serve `fsdp` up to 64 with `tensor` up to 8, and `fsdp` with `expert` up to 64 each and
+# 512 devices together, all in powers of two: as far as that leaves chunks of the bytes below.
 COMMON_FSDP, COMMON_EXPERT, COMMON_TENSOR, COMMON_DEVICES = 64, 64, 8, 512
 MIN_PACKED = 64 << 10  # a smaller array is one chunk
 MIN_PACKED_CHUNK = 4 << 10  # many chunks are packed into one shard, and these may be small
-GOOD_PACKED_CHUNK = 32 << 10  # below that, experts share a chunk as far as `COMMON_EXPERT` allows; above, each has its own
+# below that, experts share a chunk as far as `COMMON_EXPERT` allows; above, each has its own
+GOOD_PACKED_CHUNK = 32 << 10
 MIN_LOOSE_CHUNK = 32 << 10  # with zarr2 every chunk is an object
-MAX_INDEX_SHARE = 1 / 16  # bytes of a shard's index by the bytes of one chunk: whoever needs one chunk reads little else
+# bytes of a shard's index by the bytes of one chunk: whoever needs one chunk reads little else
+MAX_INDEX_SHARE = 1 / 16
 
 
 EXPERTS = "exp"  # MaxText's logical name of the axis
@@ -86,7 +88,9 @@ class Grid:
     def working_bytes(self, extents: Sequence[int]) -> int:
         """Memory to make a box of these extents, where `whole_axes` count with their full size."""
         sizes = [n if axis in self.whole_axes else extents[axis] for axis, n in enumerate(self.spec.shape)]
-        return math.prod(sizes) * self.element_bytes + sum(math.prod(sizes[axis] for axis in axes) * nbytes for axes, nbytes in self.beside)
+        return math.prod(sizes) * self.element_bytes + sum(
+            math.prod(sizes[axis] for axis in axes) * nbytes for axes, nbytes in self.beside
+        )
 
 
 def largest_divisor(n: int, limit: int) -> int:
@@ -101,7 +105,9 @@ def largest_divisor(n: int, limit: int) -> int:
 
 
 def cut_axis(extent: int, limit: int, ragged: bool) -> int:
-    """The largest divisor of `extent` within `limit`; where `ragged` and no good one exists, parts of about equal length."""
+    """The largest divisor of `extent` within `limit`; where `ragged` and no good one exists, parts of about equal
+    length.
+    """
     divisor = largest_divisor(extent, max(1, limit))
     if not ragged or 4 * divisor > limit:
         return divisor
@@ -110,20 +116,30 @@ def cut_axis(extent: int, limit: int, ragged: bool) -> int:
 
 def selecting_axes(array: Array) -> frozenset[int]:
     """The stacked axes, layers and experts, whose extent in a chunk is 1 to begin with."""
-    return frozenset().union(*(part.stack_axes for part in array.parts)) | {axis for axis, name in enumerate(array.logical_axes) if name == EXPERTS}
+    return frozenset().union(*(part.stack_axes for part in array.parts)) | {
+        axis for axis, name in enumerate(array.logical_axes) if name == EXPERTS
+    }
 
 
 def count_experts(arrays: Iterable[Array]) -> int:
     """How many experts a model has; 0 if it is dense."""
-    return max((size for array in arrays for name, size in zip(array.logical_axes, array.shape, strict=True) if name == EXPERTS), default=0)
+    return max(
+        (
+            size
+            for array in arrays
+            for name, size in zip(array.logical_axes, array.shape, strict=True)
+            if name == EXPERTS
+        ),
+        default=0,
+    )
 
 
 def cut_rows(part: Part, itemsize: int, stored: SourceCost) -> tuple[frozenset[int], list[int]]:
     """The array's axes that hold a tensor's columns, and those that hold its rows, the fastest first.
 
-    Columns are the trailing axes of the tensor that are needed to make a contiguous run of `MIN_RUN` bytes. An axis that merges
-    the tensor's factors in another order (paired rotary halves) counts as one too: any part of it needs all of its rows. Where
-    axes of the array are `indivisible`, these are the columns, however short that makes the runs.
+    Columns are the trailing axes of the tensor that are needed to make a contiguous run of `MIN_RUN` bytes. An axis
+    that merges the tensor's factors in another order (paired rotary halves) counts as one too: any part of it needs all
+    of its rows. Where axes of the array are `indivisible`, these are the columns, however short that makes the runs.
     """
     order = tuple(range(len(part.window_shape))) if stored.order is None else stored.order
     sizes = [part.window_shape[axis] for axis in order]
@@ -137,7 +153,10 @@ def cut_rows(part: Part, itemsize: int, stored: SourceCost) -> tuple[frozenset[i
             columns |= {number}
     rows: list[int] = []
     for axis in order[row::-1] if order else ():
-        held = sorted(part.axes_of(axis) - columns - set(rows), key=lambda a: -max(f.which for f in part.target_axes[a] if f.kind == "free"))
+        held = sorted(
+            part.axes_of(axis) - columns - set(rows),
+            key=lambda a: -max(f.which for f in part.target_axes[a] if f.kind == "free"),
+        )
         rows += held
     return columns, rows
 
@@ -153,15 +172,16 @@ def make_grid(
 ) -> Grid:
     """Cuts an array for `meshes`, in units of at most `unit_bytes`.
 
-    Llama-3.1-8B's `wi_0` for `fsdp=16`, which shards `embed`; of each layer a tensor gate_proj (mlp, embed), in bfloat16:
+    Llama-3.1-8B's `wi_0` for `fsdp=16`, which shards `embed`; of each layer a tensor gate_proj (mlp, embed), in
+    bfloat16:
 
         embed   4096    |256|256| … 16 devices … |256|     a chunk is one device's 256: no host reads what another owns
         layers    32    |1|1|1| …                          each index selects a tensor, so a chunk has one
         mlp    14336    |     7168     |     7168     |    cut to where a chunk, (256, 1, 7168), has 1 to 4 MB
 
-    A row of gate_proj is all of `embed`: that is its whole axis. So the smallest unit is 16 chunks, one beside the other, and it grows
-    along `mlp`, where the next rows lie, then along `layers`. With 4 bytes an element, two in the file and two in the chunk, 7168 rows
-    take 117 MB, which is what 128 MiB hold.
+    A row of gate_proj is all of `embed`: that is its whole axis. So the smallest unit is 16 chunks, one beside the
+    other, and it grows along `mlp`, where the next rows lie, then along `layers`. With 4 bytes an element, two in the
+    file and two in the chunk, 7168 rows take 117 MB, which is what 128 MiB hold.
 
     Args:
       array: what is cut.
@@ -200,9 +220,16 @@ class Reading:
 
 
 def cut_array(
-    array: Array, assignments: Sequence[Assignment] | None, reading: Reading, meshes: Sequence[Mesh], unit_bytes: int, format: Format, experts: int = 0
+    array: Array,
+    assignments: Sequence[Assignment] | None,
+    reading: Reading,
+    meshes: Sequence[Mesh],
+    unit_bytes: int,
+    format: Format,
+    experts: int = 0,
 ) -> Grid:
-    """Cuts an array for `meshes`, where its axes are assigned to these axes of a mesh; None where nobody knows, and it is cut evenly.
+    """Cuts an array for `meshes`, where its axes are assigned to these axes of a mesh; None where nobody knows, and it
+    is cut evenly.
 
     Raises:
       UnitBytesError: the smallest unit needs more than `unit_bytes`.
@@ -212,13 +239,19 @@ def cut_array(
     selecting = selecting_axes(array)
     packed = not meshes and format.use_zarr3 and array.nbytes > MIN_PACKED
     if meshes:
-        finest, warnings = (_even_device_shard(array, meshes), ()) if assignments is None else finest_device_shard(array, assignments, meshes)
+        finest, warnings = (
+            (_even_device_shard(array, meshes), ())
+            if assignments is None
+            else finest_device_shard(array, assignments, meshes)
+        )
     else:
         least, with_experts = (MIN_PACKED_CHUNK, experts > 0) if packed else (MIN_LOOSE_CHUNK, False)
         finest, warnings = _common_device_shard(array, assignments or (None,) * len(shape), with_experts, least), ()
-    uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting  # a ragged last chunk does no harm
+    # a ragged last chunk does no harm
+    uncut = {axis for axis, size in enumerate(shape) if finest[axis] == size} - selecting
 
-    element_bytes = reading.element_bytes + itemsize * (2 if packed or format.compression != "none" else 1)  # encoding makes a copy
+    # encoding makes a copy
+    element_bytes = reading.element_bytes + itemsize * (2 if packed or format.compression != "none" else 1)
     spec = ArraySpec(array.key, shape, array.dtype, shape, shape)
     partition = {mesh.text: tuple(assignments) for mesh in meshes} if assignments is not None else {}
     grid = Grid(spec, partition, whole_axes, growth, element_bytes, warnings, reading.beside)
@@ -231,7 +264,10 @@ def cut_array(
         chunk = [1 if axis in selecting else finest[axis] for axis in range(len(shape))]
         slowest = [axis for axis in reversed(growth) if axis not in selecting]
         _shrink(chunk, MAX_CHUNK // itemsize, [*slowest, *sorted(whole_axes, key=lambda axis: -chunk[axis])], uncut)
-        for axis in sorted((axis for axis in growth if axis in selecting), key=lambda axis: not meshes and array.logical_axes[axis] == EXPERTS):
+        for axis in sorted(
+            (axis for axis in growth if axis in selecting),
+            key=lambda axis: not meshes and array.logical_axes[axis] == EXPERTS,
+        ):
             least = GOOD_PACKED_CHUNK if packed and array.logical_axes[axis] == EXPERTS else MIN_CHUNK
             _grow(chunk, finest, axis, least // itemsize)
     _fit(chunk, finest, grid, unit_bytes, selecting, uncut)
@@ -239,22 +275,30 @@ def cut_array(
     return dataclasses.replace(grid, spec=dataclasses.replace(grid.spec, chunk=tuple(chunk), shard=tuple(shard)))
 
 
-def finest_device_shard(array: Array, assignments: Sequence, meshes: Sequence[Mesh]) -> tuple[list[int], tuple[str, ...]]:
-    """The greatest extents that divide the shards of all meshes, and a warning for each axis that a mesh doesn't divide."""
+def finest_device_shard(
+    array: Array, assignments: Sequence, meshes: Sequence[Mesh]
+) -> tuple[list[int], tuple[str, ...]]:
+    """The greatest extents that divide the shards of all meshes, and a warning for each axis that a mesh doesn't
+    divide.
+    """
     finest, warnings = list(array.shape), []
     for mesh in meshes:
         for axis, size in enumerate(array.shape):
             ways = mesh.ways(assignments[axis])
             if size % ways:
                 name = array.logical_axes[axis] or f"axis {axis}"
-                warnings.append(f"{array.key}: {name} = {size} doesn't divide over {mesh.text}; MaxText will refuse that mesh")
+                warnings.append(
+                    f"{array.key}: {name} = {size} doesn't divide over {mesh.text}; MaxText will refuse that mesh"
+                )
             else:
                 finest[axis] = math.gcd(finest[axis], size // ways)
     return finest, tuple(warnings)
 
 
 def _even_device_shard(array: Array, meshes: Sequence[Mesh]) -> list[int]:
-    """The greatest extents that divide an array into equal parts, as many as each mesh has devices: along its longest axes."""
+    """The greatest extents that divide an array into equal parts, as many as each mesh has devices: along its longest
+    axes.
+    """
     finest = list(array.shape)
     for mesh in meshes:
         devices = mesh.devices
@@ -266,13 +310,19 @@ def _even_device_shard(array: Array, meshes: Sequence[Mesh]) -> list[int]:
 
 
 def _common_device_shard(array: Array, assignments: Sequence, experts: bool, least: int) -> list[int]:
-    """The finest shard of the common meshes: of those with as many devices as leave chunks of `least` bytes once they have grown."""
+    """The finest shard of the common meshes: of those with as many devices as leave chunks of `least` bytes once they
+    have grown.
+    """
     growing = selecting_axes(array) - {axis for axis, name in enumerate(array.logical_axes) if name == EXPERTS}
     layers = math.prod(array.shape[axis] for axis in growing)
     devices = COMMON_DEVICES if experts else COMMON_FSDP
     while True:
         fsdp = min(devices, COMMON_FSDP)
-        meshes = ({"fsdp": fsdp, "expert": devices // fsdp}, {"tensor": COMMON_TENSOR}, {"expert": min(devices, COMMON_EXPERT) if experts else 1})
+        meshes = (
+            {"fsdp": fsdp, "expert": devices // fsdp},
+            {"tensor": COMMON_TENSOR},
+            {"expert": min(devices, COMMON_EXPERT) if experts else 1},
+        )
         finest = list(array.shape)
         for mesh in (Mesh("", sizes) for sizes in meshes):
             for axis, size in enumerate(array.shape):
@@ -284,7 +334,9 @@ def _common_device_shard(array: Array, assignments: Sequence, experts: bool, lea
 
 
 def _shard(chunk: Sequence[int], grid: Grid, unit_bytes: int, selecting: frozenset[int]) -> list[int]:
-    """Packs chunks into a shard: along the axes that a unit holds whole, then along rows, while the index stays small and a unit can hold it."""
+    """Packs chunks into a shard: along the axes that a unit holds whole, then along rows, while the index stays small
+    and a unit can hold it.
+    """
     shard, shape = list(chunk), grid.spec.shape
     room = int(MAX_INDEX_SHARE * math.prod(chunk) * grid.spec.dtype.itemsize) // INDEX_ENTRY_BYTES  # for further chunks
     for axis in dict.fromkeys([*sorted(grid.whole_axes), *grid.growth]):
@@ -311,17 +363,32 @@ def _grow(chunk: list[int], finest: Sequence[int], axis: int, least: int) -> Non
     """Lengthens `chunk` along an axis that selects tensors until it has `least` elements, and a few times that at most."""
     elements = math.prod(chunk)
     if elements < least:
-        fitting = [n for n in range(1, finest[axis] + 1) if finest[axis] % n == 0 and elements * n <= MAX_CHUNK // MIN_CHUNK * least]
+        fitting = [
+            n
+            for n in range(1, finest[axis] + 1)
+            if finest[axis] % n == 0 and elements * n <= MAX_CHUNK // MIN_CHUNK * least
+        ]
         chunk[axis] = next((n for n in fitting if elements * n >= least), fitting[-1])
 
 
-def _fit(chunk: list[int], finest: Sequence[int], grid: Grid, unit_bytes: int, selecting: frozenset[int], ragged: Container[int]) -> None:
+def _fit(
+    chunk: list[int],
+    finest: Sequence[int],
+    grid: Grid,
+    unit_bytes: int,
+    selecting: frozenset[int],
+    ragged: Container[int],
+) -> None:
     """Cuts `chunk` so that the smallest unit around it fits: first along the axes that select tensors, then along rows."""
     rows = [axis for axis in grid.growth[::-1] if axis not in selecting]
     for axis in [*(axis for axis in grid.growth[::-1] if axis in selecting), *rows]:
         needed = grid.working_bytes(chunk)
         if needed > unit_bytes:
             most = chunk[axis] * unit_bytes // needed
-            chunk[axis] = largest_divisor(finest[axis], max(1, most)) if axis in selecting else cut_axis(chunk[axis], most, axis in ragged)
+            chunk[axis] = (
+                largest_divisor(finest[axis], max(1, most))
+                if axis in selecting
+                else cut_axis(chunk[axis], most, axis in ragged)
+            )
     if (needed := grid.working_bytes(chunk)) > unit_bytes:
         raise UnitBytesError(grid.spec.key, needed)

@@ -1,8 +1,9 @@
 """The handshake: before any unit, workers say that they can do the job, or by name of their host why they can't.
 
-Every other stage is unpickled by importing this package. A worker that lacks it then fails before it has opened its connection for
-data, for which Flink's side waits for minutes without a word (org.apache.beam.runners.fnexecution.data.GrpcDataService,
-`createOutboundAggregator`, 2.62.0). So this stage travels as source, which any Python can read, and its neighbours are Beam's own.
+Every other stage is unpickled by importing this package. A worker that lacks it then fails before it has opened its
+connection for data, for which Flink's side waits for minutes without a word
+(org.apache.beam.runners.fnexecution.data.GrpcDataService, `createOutboundAggregator`, 2.62.0). So this stage travels as
+source, which any Python can read, and its neighbours are Beam's own.
 """
 
 # pyright: reportReturnType=false
@@ -39,7 +40,8 @@ class UnfitError(Exception):
 class GreetWorkers(beam.PTransform):
     """Some numbers -> how many there were, once as many workers as got one have shown that they can do the job.
 
-    A worker must have this Python and this version of the package, the clients of the stores, and plan and output in sight.
+    A worker must have this Python and this version of the package, the clients of the stores, and plan and output in
+    sight.
     """
 
     def __init__(self, staging: Staging, plan_hash: str, secret: str | None = None):
@@ -48,7 +50,9 @@ class GreetWorkers(beam.PTransform):
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         ours = {"version": __version__, "python": "{}.{}".format(*sys.version_info), "packed": self.packed}
-        there = functools.partial(PythonCallableWithSource(f"from __future__ import annotations\n{inspect.getsource(greet)}"), **ours)
+        there = functools.partial(
+            PythonCallableWithSource(f"from __future__ import annotations\n{inspect.getsource(greet)}"), **ours
+        )
         return (
             pcoll
             | "Deal" >> beam.Reshuffle()
@@ -58,7 +62,9 @@ class GreetWorkers(beam.PTransform):
 
 
 def greet(number: int, version: str, python: str, packed: bytes) -> Iterator[int]:
-    """The number, where this worker can do the job. Only its source goes to the worker: it names nothing of this module."""
+    """The number, where this worker can do the job. Only its source goes to the worker: it names nothing of this
+    module.
+    """
     import socket
     import sys
 
@@ -69,9 +75,13 @@ def greet(number: int, version: str, python: str, packed: bytes) -> Iterator[int
         import weightbeam
         from weightbeam.transforms import handshake
     except ImportError as e:
-        raise RuntimeError(f"{worker} lacks Weightbeam ({e}); install weightbeam {version} in the Python of its worker pool, or run the image") from None
+        raise RuntimeError(
+            f"{worker} lacks Weightbeam ({e}); install weightbeam {version} in the Python of its worker pool, or run the image"
+        ) from None
     if weightbeam.__version__ != version:
-        raise RuntimeError(f"{worker} has Weightbeam {weightbeam.__version__}, and the command {version}; both must be the same")
+        raise RuntimeError(
+            f"{worker} has Weightbeam {weightbeam.__version__}, and the command {version}; both must be the same"
+        )
     handshake.check_place(worker, packed)
     yield number
 
@@ -96,9 +106,13 @@ def check_place(worker: str, packed: bytes) -> None:
             with contextlib.suppress(OSError):  # it's for show
                 staging.note_worker(f"{socket.gethostname()}-{os.getpid()}")
     except ImportError as e:
-        raise UnfitError(f"{worker} lacks a client of the storage ({e}); install 'weightbeam[gcp]' there, or run the image") from e
+        raise UnfitError(
+            f"{worker} lacks a client of the storage ({e}); install 'weightbeam[gcp]' there, or run the image"
+        ) from e
     except StorageError as e:
-        raise UnfitError(f"{worker} doesn't see what the command sees: {e}; every host needs the same folders, or name gs://BUCKET/FOLDER") from e
+        raise UnfitError(
+            f"{worker} doesn't see what the command sees: {e}; every host needs the same folders, or name gs://BUCKET/FOLDER"
+        ) from e
     except (OSError, RuntimeError) as e:
         raise UnfitError(f"{worker}: {e}") from e
     _FIT.add(packed)
@@ -109,4 +123,6 @@ def check_writable(worker: str, staging: Staging) -> None:
     try:
         staging.output.check_writable()
     except OSError as e:
-        raise UnfitError(f"{worker} can't write to {staging.output}: {reason(e)}; the user or the account that it runs as needs the right to") from e
+        raise UnfitError(
+            f"{worker} can't write to {staging.output}: {reason(e)}; the user or the account that it runs as needs the right to"
+        ) from e

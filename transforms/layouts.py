@@ -1,4 +1,6 @@
-"""The layout that a checkpoint is in, by its metadata and the names and shapes of its weights; and what MaxText must be told of it."""
+"""The layout that a checkpoint is in, by its metadata and the names and shapes of its weights; and what MaxText must be
+told of it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SCAN_AXES = (1, 0, 2, 3)  # where layers may be stacked, MaxText's default first
 
 
 def scan_of(source: OrbaxCheckpoint, weights: Mapping[str, object]) -> bool | None:
-    """Whether layers are stacked: what the custom metadata say, else by the weights' names; None where none is a layer's."""
+    """Whether layers are stacked: what the custom metadata say, else by the weights' names; None where none is a
+    layer's.
+    """
     said = source.custom.get("scan_layers")
     if isinstance(said, bool):
         return said
@@ -34,7 +38,9 @@ def scan_axis_of(source: OrbaxCheckpoint) -> int | None:
     return axis if isinstance(axis, int) else None
 
 
-def layout_of(weights: Mapping[str, OrbaxArray], scan: bool | None, model: str | None, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+def layout_of(
+    weights: Mapping[str, OrbaxArray], scan: bool | None, model: str | None, shapes: Mapping[str, tuple[int, ...]]
+) -> Layout:
     """The layout, with the stacked axis left open.
 
     Args:
@@ -53,7 +59,9 @@ def layout_of(weights: Mapping[str, OrbaxArray], scan: bool | None, model: str |
     )
 
 
-def maxtext_of(family: Family, config: Config, layout: Layout, naming: Naming) -> tuple[MaxTextConfig | None, tuple[str, ...]]:
+def maxtext_of(
+    family: Family, config: Config, layout: Layout, naming: Naming
+) -> tuple[MaxTextConfig | None, tuple[str, ...]]:
     """What MaxText must be told, and what it can't be told."""
     try:
         maxtext = maxtext_config(family, config, layout, naming)

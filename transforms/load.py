@@ -1,6 +1,8 @@
-"""What loading a checkpoint costs: the bytes and the reads of each host of a mesh. Pure arithmetic, from shapes and partition specs.
+"""What loading a checkpoint costs: the bytes and the reads of each host of a mesh. Pure arithmetic, from shapes and
+partition specs.
 
-A *host* here has one device, which is the worst case: a host with several asks for their shards together, and never for more.
+A *host* here has one device, which is the worst case: a host with several asks for their shards together, and never for
+more.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Load:
 
 def effective_ways(shape: Sequence[int], assignments: Sequence[Assignment], mesh: Mesh) -> tuple[int, ...]:
     """Into how many shards a mesh cuts each axis; 1 where it doesn't divide evenly, which JAX refuses."""
-    return tuple(ways if size % (ways := mesh.ways(axes)) == 0 else 1 for size, axes in zip(shape, assignments, strict=True))
+    return tuple(
+        ways if size % (ways := mesh.ways(axes)) == 0 else 1 for size, axes in zip(shape, assignments, strict=True)
+    )
 
 
 def touched(size: int, step: int, ways: int) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""How long a conversion takes on N workers of Dataflow or of a cluster, and what it costs: a simulation, from what each unit reads, decodes, copies and writes.
+"""How long a conversion takes on N workers of Dataflow or of a cluster, and what it costs: a simulation, from what each
+unit reads, decodes, copies and writes.
 
-Rates of the processor are measured, on one core each (`benchmarks/results.json`, 2026-11-21); what a service takes or allows is
-its documentation's, or an estimate, and says so. Nothing was measured on Dataflow itself.
+Rates of the processor are measured, on one core each (`benchmarks/results.json`, 2026-11-21); what a service takes or
+allows is its documentation's, or an estimate, and says so. Nothing was measured on Dataflow itself.
 """
 
 from __future__ import annotations
@@ -26,27 +27,39 @@ from weightbeam.transforms.units import element_box, fetches_of
 
 # Bytes a second that one core handles.
 FP8, FP4 = 789e6, 485e6  # stored bytes that it decodes; of the FP4 formats the slowest
-DECODE: dict[type, float] = {PackedRows: 510e6, Gptq: 444e6, Awq: 404e6, BlockCodes: 547e6, ScaledRows8: 1664e6, FusedNvfp4: FP4}
+DECODE: dict[type, float] = {
+    PackedRows: 510e6,
+    Gptq: 444e6,
+    Awq: 404e6,
+    BlockCodes: 547e6,
+    ScaledRows8: 1664e6,
+    FusedNvfp4: FP4,
+}
 MERGE_RATE = 1e9  # stored bytes that get an adapter of rank 16
 TRANSPOSE, COPY = 4.2e9, 8.5e9  # bytes made: each row becomes a column, or runs stay whole
-# Bytes read or written: the CPU time of the three conversions of `benchmarks.bench`, less the start-up and the above, is 0.58 to 0.80
-# seconds for each GB that they read or write locally. TLS adds 0.19 (AES-128-GCM by OpenSSL 3 on that machine: 5.3 GB/s).
+# Bytes read or written: the CPU time of the three conversions of `benchmarks.bench`, less the start-up and the above,
+# is 0.58 to 0.80 seconds for each GB that they read or write locally. TLS adds 0.19 (AES-128-GCM by OpenSSL 3 on that
+# machine: 5.3 GB/s).
 TRANSFER = 1.1e9
 
 # Of the services.
 START = 240.0  # seconds until a worker of Dataflow works: its machine, the image, the plan. An estimate
-CLUSTER_START = 12.0  # seconds until a job works on a cluster that is there: measured on Flink, its submission and the workers' start
+# seconds until a job works on a cluster that is there: measured on Flink, its submission and the workers' start
+CLUSTER_START = 12.0
 CLUSTER_SLOTS = 2  # of a worker there, as deploy/flink and deploy/spark have them
 LATENCY = 0.05  # seconds until a bucket answers. An estimate
-SEQUENTIAL_REQUESTS = 5  # requests of a unit that wait for each other, counted likewise: read, manifest, data, manifest, ledger
+# requests of a unit that wait for each other, counted likewise: read, manifest, data, manifest, ledger
+SEQUENTIAL_REQUESTS = 5
 OBJECTS_OF_A_UNIT = 3  # that a unit writes: data, manifest, ledger
-# Answers that the assembly, on one worker, waits for in turn for each unit, counted at a test server (2026-11-21): its ledger entry's reading
-# and removal, of 16 units at a time, and four reads of its database by TensorStore, of 32.
+# Answers that the assembly, on one worker, waits for in turn for each unit, counted at a test server (2026-11-21): its
+# ledger entry's reading and removal, of 16 units at a time, and four reads of its database by TensorStore, of 32.
 ASSEMBLY_ANSWERS = 2 / 16 + 4 / 32
 MERGE = 1.5 / 5000  # seconds for each database of 100 keys (measured with 5,000 of them, locally)
-# Requests a second that a bucket takes at first, and the seconds in which they may double (cloud.google.com/storage/docs/request-rate)
+# Requests a second that a bucket takes at first, and the seconds in which they may double
+# (cloud.google.com/storage/docs/request-rate)
 BUCKET_WRITES, BUCKET_READS, DOUBLING = 1000.0, 5000.0, 1200.0
-HUB_RESOLVES, HUB_WINDOW = 5000, 300.0  # files in so many seconds, for a free account (huggingface.co/docs/hub/rate-limits, 2026-09)
+# files in so many seconds, for a free account (huggingface.co/docs/hub/rate-limits, 2026-09)
+HUB_RESOLVES, HUB_WINDOW = 5000, 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +206,10 @@ def estimate(efforts: Sequence[Effort], workers: int, worker: Worker, files: int
     reads = 0 if from_hub else sum(effort.reads for effort in efforts)
     resolves = workers * min(files, -(-len(efforts) // workers)) if from_hub else 0
     seconds, limit = max(
-        (worked, "the longest unit" if worked < 2 * longest else max(totals, key=totals.__getitem__, default="start-up")),
+        (
+            worked,
+            "the longest unit" if worked < 2 * longest else max(totals, key=totals.__getitem__, default="start-up"),
+        ),
         (ramp(OBJECTS_OF_A_UNIT * len(efforts), BUCKET_WRITES), "writes that a bucket takes"),
         (ramp(reads, BUCKET_READS), "reads that a bucket takes"),
         ((-(-resolves // HUB_RESOLVES) - 1) * HUB_WINDOW, "files that the hub gives"),

@@ -1,7 +1,8 @@
 """A merge, planned: a release and adapters into the same release with the adapters in it.
 
-The table is the identity: every tensor becomes itself. What no adapter reaches is carried over byte for byte, codes and scales of a
-quantised weight included; a weight that an adapter reaches is written in the dtype that it has, a quantised one in the model's.
+The table is the identity: every tensor becomes itself. What no adapter reaches is carried over byte for byte, codes and
+scales of a quantised weight included; a weight that an adapter reaches is written in the dtype that it has, a quantised
+one in the model's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from weightbeam.model_mappings.relation import View
 from weightbeam.transforms.exporting import DTYPES, dtype_of_model
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.quantizing import REASON, ROWS, Given, find_quantised, job_for, quantization_config, with_scales
+from weightbeam.transforms.quantizing import (
+    REASON,
+    ROWS,
+    Given,
+    find_quantised,
+    job_for,
+    quantization_config,
+    with_scales,
+)
 from weightbeam.transforms.rows import VALUES, ReleasePlan, RowsUnit
 from weightbeam.transforms.units import Block, Fetch, make_units
 
@@ -66,7 +75,8 @@ class Merge(ReleasePlan):
       units: the blocks of each unit; a block's array is the number of a tensor, and its shards are a box of it.
       merging: what the adapters' tensors are used for.
       quantised: the tensors that are written as codes and scales.
-      quantization: `quantization_config` as it will be; None where it isn't to change, empty where nothing quantised is left.
+      quantization: `quantization_config` as it will be; None where it isn't to change, empty where nothing quantised is
+        left.
       given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
       small: the release's small files as they will be; not staged.
       slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
@@ -110,7 +120,9 @@ class Merge(ReleasePlan):
     @property
     def lossy(self) -> dict[str, str]:
         """By tensor, why its values aren't the release's to the bit."""
-        reasons = {name: f"{encoding.label}, rounded once" for name, encoding in self.encodings.items() if encoding.label}
+        reasons = {
+            name: f"{encoding.label}, rounded once" for name, encoding in self.encodings.items() if encoding.label
+        }
         return reasons | dict.fromkeys(self.quantised, REASON)
 
     @property
@@ -119,7 +131,10 @@ class Merge(ReleasePlan):
         if self.options.quantize:
             also = f", {len(self.merging.touched):,} of them merged" if self.merging.touched else ""
             return f"{len(self.quantised):,} tensor{'' if len(self.quantised) == 1 else 's'} quantised{also}"
-        merged, values = len(self.merging.touched), sum(encoding.label is not None for encoding in self.encodings.values())
+        merged, values = (
+            len(self.merging.touched),
+            sum(encoding.label is not None for encoding in self.encodings.values()),
+        )
         number, what = (values, "dequantised") if self.options.dequantize else (merged, "merged")
         return f"{number:,} tensor{'' if number == 1 else 's'} {what}"
 
@@ -134,20 +149,26 @@ class Merge(ReleasePlan):
         fetches, jobs = [], []
         for number, block in enumerate(self.units[unit]):
             name, box = names[block.array], block.shards
-            job = job_for(self.layout.tensors, name, self.quantised, box, ((number, _itself(name, box)),), given=self.given)
+            job = job_for(
+                self.layout.tensors, name, self.quantised, box, ((number, _itself(name, box)),), given=self.given
+            )
             fetches.append(Fetch(self.encodings[name], box, self._read_as(name, job.dtype)))
             jobs.append(job)
         return RowsUnit(unit, tuple(fetches), tuple(jobs))
 
     def _read_as(self, name: str, written: np.dtype) -> np.dtype:
-        """The dtype of a tensor's values in memory: of one that is quantised its own, so that nothing is rounded before; with an adapter float32."""
+        """The dtype of a tensor's values in memory: of one that is quantised its own, so that nothing is rounded
+        before; with an adapter float32.
+        """
         if name not in self.quantised:
             return written
         return VALUES if name in self.merging.touched else self.encodings[name].weight.dtype
 
     @property
     def hash(self) -> str:
-        """Identifies the result: files and headers of the release and of the adapters, the options, what is written, the units."""
+        """Identifies the result: files and headers of the release and of the adapters, the options, what is written,
+        the units.
+        """
         return self._identity.hash
 
     @functools.cached_property
@@ -215,10 +236,22 @@ def load(inputs: Mapping[str, Any]) -> Merge:
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
-    return plan_merge(MergeOptions(**inputs["options"] | {"lora": lora}), HfCheckpoint.from_json(inputs["source"]), adapters, given, inputs.get("slots"))
+    return plan_merge(
+        MergeOptions(**inputs["options"] | {"lora": lora}),
+        HfCheckpoint.from_json(inputs["source"]),
+        adapters,
+        given,
+        inputs.get("slots"),
+    )
 
 
-def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequence[Adapter], given: Given | None = None, slots: int | None = None) -> Merge:
+def plan_merge(
+    options: MergeOptions,
+    checkpoint: HfCheckpoint,
+    adapters: Sequence[Adapter],
+    given: Given | None = None,
+    slots: int | None = None,
+) -> Merge:
     """Plans a merge. What stands against it is in `plan.problems`.
 
     Args:
@@ -239,7 +272,11 @@ def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequen
         touched = {name: encoding for name, encoding in source.encodings.items() if encoding.label} | touched
         replaced |= source.dropped
         if not touched and not problems:
-            problems.append(Problem("quantised", checkpoint.root, "none of its tensors is quantised; there is nothing to dequantise"))
+            problems.append(
+                Problem(
+                    "quantised", checkpoint.root, "none of its tensors is quantised; there is nothing to dequantise"
+                )
+            )
     if options.quantize and not problems:
         problems += [
             Problem("quantised", name, f"is quantised already ({encoding.label}); dequantise the release first")
@@ -247,7 +284,11 @@ def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequen
             if encoding.label
         ]
     quantised = {name for name in touched if source.encodings[name].label}
-    replaced |= {tensor: f"codes or scales of {name}, which is written as its values" for name in quantised for tensor in _companions(checkpoint, source, name)}
+    replaced |= {
+        tensor: f"codes or scales of {name}, which is written as its values"
+        for name in quantised
+        for tensor in _companions(checkpoint, source, name)
+    }
     quantization, why = _quantization(checkpoint, source, quantised)
     problems += why
     encodings: dict[str, Encoding] = {}
@@ -257,22 +298,42 @@ def plan_merge(options: MergeOptions, checkpoint: HfCheckpoint, adapters: Sequen
     encodings |= {name: touched[name] for name in quantised}
     merged = dataclasses.replace(merging, touched={spelled[name]: by for name, by in merging.touched.items()})
     if problems:
-        return Merge(options, checkpoint, tuple(adapters), Plan("identity", (), replaced, tuple(problems)), {}, None, (), merged)
+        return Merge(
+            options, checkpoint, tuple(adapters), Plan("identity", (), replaced, tuple(problems)), {}, None, (), merged
+        )
     where = {name: tensor.path.rpartition("/")[2] for name, tensor in checkpoint.tensors.items()}
     order = {name: where.get(name) or where[encoding.weight.name] for name, encoding in encodings.items()}
-    wanted = [(name, _dtype(name, quantised, checkpoint, options.save_dtype), encoding.shape) for name, encoding in encodings.items()]
+    wanted = [
+        (name, _dtype(name, quantised, checkpoint, options.save_dtype), encoding.shape)
+        for name, encoding in encodings.items()
+    ]
     codes = find_quantised(wanted, given) if options.quantize else frozenset()
     if options.quantize:
         amiss = [*given.problems, *given.missing(wanted)] if given else []
         if not codes and not amiss:
             amiss = [Problem("quantised", checkpoint.root, "none of its tensors is a weight that is quantised")]
         if amiss:
-            return Merge(options, checkpoint, tuple(adapters), Plan("identity", (), {}, tuple(amiss)), {}, None, (), merged)
+            return Merge(
+                options, checkpoint, tuple(adapters), Plan("identity", (), {}, tuple(amiss)), {}, None, (), merged
+            )
         quantization = given.quantization_config if given else quantization_config(wanted, codes)
     files = plan_files(with_scales(wanted, codes), order, options.max_shard_size)
     units = _units(encodings, files, options.unit_bytes, codes, slots)
     plan = Plan("identity", (), replaced, ())
-    made = Merge(options, checkpoint, tuple(adapters), plan, encodings, files, tuple(units), merged, quantization, codes, given, slots=slots)
+    made = Merge(
+        options,
+        checkpoint,
+        tuple(adapters),
+        plan,
+        encodings,
+        files,
+        tuple(units),
+        merged,
+        quantization,
+        codes,
+        given,
+        slots=slots,
+    )
     return dataclasses.replace(made, warnings=files.warnings)
 
 
@@ -295,7 +356,11 @@ def _companions(checkpoint: HfCheckpoint, source: Source, name: str) -> set[str]
     encoding = source.encodings[name]
     read = {part.tensor.name for part in encoding.reads(whole(encoding.shape)) if isinstance(part, BoxRead)}
     stem = name.removesuffix(".weight")
-    below = {stored for stored in checkpoint.tensors if stored.startswith((f"{stem}.", f"{name}.")) and stored not in source.encodings}
+    below = {
+        stored
+        for stored in checkpoint.tensors
+        if stored.startswith((f"{stem}.", f"{name}.")) and stored not in source.encodings
+    }
     return read | below | {encoding.weight.name}
 
 
@@ -306,7 +371,9 @@ def _dtype(name: str, quantised: Collection[str], checkpoint: HfCheckpoint, save
     return DTYPES[save_dtype or dtype_of_model(checkpoint.config) or "bfloat16"]
 
 
-def _quantization(checkpoint: HfCheckpoint, source: Source, merged: Collection[str]) -> tuple[dict[str, Any] | None, list[Problem]]:
+def _quantization(
+    checkpoint: HfCheckpoint, source: Source, merged: Collection[str]
+) -> tuple[dict[str, Any] | None, list[Problem]]:
     """`quantization_config` once these quantised weights aren't any more, and what stands against it."""
     if not merged:
         return None, []
@@ -321,7 +388,13 @@ def _quantization(checkpoint: HfCheckpoint, source: Source, merged: Collection[s
     kept = said.get(field)
     default = [] if isinstance(kept, list) else ["lm_head"]  # what transformers takes where the field is missing
     modules = [name.removesuffix(".weight") for name in sorted(merged)]
-    return {**said, field: [*(kept if isinstance(kept, list) else default), *(name for name in modules if name not in (kept or ()))]}, []
+    return {
+        **said,
+        field: [
+            *(kept if isinstance(kept, list) else default),
+            *(name for name in modules if name not in (kept or ())),
+        ],
+    }, []
 
 
 def _itself(name: str, box: Box) -> Piece:
@@ -331,10 +404,17 @@ def _itself(name: str, box: Box) -> Piece:
     return Piece(name, view, view, tuple(range(len(box))), ())
 
 
-def _units(encodings: Mapping[str, Encoding], files: FileLayout, most: int, quantised: Collection[str], slots: int | None) -> list[tuple[Block, ...]]:
+def _units(
+    encodings: Mapping[str, Encoding], files: FileLayout, most: int, quantised: Collection[str], slots: int | None
+) -> list[tuple[Block, ...]]:
     """The units: rows of tensors."""
-    total = sum(_working_bytes(encoding, _itemsize(name, files, quantised), whole(encoding.shape)) for name, encoding in encodings.items())
-    return make_units(lambda unit_bytes: ((block,) for block in _blocks(encodings, files, unit_bytes, quantised)), total, most, slots)
+    total = sum(
+        _working_bytes(encoding, _itemsize(name, files, quantised), whole(encoding.shape))
+        for name, encoding in encodings.items()
+    )
+    return make_units(
+        lambda unit_bytes: ((block,) for block in _blocks(encodings, files, unit_bytes, quantised)), total, most, slots
+    )
 
 
 def _itemsize(name: str, files: FileLayout, quantised: Collection[str]) -> int:
@@ -342,7 +422,9 @@ def _itemsize(name: str, files: FileLayout, quantised: Collection[str]) -> int:
     return VALUES.itemsize + 1 if name in quantised else files.tensors[name].dtype.itemsize
 
 
-def _blocks(encodings: Mapping[str, Encoding], files: FileLayout, unit_bytes: int, quantised: Collection[str] = ()) -> Iterator[Block]:
+def _blocks(
+    encodings: Mapping[str, Encoding], files: FileLayout, unit_bytes: int, quantised: Collection[str] = ()
+) -> Iterator[Block]:
     """Boxes of the tensors, each as many rows as fit into a unit; of those that are quantised whole blocks of rows."""
     for number, (name, encoding) in enumerate(encodings.items()):
         shape = encoding.shape
@@ -351,12 +433,15 @@ def _blocks(encodings: Mapping[str, Encoding], files: FileLayout, unit_bytes: in
         grain = ROWS if name in quantised and axis == len(shape) - 2 else 1
         itemsize = _itemsize(name, files, quantised)
         one = _working_bytes(encoding, itemsize, _cut(shape, axis, 0, grain))
-        many = max(1, _working_bytes(encoding, itemsize, whole(shape)) - one) / max(1, size - grain)  # for each further row
+        # for each further row
+        many = max(1, _working_bytes(encoding, itemsize, whole(shape)) - one) / max(1, size - grain)
         rows = max(1, int((unit_bytes - one) / many) // grain) * grain
         parts, grains = -(-size // rows) if size else 1, -(-size // grain)
         for part in range(parts):
             box = _cut(shape, axis, grains * part // parts * grain, grains * (part + 1) // parts * grain)
-            yield Block(number, box, _working_bytes(encoding, itemsize, box), (encoding.weight.path, encoding.weight.offset))
+            yield Block(
+                number, box, _working_bytes(encoding, itemsize, box), (encoding.weight.path, encoding.weight.offset)
+            )
 
 
 def _cut(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> Box:

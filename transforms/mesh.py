@@ -50,21 +50,24 @@ def _rules(pairs: Sequence) -> Rules:
 
 
 def merge_rules(rules: Rules, overrides: Rules) -> Rules:
-    """`rules` without those of a name that `overrides` has, and then these, as MaxText merges them (src/maxtext/configs/pyconfig.py, e591f30)."""
+    """`rules` without those of a name that `overrides` has, and then these, as MaxText merges them
+    (src/maxtext/configs/pyconfig.py, e591f30).
+    """
     names = {name for name, _ in overrides}
     return (*(rule for rule in rules if rule[0] not in names), *overrides)
 
 
-WHOLE = ("mesh_axes", "base_config")  # a configuration with one of these brings all of its rules, another overrides some of its base's
+# a configuration with one of these brings all of its rules, another overrides some of its base's
+WHOLE = ("mesh_axes", "base_config")
 
 
 def read_rules(given: Any, base: Rules) -> Rules:
     """The rules that a file of the user's asks for.
 
     Args:
-      given: what the file holds: the list of all rules, or one of MaxText's configurations. Its `logical_axis_rules` take the
-        place of `base` if it says `override_logical_axis_rules: true`, or doesn't say and is complete in itself (`WHOLE`);
-        otherwise they are merged into `base`, as MaxText does with a model's.
+      given: what the file holds: the list of all rules, or one of MaxText's configurations. Its `logical_axis_rules`
+        take the place of `base` if it says `override_logical_axis_rules: true`, or doesn't say and is complete in
+        itself (`WHOLE`); otherwise they are merged into `base`, as MaxText does with a model's.
       base: the rules without the file.
 
     Raises:
@@ -81,8 +84,14 @@ def read_rules(given: Any, base: Rules) -> Rules:
     for rule in given:
         pair = rule if isinstance(rule, list) and len(rule) == 2 else (None, None)
         axes = pair[1] if isinstance(pair[1], list) else [] if pair[1] is None else [pair[1]]
-        if not isinstance(pair[0], str) or not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
-            raise RulesError(f"{json.dumps(rule, default=str)} should be a logical name and its mesh axes, each once, as in [embed, [fsdp, expert]]")
+        if (
+            not isinstance(pair[0], str)
+            or not all(isinstance(axis, str) for axis in axes)
+            or len(set(axes)) < len(axes)
+        ):
+            raise RulesError(
+                f"{json.dumps(rule, default=str)} should be a logical name and its mesh axes, each once, as in [embed, [fsdp, expert]]"
+            )
     return merge_rules(base, _rules(given)) if merged else _rules(given)
 
 
@@ -115,13 +124,21 @@ class Mesh:
         for item in text.split(","):
             name, separator, size = (part.strip() for part in item.partition("="))
             if size == "-1":
-                raise MeshError(f"--mesh={text}: {name}=-1 means all devices that are left, and how many there are isn't known here; say a number")
+                raise MeshError(
+                    f"--mesh={text}: {name}=-1 means all devices that are left, and how many there are isn't known here; say a number"
+                )
             if not separator or not size.isascii() or not size.isdigit() or int(size) < 1:
                 raise MeshError(f"--mesh={text}: {item.strip()!r} should be an axis and its size, as in fsdp=16")
             if name not in axes:
                 setting = PARALLELISM.fullmatch(name)
-                meant = f" (MaxText's ici_ and dcn_{setting[1]}_parallelism, multiplied, are {setting[1]} here)" if setting else ""
-                raise MeshError(f"--mesh={text}: MaxText's meshes have no axis {name!r}{meant}; they have {', '.join(axes)}")
+                meant = (
+                    f" (MaxText's ici_ and dcn_{setting[1]}_parallelism, multiplied, are {setting[1]} here)"
+                    if setting
+                    else ""
+                )
+                raise MeshError(
+                    f"--mesh={text}: MaxText's meshes have no axis {name!r}{meant}; they have {', '.join(axes)}"
+                )
             if name in sizes:
                 raise MeshError(f"--mesh={text}: the axis {name} is named twice")
             sizes[name] = int(size)
@@ -145,8 +162,8 @@ def axes_of(assignment: Assignment) -> tuple[str, ...]:
 def partition_spec(names: Sequence[str | None], rules: Rules) -> tuple[Assignment, ...]:
     """The mesh axes of each axis of an array, as Flax assigns them.
 
-    The rules are tried in order; a rule counts if its axis is still without an assignment and none of its mesh axes is taken
-    (google/flax, flax/linen/spmd.py, `logical_to_mesh_axes`, 0.12.8).
+    The rules are tried in order; a rule counts if its axis is still without an assignment and none of its mesh axes is
+    taken (google/flax, flax/linen/spmd.py, `logical_to_mesh_axes`, 0.12.8).
     """
     assigned: dict[int, Assignment] = {}
     taken: set[str] = set()

@@ -1,4 +1,6 @@
-"""Whether what a checkpoint of ours says of itself is what its record says: dtypes, both metadata files, markers, the step, keys."""
+"""Whether what a checkpoint of ours says of itself is what its record says: dtypes, both metadata files, markers, the
+step, keys.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from weightbeam.model_mappings.plan import Array
 VALUE_TYPES = {STEP.key: "scalar"}  # of `_METADATA`; of all others `np.ndarray`
 
 
-def find_metadata_faults(items: Store, stores: Mapping[str, ts.TensorStore], arrays: Iterable[Array], record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is wrong with the metadata of a checkpoint that Weightbeam made: `(key or file, what)`. Of others nothing is known.
+def find_metadata_faults(
+    items: Store, stores: Mapping[str, ts.TensorStore], arrays: Iterable[Array], record: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with the metadata of a checkpoint that Weightbeam made: `(key or file, what)`. Of others nothing is
+    known.
 
     Args:
       items: the item.
@@ -44,7 +49,9 @@ def find_metadata_faults(items: Store, stores: Mapping[str, ts.TensorStore], arr
     if parse_json(items.read(METADATA)).get("use_ocdbt", True):
         known = tuple(f"{key}/" for key in stores)
         keys = ts.KvStore.open(ocdbt.database(items), context=ocdbt.context()).result().list().result()
-        for key in sorted({key.decode(errors="replace").rpartition("/")[0] or key.decode(errors="replace") for key in keys}):
+        for key in sorted(
+            {key.decode(errors="replace").rpartition("/")[0] or key.decode(errors="replace") for key in keys}
+        ):
             if not f"{key}/".startswith(known):
                 yield key, "is in the database, but the checkpoint's metadata don't name it"
 

@@ -12,8 +12,9 @@
 | an Orbax checkpoint | `Conversion`, `Reshard`, with `formats/orbax/writing.py` |
 | a release | `Export`, `Merge`, as `rows.ReleasePlan`, with `formats/release_target.py` |
 
-A source's arrays are `formats.encodings.StoredArray`s: a box of values needs some reads, and these are decoded into it. A movement is a
-plan that both follow from: each worker makes it anew of the staged inputs, spells units out, and hands to the target what they make.
+A source's arrays are `formats.encodings.StoredArray`s: a box of values needs some reads, and these are decoded into it.
+A movement is a plan that both follow from: each worker makes it anew of the staged inputs, spells units out, and hands
+to the target what they make.
 """
 
 from __future__ import annotations
@@ -66,8 +67,11 @@ class Target(Protocol):
         """Puts there what has to be there before the first unit."""
         ...
 
-    def write(self, staging: Staging, unit: Any, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None) -> int:
-        """Writes what a unit has made durably, and enters the unit in the ledger; returns the bytes, of values. Any number of attempts may.
+    def write(
+        self, staging: Staging, unit: Any, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None
+    ) -> int:
+        """Writes what a unit has made durably, and enters the unit in the ledger; returns the bytes, of values. Any
+        number of attempts may.
 
         `notes` is what `note_reads` had to say.
         """

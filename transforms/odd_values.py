@@ -1,7 +1,9 @@
-"""Values that are converted as they are, and that a release hardly means: NaN, infinities, and matrices of zeros. Counted by tensor.
+"""Values that are converted as they are, and that a release hardly means: NaN, infinities, and matrices of zeros.
+Counted by tensor.
 
-Each shard is looked at as it is written (`formats/extremes.py`), which costs a look at what is in the cache anyway. Only where one
-is odd, the share of each tensor in it is counted. A unit's counts stand in its ledger entry; the sums in the checkpoint's record.
+Each shard is looked at as it is written (`formats/extremes.py`), which costs a look at what is in the cache anyway.
+Only where one is odd, the share of each tensor in it is counted. A unit's counts stand in its ledger entry; the sums in
+the checkpoint's record.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def find_odd(array: Array, box: Box, values: np.ndarray, extremes: Extremes) -> 
 def _none_is_zero(array: Array, values: np.ndarray) -> bool:
     """Whether it is plain that none of a shard's matrices is zero throughout; the shard isn't.
 
-    It has one, or each of those that are stacked begins with another value: one look for all, where a look at each would take longer
-    than the rest of a conversion.
+    It has one, or each of those that are stacked begins with another value: one look for all, where a look at each
+    would take longer than the rest of a conversion.
     """
     if len(array.parts) > 1:
         return False
@@ -80,9 +82,13 @@ def add(counts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, Counts]:
 
 
 def conclude(counts: Iterable[Mapping[str, Sequence[int]]], arrays: Iterable[Array]) -> dict[str, Any]:
-    """What all units found, for the record: the tensors with NaN or infinite elements, and the matrices that are zero throughout."""
+    """What all units found, for the record: the tensors with NaN or infinite elements, and the matrices that are zero
+    throughout.
+    """
     total = add(counts)
-    not_finite = {tensor: {"nan": nan, "infinite": infinite} for tensor, (nan, infinite, _) in total.items() if nan or infinite}
+    not_finite = {
+        tensor: {"nan": nan, "infinite": infinite} for tensor, (nan, infinite, _) in total.items() if nan or infinite
+    }
     maybe = {tensor for tensor, (_, _, zeros) in total.items() if zeros}
     elements: Counter[str] = Counter()
     for part in (part for array in arrays if maybe for part in array.parts):

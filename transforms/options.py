@@ -13,7 +13,8 @@ class Options:
     param_scan_axis: int = 1
     save_dtype: str = "bfloat16"
     mesh: tuple[str, ...] = ()
-    sharding_rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] | None = None  # what the file says; None for MaxText's own
+    # what the file says; None for MaxText's own
+    sharding_rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] | None = None
     maxtext_model: str | None = None
     vocab_size: int | None = None
     mtp: bool = False

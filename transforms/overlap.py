@@ -1,7 +1,8 @@
 """Reading, computing and writing at the same time, for a thread that takes one unit after the other.
 
-A link carries bytes both ways, but a thread that reads a unit, computes and writes it uses one direction at a time. Where the source or
-the output is elsewhere, the next unit is read and the last ones are written in the background meanwhile:
+A link carries bytes both ways, but a thread that reads a unit, computes and writes it uses one direction at a time.
+Where the source or the output is elsewhere, the next unit is read and the last ones are written in the background
+meanwhile:
 
     read       1   2   3   4
     compute        1   2   3   4
@@ -20,16 +21,20 @@ from typing import Generic, ParamSpec, TypeVar
 
 REMOTE = "://"  # of a URL of a bucket or of the hub; local folders have none
 AHEAD, BEHIND = 1, 6  # units of a thread that are read before it gets to them, and written after it is done with them
-# Units that a process reads at a time, whatever its threads: each of many would get a small share of the link, and all would be there at once,
-# late; until then nothing could be written. Of two, one fills the link while the other one ends or begins.
+# Units that a process reads at a time, whatever its threads: each of many would get a small share of the link, and all
+# would be there at once, late; until then nothing could be written. Of two, one fills the link while the other one ends
+# or begins.
 READERS = 2
-SPARE = 2  # units that a process has memory for beside one for each of its threads, where it overlaps; its threads share them
+# units that a process has memory for beside one for each of its threads, where it overlaps; its threads share them
+SPARE = 2
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def overlaps(*places: object) -> bool:
-    """Whether one of the places, as people name them, is in a bucket or on the hub, so that reading, computing and writing go on at the same time."""
+    """Whether one of the places, as people name them, is in a bucket or on the hub, so that reading, computing and
+    writing go on at the same time.
+    """
     return any(REMOTE in str(place) for place in places)
 
 
@@ -43,7 +48,8 @@ class Background(Generic[T]):
 
     Attributes:
       most: how many may be under way; 0 for none: each call is made at once, by the thread itself.
-      turns: how many of the process's threads may be at such calls at a time; the others wait, first come, first served. 0 for any number.
+      turns: how many of the process's threads may be at such calls at a time; the others wait, first come, first
+        served. 0 for any number.
     """
 
     def __init__(self, most: int, turns: int = 0):
@@ -51,7 +57,8 @@ class Background(Generic[T]):
         self._calls: deque[Future[T]] = deque()
 
     def begin(self, call: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> list[T]:
-        """Begins a call; returns the results of earlier ones that are over. Waits for the earliest where there are too many.
+        """Begins a call; returns the results of earlier ones that are over. Waits for the earliest where there are too
+        many.
 
         Raises what an earlier call has raised.
         """
@@ -78,12 +85,16 @@ class Background(Generic[T]):
 
 @functools.cache
 def _pool(turns: int) -> ThreadPoolExecutor:
-    """This process's threads for calls in the background that take turns; as many start as there are calls under way, which `Background.most` bounds."""
+    """This process's threads for calls in the background that take turns; as many start as there are calls under way,
+    which `Background.most` bounds.
+    """
     return ThreadPoolExecutor(max_workers=turns or 1024, thread_name_prefix="background")
 
 
 def wait_for_all() -> None:
-    """Waits until nothing goes on in the background of any thread: after a failure, when nobody asks for the results any more."""
+    """Waits until nothing goes on in the background of any thread: after a failure, when nobody asks for the results
+    any more.
+    """
     for turns in (0, READERS):
         _pool(turns).shutdown()
     _pool.cache_clear()

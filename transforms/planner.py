@@ -11,8 +11,8 @@
       ▼  _cut             chunk grids, what stays in the source's files (`--virtual`), units
     Conversion
 
-A step that finds something amiss says so in a list of problems; the next steps go on as far as they can, so that a user sees all
-problems at once. Only without a table there is nothing to go on with.
+A step that finds something amiss says so in a list of problems; the next steps go on as far as they can, so that a user
+sees all problems at once. Only without a table there is nothing to go on with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from weightbeam.transforms.units import Block, find_twins, make_blocks, make_uni
 from weightbeam.transforms.virtual import Placement, loads_of, place_arrays, problems_of, warnings_of
 
 UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
-PAIRING = {"unscaled", "scale", "orphan scale"}  # problems of one quantised tensor, which don't count where it is dropped
+# problems of one quantised tensor, which don't count where it is dropped
+PAIRING = {"unscaled", "scale", "orphan scale"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,9 @@ class _Cut:
     problems: tuple[Problem, ...] = ()
 
 
-def prepare(options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapter] = (), slots: int | None = None) -> Conversion:
+def prepare(
+    options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapter] = (), slots: int | None = None
+) -> Conversion:
     """Plans a conversion, with adapters merged into the source's tensors. What stands against it is in `plan.problems`.
 
     Its units are cut for `slots` of them at a time, if that is known; see `units.target_bytes`.
@@ -110,7 +113,12 @@ def prepare(options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapt
         source = source.merged(merging)
         table = _expand(family, config, layout, naming)
     except (ConfigError, UnknownFamilyError) as e:
-        found = [*checkpoint.problems, *source.problems, *asked, *(problem for adapter in adapters for problem in adapter.problems)]
+        found = [
+            *checkpoint.problems,
+            *source.problems,
+            *asked,
+            *(problem for adapter in adapters for problem in adapter.problems),
+        ]
         return _without_table(options, checkpoint, adapters, found, e)
     arrays = make_arrays(table.parts, source.specs(), SAVE_DTYPES[options.save_dtype])
     if folding:
@@ -121,7 +129,17 @@ def prepare(options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapt
     cut = _cut(options, arrays, source.encodings, meshes, slots) if not problems else _Cut()
     problems += cut.problems
     dropped = {**dropped, **source.dropped, **{problem.subject: reason for problem, reason in unneeded.items()}}
-    plan = Plan(family.name, arrays, dropped, tuple(problems), table.note, family.support, naming.model, naming.sizes, table.maxtext)
+    plan = Plan(
+        family.name,
+        arrays,
+        dropped,
+        tuple(problems),
+        table.note,
+        family.support,
+        naming.model,
+        naming.sizes,
+        table.maxtext,
+    )
     return Conversion(
         options,
         checkpoint,
@@ -139,14 +157,24 @@ def prepare(options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapt
 
 
 def _without_table(
-    options: Options, checkpoint: HfCheckpoint, adapters: Sequence[Adapter], found: Sequence[Problem], error: ConfigError | UnknownFamilyError
+    options: Options,
+    checkpoint: HfCheckpoint,
+    adapters: Sequence[Adapter],
+    found: Sequence[Problem],
+    error: ConfigError | UnknownFamilyError,
 ) -> Conversion:
-    """The conversion of a model that there is no table for, or whose `config.json` a table can't do with: its problems alone."""
+    """The conversion of a model that there is no table for, or whose `config.json` a table can't do with: its problems
+    alone.
+    """
     problems = list(dict.fromkeys(found))
     if checkpoint.config:  # else that it is missing, or empty, is a problem already
         kind = "config" if isinstance(error, ConfigError) else UNKNOWN_FAMILY
-        problems.append(Problem(kind, "config.json", str(error).removeprefix("config.json: ").removeprefix("config.json ")))
-    return Conversion(options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), (), (), tuple(adapters))
+        problems.append(
+            Problem(kind, "config.json", str(error).removeprefix("config.json: ").removeprefix("config.json "))
+        )
+    return Conversion(
+        options, checkpoint, Plan("unknown", (), {}, tuple(problems)), {}, (), (), (), (), tuple(adapters)
+    )
 
 
 def _lay_out(options: Options, config: Config, family: Family, source: Source) -> tuple[Naming, Layout]:
@@ -181,9 +209,15 @@ def _expand(family: Family, config: Config, layout: Layout, naming: Naming) -> _
 
 
 def _unneeded(source: Source, family: Family, table: _Table) -> dict[Problem, str]:
-    """The problems of one quantised tensor that don't count, since the table leaves the tensor out, each with the reason for that."""
+    """The problems of one quantised tensor that don't count, since the table leaves the tensor out, each with the
+    reason for that.
+    """
     pairing = [problem for problem in source.problems if problem.kind in PAIRING]
-    return {problem: reason for problem in pairing if (reason := drop_reason(rename(problem.subject, family.aliases), table.drops))}
+    return {
+        problem: reason
+        for problem in pairing
+        if (reason := drop_reason(rename(problem.subject, family.aliases), table.drops))
+    }
 
 
 def _audit(
@@ -195,7 +229,8 @@ def _audit(
     asked: Sequence[Problem],
     unneeded: Collection[Problem],
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Checks that every tensor is used and every element of an array made once: what is left out with the reason, and all problems so far.
+    """Checks that every tensor is used and every element of an array made once: what is left out with the reason, and
+    all problems so far.
 
     A tensor that its file or its scale already stands against needs no second line.
     """
@@ -209,8 +244,16 @@ def _audit(
     return dropped, problems
 
 
-def _cut(options: Options, arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh], slots: int | None) -> _Cut:
-    """Cuts the arrays into chunks and shards, and these into units; with `--virtual` only those that can't stay where they are."""
+def _cut(
+    options: Options,
+    arrays: Sequence[Array],
+    encodings: Mapping[str, Encoding],
+    meshes: Sequence[Mesh],
+    slots: int | None,
+) -> _Cut:
+    """Cuts the arrays into chunks and shards, and these into units; with `--virtual` only those that can't stay where
+    they are.
+    """
     placements: tuple[Placement, ...] = ()
     problems: list[Problem] = []
     try:
@@ -219,7 +262,10 @@ def _cut(options: Options, arrays: Sequence[Array], encodings: Mapping[str, Enco
         if options.virtual:
             placements = place_arrays(arrays, encodings, meshes, grids)
             problems += problems_of(arrays, placements, format_of(options))
-            grids = [dataclasses.replace(grid, spec=at.spec) if at.spec else grid for grid, at in zip(grids, placements, strict=True)]
+            grids = [
+                dataclasses.replace(grid, spec=at.spec) if at.spec else grid
+                for grid, at in zip(grids, placements, strict=True)
+            ]
             warnings += warnings_of(arrays, placements, loads_of(grids, meshes))
         made = [number for number in range(len(arrays)) if not (placements and placements[number].spec)]
         units = _units(options, arrays, made, grids, encodings, slots) if not problems else ()
@@ -252,14 +298,20 @@ def _check_options(options: Options, family: Family) -> Iterator[Problem]:
         yield Problem("option", "--scan_layers", f"MaxText has {family.name} models {other} only; convert with {flag}")
 
 
-def _grids(options: Options, arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh]) -> list[Grid]:
+def _grids(
+    options: Options, arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh]
+) -> list[Grid]:
     rules, save, experts = rules_of(options), SAVE_DTYPES[options.save_dtype], count_experts(arrays)
     twins = {number: len(group) for group in find_twins(arrays) for number in group}
     grids = []
     for number, array in enumerate(arrays):
         stored = _source_cost(array, encodings, save)
         try:
-            grids.append(make_grid(array, stored, meshes, rules, options.unit_bytes // twins[number], format_of(options), experts))
+            grids.append(
+                make_grid(
+                    array, stored, meshes, rules, options.unit_bytes // twins[number], format_of(options), experts
+                )
+            )
         except UnitBytesError as e:
             raise UnitBytesError(e.key, e.needed * twins[number]) from e
     return grids
@@ -282,17 +334,27 @@ def _source_cost(array: Array, encodings: Mapping[str, Encoding], save: np.dtype
 
 
 def _units(
-    options: Options, arrays: Sequence[Array], made: Sequence[int], grids: Sequence[Grid], encodings: Mapping[str, Encoding], slots: int | None
+    options: Options,
+    arrays: Sequence[Array],
+    made: Sequence[int],
+    grids: Sequence[Grid],
+    encodings: Mapping[str, Encoding],
+    slots: int | None,
 ) -> list[tuple[Block, ...]]:
     """The units that make the arrays of these numbers."""
     groups = [[made[twin] for twin in twins] for twins in find_twins([arrays[number] for number in made])]
 
     def cut(unit_bytes: int) -> Iterator[tuple[Block, ...]]:
         for group in groups:
-            blocks = [make_blocks(number, arrays[number], grids[number], encodings, unit_bytes // len(group)) for number in group]
+            blocks = [
+                make_blocks(number, arrays[number], grids[number], encodings, unit_bytes // len(group))
+                for number in group
+            ]
             yield from zip(*blocks, strict=True)
 
-    return make_units(cut, sum(grids[number].working_bytes(arrays[number].shape) for number in made), options.unit_bytes, slots)
+    return make_units(
+        cut, sum(grids[number].working_bytes(arrays[number].shape) for number in made), options.unit_bytes, slots
+    )
 
 
 def options_from(said: Mapping[str, Any]) -> Options:
@@ -309,4 +371,6 @@ def _tuples(value: Any) -> Any:
 def load(inputs: Mapping[str, Any]) -> Conversion:
     """The conversion whose inputs `Conversion.stage` staged."""
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
-    return prepare(options_from(inputs["options"]), HfCheckpoint.from_json(inputs["source"]), adapters, inputs.get("slots"))
+    return prepare(
+        options_from(inputs["options"]), HfCheckpoint.from_json(inputs["source"]), adapters, inputs.get("slots")
+    )

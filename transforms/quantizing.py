@@ -1,7 +1,8 @@
-"""Weights of a release that is written in FP8: which are quantised, and the rows of a weight as rows of codes and of scales.
+"""Weights of a release that is written in FP8: which are quantised, and the rows of a weight as rows of codes and of
+scales.
 
-A scale belongs to a block of 128 × 128 values, so a unit that makes rows of such a weight has to make whole blocks of rows: from a
-multiple of 128 to another, or to the weight's end.
+A scale belongs to a block of 128 × 128 values, so a unit that makes rows of such a weight has to make whole blocks of
+rows: from a multiple of 128 to another, or to the weight's end.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class QuantizeJob(RowsJob):
             raise ValueError(f"{self.tensor.name}: a box that doesn't begin and end at blocks: {self.box}")
         rows = (*leading, (start // ROWS, -(-stop // ROWS)), (0, self.scales.shape[-1]))
         given = read_boxes([BoxRead(self.given, rows)])[0][0] if self.given else None
-        codes, scales = quantize(self.finish(values).reshape([high - low for low, high in self.box]), self.tensor.name, scales=given)
+        codes, scales = quantize(
+            self.finish(values).reshape([high - low for low, high in self.box]), self.tensor.name, scales=given
+        )
         yield self.tensor, self.box, codes
         yield self.scales, rows, scales
 
@@ -74,7 +77,8 @@ def in_blocks(box: Box, shape: Sequence[int]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a release in FP8 gives to one that should be like it: which weights are quantised, their scales, and `quantization_config`.
+    """What a release in FP8 gives to one that should be like it: which weights are quantised, their scales, and
+    `quantization_config`.
 
     Attributes:
       files: the release.
@@ -93,9 +97,17 @@ class Given:
         labelled = {name: encoding for name, encoding in source.encodings.items() if encoding.label}
         if not labelled:
             return None
-        scales = {name: encoding.scale for name, encoding in labelled.items() if isinstance(encoding, Scaled) and _is_ours(name, encoding)}
+        scales = {
+            name: encoding.scale
+            for name, encoding in labelled.items()
+            if isinstance(encoding, Scaled) and _is_ours(name, encoding)
+        }
         other = next((name for name in labelled if name not in scales), None)
-        wrong = f"--like has it as {labelled[other].label}; only FP8 in blocks of 128 × 128 with {SUFFIX} in float32 can be followed" if other else ""
+        wrong = (
+            f"--like has it as {labelled[other].label}; only FP8 in blocks of 128 × 128 with {SUFFIX} in float32 can be followed"
+            if other
+            else ""
+        )
         return cls(files, scales, (Problem("quantised", other, wrong),) if other else ())
 
     @property
@@ -110,7 +122,11 @@ class Given:
             if name not in shapes:
                 yield Problem("missing", name, f"is in {self.files.root}, and there is no such weight to quantise")
             elif scale_shape(shapes[name]) != scale.shape:
-                yield Problem("shape", name, f"{shapes[name]}, of which {self.files.root} has scales {scale.shape}; expected {scale_shape(shapes[name])}")
+                yield Problem(
+                    "shape",
+                    name,
+                    f"{shapes[name]}, of which {self.files.root} has scales {scale.shape}; expected {scale_shape(shapes[name])}",
+                )
 
 
 def _is_ours(name: str, encoding: Scaled) -> bool:
@@ -121,10 +137,16 @@ def _is_ours(name: str, encoding: Scaled) -> bool:
 
 
 def find_quantised(tensors: Iterable[Entry], given: Given | None = None) -> frozenset[str]:
-    """The tensors that are written as codes: those that a given release has so, else the weights of linear layers; of a dtype that isn't quantised already."""
+    """The tensors that are written as codes: those that a given release has so, else the weights of linear layers; of a
+    dtype that isn't quantised already.
+    """
     if given is not None:
         return frozenset(name for name, _, _ in tensors if name in given.scales)
-    return frozenset(name for name, dtype, shape in tensors if is_float(dtype) and dtype.itemsize > 1 and why_kept(name, shape) is None and math.prod(shape))
+    return frozenset(
+        name
+        for name, dtype, shape in tensors
+        if is_float(dtype) and dtype.itemsize > 1 and why_kept(name, shape) is None and math.prod(shape)
+    )
 
 
 def with_scales(tensors: Iterable[Entry], quantised: frozenset[str]) -> Iterator[Entry]:
@@ -148,18 +170,25 @@ def job_for(
 ) -> RowsJob:
     """Rows of a tensor to make, of whichever kind it is."""
     if name in quantised:
-        return QuantizeJob(written[name], box, pieces, merged, scales=written[name + SUFFIX], given=given and given.scales[name])
+        return QuantizeJob(
+            written[name], box, pieces, merged, scales=written[name + SUFFIX], given=given and given.scales[name]
+        )
     return RowsJob(written[name], box, pieces, merged)
 
 
 def quantization_config(tensors: Iterable[Entry], quantised: frozenset[str]) -> dict[str, Any]:
     """`quantization_config` of such a release, with the linear layers that aren't quantised by their names."""
-    return quantizing.quantization_config(quantizing.not_converted((name, shape) for name, _, shape in tensors if name not in quantised))
+    return quantizing.quantization_config(
+        quantizing.not_converted((name, shape) for name, _, shape in tensors if name not in quantised)
+    )
 
 
 def keep_blocks(grid: Grid, part: Part) -> Grid:
-    """A grid of which no unit cuts a block of 128 rows of its tensors: along the slowest axis that holds rows in whole blocks, along the others not at all."""
-    rows = sorted(part.axes_of(len(part.window_shape) - 2) - grid.whole_axes, key=grid.growth.index)  # the fastest first
+    """A grid of which no unit cuts a block of 128 rows of its tensors: along the slowest axis that holds rows in whole
+    blocks, along the others not at all.
+    """
+    # the fastest first
+    rows = sorted(part.axes_of(len(part.window_shape) - 2) - grid.whole_axes, key=grid.growth.index)
     if not rows:
         return grid
     *inner, outer = rows
@@ -167,6 +196,11 @@ def keep_blocks(grid: Grid, part: Part) -> Grid:
     span, rest = divmod(part.window_shape[-2] * part.steps[-2], count)  # rows of the tensor for each index of that axis
     grain = count if rest else math.lcm(grid.spec.shard[outer], ROWS // math.gcd(ROWS, span))
     kept = grid.whole_axes | set(inner) | ({outer} if grain >= count else set())
-    shard = tuple(min(grain, n) if axis == outer else size for axis, (size, n) in enumerate(zip(grid.spec.shard, grid.spec.shape, strict=True)))
+    shard = tuple(
+        min(grain, n) if axis == outer else size
+        for axis, (size, n) in enumerate(zip(grid.spec.shard, grid.spec.shape, strict=True))
+    )
     spec = dataclasses.replace(grid.spec, chunk=shard, shard=shard)
-    return dataclasses.replace(grid, spec=spec, whole_axes=kept, growth=tuple(axis for axis in grid.growth if axis not in kept))
+    return dataclasses.replace(
+        grid, spec=spec, whole_axes=kept, growth=tuple(axis for axis in grid.growth if axis not in kept)
+    )

@@ -1,4 +1,5 @@
-"""A reshard, planned: an Orbax checkpoint into another one. Chunks for another mesh, layers stacked or apart, other dtypes, other trees.
+"""A reshard, planned: an Orbax checkpoint into another one. Chunks for another mesh, layers stacked or apart, other
+dtypes, other trees.
 
 Each array of the new checkpoint goes one of three ways, and the plan says which:
 
@@ -7,7 +8,8 @@ Each array of the new checkpoint goes one of three ways, and the plan says which
     unpacked    a chunk of the source doesn't fit into a unit, as those of 1 to 2 GiB that MaxText's training writes: it is decoded
                 once, as a stream, into files, and the units read from these
 
-A block of an array is a multiple of the source's chunk and of the target's shard on every axis, so that no chunk is read twice:
+A block of an array is a multiple of the source's chunk and of the target's shard on every axis, so that no chunk is
+read twice:
 
     source chunk (256, 1, 1024)     target shard (64, 2, 4096)     block (256, 2, 4096): 8 chunks become 4 shards
 """
@@ -46,7 +48,17 @@ from weightbeam.transforms.grid import Grid, Reading, UnitBytesError, count_expe
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
 from weightbeam.transforms.tree import Kept, Model, Tree, make_tree
-from weightbeam.transforms.units import Block, Fetch, InUnits, Job, element_box, expand_unit, make_units, shards_of, working_bytes
+from weightbeam.transforms.units import (
+    Block,
+    Fetch,
+    InUnits,
+    Job,
+    element_box,
+    expand_unit,
+    make_units,
+    shards_of,
+    working_bytes,
+)
 
 KEEP, FULL, PARAMS = "keep", "full", "params"
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -166,7 +178,10 @@ class Reshard(InUnits):
     @functools.cached_property
     def source_bytes(self) -> int:
         """Bytes of the arrays that are read."""
-        return sum(self.source.arrays[key].nbytes for key in {key for array in self.plan.arrays for part in array.parts for key in part.tensors})
+        return sum(
+            self.source.arrays[key].nbytes
+            for key in {key for array in self.plan.arrays for part in array.parts for key in part.tensors}
+        )
 
     def by_way(self) -> dict[str, tuple[int, int]]:
         """The arrays and bytes that go each way."""
@@ -185,9 +200,15 @@ class Reshard(InUnits):
         arrays = zip(self.plan.arrays, self.ways, strict=True) if self.ways else ()
         keys = {key for array, way in arrays if way.name == "unpacked" for part in array.parts for key in part.tensors}
         factors = dict.fromkeys(array for kernel in self.adapted.kernels.values() for array in kernel.arrays)
-        large = (array for array in factors if array.compressed and SMALL_CHUNK * array.chunk_bytes > self.unit_bytes and can_unpack(array))
+        large = (
+            array
+            for array in factors
+            if array.compressed and SMALL_CHUNK * array.chunk_bytes > self.unit_bytes and can_unpack(array)
+        )
         roots = [adapter.root for adapter in self.adapters]
-        return {self.source.arrays[key]: "" for key in sorted(keys)} | {array: f"adapter{roots.index(array.items)}/" for array in large}
+        return {self.source.arrays[key]: "" for key in sorted(keys)} | {
+            array: f"adapter{roots.index(array.items)}/" for array in large
+        }
 
     @property
     def chunks(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
@@ -208,7 +229,9 @@ class Reshard(InUnits):
         blocks = self.units[unit]
         copied = [block for block in blocks if self._is_encoded(block)]
         others = [block for block in blocks if not self._is_encoded(block)]
-        made = expand_unit(unit, others, self.plan.arrays, self.grids, self._encodings(place) if others else {}, np.dtype(np.float32))
+        made = expand_unit(
+            unit, others, self.plan.arrays, self.grids, self._encodings(place) if others else {}, np.dtype(np.float32)
+        )
         copies = [
             (self.plan.arrays[block.array].parts[0].tensors[0], self.ways[block.array].grid.spec, index)
             for block in copied
@@ -217,8 +240,12 @@ class Reshard(InUnits):
         return ReshardUnit(unit, made.fetches, made.jobs, tuple(copies), made.working_bytes + working_bytes(copied))
 
     def _is_encoded(self, block: Block) -> bool:
-        """Whether chunks are copied as they are encoded; plain ones are read and written as values, which spares two copies in memory."""
-        return self.ways[block.array].name == "copied" and not is_plain(self.around.zarr[self.plan.arrays[block.array].parts[0].tensors[0]])
+        """Whether chunks are copied as they are encoded; plain ones are read and written as values, which spares two
+        copies in memory.
+        """
+        return self.ways[block.array].name == "copied" and not is_plain(
+            self.around.zarr[self.plan.arrays[block.array].parts[0].tensors[0]]
+        )
 
     def _encodings(self, place: Store) -> dict[str, StoredArray]:
         """How each array of the source is read: as it is stored or unpacked, with the adapters in it."""
@@ -229,17 +256,24 @@ class Reshard(InUnits):
             return array
 
         kernels = self.adapted.kernels
-        return {key: kernels[key].stored_as(find) if key in kernels else find(array) for key, array in self.source.arrays.items()}
+        return {
+            key: kernels[key].stored_as(find) if key in kernels else find(array)
+            for key, array in self.source.arrays.items()
+        }
 
     @property
     def hash(self) -> str:
-        """Identifies the result: the source's files, the options, each array and what it is made of, the chunks, the units."""
+        """Identifies the result: the source's files, the options, each array and what it is made of, the chunks, the
+        units.
+        """
         return self._identity.hash
 
     @functools.cached_property
     def _identity(self) -> Identity:
         identity = Identity()
-        identity.add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.model.config)
+        identity.add(
+            self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.model.config
+        )
         for adapter in self.adapters:
             identity.add(adapter.identity)
         for array in self.plan.arrays:
@@ -280,10 +314,14 @@ class Reshard(InUnits):
         for name, data in self.model.files.items():
             staging.aside.write(name, self.tree.maxtext.encode() if name == FILE and self.tree.maxtext else data)
 
-    def write(self, staging: Staging, unit: ReshardUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None) -> int:
+    def write(
+        self, staging: Staging, unit: ReshardUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None
+    ) -> int:
         """Writes the shards of a unit, and the chunks that are copied, and enters the unit in the ledger."""
         shards = shards_of(unit.jobs, made)
-        copies = read_chunks([(self.source.arrays[key], self.around.zarr[key], spec, index) for key, spec, index in unit.copies])
+        copies = read_chunks(
+            [(self.source.arrays[key], self.around.zarr[key], spec, index) for key, spec, index in unit.copies]
+        )
         orbax.write_unit(staging, unit.id, shards, self.format, copies, notes)
         return sum(values.nbytes for _, _, values in shards) + sum(copy.values.nbytes for copy in copies)
 
@@ -330,17 +368,34 @@ class Reshard(InUnits):
             tree=self.tree.metadata if full else None,
             metadata=copied,
             handlers=self.around.handlers if full else {},
-            digests={key: known for key, known in self.source.record.get("digests", {}).items() if key in copied and renamed[key] == key},
+            digests={
+                key: known
+                for key, known in self.source.record.get("digests", {}).items()
+                if key in copied and renamed[key] == key
+            },
         )
 
     def record(self) -> dict[str, Any]:
         """Where the checkpoint comes from: what the source remembers of its release, and the source itself."""
         before = self.source.record
-        kept = {key: before[key] for key in ("source", "shards", "family", "model", "config", "tensors", "dropped", "adapters") if key in before}
+        kept = {
+            key: before[key]
+            for key in ("source", "shards", "family", "model", "config", "tensors", "dropped", "adapters")
+            if key in before
+        }
         said = before.get("options")
         made = said if isinstance(said, dict) else {}
-        asked = {key: value for key, value in vars(self.options).items() if value not in (None, KEEP) and key not in ("lora", "lora_alpha")}
-        layout = {"scan_layers": self.tree.scan, "param_scan_axis": self.tree.scan_axis, "use_ocdbt": self.format.use_ocdbt, "use_zarr3": self.format.use_zarr3}
+        asked = {
+            key: value
+            for key, value in vars(self.options).items()
+            if value not in (None, KEEP) and key not in ("lora", "lora_alpha")
+        }
+        layout = {
+            "scan_layers": self.tree.scan,
+            "param_scan_axis": self.tree.scan_axis,
+            "use_ocdbt": self.format.use_ocdbt,
+            "use_zarr3": self.format.use_zarr3,
+        }
         return {
             **kept,
             **self.model.remembered,
@@ -349,10 +404,18 @@ class Reshard(InUnits):
             "options": {**made, **asked, **{key: value for key, value in layout.items() if value is not None}},
             **({} if self.slots is None else {"slots": self.slots}),
             **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
-            "resharded_from": {"checkpoint": self.source.root, "files": self.source.files, "plan": before.get("plan"), "tree": self.tree.kind},
+            "resharded_from": {
+                "checkpoint": self.source.root,
+                "files": self.source.files,
+                "plan": before.get("plan"),
+                "tree": self.tree.kind,
+            },
             "versions": versions(),
             "axes": {array.key: array.logical_axes for array in self.plan.arrays},
-            "lossy": {**before.get("lossy", {}), **{array.key: array.lossy for array in self.plan.arrays if array.lossy}},
+            "lossy": {
+                **before.get("lossy", {}),
+                **{array.key: array.lossy for array in self.plan.arrays if array.lossy},
+            },
             "left_out": dict(self.plan.dropped),
             "source_digests": before.get("digests", {}),
         }
@@ -376,11 +439,22 @@ def load(inputs: Mapping[str, Any]) -> Reshard:
     """The reshard that `Reshard.stage` staged."""
     said = inputs["options"]
     rules = said["sharding_rules"]
-    rules = None if rules is None else tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
-    options = ReshardOptions(**{**said, "mesh": tuple(said["mesh"]), "sharding_rules": rules, "lora": tuple(map(tuple, said["lora"]))})
+    rules = (
+        None
+        if rules is None
+        else tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in rules)
+    )
+    options = ReshardOptions(
+        **{**said, "mesh": tuple(said["mesh"]), "sharding_rules": rules, "lora": tuple(map(tuple, said["lora"]))}
+    )
     adapters = [MaxTextAdapter.load(adapter) for adapter in inputs["adapters"]]
     return plan_reshard(
-        options, load_checkpoint(inputs["source"]), Surroundings.load(inputs["around"]), Model.load(inputs["model"]), adapters, inputs.get("slots")
+        options,
+        load_checkpoint(inputs["source"]),
+        Surroundings.load(inputs["around"]),
+        Model.load(inputs["model"]),
+        adapters,
+        inputs.get("slots"),
     )
 
 
@@ -399,9 +473,19 @@ def plan_reshard(
     Raises:
       MeshError: a mesh can't be read.
     """
-    rules = model_rules(options.maxtext_model or model.name) if options.sharding_rules is None else options.sharding_rules
+    rules = (
+        model_rules(options.maxtext_model or model.name) if options.sharding_rules is None else options.sharding_rules
+    )
     meshes = [Mesh.parse(text, axes_in(rules)) for text in options.mesh]
-    tree, problems = make_tree(source, model, options.state == PARAMS, options.scan_layers, options.param_scan_axis, options.family, options.maxtext_model)
+    tree, problems = make_tree(
+        source,
+        model,
+        options.state == PARAMS,
+        options.scan_layers,
+        options.param_scan_axis,
+        options.family,
+        options.maxtext_model,
+    )
     adapted = adapt(source, model, adapters, options.family, options.maxtext_model)
     arrays = tuple(_array(kept, source, options, adapted.kernels) for kept in tree.arrays)
     problems += [*_lossless_only(arrays, source), *adapted.problems]
@@ -414,14 +498,33 @@ def plan_reshard(
         problems, warnings = planner.problems, list(dict.fromkeys(planner.warnings))
         if not problems:
             total = sum(way.grid.working_bytes(array.shape) for array, way in zip(arrays, ways, strict=True))
-            units = make_units(lambda unit_bytes: _blocks(arrays, ways, source, unit_bytes), total, options.unit_bytes, slots)
+            units = make_units(
+                lambda unit_bytes: _blocks(arrays, ways, source, unit_bytes), total, options.unit_bytes, slots
+            )
     if options.state == FULL and any(kept.role == "moment" for kept in tree.arrays):
         if options.save_dtype != KEEP:
-            warnings.append(f"training goes on with weights in {options.save_dtype} from here; --state params makes a copy for other uses")
+            warnings.append(
+                f"training goes on with weights in {options.save_dtype} from here; --state params makes a copy for other uses"
+            )
         if adapted.kernels:
-            warnings.append("the optimizer's moments are those of the weights without the adapter; --state params leaves them out")
+            warnings.append(
+                "the optimizer's moments are those of the weights without the adapter; --state params leaves them out"
+            )
     plan = Plan(tree.family, arrays, tree.left_out, tuple(problems), tree.note, "", model.name)
-    return Reshard(options, source, around, model, tree, plan, ways if not problems else (), tuple(units), tuple(warnings), tuple(adapters), adapted, slots)
+    return Reshard(
+        options,
+        source,
+        around,
+        model,
+        tree,
+        plan,
+        ways if not problems else (),
+        tuple(units),
+        tuple(warnings),
+        tuple(adapters),
+        adapted,
+        slots,
+    )
 
 
 def _format(options: ReshardOptions, source: OrbaxCheckpoint) -> Format:
@@ -448,7 +551,9 @@ def _lossless_only(arrays: Sequence[Array], source: OrbaxCheckpoint) -> list[Pro
     problems = []
     for array in arrays:
         if len(dtypes := sorted({source.arrays[key].dtype.name for key in array.parts[0].tensors})) > 1:
-            message = f"its layers have {' and '.join(dtypes)}: they can't be stacked as they are; choose a --save_dtype"
+            message = (
+                f"its layers have {' and '.join(dtypes)}: they can't be stacked as they are; choose a --save_dtype"
+            )
             problems.append(Problem("dtype", array.key, message, is_array=True))
     return problems
 
@@ -466,7 +571,14 @@ class _Planner:
         experts: int,
         kernels: Mapping[str, AdaptedKernel],
     ):
-        self.options, self.source, self.around, self.rules, self.meshes, self.experts = options, source, around, rules, meshes, experts
+        self.options, self.source, self.around, self.rules, self.meshes, self.experts = (
+            options,
+            source,
+            around,
+            rules,
+            meshes,
+            experts,
+        )
         self.kernels = kernels
         self.format = _format(options, source)
         self.problems: list[Problem] = []
@@ -478,7 +590,9 @@ class _Planner:
         stored = self.source.arrays[part.tensors[0]]
         assignments = self._assignments(kept, array, stored)
         if assignments is None and self.meshes and array.nbytes > 1 << 20:
-            self.warnings.append("nothing says which axes of the arrays a mesh shards: they are cut evenly; --like names the release, which tells")
+            self.warnings.append(
+                "nothing says which axes of the arrays a mesh shards: they are cut evenly; --like names the release, which tells"
+            )
         merged = [self.kernels[key] for key in part.tensors if key in self.kernels]
         if not merged and (spec := self._as_it_is(array, part, stored, assignments)) is not None:
             return Way(Grid(spec, {}, frozenset(), (), 2 * array.dtype.itemsize, ()), "copied", spec.shard)
@@ -489,19 +603,36 @@ class _Planner:
             held += np.dtype(np.float32).itemsize
         reading = Reading(frozenset(), growth, held, beside(merged[0], part) if merged else ())
         try:
-            grid = cut_array(array, assignments, reading, self.meshes, self.options.unit_bytes, self.format, self.experts)
+            grid = cut_array(
+                array, assignments, reading, self.meshes, self.options.unit_bytes, self.format, self.experts
+            )
         except UnitBytesError as e:
             self.problems.append(Problem("memory", f"--unit_bytes={self.options.unit_bytes}", str(e)))
-            return Way(Grid(ArraySpec(array.key, array.shape, array.dtype, array.shape, array.shape), {}, frozenset(), growth, 1, ()), "re-cut", grain)
+            return Way(
+                Grid(
+                    ArraySpec(array.key, array.shape, array.dtype, array.shape, array.shape),
+                    {},
+                    frozenset(),
+                    growth,
+                    1,
+                    (),
+                ),
+                "re-cut",
+                grain,
+            )
         self.warnings += grid.warnings
         grid = _in_step(grid, grain)
-        if layers * grid.working_bytes(_least(grid, grain)) <= self.options.unit_bytes and stored.chunk_bytes <= self.options.unit_bytes:
+        if (
+            layers * grid.working_bytes(_least(grid, grain)) <= self.options.unit_bytes
+            and stored.chunk_bytes <= self.options.unit_bytes
+        ):
             return Way(grid, "re-cut", grain, layers)
         if not all(can_unpack(self.source.arrays[key]) for key in part.tensors):
             needed = max(layers * grid.working_bytes(_least(grid, grain)), 2 * stored.chunk_bytes)
             message = f"its chunks {stored.chunk} are compressed so that they can't be decoded in parts: a unit needs {needed:,} bytes; raise --unit_bytes"
             self.problems.append(Problem("memory", array.key, message, is_array=True))
-        unpacked = dataclasses.replace(grid, element_bytes=grid.element_bytes + stored.dtype.itemsize)  # read in parts, and put together
+        # read in parts, and put together
+        unpacked = dataclasses.replace(grid, element_bytes=grid.element_bytes + stored.dtype.itemsize)
         return Way(unpacked, "unpacked", (1,) * len(array.shape))
 
     def _assignments(self, kept: Kept, array: Array, stored: OrbaxArray) -> Sequence[Assignment] | None:
@@ -520,7 +651,9 @@ class _Planner:
                     axes[target] = mesh_axes
         return axes
 
-    def _as_it_is(self, array: Array, part: Part, stored: OrbaxArray, assignments: Sequence[Assignment] | None) -> ArraySpec | None:
+    def _as_it_is(
+        self, array: Array, part: Part, stored: OrbaxArray, assignments: Sequence[Assignment] | None
+    ) -> ArraySpec | None:
         """The chunks of an array that can be copied as they are; None where it has to be re-cut."""
         is_same = part.shape == stored.shape and part.keys.shape == () and part.rule.axes.left == part.rule.axes.right  # type: ignore[attr-defined]
         if not is_same or array.dtype != stored.dtype or self.format.driver != stored.driver:
@@ -541,7 +674,9 @@ class _Planner:
 
 
 def _grain(part: Part, stored: OrbaxArray) -> tuple[tuple[int, ...], int]:
-    """The extents of the source's chunk on the array's axes, and how many layers it holds besides, which are arrays of their own here."""
+    """The extents of the source's chunk on the array's axes, and how many layers it holds besides, which are arrays of
+    their own here.
+    """
     grain = [1] * len(part.shape)
     layers = 1
     for axis, chunk in enumerate(stored.chunk):
@@ -554,7 +689,9 @@ def _grain(part: Part, stored: OrbaxArray) -> tuple[tuple[int, ...], int]:
 
 
 def _in_step(grid: Grid, grain: Sequence[int]) -> Grid:
-    """Where a mesh leaves it open how an axis is cut, chunks that go with the source's: a multiple of them, or a divisor."""
+    """Where a mesh leaves it open how an axis is cut, chunks that go with the source's: a multiple of them, or a
+    divisor.
+    """
     if grid.spec.chunk != grid.spec.shard:
         return grid
     chunk = list(grid.spec.chunk)
@@ -566,10 +703,15 @@ def _in_step(grid: Grid, grain: Sequence[int]) -> Grid:
 
 def _least(grid: Grid, grain: Sequence[int]) -> list[int]:
     """The extents of the smallest block: whole chunks of the source and whole shards of the target."""
-    return [min(size, math.lcm(shard, step)) for size, shard, step in zip(grid.spec.shape, grid.spec.shard, grain, strict=True)]
+    return [
+        min(size, math.lcm(shard, step))
+        for size, shard, step in zip(grid.spec.shape, grid.spec.shard, grain, strict=True)
+    ]
 
 
-def _blocks(arrays: Sequence[Array], ways: Sequence[Way], source: OrbaxCheckpoint, unit_bytes: int) -> Iterator[tuple[Block, ...]]:
+def _blocks(
+    arrays: Sequence[Array], ways: Sequence[Way], source: OrbaxCheckpoint, unit_bytes: int
+) -> Iterator[tuple[Block, ...]]:
     """Cuts arrays into blocks; those that take layers of one chunk of the source are cut alike, and belong together."""
     groups: dict[object, list[int]] = {}
     for number, (array, way) in enumerate(zip(arrays, ways, strict=True)):

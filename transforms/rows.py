@@ -1,4 +1,6 @@
-"""What every plan has in common that writes a release: its files at their full size, and units that write rows to their places."""
+"""What every plan has in common that writes a release: its files at their full size, and units that write rows to their
+places.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class RowsJob:
       tensor: where they go: `path` is the file's name in the release.
       box: of the tensor.
       pieces: what they are made of, each with the number of the fetch that holds its source.
-      merged: what adapters make of the tensor, as an encoding whose base is `made_here` of it; None where none reaches it.
+      merged: what adapters make of the tensor, as an encoding whose base is `made_here` of it; None where none reaches
+        it.
     """
 
     tensor: Tensor
@@ -78,7 +81,9 @@ class RowsJob:
         missing = [read for read in reads if read.tensor.path != MADE]
         fetched, _ = read_boxes(missing)
         rest, shaped = iter(fetched), values.reshape(extent(self.box))
-        return self.merged.decode([next(rest) if read.tensor.path != MADE else shaped for read in reads], self.box, self.written)
+        return self.merged.decode(
+            [next(rest) if read.tensor.path != MADE else shaped for read in reads], self.box, self.written
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +102,11 @@ class RowsUnit:
     def working_bytes(self) -> int:
         """Memory for all of its arrays: as they are stored, as they are decoded, and as they are written."""
         read = sum(aligned(part.nbytes) for fetch in self.fetches for part in fetch.encoding.reads(fetch.box))
-        read += sum(aligned(volume(fetch.box) * fetch.dtype.itemsize) for fetch in self.fetches if fetch.encoding.label is not None)
+        read += sum(
+            aligned(volume(fetch.box) * fetch.dtype.itemsize)
+            for fetch in self.fetches
+            if fetch.encoding.label is not None
+        )
         return read + sum(aligned(volume(job.box) * job.dtype.itemsize) for job in self.jobs)
 
 
@@ -184,10 +193,16 @@ class ReleasePlan(InUnits):
         index = {} if self.layout.index is None else {INDEX: self.layout.index}
         staging.lay_out([(file.name, file.header, file.size) for file in self.layout.files], {**self.small, **index})
 
-    def write(self, staging: Staging, unit: RowsUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None) -> int:
+    def write(
+        self, staging: Staging, unit: RowsUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None
+    ) -> int:
         """Writes the rows of a unit to their places, and enters the unit in the ledger; returns their bytes."""
         assert isinstance(staging, release_target.ReleasePlace)
-        release_target.write_unit(staging, unit.id, [rows for job, values in zip(unit.jobs, made, strict=True) for rows in job.write_as(values)])
+        release_target.write_unit(
+            staging,
+            unit.id,
+            [rows for job, values in zip(unit.jobs, made, strict=True) for rows in job.write_as(values)],
+        )
         return sum(array.nbytes for array in made)
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:
@@ -199,4 +214,10 @@ class ReleasePlan(InUnits):
         """
         assert isinstance(staging, release_target.ReleasePlace)
         self.check()
-        release_target.assemble(staging, len(self.units), [(file.name, file.header, file.size) for file in self.layout.files], self.record(), overwrite)
+        release_target.assemble(
+            staging,
+            len(self.units),
+            [(file.name, file.header, file.size) for file in self.layout.files],
+            self.record(),
+            overwrite,
+        )

@@ -1,7 +1,8 @@
 """The source's bytes, checked on their way: what units read of a file has the crc32c by which its bucket knows it.
 
-Each unit notes the crc32c of the stretches that it reads. Together with the little that no unit needs (the header, tensors that are
-left out), which is read for it, they make up the checksum of each file. So nothing is read twice for it.
+Each unit notes the crc32c of the stretches that it reads. Together with the little that no unit needs (the header,
+tensors that are left out), which is read for it, they make up the checksum of each file. So nothing is read twice for
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from weightbeam.transforms.units import Fetch
 
 NOTE = "crc32c"  # in a unit's ledger entry
 MAX_RUNS = 256  # stretches that a unit notes of one box; one with more isn't noted
-MIN_REST, REST_SHIFT = 1 << 16, 6  # bytes of a file that are read for its sum alone, beside the header: so many, or 1/64 of it
+# bytes of a file that are read for its sum alone, beside the header: so many, or 1/64 of it
+MIN_REST, REST_SHIFT = 1 << 16, 6
 
 Notes = dict[str, list[Stretch]]  # by file
 
@@ -40,7 +42,9 @@ class DamagedError(StorageError):
         self.units = sorted(units)
 
 
-def note_reads(fetches: Sequence[Fetch], raw: Sequence[Sequence[np.ndarray]], files: Mapping[str, str]) -> dict[str, Any]:
+def note_reads(
+    fetches: Sequence[Fetch], raw: Sequence[Sequence[np.ndarray]], files: Mapping[str, str]
+) -> dict[str, Any]:
     """For a unit's ledger entry: the checksums of what it read.
 
     Args:
@@ -51,7 +55,12 @@ def note_reads(fetches: Sequence[Fetch], raw: Sequence[Sequence[np.ndarray]], fi
     notes: Notes = defaultdict(list)
     for fetch, arrays in zip(fetches, raw, strict=True):
         for read, values in zip(fetch.encoding.reads(fetch.box), arrays, strict=True):
-            if isinstance(read, BoxRead) and (name := files.get(read.tensor.path)) and values.size and read.runs <= MAX_RUNS:
+            if (
+                isinstance(read, BoxRead)
+                and (name := files.get(read.tensor.path))
+                and values.size
+                and read.runs <= MAX_RUNS
+            ):
                 notes[name] += sum_ranges(read.ranges(values.reshape(-1).view(np.uint8).data))
     return {NOTE: notes} if notes else {}
 
@@ -67,7 +76,8 @@ def check_reads(source: HfCheckpoint, ledger: Mapping[int, Mapping[str, Any]]) -
       The names of the files that were checked: those whose checksum is known, and of which little was left to read.
 
     Raises:
-      DamagedError: files aren't what they should be, or their headers weren't when the plan was made; names all of them.
+      DamagedError: files aren't what they should be, or their headers weren't when the plan was made; names all of
+        them.
       StorageError: a file can't be read.
     """
     noted: defaultdict[str, list[Stretch]] = defaultdict(list)
@@ -106,13 +116,18 @@ def _check(store: Store, shard: Shard, known: str, noted: Sequence[Stretch], uni
     found = as_base64(crc32c_of(sorted([Stretch(0, start, google_crc32c.value(header)), *stretches[1:], *rest])))
     if found != known:
         again = "the units that read it are made anew by the same command with --resume"
-        raise DamagedError(f"{shard.path}: what was read of it has the crc32c {found}, the file has {known}: damaged on its way; {again}", units)
+        raise DamagedError(
+            f"{shard.path}: what was read of it has the crc32c {found}, the file has {known}: damaged on its way; {again}",
+            units,
+        )
     try:
         is_same = parse_header(header[8:], shard.size, shard.path) == shard.tensors
     except HeaderError:
         is_same = False
     if not is_same:
-        raise DamagedError(f"{shard.path}: its header isn't what it was planned with, which was damaged on its way; start anew with --overwrite")
+        raise DamagedError(
+            f"{shard.path}: its header isn't what it was planned with, which was damaged on its way; start anew with --overwrite"
+        )
     return True
 
 

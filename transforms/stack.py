@@ -60,8 +60,8 @@ def stack(job: Make, views: Sequence[tuple[Piece, np.ndarray]], empty: Allocate 
 def _align(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """`source`, and the view of the shards `made` that it becomes, with the same axes.
 
-    An axis that runs through several shards is two: the shard's number, and the index within it. Two shards of (3, 4), one below the
-    other, and a piece that is all six rows of them:
+    An axis that runs through several shards is two: the shard's number, and the index within it. Two shards of (3, 4),
+    one below the other, and a piece that is all six rows of them:
 
         made     (2, 1, 3, 4)      number of the shard on each axis, index within it on each
         source   (6, 4)        ─▸  (2, 3, 4)      rows 0–2 for shard 0, rows 3–5 for shard 1
@@ -74,7 +74,9 @@ def _align(source: np.ndarray, target: View, made: np.ndarray, origin: Sequence[
     split: list[int] = []  # their lengths, in factors
     picks: list[int | slice] = []
     lengths: list[int] = []  # of the source's axes
-    for axis, ((start, stop), step, factors, chosen) in enumerate(zip(target.box, target.steps, target.factors, target.picks, strict=True)):
+    for axis, ((start, stop), step, factors, chosen) in enumerate(
+        zip(target.box, target.steps, target.factors, target.picks, strict=True)
+    ):
         start, stop, size = start - origin[axis], stop - origin[axis], made.shape[rank + axis]
         if made.shape[axis] == 1:
             numbers.append(0)
@@ -119,7 +121,9 @@ def copy(source: np.ndarray, target: np.ndarray, ops: Sequence[Op] = ()) -> None
 
 
 def _coalesce(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same arrays with as few axes as possible: those of length 1 left out, neighbours joined where both sides allow it."""
+    """The same arrays with as few axes as possible: those of length 1 left out, neighbours joined where both sides
+    allow it.
+    """
     shape: list[int] = []
     last = (0, 0)
     for n, *strides in zip(source.shape, source.strides, target.strides, strict=True):
@@ -134,22 +138,26 @@ def _coalesce(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _copy_bits(source: np.ndarray, target: np.ndarray) -> None:
-    """A plain copy where both sides run along the same axis, else transpositions, one for each index of the axes without a share in it.
+    """A plain copy where both sides run along the same axis, else transpositions, one for each index of the axes
+    without a share in it.
 
-    The axes are in the target's order; what counts is how each side strides through memory along them. The tensor (mlp, embed) into
-    the array (embed, mlp), 2 bytes an element:
+    The axes are in the target's order; what counts is how each side strides through memory along them. The tensor (mlp,
+    embed) into the array (embed, mlp), 2 bytes an element:
 
         axis      target's stride     source's stride
         embed        2 · mlp               2            near: neighbours in the source are columns
         mlp             2               2 · embed       far: neighbours in the target are rows
 
-    So each block of 256 rows and 8192 bytes is copied as it is, and turned where both its sides are in the cache. Where a run is short,
-    such as 64 elements of a rotary half, the axis that follows it in memory joins it, until a block is full.
+    So each block of 256 rows and 8192 bytes is copied as it is, and turned where both its sides are in the cache. Where
+    a run is short, such as 64 elements of a rotary half, the axis that follows it in memory joins it, until a block is
+    full.
     """
     if source.ndim < 2 or source.size < 1 << 10:
         target[...] = source
         return
-    by_source, by_target = (sorted(range(source.ndim), key=lambda axis, side=side: side.strides[axis]) for side in (source, target))
+    by_source, by_target = (
+        sorted(range(source.ndim), key=lambda axis, side=side: side.strides[axis]) for side in (source, target)
+    )
     near, far = by_source[0], by_target[0]
     if near == far:
         _copy_runs(np.moveaxis(source, near, -1), np.moveaxis(target, near, -1))
@@ -178,7 +186,9 @@ def _copy_bits(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def _copy_runs(source: np.ndarray, target: np.ndarray) -> None:
-    """A copy along the last axis of both. Short runs are one element each of a type of their size, which saves a call for each."""
+    """A copy along the last axis of both. Short runs are one element each of a type of their size, which saves a call
+    for each.
+    """
     nbytes = source.shape[-1] * source.itemsize
     if nbytes <= RUN and source.strides[-1] == target.strides[-1] == source.itemsize:
         run = np.dtype((np.void, nbytes))
@@ -189,12 +199,15 @@ def _copy_runs(source: np.ndarray, target: np.ndarray) -> None:
 def _transpose(source: np.ndarray, target: np.ndarray, rank: int) -> None:
     """`target[*column, *row] = source[*row, *column]`, where a row has `rank` axes.
 
-    numpy moves an element a nanosecond where it strides through memory on either side, and three or four where both sides are
-    in the cache. So a block of rows is copied as it is, and turned from there.
+    numpy moves an element a nanosecond where it strides through memory on either side, and three or four where both
+    sides are in the cache. So a block of rows is copied as it is, and turned from there.
     """
     (slow, *fast), (wide, *narrow) = source.shape[:rank], source.shape[rank:]
     inner_rows, inner_columns = math.prod(fast), math.prod(narrow)
-    step, width = min(slow, max(1, BLOCK[0] // inner_rows)), min(wide, max(1, BLOCK[1] // (inner_columns * source.itemsize)))
+    step, width = (
+        min(slow, max(1, BLOCK[0] // inner_rows)),
+        min(wide, max(1, BLOCK[1] // (inner_columns * source.itemsize))),
+    )
     pitch = -(-width * inner_columns * source.itemsize // PITCH) * PITCH + PITCH
     block = np.empty((step * inner_rows, pitch // source.itemsize), source.dtype)
     for first in range(0, slow, step):

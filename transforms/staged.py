@@ -1,7 +1,7 @@
 """The plan at work in this process: what is staged beside an output, made again of its inputs and kept.
 
-Every command that moves weights stages the inputs of its plan as JSON. A worker makes the plan of them anew, compares its hash, and
-refuses to work if it comes out differently.
+Every command that moves weights stages the inputs of its plan as JSON. A worker makes the plan of them anew, compares
+its hash, and refuses to work if it comes out differently.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def load(staged: bytes) -> Movement:
     inputs = unpack_inputs(staged)
     plan = _LOADERS[inputs.get("kind", "convert")](inputs)
     if plan.hash != inputs["hash"]:
-        raise RuntimeError("the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job")
+        raise RuntimeError(
+            "the staged plan was made by another version of Weightbeam; every worker must run the version that launched the job"
+        )
     return plan
 
 

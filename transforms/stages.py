@@ -2,9 +2,10 @@
 
     ExpandUnits ▸ (Reshuffle) ▸ ReadBoxes ▸ Dequantize ▸ Reshape ▸ Stack ▸ WriteChunks ▸ AssembleCheckpoint
 
-Only the numbers of units cross a shuffle, before the work and after it; a worker looks up in its own copy of the plan what a
-number means. From ReadBoxes to WriteChunks one `Work` goes by reference. Every stage counts its bytes and its milliseconds,
-under its own name. On an engine whose workers are elsewhere a handshake comes before all of it (`handshake.py`).
+Only the numbers of units cross a shuffle, before the work and after it; a worker looks up in its own copy of the plan
+what a number means. From ReadBoxes to WriteChunks one `Work` goes by reference. Every stage counts its bytes and its
+milliseconds, under its own name. On an engine whose workers are elsewhere a handshake comes before all of it
+(`handshake.py`).
 """
 
 # pyright: reportReturnType=false
@@ -75,14 +76,21 @@ class StageFn(beam.DoFn):
 class _ReadBoxesFn(StageFn):
     def __init__(self, staging: Staging, plan_hash: str, budget: int | None, secret: str | None, overlapping: bool):
         super().__init__()
-        self.staging, self.plan_hash, self.budget, self.secret, self.ahead = staging, plan_hash, budget, secret, AHEAD * overlapping
+        self.staging, self.plan_hash, self.budget, self.secret, self.ahead = (
+            staging,
+            plan_hash,
+            budget,
+            secret,
+            AHEAD * overlapping,
+        )
 
     def setup(self) -> None:
         name_secret(self.secret)
         self.reading = Background[Done](self.ahead, READERS)
 
     def teardown(self) -> None:
-        self.reading.forget(lambda done: let_go(done[0].arena))  # after an error there may be some, which other threads mustn't wait for
+        # after an error there may be some, which other threads mustn't wait for
+        self.reading.forget(lambda done: let_go(done[0].arena))
 
     def run(self, work: Work) -> int:
         work.raw, nbytes = execution.read(work.unit.fetches, work.arena.empty)
@@ -92,7 +100,11 @@ class _ReadBoxesFn(StageFn):
 
     def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
         number, is_done = todo
-        unit: Any = Unit.done(number) if is_done else load_staged(self.staging, self.plan_hash).expand(number, self.staging.work)
+        unit: Any = (
+            Unit.done(number)
+            if is_done
+            else load_staged(self.staging, self.plan_hash).expand(number, self.staging.work)
+        )
         arena = take_now(unit.working_bytes, self.budget)
         if arena is None:  # what was read ahead goes on first: its memory may be what is waited for
             yield from map(self.counted, self.reading.end())
@@ -118,7 +130,9 @@ class _ReshapeFn(StageFn):
 
 class _StackFn(StageFn):
     def run(self, work: Work) -> int:
-        work.shards = [execution.make(job, views, work.arena.empty) for job, views in zip(work.unit.jobs, work.views, strict=True)]
+        work.shards = [
+            execution.make(job, views, work.arena.empty) for job, views in zip(work.unit.jobs, work.views, strict=True)
+        ]
         work.values, work.views = [], []
         return total_bytes(work.shards)
 
@@ -163,7 +177,11 @@ class ExpandUnits(beam.PTransform):
         self.staging, self.plan_hash = staging, plan_hash
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
-        return pcoll | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan_hash)).with_output_types(tuple[int, bool]) | beam.Reshuffle()
+        return (
+            pcoll
+            | "Expand" >> beam.ParDo(_ExpandFn(self.staging, self.plan_hash)).with_output_types(tuple[int, bool])
+            | beam.Reshuffle()
+        )
 
 
 class _ExpandFn(beam.DoFn):
@@ -176,7 +194,8 @@ class _ExpandFn(beam.DoFn):
     def process(self, units: int) -> Iterator[tuple[int, bool]]:
         if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
             for number in range(units):
-                yield number, number in self.done  # those too: so the assembly happens even if nothing else is left to do
+                # those too: so the assembly happens even if nothing else is left to do
+                yield number, number in self.done
 
 
 class SayInstead(beam.PTransform):
@@ -191,7 +210,9 @@ class SayInstead(beam.PTransform):
 
 
 class UnpackChunks(beam.PTransform):
-    """How many large chunks there are -> how many units, once all chunks lie unpacked beside the plan; see `formats/unpacking.py`."""
+    """How many large chunks there are -> how many units, once all chunks lie unpacked beside the plan; see
+    `formats/unpacking.py`.
+    """
 
     def __init__(self, staging: Staging, plan_hash: str, units: int):
         super().__init__()
@@ -222,11 +243,19 @@ class _UnpackFn(beam.DoFn):
 class ReadBoxes(beam.PTransform):
     """Number of a unit, and whether it is done -> Work with the stored boxes, as the staged plan says.
 
-    Waits while the units of this process would take more than `budget` bytes. `secret` names where the workers find the hub's token.
-    Where the plan is `overlapping`, the next unit is read while the thread does the rest of the one before.
+    Waits while the units of this process would take more than `budget` bytes. `secret` names where the workers find the
+    hub's token. Where the plan is `overlapping`, the next unit is read while the thread does the rest of the one
+    before.
     """
 
-    def __init__(self, staging: Staging, plan_hash: str, budget: int | None = None, secret: str | None = None, overlapping: bool = False):
+    def __init__(
+        self,
+        staging: Staging,
+        plan_hash: str,
+        budget: int | None = None,
+        secret: str | None = None,
+        overlapping: bool = False,
+    ):
         super().__init__()
         self.fn = _ReadBoxesFn(staging, plan_hash, budget, secret, overlapping)
 

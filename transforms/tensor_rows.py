@@ -14,8 +14,12 @@ from weightbeam.transforms.grid import Grid
 from weightbeam.transforms.units import Block, element_box
 
 
-def rows_of(arrays: Sequence[Array], grids: Sequence[Grid], blocks: Sequence[Block]) -> dict[str, list[tuple[Box, tuple[tuple[int, Piece], ...]]]]:
-    """By tensor the boxes that blocks of arrays fill, and with what: pieces, each with the number of the block that holds its source."""
+def rows_of(
+    arrays: Sequence[Array], grids: Sequence[Grid], blocks: Sequence[Block]
+) -> dict[str, list[tuple[Box, tuple[tuple[int, Piece], ...]]]]:
+    """By tensor the boxes that blocks of arrays fill, and with what: pieces, each with the number of the block that
+    holds its source.
+    """
     pieces: dict[str, list[tuple[int, Piece]]] = {}
     for number, block in enumerate(blocks):
         array, box = arrays[block.array], element_box(grids[block.array].spec, block.shards)
@@ -60,5 +64,7 @@ def _elements(piece: Piece) -> int:
 def _rows(piece: Piece) -> Iterator[Box]:
     """The box of a piece that fills all of it."""
     if _elements(piece) != volume(piece.target.box):
-        raise ValueError(f"rows of a tensor that is made of {piece.tensor} alternate with others that aren't made with them")
+        raise ValueError(
+            f"rows of a tensor that is made of {piece.tensor} alternate with others that aren't made with them"
+        )
     yield piece.target.box

@@ -48,7 +48,13 @@ class Model:
     def load(cls, staged: Mapping[str, Any]) -> Model:
         """What `stage` staged."""
         shapes = {name: tuple(shape) for name, shape in staged["shapes"].items()}
-        return cls(**{**staged, "shapes": shapes, "files": {name: base64.b64decode(data) for name, data in staged["files"].items()}})
+        return cls(
+            **{
+                **staged,
+                "shapes": shapes,
+                "files": {name: base64.b64decode(data) for name, data in staged["files"].items()},
+            }
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +100,13 @@ class Tree:
 
 
 def make_tree(
-    source: OrbaxCheckpoint, model: Model, params_only: bool, scan: bool | None, scan_axis: int | None, family_name: str | None, model_name: str | None
+    source: OrbaxCheckpoint,
+    model: Model,
+    params_only: bool,
+    scan: bool | None,
+    scan_axis: int | None,
+    family_name: str | None,
+    model_name: str | None,
 ) -> tuple[Tree, list[Problem]]:
     """The new tree, and what stands against it.
 
@@ -116,10 +128,14 @@ def make_tree(
         arrays = {tuple(name.split(".")): Held(key, source.arrays[key].shape) for name, key in weights.items()}
     else:
         arrays = {path: Held(key, source.arrays[key].shape) for key, path in paths.items()}
-    is_weight = set(weights.values()) or {key for key, path in paths.items() if path[0] not in (*OPTIMIZERS, "nnx_aux", "step")}
+    is_weight = set(weights.values()) or {
+        key for key, path in paths.items() if path[0] not in (*OPTIMIZERS, "nnx_aux", "step")
+    }
     layouts = _Layouts(source, model, weights, family_name, model_name)
     wanted_scan, wanted_axis = layouts.scan if scan is None else scan, layouts.axis if scan_axis is None else scan_axis
-    is_moving = wanted_scan != layouts.scan or (bool(wanted_scan) and scan_axis is not None and scan_axis != layouts.axis)
+    is_moving = wanted_scan != layouts.scan or (
+        bool(wanted_scan) and scan_axis is not None and scan_axis != layouts.axis
+    )
     problems = layouts.check(scan, scan_axis, is_moving)
     if problems:
         return Tree(kind=kind), problems
@@ -138,13 +154,16 @@ def make_tree(
         try:
             moved = restack(arrays, before, after)
             problems += [
-                Problem("unused", ".".join(path), "no rule says what becomes of it in the other layout", is_array=True) for path in unused(arrays, moved)
+                Problem("unused", ".".join(path), "no rule says what becomes of it in the other layout", is_array=True)
+                for path in unused(arrays, moved)
             ]
             problems += _loose_layers(one.path for one in moved if one.path == one.like and not before.find(one.path))
             empty = {path: Held("", _empty_shape(path, before)) for path, _ in ([] if params_only else _empty(source))}
             bare = {one.path: one.like for one in restack(empty, before, after)}
         except RestackError as e:
-            return Tree(kind=kind), [Problem("unused", ".".join(fault.path), str(fault), is_array=True) for fault in e.faults]
+            return Tree(kind=kind), [
+                Problem("unused", ".".join(fault.path), str(fault), is_array=True) for fault in e.faults
+            ]
     else:
         moved = [_Same(path, path, same(*held)) for path, held in arrays.items()]
         bare = {path: path for path, _ in ([] if params_only else _empty(source))}
@@ -157,8 +176,11 @@ def make_tree(
     return Tree(made, metadata, kind, wanted_scan, wanted_axis, family, layouts.note, left_out, maxtext), problems
 
 
-def find_parts(source: OrbaxCheckpoint, model: Model, family_name: str | None, model_name: str | None) -> tuple[dict[str, Part], str]:
-    """What the model's table makes each weight of, by MaxText's keys, in the layout that a checkpoint is in; or why nobody knows.
+def find_parts(
+    source: OrbaxCheckpoint, model: Model, family_name: str | None, model_name: str | None
+) -> tuple[dict[str, Part], str]:
+    """What the model's table makes each weight of, by MaxText's keys, in the layout that a checkpoint is in; or why
+    nobody knows.
 
     Weights that are made of several parts aren't there.
     """
@@ -184,7 +206,14 @@ class _Same:
 class _Layouts:
     """The layout that a checkpoint has, and what its family's table says of others."""
 
-    def __init__(self, source: OrbaxCheckpoint, model: Model, weights: Mapping[str, str], family_name: str | None, model_name: str | None):
+    def __init__(
+        self,
+        source: OrbaxCheckpoint,
+        model: Model,
+        weights: Mapping[str, str],
+        family_name: str | None,
+        model_name: str | None,
+    ):
         self.source, self.weights = source, {name: source.arrays[key] for name, key in weights.items()}
         self.family: Family | None = None
         self.reason, self.note = "", ""
@@ -211,12 +240,20 @@ class _Layouts:
         """What stands against the layout that is wanted."""
         option = "--scan_layers" if scan is not None and scan != self.scan else "--param_scan_axis"
         if is_moving and self.family is None:
-            return [Problem("option", option, f"where the layers' arrays go follows from the model's table, but {self.reason}")]
+            return [
+                Problem(
+                    "option", option, f"where the layers' arrays go follows from the model's table, but {self.reason}"
+                )
+            ]
         if is_moving and self.unsettled:
             return [Problem("option", option, self.unsettled)]
         wanted = "scanned" if scan else "unscanned"
         if is_moving and scan is not None and self.family and wanted not in self.family.layouts:
-            return [Problem("option", option, f"MaxText has {self.family.name} models {' and '.join(self.family.layouts)} only")]
+            return [
+                Problem(
+                    "option", option, f"MaxText has {self.family.name} models {' and '.join(self.family.layouts)} only"
+                )
+            ]
         return []
 
     @property
@@ -248,7 +285,10 @@ class _Layouts:
     def names(self, scan: bool | None, axis: int | None) -> dict[Path, tuple[str | None, ...]]:
         """The logical names of arrays in a layout, by their paths below `params.params`."""
         if self.family is not None:
-            return {tuple(path.split("/")[1:]): parts[0].logical_axes for path, parts in expand(self.family, self.config, self.at(scan, axis)).items()}
+            return {
+                tuple(path.split("/")[1:]): parts[0].logical_axes
+                for path, parts in expand(self.family, self.config, self.at(scan, axis)).items()
+            }
         axes = self.source.record.get("axes")
         if not isinstance(axes, dict):
             return {}
@@ -256,12 +296,20 @@ class _Layouts:
 
 
 def _fitting_axes(family: Family, config: Config, layout: Layout, weights: Mapping[str, OrbaxArray]) -> Iterator[int]:
-    """The axes on which the layers may be stacked, by the shapes of the weights; of those that come to the same only the first."""
+    """The axes on which the layers may be stacked, by the shapes of the weights; of those that come to the same only
+    the first.
+    """
     seen = []
     for axis in SCAN_AXES:
-        parts = {key_of(path): same[0] for path, same in expand(family, config, dataclasses.replace(layout, scan_axis=axis)).items()}
+        parts = {
+            key_of(path): same[0]
+            for path, same in expand(family, config, dataclasses.replace(layout, scan_axis=axis)).items()
+        }
         places = {key: part.target_axes for key, part in parts.items()}
-        if all(key in parts and parts[key].shape == stored.shape for key, stored in weights.items()) and places not in seen:
+        if (
+            all(key in parts and parts[key].shape == stored.shape for key, stored in weights.items())
+            and places not in seen
+        ):
             seen.append(places)
             yield axis
 
@@ -277,7 +325,9 @@ def _loose_layers(paths: Iterator[Path]) -> list[Problem]:
     problems = []
     for path in paths:
         if any(component.rpartition("_")[0].endswith("layers") or component.endswith("layers") for component in path):
-            message = "it seems to be a layer's, but the table has no layers there; --state params takes the weights alone"
+            message = (
+                "it seems to be a layer's, but the table has no layers there; --state params takes the weights alone"
+            )
             problems.append(Problem("unused", ".".join(path), message, is_array=True))
     return problems
 
@@ -297,14 +347,23 @@ def _empty_shape(path: Path, stacks: Stacks) -> tuple[int, ...]:
 
 def _metadata(source: OrbaxCheckpoint, arrays: Mapping[Path, Path], bare: Mapping[Path, Path]) -> dict[str, Any]:
     """`tree_metadata`: every leaf as it was, by its new path; arrays without the mesh that they lay on."""
-    before = {tuple(str(key["key"]) for key in entry["key_metadata"]): entry for entry in source.metadata["tree_metadata"].values()}
+    before = {
+        tuple(str(key["key"]) for key in entry["key_metadata"]): entry
+        for entry in source.metadata["tree_metadata"].values()
+    }
     found = {}
     for path, like in {**arrays, **bare}.items():
         entry = before[like]
         kinds = [key["key_type"] for key in entry["key_metadata"]]
-        keys = [{"key": name, "key_type": kinds[at] if path[: at + 1] == like[: at + 1] else DICT} for at, name in enumerate(path)]
+        keys = [
+            {"key": name, "key_type": kinds[at] if path[: at + 1] == like[: at + 1] else DICT}
+            for at, name in enumerate(path)
+        ]
         value = dict(entry["value_metadata"])
         if path in arrays:
-            value = {"value_type": "scalar" if value.get("value_type") == "scalar" else "np.ndarray", "skip_deserialize": False}
+            value = {
+                "value_type": "scalar" if value.get("value_type") == "scalar" else "np.ndarray",
+                "skip_deserialize": False,
+            }
         found[str(path)] = {"key_metadata": keys, "value_metadata": value}
     return found

@@ -1,7 +1,7 @@
 """Units: what a worker does in one go. Whole shards of one or several arrays, and the boxes to read for them.
 
-A unit's working set (boxes read, their decoded values, and the shards made of them) is bounded. Units never cut across a row
-of a tensor, so that every source byte is read once. The largest come first.
+A unit's working set (boxes read, their decoded values, and the shards made of them) is bounded. Units never cut across
+a row of a tensor, so that every source byte is read once. The largest come first.
 """
 
 from __future__ import annotations
@@ -85,14 +85,25 @@ class InUnits:
 def find_twins(arrays: Sequence[Array], least_run: float = MIN_RUN) -> list[list[int]]:
     """The indices of the arrays in groups; the arrays of a group differ only in their window into the same tensors.
 
-    Such arrays (gate and up that alternate in one tensor) are cut alike and made in one unit, so that no byte is read twice.
-    Where their elements lie side by side for `least_run` bytes that isn't worth while.
+    Such arrays (gate and up that alternate in one tensor) are cut alike and made in one unit, so that no byte is read
+    twice. Where their elements lie side by side for `least_run` bytes that isn't worth while.
     """
     groups: dict[object, list[int]] = {}
     for number, array in enumerate(arrays):
         part = array.parts[0]
         alone = len(array.parts) > 1 or not part.rule.window or _run(part) * array.dtype.itemsize >= least_run
-        key = number if alone else (part.template, part.layers.tobytes(), part.target_axes, part.window_shape, part.steps, array.logical_axes)
+        key = (
+            number
+            if alone
+            else (
+                part.template,
+                part.layers.tobytes(),
+                part.target_axes,
+                part.window_shape,
+                part.steps,
+                array.logical_axes,
+            )
+        )
         groups.setdefault(key, []).append(number)
     return list(groups.values())
 
@@ -105,11 +116,14 @@ def _run(part: Part) -> int:
     return math.prod(part.window_shape[cut:])
 
 
-def make_blocks(number: int, array: Array, grid: Grid, encodings: Mapping[str, Encoding], unit_bytes: int) -> Iterator[Block]:
+def make_blocks(
+    number: int, array: Array, grid: Grid, encodings: Mapping[str, Encoding], unit_bytes: int
+) -> Iterator[Block]:
     """Cuts an array into blocks of at most `unit_bytes`, as long as possible along the source's bytes.
 
-    A block begins with all shards along the whole axes, and grows along the others one after the other, until it is full. Shards of
-    `wi_0` (embed, layers, mlp) as 16 × 32 × 2, where embed is a whole axis and growth is mlp, then layers:
+    A block begins with all shards along the whole axes, and grows along the others one after the other, until it is
+    full. Shards of `wi_0` (embed, layers, mlp) as 16 × 32 × 2, where embed is a whole axis and growth is mlp, then
+    layers:
 
         16 × 1 × 1       117 MB; a unit has 134 MB, so two along mlp don't fit, and nothing grows further
         16 × 1 × 2       with twice the memory: all of mlp, so that it goes on along layers
@@ -131,7 +145,9 @@ def make_blocks(number: int, array: Array, grid: Grid, encodings: Mapping[str, E
         box = element_box(spec, shards)
         cell = next((cell for cell in array.cells(box) if cell.tensor), None)
         stored = encodings[cell.tensor].weight if cell and cell.tensor else None
-        yield Block(number, shards, grid.working_bytes(extent(box)), (stored.path, stored.offset) if stored else ("", 0))
+        yield Block(
+            number, shards, grid.working_bytes(extent(box)), (stored.path, stored.offset) if stored else ("", 0)
+        )
 
 
 def element_box(spec: ArraySpec, shards: Box) -> Box:
@@ -141,7 +157,9 @@ def element_box(spec: ArraySpec, shards: Box) -> Box:
 
 
 def pack(blocks: Sequence[tuple[Block, ...]], unit_bytes: int) -> list[tuple[Block, ...]]:
-    """Gathers blocks, or groups of them that belong together, in the order of the source's bytes into units of at most `unit_bytes`."""
+    """Gathers blocks, or groups of them that belong together, in the order of the source's bytes into units of at most
+    `unit_bytes`.
+    """
     units: list[tuple[Block, ...]] = []
     unit: list[Block] = []
     size = 0
@@ -160,8 +178,9 @@ def pack(blocks: Sequence[tuple[Block, ...]], unit_bytes: int) -> list[tuple[Blo
 def target_bytes(total: int, most: int, slots: int | None) -> int:
     """Bytes that units should have.
 
-    With few units some slots have one more to do than others, and while the first are read and the last are written a link is used in one
-    direction only. With many there are many databases to merge. So each slot gets some eight, and all together 64 at least.
+    With few units some slots have one more to do than others, and while the first are read and the last are written a
+    link is used in one direction only. With many there are many databases to merge. So each slot gets some eight, and
+    all together 64 at least.
 
     Args:
       total: working bytes of all units.
@@ -176,18 +195,21 @@ def target_bytes(total: int, most: int, slots: int | None) -> int:
 def largest_first(units: Sequence[tuple[Block, ...]]) -> list[tuple[Block, ...]]:
     """The same units in the order of their sizes; those of one size stay in the order of the source's bytes.
 
-    However many the workers are, none has more than one unit more to do than another. So it is where each takes the next unit
-    when it is ready for one, as in a local run, and where they are dealt out in turn, once: what a worker gets in
-    one round is at most what any other got in the round before.
+    However many the workers are, none has more than one unit more to do than another. So it is where each takes the
+    next unit when it is ready for one, as in a local run, and where they are dealt out in turn, once: what a worker
+    gets in one round is at most what any other got in the round before.
 
-    Nor does a link wait then for what has to be written to it but while the first unit is read: what is read later is smaller than what is
-    being written meanwhile.
+    Nor does a link wait then for what has to be written to it but while the first unit is read: what is read later is
+    smaller than what is being written meanwhile.
     """
     return sorted(units, key=working_bytes, reverse=True)
 
 
-def make_units(cut: Callable[[int], Iterable[tuple[Block, ...]]], total: int, most: int, slots: int | None) -> list[tuple[Block, ...]]:
-    """Units in the order in which they are done, of the blocks, or groups of them that belong together, that `cut` makes for a number of bytes.
+def make_units(
+    cut: Callable[[int], Iterable[tuple[Block, ...]]], total: int, most: int, slots: int | None
+) -> list[tuple[Block, ...]]:
+    """Units in the order in which they are done, of the blocks, or groups of them that belong together, that `cut`
+    makes for a number of bytes.
 
     Args:
       cut: cuts all arrays into blocks of about so many bytes.
@@ -214,8 +236,8 @@ class Job:
       spec: their array.
       shards: range of shard numbers on each axis; along an axis with more than one all shards have the same length.
       fill: the value of elements that no piece supplies; None where the pieces tile the shards.
-      pieces: what they are made of, each with the number of the fetch that holds its source. Along an axis with more than one
-        shard a piece is a whole number of shards long, or lies within one.
+      pieces: what they are made of, each with the number of the fetch that holds its source. Along an axis with more
+        than one shard a piece is a whole number of shards long, or lies within one.
     """
 
     spec: ArraySpec
@@ -239,13 +261,18 @@ class Job:
 
     def boxes(self) -> Iterator[Box]:
         """The elements of each shard, in C order."""
-        return (self.spec.shard_box(index) for index in itertools.product(*(range(start, stop) for start, stop in self.shards)))
+        return (
+            self.spec.shard_box(index)
+            for index in itertools.product(*(range(start, stop) for start, stop in self.shards))
+        )
 
 
 def shards_of(jobs: Sequence[Job], made: Sequence[np.ndarray]) -> list[tuple[ArraySpec, Box, np.ndarray]]:
     """The shards that jobs have made, each with its array and its box there."""
     return [
-        (job.spec, box, of_job[index]) for job, of_job in zip(jobs, made, strict=True) for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
+        (job.spec, box, of_job[index])
+        for job, of_job in zip(jobs, made, strict=True)
+        for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
     ]
 
 
@@ -277,7 +304,9 @@ class Unit:
         return total
 
 
-def fetches_of(blocks: Sequence[Block], arrays: Sequence[Array], grids: Sequence[Grid]) -> dict[str, list[tuple[Box, bool]]]:
+def fetches_of(
+    blocks: Sequence[Block], arrays: Sequence[Array], grids: Sequence[Grid]
+) -> dict[str, list[tuple[Box, bool]]]:
     """The boxes of each tensor that a unit reads: `(box, whether value operations follow)`.
 
     Boxes of one tensor are joined where that reads nothing twice and nothing in between.
@@ -306,7 +335,12 @@ def _join(boxes: list[tuple[Box, bool]], new: Box, computed: bool) -> None:
 
 
 def expand_unit(
-    id: int, blocks: Sequence[Block], arrays: Sequence[Array], grids: Sequence[Grid], encodings: Mapping[str, StoredArray], save_dtype: np.dtype
+    id: int,
+    blocks: Sequence[Block],
+    arrays: Sequence[Array],
+    grids: Sequence[Grid],
+    encodings: Mapping[str, StoredArray],
+    save_dtype: np.dtype,
 ) -> Unit:
     """Spells a unit out: what to fetch, and which piece of it goes where."""
     fetches: list[Fetch] = []
@@ -322,7 +356,9 @@ def expand_unit(
         array, spec = arrays[block.array], grids[block.array].spec
         joined = _joined_axes(array, spec, block.shards)
         steps = [stop - start if axis in joined else 1 for axis, (start, stop) in enumerate(block.shards)]
-        for first in itertools.product(*(range(start, stop, step) for (start, stop), step in zip(block.shards, steps, strict=True))):
+        for first in itertools.product(
+            *(range(start, stop, step) for (start, stop), step in zip(block.shards, steps, strict=True))
+        ):
             shards = tuple((at, at + step) for at, step in zip(first, steps, strict=True))
             box = element_box(spec, shards)
             pieces = [piece for cell in array.cells(box) for piece in cell.pieces(box)]
@@ -332,7 +368,8 @@ def expand_unit(
 
 
 def _joined_axes(array: Array, spec: ArraySpec, shards: Box) -> set[int]:
-    """The axes along which a range of shards is made in one go: where no shard is cut short, and every piece fits in with them.
+    """The axes along which a range of shards is made in one go: where no shard is cut short, and every piece fits in
+    with them.
 
     A piece is as long as the range along an axis that is one whole axis of its tensor, and one index long along layers.
     """
@@ -344,10 +381,14 @@ def _joined_axes(array: Array, spec: ArraySpec, shards: Box) -> set[int]:
     return {
         axis
         for axis, (start, stop) in enumerate(shards)
-        if stop - start > 1 and stop * spec.shard[axis] <= spec.shape[axis] and all(fits(part, axis) for part in array.parts)
+        if stop - start > 1
+        and stop * spec.shard[axis] <= spec.shape[axis]
+        and all(fits(part, axis) for part in array.parts)
     }
 
 
 def find_fetch(fetches: Sequence[tuple[Box, int]], wanted: Box) -> int:
     """The number of the fetch that holds the box."""
-    return next(number for box, number in fetches if all(a <= c and d <= b for (a, b), (c, d) in zip(box, wanted, strict=True)))
+    return next(
+        number for box, number in fetches if all(a <= c and d <= b for (a, b), (c, d) in zip(box, wanted, strict=True))
+    )

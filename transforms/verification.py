@@ -1,12 +1,12 @@
 """Verification: every element of the checkpoint against the tensors, by the inverse of the tables and in plain numpy.
 
-Nothing of the way in takes part: no unit, no piece, no view, no chunk grid. What one tensor gives to an array is read back,
-its axes are split, turned around and merged as the rule's axes say, and what results is compared in the tensor's layout.
-Only the headers, the tables themselves and the decoding of quantised tensors are shared with the conversion; that the
-tables are right is shown by verifying checkpoints that MaxText's own converter wrote.
+Nothing of the way in takes part: no unit, no piece, no view, no chunk grid. What one tensor gives to an array is read
+back, its axes are split, turned around and merged as the rule's axes say, and what results is compared in the tensor's
+layout. Only the headers, the tables themselves and the decoding of quantised tensors are shared with the conversion;
+that the tables are right is shown by verifying checkpoints that MaxText's own converter wrote.
 
-An export is judged by the same layouts the other way: the array's elements with the operations undone, cast once, are what the tensor
-should hold.
+An export is judged by the same layouts the other way: the array's elements with the operations undone, cast once, are
+what the tensor should hold.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ class CellLayout:
         rule, part = cell.part.rule, cell.part
         left = rule.axes.left[len(rule.name_axes) :]
         sizes = dict(zip(itertools.chain(*left), itertools.chain(*part.source_factors), strict=True))
-        places = {factor: (rule.segments[factor].start, rule.segments[factor].total) if factor in rule.segments else (0, n) for factor, n in sizes.items()}
+        places = {
+            factor: (rule.segments[factor].start, rule.segments[factor].total) if factor in rule.segments else (0, n)
+            for factor, n in sizes.items()
+        }
         stacked = [f"#{i}" for i in range(part.layers.ndim)]  # words that no table uses
         right = list(rule.axes.right)
         at = min(scan_axis, len(right))
@@ -119,10 +122,13 @@ class CellLayout:
         return cls(left, tuple(right), sizes, places, fixed)
 
     def slabs(self) -> Iterator[dict[str, Range]]:
-        """Ranges of the tensor's factors that together are all of it, each of about `SLAB_ELEMENTS`; cut along the tensor's rows."""
+        """Ranges of the tensor's factors that together are all of it, each of about `SLAB_ELEMENTS`; cut along the
+        tensor's rows.
+        """
         whole = {factor: (0, size) for factor, size in self.sizes.items()}
         first = self.left[0][0] if self.left and self.left[0] else None
-        if first is None or not any(axis[:1] == (first,) for axis in self.right):  # its indices aren't one range of the array
+        # its indices aren't one range of the array
+        if first is None or not any(axis[:1] == (first,) for axis in self.right):
             yield whole
             return
         total = self.sizes[first]
@@ -165,8 +171,12 @@ class CellLayout:
         return found.transpose([order.index(factor) for axis in self.left for factor in axis])
 
 
-def compare(array: Array, cell: Cell, store: ts.TensorStore, encoding: Encoding, scan_axis: int, exported: bool = False) -> ArrayResult:
-    """Compares a cell of an array with its tensor, slab by slab; the tensor is what should be right where it was `exported`."""
+def compare(
+    array: Array, cell: Cell, store: ts.TensorStore, encoding: Encoding, scan_axis: int, exported: bool = False
+) -> ArrayResult:
+    """Compares a cell of an array with its tensor, slab by slab; the tensor is what should be right where it was
+    `exported`.
+    """
     layouts, steps = CellLayout.of(cell, scan_axis), tuple(slice(None, None, step) for step in cell.part.steps)
     finding = ArrayResult(array.key, 0, 0, False, None)
     tensor, odd, is_zero = str(cell.tensor), 0, len(encoding.shape) > 1
@@ -197,21 +207,27 @@ def compare(array: Array, cell: Cell, store: ts.TensorStore, encoding: Encoding,
 
 
 def _exported(stored: np.ndarray, part: Part, encoding: Encoding) -> tuple[np.ndarray, bool]:
-    """What the tensor of an export should hold, and whether that is rounded: the operations undone in float32, one cast; of codes what was quantised."""
+    """What the tensor of an export should hold, and whether that is rounded: the operations undone in float32, one
+    cast; of codes what was quantised.
+    """
     dtype = encoding.weight.dtype
     if part.rule.integer:
         return stored, False
     values = stored.astype(np.float32)
     for op in reversed(part.rule.ops):
         values = op.inverse.apply(values)
-    rounded = encoding.label is not None or any(not op.is_exact for op in part.rule.ops) or not holds(dtype, stored.dtype)
+    rounded = (
+        encoding.label is not None or any(not op.is_exact for op in part.rule.ops) or not holds(dtype, stored.dtype)
+    )
     return values if encoding.label is not None else values.astype(dtype), rounded
 
 
 def _is_no_code(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Where values of float8_e4m3fn codes aren't those nearest to what was quantised: off by more than half a step of three bits.
+    """Where values of float8_e4m3fn codes aren't those nearest to what was quantised: off by more than half a step of
+    three bits.
 
-    Or by more than half the smallest step, which is 2⁻⁹ of a scale; no scale is larger than that of the largest magnitude here.
+    Or by more than half the smallest step, which is 2⁻⁹ of a scale; no scale is larger than that of the largest
+    magnitude here.
     """
     wide, other = expected.astype(np.float64), found.astype(np.float64)
     scale = np.max(np.abs(wide), initial=0.0) / 448
@@ -225,10 +241,14 @@ def _count(wrong: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
 
 
 def _expected(values: np.ndarray, part: Part, encoding: Encoding, stored: np.dtype) -> tuple[np.ndarray, bool]:
-    """What should be stored, and whether that is rounded: float32, the operations, one cast to a dtype that is meant for weights."""
+    """What should be stored, and whether that is rounded: float32, the operations, one cast to a dtype that is meant
+    for weights.
+    """
     if part.rule.integer:
         return values, False
-    rounded = encoding.label is not None or any(not op.is_exact for op in part.rule.ops) or not holds(stored, values.dtype)
+    rounded = (
+        encoding.label is not None or any(not op.is_exact for op in part.rule.ops) or not holds(stored, values.dtype)
+    )
     values = values.astype(np.float32)
     for op in part.rule.ops:
         values = op.apply(values)
@@ -303,9 +323,13 @@ def tasks(conversion: Conversion) -> list[Task]:
     """All comparisons, each of about `TASK_BYTES`."""
     made = []
     for number, array in enumerate(conversion.plan.arrays):
-        total = sum(part.layers.size * math.prod(part.name_shape) for part in array.parts if part.rule.source is not None)
+        total = sum(
+            part.layers.size * math.prod(part.name_shape) for part in array.parts if part.rule.source is not None
+        )
         step = max(1, TASK_BYTES * total // max(1, array.nbytes))
-        made += [Task(number, first, min(first + step, total)) for first in range(0, total, step)] or [Task(number, 0, 0)]
+        made += [Task(number, first, min(first + step, total)) for first in range(0, total, step)] or [
+            Task(number, 0, 0)
+        ]
     return made
 
 
@@ -320,8 +344,12 @@ def compared_elements(array: Array, sample: float) -> int:
     return math.prod(array.shape) * sum(is_compared(number, sample) for number in range(numbers)) // max(1, numbers)
 
 
-def run_task(task: Task, conversion: Conversion, store: ts.TensorStore, sample: float, exported: bool = False) -> ArrayResult:
-    """Compares; of the cells only every so many, if `sample` is less than 1. What pads an array isn't compared with an export, which hasn't got it."""
+def run_task(
+    task: Task, conversion: Conversion, store: ts.TensorStore, sample: float, exported: bool = False
+) -> ArrayResult:
+    """Compares; of the cells only every so many, if `sample` is less than 1. What pads an array isn't compared with an
+    export, which hasn't got it.
+    """
     array = conversion.plan.arrays[task.array]
     axis = conversion.options.param_scan_axis
     finding = ArrayResult(array.key, 0, 0, False, None)

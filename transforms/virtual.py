@@ -1,11 +1,11 @@
 """Virtual arrays: those whose chunks are in the source's files already, byte for byte.
 
-A plain tensor lies in its file as an uncompressed chunk does: little-endian, in C order. An array that only relabels the
-elements of its tensors can be a list of references (file, offset, length), with zarr's `transpose` codec to name its axes.
-Everything here follows from the plan; no tensor is read.
+A plain tensor lies in its file as an uncompressed chunk does: little-endian, in C order. An array that only relabels
+the elements of its tensors can be a list of references (file, offset, length), with zarr's `transpose` codec to name
+its axes. Everything here follows from the plan; no tensor is read.
 
-How an array's elements lie in a tensor is told by a *stride* for each of its axes, as in numpy. A chunk is one range of the
-file where the strides of its axes, from the fastest on, leave no hole. So a chunk is a range of the tensor's rows.
+How an array's elements lie in a tensor is told by a *stride* for each of its axes, as in numpy. A chunk is one range of
+the file where the strides of its axes, from the fastest on, leave no hole. So a chunk is a range of the tensor's rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def place(array: Array, encodings: Mapping[str, Encoding], finest: Sequence[int]
     Args:
       array: of a plan without problems.
       encodings: how each tensor is stored.
-      finest: along each axis, the largest extent that divides the shards of the target meshes. Chunks follow it along rows.
+      finest: along each axis, the largest extent that divides the shards of the target meshes. Chunks follow it along
+        rows.
     """
     try:
         chunk, order = _lay_out(array, encodings, finest)
@@ -75,7 +76,9 @@ def place(array: Array, encodings: Mapping[str, Encoding], finest: Sequence[int]
     return Placement(ArraySpec(array.key, array.shape, array.dtype, chunk, chunk, order))
 
 
-def place_arrays(arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh], grids: Sequence[Grid]) -> tuple[Placement, ...]:
+def place_arrays(
+    arrays: Sequence[Array], encodings: Mapping[str, Encoding], meshes: Sequence[Mesh], grids: Sequence[Grid]
+) -> tuple[Placement, ...]:
     """Where the bytes of each array come from. The grids are those that the arrays would have if they were made."""
     placements = []
     for array, grid in zip(arrays, grids, strict=True):
@@ -85,14 +88,28 @@ def place_arrays(arrays: Sequence[Array], encodings: Mapping[str, Encoding], mes
 
 
 def problems_of(arrays: Sequence[Array], placements: Sequence[Placement], format: Format) -> Iterator[Problem]:
-    """Why a checkpoint can't be virtual at all: how it is to be stored, quantised tensors, or that most of it would be cast."""
+    """Why a checkpoint can't be virtual at all: how it is to be stored, quantised tensors, or that most of it would be
+    cast.
+    """
     if not (format.use_ocdbt and format.use_zarr3):
-        yield Problem("option", "--virtual", "needs --use_ocdbt true and --use_zarr3 true: only these can refer to ranges of other files")
+        yield Problem(
+            "option",
+            "--virtual",
+            "needs --use_ocdbt true and --use_zarr3 true: only these can refer to ranges of other files",
+        )
     if format.compression != "none":
-        yield Problem("option", "--virtual", f"leaves the bytes as they are; --compression {format.compression} is for checkpoints that are written")
+        yield Problem(
+            "option",
+            "--virtual",
+            f"leaves the bytes as they are; --compression {format.compression} is for checkpoints that are written",
+        )
     quantised = Counter(placement.reason for placement in placements if isinstance(placement.error, QuantisedError))
     for reason, count in quantised.items():
-        yield Problem("virtual", "--virtual", f"{count} arrays are {reason}; their values stand in no file. Convert without --virtual")
+        yield Problem(
+            "virtual",
+            "--virtual",
+            f"{count} arrays are {reason}; their values stand in no file. Convert without --virtual",
+        )
     cast, total = Counter[str](), sum(array.nbytes for array in arrays)
     for array, placement in zip(arrays, placements, strict=True):
         if isinstance(placement.error, CastError):
@@ -100,13 +117,21 @@ def problems_of(arrays: Sequence[Array], placements: Sequence[Placement], format
     for reason, nbytes in cast.items():
         if 2 * nbytes > total:
             dtype = reason.partition(",")[0]
-            way = f"--save_dtype {dtype} keeps them as they are" if dtype in ("float32", "bfloat16") else "convert without --virtual"
-            yield Problem("virtual", "--virtual", f"{percent(nbytes, total)} of the bytes are {reason}, a changed dtype; {way}")
+            way = (
+                f"--save_dtype {dtype} keeps them as they are"
+                if dtype in ("float32", "bfloat16")
+                else "convert without --virtual"
+            )
+            yield Problem(
+                "virtual", "--virtual", f"{percent(nbytes, total)} of the bytes are {reason}, a changed dtype; {way}"
+            )
 
 
 def loads_of(grids: Sequence[Grid], meshes: Sequence[Mesh]) -> dict[str, Load]:
     """What the hosts of each mesh read of a whole checkpoint, by the mesh as it was written."""
-    return {mesh.text: total_load(load_of(grid.spec, grid.partition[mesh.text], mesh) for grid in grids) for mesh in meshes}
+    return {
+        mesh.text: total_load(load_of(grid.spec, grid.partition[mesh.text], mesh) for grid in grids) for mesh in meshes
+    }
 
 
 def warnings_of(arrays: Sequence[Array], placements: Sequence[Placement], loads: Mapping[str, Load]) -> Iterator[str]:
@@ -127,7 +152,9 @@ def percent(part: float, whole: float) -> str:
     return f"{exact:.{digits}f} %"
 
 
-def references(array: Array, spec: ArraySpec, encodings: Mapping[str, Encoding], names: Mapping[str, str]) -> Iterator[Reference]:
+def references(
+    array: Array, spec: ArraySpec, encodings: Mapping[str, Encoding], names: Mapping[str, str]
+) -> Iterator[Reference]:
     """Every chunk of a virtual array, cut as `place` said; `names` are those of the source's files, by their paths."""
     itemsize = spec.dtype.itemsize
     length = math.prod(spec.chunk) * itemsize
@@ -140,11 +167,18 @@ def references(array: Array, spec: ArraySpec, encodings: Mapping[str, Encoding],
             at: list[int | None] = [_position(axis, cell.layer, cell.name) for axis in part.target_axes]
             for index, offset in stored:
                 where = "".join(f"/{i if fixed is None else fixed}" for i, fixed in zip(index, at, strict=True))
-                yield Reference(f"{spec.key}/c{where}", names[encoding.weight.path], encoding.weight.offset + offset * itemsize, length)
+                yield Reference(
+                    f"{spec.key}/c{where}",
+                    names[encoding.weight.path],
+                    encoding.weight.offset + offset * itemsize,
+                    length,
+                )
 
 
 def _chunks(part: Part, spec: ArraySpec, tensor_strides: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The chunks of one cell: their numbers along the axes that the tensor has (0 elsewhere), and where they begin, in elements."""
+    """The chunks of one cell: their numbers along the axes that the tensor has (0 elsewhere), and where they begin, in
+    elements.
+    """
     strides = _strides(part, tensor_strides)
     first = sum(start * stride for start, stride in zip(part.starts, tensor_strides, strict=True))
     ranges = []
@@ -152,10 +186,15 @@ def _chunks(part: Part, spec: ArraySpec, tensor_strides: Sequence[int]) -> Itera
         start, size = _segment(part, axis) if _is_free(axis) else (0, 1)
         ranges.append([(at // step, (at - start)) for at in range(start, start + size, step)])
     for index in itertools.product(*ranges):
-        yield tuple(i for i, _ in index), first + sum(at * stride for (_, at), stride in zip(index, strides, strict=True))
+        yield (
+            tuple(i for i, _ in index),
+            first + sum(at * stride for (_, at), stride in zip(index, strides, strict=True)),
+        )
 
 
-def _lay_out(array: Array, encodings: Mapping[str, Encoding], finest: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _lay_out(
+    array: Array, encodings: Mapping[str, Encoding], finest: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The chunk of a virtual array, and the order in which its axes are stored (empty for its own).
 
     Raises:
@@ -253,17 +292,20 @@ def _position(axis: Sequence[Factor], layer: tuple[int, ...], name: tuple[int, .
 
 
 def _cut(array: Array, strides: Sequence[int], finest: Sequence[int]) -> list[int]:
-    """The extents of a chunk: one range of rows, within a device's shard where rows can serve it, and of at most `MAX_CHUNK` if they divide so.
+    """The extents of a chunk: one range of rows, within a device's shard where rows can serve it, and of at most
+    `MAX_CHUNK` if they divide so.
 
-    Llama-3.1-8B's `wi_0`, and the tensor gate_proj of each layer, (mlp 14336, embed 4096), in bfloat16; strides in elements:
+    Llama-3.1-8B's `wi_0`, and the tensor gate_proj of each layer, (mlp 14336, embed 4096), in bfloat16; strides in
+    elements:
 
         axis       embed    layers    mlp
         size        4096        32  14336
         stride         1         –   4096     of layers none: each selects a tensor
         chunk       4096         1    512     512 whole rows, 4 MiB side by side in the file
 
-    Only the slowest axis can be cut so that what is left is one range, and a faster one only where all slower ones are cut to 1. For
-    `fsdp=16`, which shards `embed`, that is no use: each host reads whole rows of which it needs a sixteenth, and the plan says so.
+    Only the slowest axis can be cut so that what is left is one range, and a faster one only where all slower ones are
+    cut to 1. For `fsdp=16`, which shards `embed`, that is no use: each host reads whole rows of which it needs a
+    sixteenth, and the plan says so.
 
     Raises:
       MaterialError: no range of a tensor is a chunk.
@@ -305,7 +347,9 @@ def _common_divisor(array: Array, axis: int) -> int:
 
 
 def _rows(count: int, row_bytes: int) -> int:
-    """How many of `count` rows make a chunk: the most that divide them and stay within `MAX_CHUNK`; more than that if few divide them."""
+    """How many of `count` rows make a chunk: the most that divide them and stay within `MAX_CHUNK`; more than that if
+    few divide them.
+    """
     if count * row_bytes <= MAX_CHUNK:
         return count
     divisors = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]

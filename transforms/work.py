@@ -41,7 +41,11 @@ class Work:
     @property
     def nbytes(self) -> int:
         """Bytes that this work holds."""
-        return total_bytes(array for arrays in self.raw for array in arrays) + total_bytes(self.values) + total_bytes(self.shards)
+        return (
+            total_bytes(array for arrays in self.raw for array in arrays)
+            + total_bytes(self.values)
+            + total_bytes(self.shards)
+        )
 
 
 def total_bytes(arrays: Iterable[np.ndarray]) -> int:

@@ -7,8 +7,9 @@
     assert wb.verify("gs://bucket/qwen3-8b").ok
 
 Importing this module imports nothing else and changes nothing: each name is fetched when it is first used
-(`weightbeam.pipelines.api`). The folders of the repository's top level are this package's subpackages: `model_mappings`,
-`formats`, `transforms` and `pipelines` are links to them here, and plain folders where the package is installed.
+(`weightbeam.pipelines.api`). The folders of the repository's top level are this package's subpackages:
+`model_mappings`, `formats`, `transforms` and `pipelines` are links to them here, and plain folders where the package is
+installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""An adapter as PEFT writes it: a folder with `adapter_config.json` and `adapter_model.safetensors`, known by its header."""
+"""An adapter as PEFT writes it: a folder with `adapter_config.json` and `adapter_model.safetensors`, known by its
+header.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,17 @@ class Adapter:
     def record(self) -> dict[str, Any]:
         """Where it comes from, for `conversion.json`."""
         fields = ("name", "size", "version", "sha256", "crc32c")
-        files = [{field: value for field in fields if (value := getattr(shard, field)) is not None} for shard in self.files.shards]
-        about = {"source": self.root, "weight": self.weight, "base": self.config.base, "r": self.config.r, "lora_alpha": self.config.alpha}
+        files = [
+            {field: value for field in fields if (value := getattr(shard, field)) is not None}
+            for shard in self.files.shards
+        ]
+        about = {
+            "source": self.root,
+            "weight": self.weight,
+            "base": self.config.base,
+            "r": self.config.r,
+            "lora_alpha": self.config.alpha,
+        }
         return about | {"files": files}
 
     @functools.cached_property
@@ -76,7 +87,10 @@ class Adapter:
         """What stands against the files, the configuration, or names and shapes, whatever the base is."""
         found = [*self.files.problems, *self._read[1]]
         if not found:
-            found += [*self.contents.problems, *(problem for target in self.contents.targets for problem in target.check(self.config))]
+            found += [
+                *self.contents.problems,
+                *(problem for target in self.contents.targets for problem in target.check(self.config)),
+            ]
         return [dataclasses.replace(problem, subject=f"{self.root}: {problem.subject}") for problem in found]
 
 
@@ -85,7 +99,8 @@ class Target:
     """What an adapter holds of one module.
 
     Attributes:
-      module: its path in memory; one that PEFT wrapped several times ends in `.base_layer`, as often as it is further in.
+      module: its path in memory; one that PEFT wrapped several times ends in `.base_layer`, as often as it is further
+        in.
       parts: its tensors, by `PARTS`.
     """
 
@@ -107,7 +122,9 @@ class Target:
         return self.parts["embedding B" if self.is_embedding else "B"]
 
     def check(self, config: AdapterConfig) -> list[Problem]:
-        """Whether the parts are those that belong together and that the configuration says, as far as the base needn't be known."""
+        """Whether the parts are those that belong together and that the configuration says, as far as the base needn't
+        be known.
+        """
         kinds = set(self.parts)
         first = next(iter(self.parts.values())).name
         pair = {"embedding A", "embedding B"} if kinds & {"embedding A", "embedding B"} else {"A", "B"}
@@ -119,7 +136,10 @@ class Target:
         for tensor in self.parts.values():
             if not is_float(tensor.dtype) or tensor.dtype.itemsize == 1:
                 messages.append(f"{tensor.name} is {tensor.dtype.name}; expected float32, bfloat16 or float16")
-        if any(len(tensor.shape) != 2 or 0 in tensor.shape for tensor in (self.a, self.b)) or self.a.shape[0] != self.b.shape[1]:
+        if (
+            any(len(tensor.shape) != 2 or 0 in tensor.shape for tensor in (self.a, self.b))
+            or self.a.shape[0] != self.b.shape[1]
+        ):
             messages.append(f"A is {self.a.shape} and B {self.b.shape}; expected (rank, in) and (out, rank)")
         if ("magnitude" in kinds) != config.use_dora:
             there = "has a" if "magnitude" in kinds else "has no"
@@ -135,7 +155,9 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """The tensors of an adapter: those of its targets, whole ones by the name of what they replace, and those that nothing needs."""
+    """The tensors of an adapter: those of its targets, whole ones by the name of what they replace, and those that
+    nothing needs.
+    """
 
     targets: tuple[Target, ...]
     whole: Mapping[str, Tensor]
@@ -194,6 +216,10 @@ def open_adapter(where: str | Path | Store, weight: float = 1.0) -> Adapter:
             shards = (opened,)
     else:
         pickles = sorted(name for name in entries if name.endswith((".bin", ".pt", ".pth")))
-        hint = f"; {pickles[0]} is a pickle file, which can run code when it is loaded: save the adapter as safetensors" if pickles else ""
+        hint = (
+            f"; {pickles[0]} is a pickle file, which can run code when it is loaded: save the adapter as safetensors"
+            if pickles
+            else ""
+        )
         problems.append(Problem("missing", WEIGHTS, f"no such file in {store}{hint}"))
     return Adapter(HfCheckpoint(store.url, config, shards, problems=tuple(problems)), weight)

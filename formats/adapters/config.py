@@ -1,4 +1,5 @@
-"""What `adapter_config.json` says, as far as it changes a value; what isn't known to be harmless is refused by its name.
+"""What `adapter_config.json` says, as far as it changes a value; what isn't known to be harmless is refused by its
+name.
 
 The fields are those of PEFT's `LoraConfig` (peft, tuners/lora/config.py, 0.21.2).
 """
@@ -26,7 +27,8 @@ HARMLESS = frozenset({
     "runtime_config", "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config", "loftq_config",
 })  # fmt: skip
 
-# Of `init_lora_weights`; all others take something out of the base's weights (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ), or aren't known.
+# Of `init_lora_weights`; all others take something out of the base's weights (PiSSA, OLoRA, CorDA, LoRA-GA, LoftQ), or
+# aren't known.
 HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 MAX_PATTERNS, MAX_PATTERN = 10_000, 1_000  # of ranks and alphas, and characters of one
@@ -117,7 +119,9 @@ def _check(fields: Mapping[str, Any]) -> Iterator[str]:
     if fields.get("bias", "none") not in ("none", "all", "lora_only"):
         yield f"bias is {str(fields['bias'])[:80]!r}; PEFT knows none, all and lora_only"
     parameters = fields.get("target_parameters")
-    if parameters is not None and not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
+    if parameters is not None and not (
+        isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)
+    ):
         yield "target_parameters should be a list of names"
     init = fields.get("init_lora_weights")
     if not any(init is known if isinstance(known, bool | None) else init == known for known in HARMLESS_INITS):

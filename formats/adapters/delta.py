@@ -2,8 +2,9 @@
 
     tensor[…, i, j] += scaling · D[e, i + row, j + column]        D[e] = B[e] · A[e], or its transpose
 
-A weight that is one tensor in memory may be many in the files (experts), and the other way round, so a delta says where its
-matrix lies in the tensor. Factors are tiny beside the weight: a box of it needs the box's rows of B and columns of A.
+A weight that is one tensor in memory may be many in the files (experts), and the other way round, so a delta says where
+its matrix lies in the tensor. Factors are tiny beside the weight: a box of it needs the box's rows of B and columns of
+A.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Delta:
     """See the module's text. With A of (rank, in) and B of (out, rank), D is (out, in), or (in, out) if `transposed`.
 
     Attributes:
-      a, b: the factors as they are stored: (experts · rank, in), each expert's rows together, and (out, rank · experts), the
-        experts fastest, as PEFT stores the adapters of fused experts.
+      a, b: the factors as they are stored: (experts · rank, in), each expert's rows together, and (out, rank ·
+        experts), the experts fastest, as PEFT stores the adapters of fused experts.
       scaling: what the product is multiplied by.
       experts: how many matrices the factors hold.
       expert: for a tensor of two axes: which of them is meant.
@@ -59,7 +60,9 @@ class Delta:
             which = (held[0] - self.place, held[1] - self.place)
         else:
             held, which = (0, 1), (self.expert, self.expert + 1)
-        meets = [_overlap(span, (-at, size - at)) for span, at, size in zip(box[-2:], self.offset, self.shape, strict=True)]
+        meets = [
+            _overlap(span, (-at, size - at)) for span, at, size in zip(box[-2:], self.offset, self.shape, strict=True)
+        ]
         if any(start >= stop for start, stop in (held, *meets)):
             return None
         rows, columns = ((start + at, stop + at) for (start, stop), at in zip(meets, self.offset, strict=True))
@@ -70,7 +73,9 @@ class Delta:
         """The stored boxes of A and of B."""
         outputs, inputs = (share.columns, share.rows) if self.transposed else (share.rows, share.columns)
         first, last = share.experts
-        return BoxRead(self.a, ((first * self.rank, last * self.rank), inputs)), BoxRead(self.b, (outputs, (0, self.rank * self.experts)))
+        return BoxRead(self.a, ((first * self.rank, last * self.rank), inputs)), BoxRead(
+            self.b, (outputs, (0, self.rank * self.experts))
+        )
 
     def factors(self, share: Share, stored: Sequence[np.ndarray]) -> Iterator[Product]:
         """The products, one for each expert, of what `reads` fetched."""
@@ -81,12 +86,16 @@ class Delta:
         for number in range(last - first):
             left, right = (a[number].T, b[..., number].T) if self.transposed else (b[..., number], a[number])
             right = np.ascontiguousarray(doubled(right * np.float32(self.scaling), 1))
-            yield Product(np.ascontiguousarray(left), right, where + number, row, column, share.columns[1] - share.columns[0])
+            yield Product(
+                np.ascontiguousarray(left), right, where + number, row, column, share.columns[1] - share.columns[0]
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a delta that lies in a box: ranges of its experts and of D's rows and columns, and where they begin in the box."""
+    """The part of a delta that lies in a box: ranges of its experts and of D's rows and columns, and where they begin
+    in the box.
+    """
 
     experts: Range
     rows: Range
@@ -108,9 +117,9 @@ class Product:
     def add_to(self, values: np.ndarray, first: int) -> None:
         """Adds its share of a strip to `values`, float32: the rows of the box from `first` on.
 
-        The product is made in tiles that OpenBLAS multiplies on the calling thread: its own threads would wait for each other
-        where as many workers as cores are busy. An element has the same bits in whatever tile it is made, since ranks are
-        summed in blocks that every routine of OpenBLAS for matrices sums in the same order.
+        The product is made in tiles that OpenBLAS multiplies on the calling thread: its own threads would wait for each
+        other where as many workers as cores are busy. An element has the same bits in whatever tile it is made, since
+        ranks are summed in blocks that every routine of OpenBLAS for matrices sums in the same order.
         """
         start, stop = max(first, self.row), min(first + len(values), self.row + len(self.left))
         rank, columns = self.right.shape
@@ -127,12 +136,16 @@ class Product:
                     np.add(target, part[: target.shape[0], : target.shape[1]], out=target)
 
 
-RANKS = 16  # summed by one product; with more than 31 OpenBLAS's routines for large, small and odd shapes differ in the last bits
-TILE = (1 << 18) // RANKS  # elements of one product; above twice as many multiplications OpenBLAS takes more threads (interface/gemm.c)
+# summed by one product; with more than 31 OpenBLAS's routines for large, small and odd shapes differ in the last bits
+RANKS = 16
+# elements of one product; above twice as many multiplications OpenBLAS takes more threads (interface/gemm.c)
+TILE = (1 << 18) // RANKS
 
 
 def doubled(factor: np.ndarray, axis: int) -> np.ndarray:
-    """The factor, a single row or column of it twice: products of vectors are another routine's, which sums in another order."""
+    """The factor, a single row or column of it twice: products of vectors are another routine's, which sums in another
+    order.
+    """
     return np.repeat(factor, 2, axis) if factor.shape[axis] == 1 else factor
 
 

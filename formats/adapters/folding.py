@@ -1,7 +1,7 @@
 """A PEFT adapter as MaxText keeps one: two factors for each weight, all of one rank, and one scaling, alpha / rank.
 
-What PEFT has beside that (rslora, patterns of ranks and alphas, a weight) is folded into B; lower ranks are padded with zeros, and so
-are layers without an adapter.
+What PEFT has beside that (rslora, patterns of ranks and alphas, a weight) is folded into B; lower ranks are padded with
+zeros, and so are layers without an adapter.
 """
 
 from __future__ import annotations
@@ -45,8 +45,17 @@ class FoldedFactor(InOrder):
     @property
     def label(self) -> str | None:
         """None for values as they are stored."""
-        if self.is_zero or self.shape[1] > self.weight.shape[1] or self.rows != (0, 1) or self.shape[0] > self.weight.shape[0]:
-            return f"LoRA factors, padded to rank {min(self.shape)}" if self.scaling == 1 else f"LoRA factors, scaled by {self.scaling:.6g} and padded"
+        if (
+            self.is_zero
+            or self.shape[1] > self.weight.shape[1]
+            or self.rows != (0, 1)
+            or self.shape[0] > self.weight.shape[0]
+        ):
+            return (
+                f"LoRA factors, padded to rank {min(self.shape)}"
+                if self.scaling == 1
+                else f"LoRA factors, scaled by {self.scaling:.6g} and padded"
+            )
         return None if self.scaling == 1 else f"LoRA factors, scaled by {self.scaling:.6g}"
 
     def _held(self, box: Box) -> Box | None:
@@ -96,11 +105,21 @@ class Folding:
         return {"lora_rank": self.rank, "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha}
 
 
-def fold(encodings: Mapping[str, Encoding], adapters: Sequence[Adapter], aliases: Mapping[str, str], model_type: str, stacks: Sequence[Stack]) -> Folding:
-    """An adapter of these tensors, by the table of their model; the arguments are those of `merge`, and the model's table."""
+def fold(
+    encodings: Mapping[str, Encoding],
+    adapters: Sequence[Adapter],
+    aliases: Mapping[str, str],
+    model_type: str,
+    stacks: Sequence[Stack],
+) -> Folding:
+    """An adapter of these tensors, by the table of their model; the arguments are those of `merge`, and the model's
+    table.
+    """
     problems = []
     if len(adapters) != 1:
-        problems.append(Problem("option", "--adapter_only", f"takes one adapter, --lora names {len(adapters)}; {INSTEAD}"))
+        problems.append(
+            Problem("option", "--adapter_only", f"takes one adapter, --lora names {len(adapters)}; {INSTEAD}")
+        )
     found = collect(encodings, adapters[:1], aliases, model_type)
     problems += found.problems
     deltas: dict[str, Delta] = {}
@@ -112,19 +131,27 @@ def fold(encodings: Mapping[str, Encoding], adapters: Sequence[Adapter], aliases
     table = adapter_table(stacks, deltas.keys())
     problems += [Problem("adapter", name, why) for name, why in table.refused.items()]
     rank = max((delta.rank for delta in deltas.values()), default=1)
-    plain = len({(delta.rank, delta.scaling) for delta in deltas.values()}) == 1 and adapters[0].weight == 1 and not adapters[0].config.use_rslora
+    plain = (
+        len({(delta.rank, delta.scaling) for delta in deltas.values()}) == 1
+        and adapters[0].weight == 1
+        and not adapters[0].config.use_rslora
+    )
     alpha = adapters[0].config.scaling(adapters[0].contents.targets[0].module) * rank if plain else float(rank)
     made: dict[str, Encoding] = {}
     shapes = {name: (encodings[name].shape, delta) for name, delta in deltas.items()}
     for factor, of in table.factors.items():
         delta = deltas.get(of.tensor)
-        (outputs, inputs), near = shapes[of.tensor] if delta else (encodings[of.tensor].shape, next(iter(deltas.values())))
+        (outputs, inputs), near = (
+            shapes[of.tensor] if delta else (encodings[of.tensor].shape, next(iter(deltas.values())))
+        )
         rows = range(outputs)[of.rows]
         if factor.endswith("lora_a"):
             made[factor] = FoldedFactor(delta.a if delta else near.a, (rank, inputs), is_zero=delta is None)
         else:
             scaling = 1.0 if plain or delta is None else delta.scaling
-            made[factor] = FoldedFactor(delta.b if delta else near.b, (len(rows), rank), (rows.start, rows.step), scaling, is_zero=delta is None)
+            made[factor] = FoldedFactor(
+                delta.b if delta else near.b, (len(rows), rank), (rows.start, rows.step), scaling, is_zero=delta is None
+            )
     return Folding(table.stacks, made, rank, alpha, tuple(problems), found.uses)
 
 

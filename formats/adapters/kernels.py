@@ -4,8 +4,9 @@
     kernel_lora_a     (heads·dim, layers, rank)       the axes of its inputs merged into one
     kernel_lora_b     (rank, layers, embed)           those of its outputs likewise
 
-Which axes of a kernel are inputs follows from the model's table, not from shapes. A box of the kernel needs the box's rows of A
-and columns of B. The table's operations (rotary order, the query's factor) are in B as they are in the kernel.
+Which axes of a kernel are inputs follows from the model's table, not from shapes. A box of the kernel needs the box's
+rows of A and columns of B. The table's operations (rotary order, the query's factor) are in B as they are in the
+kernel.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ class Pair:
         """Where some of the kernel's layers lie in the factors."""
         if len(self.first) != len(self.layers):
             return tuple((at, at + 1) for at in self.first)
-        return tuple((low - start + at, high - start + at) for (low, high), (start, _), at in zip(met, self.layers, self.first, strict=True))
+        return tuple(
+            (low - start + at, high - start + at)
+            for (low, high), (start, _), at in zip(met, self.layers, self.first, strict=True)
+        )
 
     def index(self, layer: tuple[int, ...]) -> tuple[int, ...]:
         """Of a layer of a box of the kernel, in the factors of that box."""
@@ -124,12 +128,25 @@ class AdaptedKernel(InOrder):
     @property
     def arrays(self) -> tuple[OrbaxArray, ...]:
         """The factors' arrays."""
-        return tuple(dict.fromkeys(factor.array for pair in self.pairs for factor in (pair.a, pair.b) if isinstance(factor.array, OrbaxArray)))
+        return tuple(
+            dict.fromkeys(
+                factor.array
+                for pair in self.pairs
+                for factor in (pair.a, pair.b)
+                if isinstance(factor.array, OrbaxArray)
+            )
+        )
 
     def stored_as(self, find: Callable[[StoredArray], StoredArray]) -> AdaptedKernel:
         """The same, each array of it where `find` says that it is."""
         pairs = tuple(
-            dataclasses.replace(pair, **{side: dataclasses.replace(factor, array=find(factor.array)) for side, factor in (("a", pair.a), ("b", pair.b))})
+            dataclasses.replace(
+                pair,
+                **{
+                    side: dataclasses.replace(factor, array=find(factor.array))
+                    for side, factor in (("a", pair.a), ("b", pair.b))
+                },
+            )
             for pair in self.pairs
         )
         return dataclasses.replace(self, base=find(self.base), pairs=pairs)
@@ -146,12 +163,15 @@ class AdaptedKernel(InOrder):
             return list(itertools.islice(rest, len(array.reads(part))))
 
         values = empty(extent(box), FLOAT32)
-        found = self.base.decode(take(self.base, box), box, FLOAT32, lambda shape, dtype: values)  # put there, if it is put together
+        # put there, if it is put together
+        found = self.base.decode(take(self.base, box), box, FLOAT32, lambda shape, dtype: values)
         if found is not values:
             values[...] = found
         turned = np.moveaxis(values, range(self.at, self.at + self.stacked), range(self.stacked))
         layers, inputs, outputs = self._split(box)
-        rows, columns = (hull(part, sizes)[0] for part, sizes in zip((inputs, outputs), self._split_sizes(), strict=True))
+        rows, columns = (
+            hull(part, sizes)[0] for part, sizes in zip((inputs, outputs), self._split_sizes(), strict=True)
+        )
         for pair, met, (a, a_box), (b, b_box) in self._met(box):
             left, right = a.values(take(a.array, a_box), a_box), b.values(take(b.array, b_box), b_box)
             for index in np.ndindex(extent(met)):
@@ -173,7 +193,9 @@ class AdaptedKernel(InOrder):
     def _met(self, box: Box) -> Iterator[tuple[Pair, Box, tuple[Factor, Box], tuple[Factor, Box]]]:
         """The pairs that reach a box: which of their layers, and which boxes of A and B."""
         layers, inputs, outputs = self._split(box)
-        rows, columns = (hull(part, sizes)[1] for part, sizes in zip((inputs, outputs), self._split_sizes(), strict=True))
+        rows, columns = (
+            hull(part, sizes)[1] for part, sizes in zip((inputs, outputs), self._split_sizes(), strict=True)
+        )
         for pair in self.pairs:
             met = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(layers, pair.layers, strict=True))
             if all(low < high for low, high in met):
@@ -199,7 +221,9 @@ class AdaptedKernel(InOrder):
 def _rows(values: np.ndarray, held: Box, wanted: Box) -> np.ndarray:
     """The rows of a box of the factors of an axis, of values that have the rows of the box `held` around it."""
     shaped = values.reshape(*extent(held), values.shape[-1])
-    return shaped[tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(wanted, held, strict=True))].reshape(-1, values.shape[-1])
+    return shaped[
+        tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(wanted, held, strict=True))
+    ].reshape(-1, values.shape[-1])
 
 
 def _name(array: StoredArray) -> str:

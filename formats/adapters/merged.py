@@ -1,8 +1,8 @@
 """Weights with an adapter in them, as encodings: the tables, the units and the stages know nothing of it.
 
-A box of a merged weight needs what its base needs, and for each delta the box's rows of B and columns of A. All is summed in
-float32 and cast once. PEFT rounds a delta to the adapter's dtype first; a float32 one has the same bits here, but for the order
-in which a product is summed (peft, tuners/lora/layer.py, `get_delta_weight`, 0.21.2).
+A box of a merged weight needs what its base needs, and for each delta the box's rows of B and columns of A. All is
+summed in float32 and cast once. PEFT rounds a delta to the adapter's dtype first; a float32 one has the same bits here,
+but for the order in which a product is summed (peft, tuners/lora/layer.py, `get_delta_weight`, 0.21.2).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Merged:
-    """`W + Σ scaling · B · A`; with a magnitude DoRA's `m / ‖W + ΔW‖ · (W + ΔW)`, the norm over the inputs of each output.
+    """`W + Σ scaling · B · A`; with a magnitude DoRA's `m / ‖W + ΔW‖ · (W + ΔW)`, the norm over the inputs of each
+    output.
 
     Attributes:
       base: W, of two axes, or of three where the first counts experts.
@@ -67,7 +68,10 @@ class Merged:
         """The box, with all inputs of its outputs where a norm needs them."""
         if not self.magnitude:
             return box
-        return tuple((0, size) if axis == self._inputs else span for axis, (span, size) in enumerate(zip(box, self.shape, strict=True)))
+        return tuple(
+            (0, size) if axis == self._inputs else span
+            for axis, (span, size) in enumerate(zip(box, self.shape, strict=True))
+        )
 
     def _shares(self, box: Box) -> list[tuple[Delta, Share]]:
         return [(delta, share) for delta in self.deltas if (share := delta.share(box))]
@@ -84,7 +88,11 @@ class Merged:
         wide = self._widened(box)
         number = len(self.base.reads(wide))
         shares, rest = self._shares(wide), stored[number:]
-        products = [product for at, (delta, share) in enumerate(shares) for product in delta.factors(share, rest[2 * at : 2 * at + 2])]
+        products = [
+            product
+            for at, (delta, share) in enumerate(shares)
+            for product in delta.factors(share, rest[2 * at : 2 * at + 2])
+        ]
         values = empty(extent(box), dtype)
         factors = None
         if self.magnitude:
@@ -107,8 +115,12 @@ class Merged:
                     values[first - kept[0].start : last - kept[0].start] = strip[first - row : last - row, kept[1]]
         return values
 
-    def _strips(self, stored: Sequence[np.ndarray], box: Box, products: Sequence[Product]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """`(expert, row, W + ΔW)` of neighbouring rows of a box in float32; each array holds until the next is asked for."""
+    def _strips(
+        self, stored: Sequence[np.ndarray], box: Box, products: Sequence[Product]
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
+        """`(expert, row, W + ΔW)` of neighbouring rows of a box in float32; each array holds until the next is asked
+        for.
+        """
         part = _Parts(self.base, stored, box)
         *lead, rows, columns = extent(box)
         height = max(1, STRIP_ELEMENTS // max(1, columns))
@@ -149,7 +161,10 @@ class _Parts:
             return []
         cut = []
         for array, whole_, part in zip(self.stored, outer, inner, strict=True):
-            spans = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(part.box, whole_.box, strict=True))
+            spans = tuple(
+                slice(start - first, stop - first)
+                for (start, stop), (first, _) in zip(part.box, whole_.box, strict=True)
+            )
             if any(span.start < 0 or span.stop > size for span, size in zip(spans, array.shape, strict=True)):
                 return []
             cut.append(array[spans])
@@ -157,7 +172,9 @@ class _Parts:
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Whether all values of an array in C order are finite. Their squares are summed first, which is fast, and looked at one by one if that isn't."""
+    """Whether all values of an array in C order are finite. Their squares are summed first, which is fast, and looked
+    at one by one if that isn't.
+    """
     flat = values.reshape(-1)
     return bool(np.isfinite(np.dot(flat, flat)) or np.isfinite(flat).all())
 

@@ -1,6 +1,7 @@
 """Adapters over the weights of a checkpoint: the same tensors, some of them with a LoRA in them, or a refusal.
 
-Every tensor of an adapter is used, or is listed as not needed with the reason; what stands against it is a problem, all at once.
+Every tensor of an adapter is used, or is listed as not needed with the reason; what stands against it is a problem, all
+at once.
 """
 
 from __future__ import annotations
@@ -38,9 +39,15 @@ class Merging:
     touched: Mapping[str, str]
 
     def in_vain(self, dropped: Mapping[str, str]) -> list[Problem]:
-        """The changed ones of the tensors that are left out, with the reason why: an adapter that changes them would be used in part."""
+        """The changed ones of the tensors that are left out, with the reason why: an adapter that changes them would be
+        used in part.
+        """
         message = "is changed by an adapter ({}), but left out: {}"
-        return [Problem("adapter", name, message.format(tensor, dropped[name])) for name, tensor in self.touched.items() if name in dropped]
+        return [
+            Problem("adapter", name, message.format(tensor, dropped[name]))
+            for name, tensor in self.touched.items()
+            if name in dropped
+        ]
 
 
 @dataclasses.dataclass
@@ -55,7 +62,10 @@ class Change:
     @property
     def first(self) -> str:
         """One of the adapters' tensors, for messages."""
-        return next(tensor.name for tensor in (*self.whole, *(delta.a for delta in self.deltas), *(tensor for tensor, _ in self.added)))
+        return next(
+            tensor.name
+            for tensor in (*self.whole, *(delta.a for delta in self.deltas), *(tensor for tensor, _ in self.added))
+        )
 
 
 class _RefusedError(ValueError):
@@ -63,7 +73,11 @@ class _RefusedError(ValueError):
 
 
 def merge(
-    encodings: Mapping[str, Encoding], adapters: Sequence[Adapter], aliases: Mapping[str, str], model_type: str, lost: frozenset[str] = frozenset()
+    encodings: Mapping[str, Encoding],
+    adapters: Sequence[Adapter],
+    aliases: Mapping[str, str],
+    model_type: str,
+    lost: frozenset[str] = frozenset(),
 ) -> Merging:
     """Merges adapters, one after the other.
 
@@ -87,7 +101,9 @@ def merge(
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What adapters do to each tensor, what stands against it, and for each adapter what each of its tensors is used for."""
+    """What adapters do to each tensor, what stands against it, and for each adapter what each of its tensors is used
+    for.
+    """
 
     changes: Mapping[str, Change]
     problems: tuple[Problem, ...]
@@ -95,7 +111,11 @@ class Changes:
 
 
 def collect(
-    encodings: Mapping[str, Encoding], adapters: Sequence[Adapter], aliases: Mapping[str, str], model_type: str, lost: frozenset[str] = frozenset()
+    encodings: Mapping[str, Encoding],
+    adapters: Sequence[Adapter],
+    aliases: Mapping[str, str],
+    model_type: str,
+    lost: frozenset[str] = frozenset(),
 ) -> Changes:
     """What adapters do to the tensors of a checkpoint; the arguments are those of `merge`."""
     files = Files(encodings, aliases, model_type)
@@ -106,7 +126,11 @@ def collect(
         used: dict[str, str] = {}
         found = list(adapter.problems)
         if not found:
-            found = [problem for name, why in _apply(adapter, files, changes, used) if (problem := _problem(adapter, name, why, files, lost))]
+            found = [
+                problem
+                for name, why in _apply(adapter, files, changes, used)
+                if (problem := _problem(adapter, name, why, files, lost))
+            ]
             used |= adapter.contents.unneeded
         problems += found
         uses.append(used)
@@ -120,7 +144,9 @@ def _problem(adapter: Adapter, name: str, why: str, files: Files, lost: frozense
     return Problem("adapter", f"{adapter.root}: {name}", why)
 
 
-def _apply(adapter: Adapter, files: Files, changes: dict[str, Change], used: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _apply(
+    adapter: Adapter, files: Files, changes: dict[str, Change], used: dict[str, str]
+) -> Iterator[tuple[str, str]]:
     """Notes what an adapter changes; yields `(tensor of the adapter, why it can't be merged)`."""
     contents = adapter.contents
     if not contents.targets and not contents.whole:
@@ -135,7 +161,10 @@ def _apply(adapter: Adapter, files: Files, changes: dict[str, Change], used: dic
             tied = ": its head is tied to the embedding" if name == "lm_head.weight" else ""
             yield tensor.name, f"the base has no {name} that it could replace{tied}"
         elif files.encodings[base].shape != tensor.shape:
-            yield tensor.name, f"is {tensor.shape}, the base's {base} {files.encodings[base].shape}; a model that was resized has to be resized first"
+            yield (
+                tensor.name,
+                f"is {tensor.shape}, the base's {base} {files.encodings[base].shape}; a model that was resized has to be resized first",
+            )
         elif adapter.weight != 1:
             yield tensor.name, f"is whole, not a LoRA, and can't be merged with the weight {adapter.weight:g}"
         else:
@@ -143,7 +172,9 @@ def _apply(adapter: Adapter, files: Files, changes: dict[str, Change], used: dic
             used[tensor.name] = f"put into {base}"
 
 
-def _apply_target(adapter: Adapter, target: Target, files: Files, changes: dict[str, Change], used: dict[str, str]) -> None:
+def _apply_target(
+    adapter: Adapter, target: Target, files: Files, changes: dict[str, Change], used: dict[str, str]
+) -> None:
     config, module = adapter.config, target.module
     parameter = None
     if module.endswith(".base_layer") or not (places := files.places(module)):
@@ -155,7 +186,11 @@ def _apply_target(adapter: Adapter, target: Target, files: Files, changes: dict[
     scaling = adapter.weight * config.scaling(name)
     if not 0 < abs(scaling) < FLOAT32_MAX:
         raise _RefusedError(f"its scaling, {scaling:g}, isn't a number that float32 holds")
-    deltas = _fused(adapter, target, name, places, scaling, files) if parameter else _plain(adapter, target, name, places, scaling, files)
+    deltas = (
+        _fused(adapter, target, name, places, scaling, files)
+        if parameter
+        else _plain(adapter, target, name, places, scaling, files)
+    )
     for tensor, delta in deltas:
         changes[tensor].deltas.append(delta)
         if magnitude := target.parts.get("magnitude"):
@@ -181,7 +216,9 @@ def _check_rank(adapter: Adapter, target: Target, name: str, experts: int = 1) -
         raise _RefusedError(f"has rank {target.a.shape[0] / experts:g}{of}, adapter_config.json says {rank} for {name}")
 
 
-def _plain(adapter: Adapter, target: Target, name: str, places: Sequence[Place], scaling: float, files: Files) -> list[tuple[str, Delta]]:
+def _plain(
+    adapter: Adapter, target: Target, name: str, places: Sequence[Place], scaling: float, files: Files
+) -> list[tuple[str, Delta]]:
     """The delta of a module: of a matrix, of an embedding, or of one expert whose weight is a part of a fused tensor."""
     _check_rank(adapter, target, name)
     (place,) = places
@@ -203,7 +240,8 @@ def _plain(adapter: Adapter, target: Target, name: str, places: Sequence[Place],
 
 
 def _parameter(targets: Sequence[str], module: str, files: Files) -> tuple[str, str]:
-    """The module and the parameter of it that a wrapper is for: `.base_layer` stands once for each wrapper around this one.
+    """The module and the parameter of it that a wrapper is for: `.base_layer` stands once for each wrapper around this
+    one.
 
     Raises:
       _RefusedError: the configuration names no parameter of the module, or not as many as there are wrappers.
@@ -213,22 +251,38 @@ def _parameter(targets: Sequence[str], module: str, files: Files) -> tuple[str, 
         inner = inner.removesuffix(".base_layer")
     depth = (len(module) - len(inner)) // len(".base_layer")
     leaves = dict.fromkeys([*PARAMETERS, *(target.rpartition(".")[2] for target in targets)])
-    named = [leaf for leaf in leaves if any(f"{inner}.{leaf}" == target or f"{inner}.{leaf}".endswith(f".{target}") for target in targets)]
+    named = [
+        leaf
+        for leaf in leaves
+        if any(f"{inner}.{leaf}" == target or f"{inner}.{leaf}".endswith(f".{target}") for target in targets)
+    ]
     present = [leaf for leaf in named if files.places_of_parameter(inner, leaf)]
     if not present:
-        raise _RefusedError(f"the base has no weight of {inner}" + (f", and none of its parameters {', '.join(named)}" if named else ""))
+        raise _RefusedError(
+            f"the base has no weight of {inner}" + (f", and none of its parameters {', '.join(named)}" if named else "")
+        )
     if len(present) > 1 and not set(present) <= set(PARAMETERS):
-        raise _RefusedError(f"target_parameters names {', '.join(present)} of one module, and which of them is meant isn't known")
+        raise _RefusedError(
+            f"target_parameters names {', '.join(present)} of one module, and which of them is meant isn't known"
+        )
     if depth >= len(present):
-        raise _RefusedError(f"is wrapped {depth + 1} times, but target_parameters names {len(present)} of its parameters: {', '.join(present)}")
+        raise _RefusedError(
+            f"is wrapped {depth + 1} times, but target_parameters names {len(present)} of its parameters: {', '.join(present)}"
+        )
     return inner, present[len(present) - 1 - depth]
 
 
-def _fused(adapter: Adapter, target: Target, name: str, places: Sequence[Place], scaling: float, files: Files) -> list[tuple[str, Delta]]:
-    """The deltas of a parameter: a matrix, or the fused experts of a layer, which may be one tensor or many in the files."""
+def _fused(
+    adapter: Adapter, target: Target, name: str, places: Sequence[Place], scaling: float, files: Files
+) -> list[tuple[str, Delta]]:
+    """The deltas of a parameter: a matrix, or the fused experts of a layer, which may be one tensor or many in the
+    files.
+    """
     shape = files.encodings[places[0].tensor].shape
     if target.is_embedding or adapter.config.use_dora or adapter.config.fan_in_fan_out:
-        raise _RefusedError(f"is of a parameter, {name}, which PEFT can't adapt as an embedding, with use_dora, or with fan_in_fan_out")
+        raise _RefusedError(
+            f"is of a parameter, {name}, which PEFT can't adapt as an embedding, with use_dora, or with fan_in_fan_out"
+        )
     if len(shape) == 2 and places[0].expert is None:
         return _plain(adapter, target, name, places, scaling, files)
     if len(shape) not in (2, 3):
@@ -246,7 +300,15 @@ def _fused(adapter: Adapter, target: Target, name: str, places: Sequence[Place],
     return [
         (
             place.tensor,
-            Delta(target.a, target.b, scaling, experts, expert=place.expert or 0, offset=(place.row, 0), transposed=a_first),
+            Delta(
+                target.a,
+                target.b,
+                scaling,
+                experts,
+                expert=place.expert or 0,
+                offset=(place.row, 0),
+                transposed=a_first,
+            ),
         )
         for place in places
     ]
@@ -255,8 +317,8 @@ def _fused(adapter: Adapter, target: Target, name: str, places: Sequence[Place],
 def _is_first(adapter: Adapter, target: Target, name: str, sizes: tuple[int, int], model_type: str) -> bool:
     """Whether A's columns run along the first of the two axes that an expert has in memory; else along the second.
 
-    Before PEFT 0.19 always the first; since then the second, but for modules that transformers marks `is_transposed`. Shapes tell
-    it where the axes differ, and the version must agree; where they are equal, only the version can tell.
+    Before PEFT 0.19 always the first; since then the second, but for modules that transformers marks `is_transposed`.
+    Shapes tell it where the axes differ, and the version must agree; where they are equal, only the version can tell.
 
     Raises:
       _RefusedError: neither fits, they disagree, or it can't be told.
@@ -267,7 +329,9 @@ def _is_first(adapter: Adapter, target: Target, name: str, sizes: tuple[int, int
     fits = [first for first in (True, False) if found == (sizes if first else sizes[::-1])]
     told = "" if version is None else f" (peft_version {version[0]}.{version[1]})"
     if not fits:
-        raise _RefusedError(f"A and B hold matrices of {found[0]} by {found[1]}; an expert of {name} is {sizes[0]} by {sizes[1]}")
+        raise _RefusedError(
+            f"A and B hold matrices of {found[0]} by {found[1]}; an expert of {name} is {sizes[0]} by {sizes[1]}"
+        )
     if len(fits) == 2:
         if said is None:
             raise _RefusedError(
@@ -275,7 +339,9 @@ def _is_first(adapter: Adapter, target: Target, name: str, sizes: tuple[int, int
             )
         return said
     if said is not None and said != fits[0]:
-        raise _RefusedError(f"A has {found[0]} columns and B {found[1]} rows, the other way round than that version of PEFT writes {name}{told}")
+        raise _RefusedError(
+            f"A has {found[0]} columns and B {found[1]} rows, the other way round than that version of PEFT writes {name}{told}"
+        )
     return fits[0]
 
 
@@ -287,10 +353,14 @@ def _merge_tensor(base: Encoding, change: Change) -> Encoding:
     """
     if change.whole:
         if len(change.whole) > 1 or change.deltas or change.added:
-            raise _RefusedError(f"is replaced by {change.whole[0].name}, and changed by another tensor of the adapters too")
+            raise _RefusedError(
+                f"is replaced by {change.whole[0].name}, and changed by another tensor of the adapters too"
+            )
         return Replaced(change.whole[0])
     if change.added:
         return Shifted(base, tuple(change.added))
     if change.magnitudes and len(change.deltas) > 1:
-        raise _RefusedError("has a DoRA, whose norm is the base's, and another adapter; merge one first, and the other into the result")
+        raise _RefusedError(
+            "has a DoRA, whose norm is the base's, and another adapter; merge one first, and the other into the result"
+        )
     return Merged(base, tuple(change.deltas), change.magnitudes[0] if change.magnitudes else None)

@@ -1,7 +1,9 @@
-"""Where the weight of a module lies in the files: transformers holds the experts of a layer in two parameters, releases often in a tensor each.
+"""Where the weight of a module lies in the files: transformers holds the experts of a layer in two parameters, releases
+often in a tensor each.
 
-`experts.gate_up_proj` and `experts.down_proj` in memory are `experts.7.gate_proj.weight`, … in the files, or the other way round where
-an adapter is of transformers v4 and the files are fused (huggingface/transformers, conversion_mapping.py, v5.23.0).
+`experts.gate_up_proj` and `experts.down_proj` in memory are `experts.7.gate_proj.weight`, … in the files, or the other
+way round where an adapter is of transformers v4 and the files are fused (huggingface/transformers,
+conversion_mapping.py, v5.23.0).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from weightbeam.model_mappings.family import rename
 
 PARAMETERS = ("gate_up_proj", "down_proj")  # of fused experts, in the order in which a module defines them
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of one expert: gate, up, down
-SPELLINGS = (("", ""), (".mlp.experts", ".block_sparse_moe.experts"), (".block_sparse_moe.experts", ".mlp.experts"))  # in memory and in files
+# in memory and in files
+SPELLINGS = (("", ""), (".mlp.experts", ".block_sparse_moe.experts"), (".block_sparse_moe.experts", ".mlp.experts"))
 
 # By `model_type`. Fused experts whose parameters are (expert, in, out) in memory; else they are (expert, out, in).
 IN_OUT = frozenset({"gpt_oss", "llama4", "llama4_text"})
@@ -33,7 +36,8 @@ class Place:
 
     Attributes:
       tensor: its name.
-      expert: for a tensor of one expert, which of the module's it is; for a module of one expert, which of the tensor's; else None.
+      expert: for a tensor of one expert, which of the module's it is; for a module of one expert, which of the
+        tensor's; else None.
       row: the output of the module at which the tensor begins; negative where the module begins within the tensor.
       outputs: of a module that is a part of the tensor, how many it has.
     """

@@ -18,7 +18,8 @@ from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.formats.strict_json import JsonError, parse_json
 from weightbeam.model_mappings.boxes import Box, Range, extent, whole
 
-INVERSE_OF_127 = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes writes it (_ops.py, int8_vectorwise_dequant)
+# 1 / 127, as bitsandbytes writes it (_ops.py, int8_vectorwise_dequant)
+INVERSE_OF_127 = np.float32(7.874015718698502e-3)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class Nested:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockCodes(InOrder):
-    """nf4 and fp4: two codes a byte, the first in the high nibble, in blocks that follow each other through the whole tensor.
+    """nf4 and fp4: two codes a byte, the first in the high nibble, in blocks that follow each other through the whole
+    tensor.
 
         value[k] = quant_map[code[k]] · absmax[k // block],  k the number of the element in C order
 
@@ -107,11 +109,15 @@ class BlockCodes(InOrder):
                 which = np.arange(first, first + len(magnitudes)) // self.nested.block - first // self.nested.block
                 scales = finite(next(rest), self.nested.absmax)[which]
                 magnitudes = nested_map[magnitudes] * scales + np.float32(self.nested.offset)
-            self._decode_run(octets, table, finite(magnitudes, self.absmax), (start, stop), flat[at : at + stop - start])
+            self._decode_run(
+                octets, table, finite(magnitudes, self.absmax), (start, stop), flat[at : at + stop - start]
+            )
             at += stop - start
         return values
 
-    def _decode_run(self, octets: np.ndarray, table: np.ndarray, magnitudes: np.ndarray, run: Range, values: np.ndarray) -> None:
+    def _decode_run(
+        self, octets: np.ndarray, table: np.ndarray, magnitudes: np.ndarray, run: Range, values: np.ndarray
+    ) -> None:
         """Neighbouring elements: whole blocks as rows, what is cut off from a block at either end by itself."""
         start, stop = run
         head = min(stop, -(-start // self.block) * self.block)
@@ -120,7 +126,9 @@ class BlockCodes(InOrder):
             if first < last:
                 packed = octets[first // 2 - start // 2 : -(-last // 2) - start // 2].reshape(rows, -1)
                 scales = magnitudes[first // self.block - start // self.block :][:rows, np.newaxis]
-                decode_rows(packed, table, scales, self.block, values[first - start : last - start].reshape(rows, -1), first)
+                decode_rows(
+                    packed, table, scales, self.block, values[first - start : last - start].reshape(rows, -1), first
+                )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,15 +183,26 @@ def make_blocks(parts: QuantizedTensor) -> Encoding:
         offset, nested_block = state.get("nested_offset"), state.get("nested_blocksize")
     except (JsonError, KeyError, TypeError, AttributeError) as e:
         raise MismatchError(f"{tensor.name} isn't JSON with a shape and a blocksize: {e!r}") from e
-    if not all(is_size(n, least=0) for n in shape) or not is_size(block) or block % 2 or state.get("quant_type") != kind:
+    if (
+        not all(is_size(n, least=0) for n in shape)
+        or not is_size(block)
+        or block % 2
+        or state.get("quant_type") != kind
+    ):
         raise MismatchError(f"{tensor.name} says {state}; expected quant_type {kind}, a shape, and an even blocksize")
     elements = math.prod(shape)
     octets, size = -(-elements // 2), weight.dtype.itemsize
-    if weight.nbytes != -(-octets // size) * size or (len(weight.shape) == 2 and weight.shape[0] == 1 and weight.shape[1] > 1):
-        raise MismatchError(f"should be a column of {octets:,} bytes for {shape}, is {weight.shape} of {weight.dtype.name}")
+    if weight.nbytes != -(-octets // size) * size or (
+        len(weight.shape) == 2 and weight.shape[0] == 1 and weight.shape[1] > 1
+    ):
+        raise MismatchError(
+            f"should be a column of {octets:,} bytes for {shape}, is {weight.shape} of {weight.dtype.name}"
+        )
     blocks = -(-elements // block)
     if absmax.shape != (blocks,) or quant_map.shape != (16,):
-        raise MismatchError(f"{shape} in blocks of {block} needs {blocks} magnitudes and 16 meanings; found {absmax.shape} and {quant_map.shape}")
+        raise MismatchError(
+            f"{shape} in blocks of {block} needs {blocks} magnitudes and 16 meanings; found {absmax.shape} and {quant_map.shape}"
+        )
     return BlockCodes(weight, shape, kind, quant_map, absmax, block, _nested(parts, blocks, nested_block, offset))
 
 
@@ -192,8 +211,16 @@ def _nested(parts: QuantizedTensor, blocks: int, block: object, offset: object) 
     codes, absmax, quant_map = parts[".absmax"], parts.get(".nested_absmax"), parts.get(".nested_quant_map")
     if codes.dtype == np.float32 and absmax is None and quant_map is None:
         return None
-    if codes.dtype != np.uint8 or absmax is None or quant_map is None or not is_size(block) or not isinstance(offset, float):
-        raise MismatchError(f"{codes.name} is {codes.dtype.name}; in 8 bits it needs nested_absmax, nested_quant_map, nested_blocksize and nested_offset")
+    if (
+        codes.dtype != np.uint8
+        or absmax is None
+        or quant_map is None
+        or not is_size(block)
+        or not isinstance(offset, float)
+    ):
+        raise MismatchError(
+            f"{codes.name} is {codes.dtype.name}; in 8 bits it needs nested_absmax, nested_quant_map, nested_blocksize and nested_offset"
+        )
     if absmax.shape != (-(-blocks // block),) or quant_map.shape != (256,):
         raise MismatchError(
             f"{blocks} magnitudes in blocks of {block} need {-(-blocks // block)} of their own and 256 meanings; found {absmax.shape} and {quant_map.shape}"
@@ -207,7 +234,9 @@ def make_rows8(parts: QuantizedTensor) -> Encoding:
     """LLM.int8(), row by row; layouts for old GPUs are refused."""
     weight, absmax, layout = parts.codes, parts[".SCB"], parts.get(".weight_format")
     if len(weight.shape) != 2 or absmax.shape != weight.shape[:1]:
-        raise MismatchError(f"{weight.shape} should be a matrix with a magnitude for each row, {absmax.name} is {absmax.shape}")
+        raise MismatchError(
+            f"{weight.shape} should be a matrix with a magnitude for each row, {absmax.name} is {absmax.shape}"
+        )
     if layout is not None and (number := int(parts.read(layout).reshape(-1)[0])) != 0:
         names = {1: "col32", 2: "col_turing", 3: "col_ampere"}
         raise MismatchError(f"laid out as {names.get(number, number)}; supported: row")
@@ -240,7 +269,10 @@ FORMATS = (
         name="bitsandbytes int8",
         suffix=".weight",
         dtypes=dtypes(np.int8),
-        companions=(Companion(".SCB", dtypes(np.float32), telling=True), Companion(".weight_format", dtypes(np.uint8), required=False, telling=True)),
+        companions=(
+            Companion(".SCB", dtypes(np.float32), telling=True),
+            Companion(".weight_format", dtypes(np.uint8), required=False, telling=True),
+        ),
         make=make_rows8,
         logical=".weight",
         releases="transformers' `load_in_8bit`",

@@ -1,4 +1,6 @@
-"""What a stored array is, and an encoding, which is one in a release; and the two that hold no numbers of their own: as it is, and transposed."""
+"""What a stored array is, and an encoding, which is one in a release; and the two that hold no numbers of their own: as
+it is, and transposed.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class StoredArray(Protocol):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The axes of the values as they are stored, the slowest first; `(0, 2, 1)` for matrices that are stored transposed."""
+        """The axes of the values as they are stored, the slowest first; `(0, 2, 1)` for matrices that are stored
+        transposed.
+        """
         ...
 
     @property
@@ -57,7 +61,8 @@ class StoredArray(Protocol):
         ...
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
-        """The values of `box`, from what `reads` fetched; computed ones have `dtype` and lie in an array that `empty` makes.
+        """The values of `box`, from what `reads` fetched; computed ones have `dtype` and lie in an array that `empty`
+        makes.
 
         Raises:
           ContentError: a scale is NaN or infinite, or the tensors contradict each other.

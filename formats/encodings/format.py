@@ -1,4 +1,6 @@
-"""What an entry in the table of formats says: which tensors are codes, which belong to them, and how they become an encoding."""
+"""What an entry in the table of formats says: which tensors are codes, which belong to them, and how they become an
+encoding.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.model_mappings.boxes import whole
 
-MAX_READ = 1 << 16  # bytes of a tensor that is read while the plan is made; the largest that anyone writes has a few hundred
+# bytes of a tensor that is read while the plan is made; the largest that anyone writes has a few hundred
+MAX_READ = 1 << 16
 
 
 class MismatchError(ValueError):
@@ -32,8 +35,8 @@ class Companion:
       suffix: what its name has in place of the codes' suffix.
       dtypes: those it may have; another makes the format not fit.
       required: whether the format needs it.
-      telling: whether any name with this suffix is such a tensor. `_scale` isn't telling: models have weights whose names end
-        like that. It is one behind `weight` only (`weight_scale`).
+      telling: whether any name with this suffix is such a tensor. `_scale` isn't telling: models have weights whose
+        names end like that. It is one behind `weight` only (`weight_scale`).
     """
 
     suffix: str
@@ -66,7 +69,8 @@ class QuantizedTensor:
 
     @staticmethod
     def read(tensor: Tensor) -> np.ndarray:
-        """A small tensor's values, where a shape can't be known without them. It is read while the plan is made: use it sparingly.
+        """A small tensor's values, where a shape can't be known without them. It is read while the plan is made: use it
+        sparingly.
 
         Raises:
           MismatchError: it can't be read, is empty, or is larger than anything that is meant.
@@ -76,16 +80,18 @@ class QuantizedTensor:
         try:
             return read_boxes([BoxRead(tensor, whole(tensor.shape))])[0][0]
         except OSError as e:
-            raise MismatchError(f"{tensor.name}, without which the weight's shape isn't known, can't be read: {e}") from e
+            raise MismatchError(
+                f"{tensor.name}, without which the weight's shape isn't known, can't be read: {e}"
+            ) from e
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedFormat:
     """An entry in the table of formats.
 
-    A tensor is of this format if its dtype is one of `dtypes`, its name ends in `suffix`, and all required companions are
-    there with the dtypes they may have. Where several entries fit, the one with the most companions is meant; if that isn't
-    one alone, the checkpoint is refused.
+    A tensor is of this format if its dtype is one of `dtypes`, its name ends in `suffix`, and all required companions
+    are there with the dtypes they may have. Where several entries fit, the one with the most companions is meant; if
+    that isn't one alone, the checkpoint is refused.
 
     Attributes:
       name: for messages, and for the README's table.

@@ -1,12 +1,14 @@
 """Formats with E2M1 codes, two in a byte, the even one in the low bits: MXFP4 and NVFP4 as four writers have them.
 
-MXFP4 has a power of two for each 32 values of a row, as the byte of its exponent. NVFP4 has an E4M3 scale for each 16, and one
-in float32 for the whole, by which compressed-tensors divides and ModelOpt multiplies (vllm-project/compressed-tensors 0.20.0,
-quantization/lifecycle/forward_helpers.py; NVIDIA/Model-Optimizer, modelopt/torch/quantization/qtensor/nvfp4_tensor.py). Scales
-that were laid out for a kernel (swizzled) have another shape, and are refused.
+MXFP4 has a power of two for each 32 values of a row, as the byte of its exponent. NVFP4 has an E4M3 scale for each 16,
+and one in float32 for the whole, by which compressed-tensors divides and ModelOpt multiplies
+(vllm-project/compressed-tensors 0.20.0, quantization/lifecycle/forward_helpers.py; NVIDIA/Model-Optimizer,
+modelopt/torch/quantization/qtensor/nvfp4_tensor.py). Scales that were laid out for a kernel (swizzled) have another
+shape, and are refused.
 
 The fused experts of Llama 4 and gpt-oss are transposed for ModelOpt's quantisation and back again (its
-modelopt/torch/export/quant_utils.py, `maybe_transpose_expert_weight_dimensions`): two inputs in a byte, below each other.
+modelopt/torch/export/quant_utils.py, `maybe_transpose_expert_weight_dimensions`): two inputs in a byte, below each
+other.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ BYTES, E4M3, FLOAT32 = dtypes(np.uint8), dtypes(ml_dtypes.float8_e4m3fn), dtypes
 MX, NV = 32, 16  # values of a row with one scale
 
 
-def _scaled(codes: Tensor, scale: Tensor, group: int, label: str, second: Tensor | None = None, divides: bool = False) -> Scaled:
+def _scaled(
+    codes: Tensor, scale: Tensor, group: int, label: str, second: Tensor | None = None, divides: bool = False
+) -> Scaled:
     """Codes (…, rows, bytes) with a scale for each `group` values of a row, which must be there exactly.
 
     Raises:
@@ -43,8 +47,14 @@ def _scaled(codes: Tensor, scale: Tensor, group: int, label: str, second: Tensor
     if shape[-1] % group:
         raise MismatchError(f"{codes.shape} are {shape[-1]} values in a row, which aren't whole groups of {group}")
     if scale.shape != expected:
-        hint = "; were they laid out for a kernel (swizzled)? That isn't supported" if math.prod(scale.shape) >= math.prod(expected) else ""
-        raise MismatchError(f"{codes.shape} needs scales {expected}, one for {group} values, {scale.name} is {scale.shape}{hint}")
+        hint = (
+            "; were they laid out for a kernel (swizzled)? That isn't supported"
+            if math.prod(scale.shape) >= math.prod(expected)
+            else ""
+        )
+        raise MismatchError(
+            f"{codes.shape} needs scales {expected}, one for {group} values, {scale.name} is {scale.shape}{hint}"
+        )
     block = (1,) * (len(shape) - 1) + (group,)
     return Scaled(codes, "e2m1", scale, block, label, second=second, divides=divides)
 
@@ -54,7 +64,9 @@ def _mxfp4(parts: QuantizedTensor, suffix: str) -> Encoding:
 
 
 def _gpt_oss(parts: QuantizedTensor) -> Encoding:
-    """Blocks (E, O, I / 32, 16), which transformers transposes to (E, I, O) (5.23, integrations/mxfp4.py, `convert_moe_packed_tensors`)."""
+    """Blocks (E, O, I / 32, 16), which transformers transposes to (E, I, O) (5.23, integrations/mxfp4.py,
+    `convert_moe_packed_tensors`).
+    """
     codes, scale = parts.codes, parts["_scales"]
     if len(codes.shape) != 4 or codes.shape[-1] != MX // 2:
         raise MismatchError(f"{codes.shape} should be experts, outputs, blocks and {MX // 2} bytes")
@@ -70,7 +82,11 @@ def _nvfp4(parts: QuantizedTensor, suffix: str, divides: bool) -> Encoding:
     elif second.shape[: len(lead)] == lead and math.prod(second.shape) == math.prod(lead):
         shape = (*lead, 1, 1)
     else:
-        raise MismatchError(f"{parts.codes.shape}: {second.name} should be one number" + (", or one for each expert" if lead else "") + f", is {second.shape}")
+        raise MismatchError(
+            f"{parts.codes.shape}: {second.name} should be one number"
+            + (", or one for each expert" if lead else "")
+            + f", is {second.shape}"
+        )
     return _scaled(parts.codes, parts["_scale"], NV, "NVFP4", reshaped(second, shape), divides)
 
 
@@ -130,10 +146,14 @@ class FusedNvfp4(InOrder):
 def _fused_nvfp4(parts: QuantizedTensor) -> Encoding:
     codes, scale, second = parts.codes, parts["_weight_scale"], parts["_weight_scale_2"]
     if len(codes.shape) != 3 or codes.shape[1] % (NV // 2):
-        raise MismatchError(f"{codes.shape} should be experts, inputs in pairs, and outputs; inputs in whole groups of {NV}")
+        raise MismatchError(
+            f"{codes.shape} should be experts, inputs in pairs, and outputs; inputs in whole groups of {NV}"
+        )
     experts, octets, outputs = codes.shape
     if scale.shape != (experts, 2 * octets // NV, outputs):
-        raise MismatchError(f"{codes.shape} needs scales {(experts, 2 * octets // NV, outputs)}, one for {NV} inputs, {scale.name} is {scale.shape}")
+        raise MismatchError(
+            f"{codes.shape} needs scales {(experts, 2 * octets // NV, outputs)}, one for {NV} inputs, {scale.name} is {scale.shape}"
+        )
     if math.prod(second.shape) != 1:
         raise MismatchError(f"{codes.shape}: {second.name} should be one number, is {second.shape}")
     return FusedNvfp4(codes, scale, reshaped(second, (1, 1, 1)))

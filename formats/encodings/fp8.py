@@ -1,8 +1,8 @@
 """Formats with one byte a code: FP8 with scales of every kind, MXFP8, and int8.
 
-Who writes which: DeepSeek, Qwen, GLM, MiniMax and transformers `weight_scale_inv` (deepseek-ai/DeepSeek-V3, README_WEIGHTS.md;
-transformers 5.23, integrations/finegrained_fp8.py), which multiplies for all its name; compressed-tensors, ModelOpt and fbgemm
-`weight_scale`; DeepSeek-V4 `scale` in place of `weight`.
+Who writes which: DeepSeek, Qwen, GLM, MiniMax and transformers `weight_scale_inv` (deepseek-ai/DeepSeek-V3,
+README_WEIGHTS.md; transformers 5.23, integrations/finegrained_fp8.py), which multiplies for all its name;
+compressed-tensors, ModelOpt and fbgemm `weight_scale`; DeepSeek-V4 `scale` in place of `weight`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.encodings.encoding import Encoding
-from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor, UnknownBlockError, dtypes
+from weightbeam.formats.encodings.format import (
+    Companion,
+    MismatchError,
+    QuantizedFormat,
+    QuantizedTensor,
+    UnknownBlockError,
+    dtypes,
+)
 from weightbeam.formats.encodings.quantization import Quantization, is_size
 from weightbeam.formats.encodings.scaled import E8M0, Scaled
 from weightbeam.formats.safetensors import Tensor
@@ -44,7 +51,9 @@ def exponents(scale: Tensor, quantization: Quantization) -> Tensor:
     """
     mx = any("mxfp8" in name for name in (*quantization.formats(), quantization.method or ""))
     if not mx and quantization.fields.get("scale_fmt") != "ue8m0":
-        raise MismatchError(f"the scale {scale.name} is uint8, but {quantization.place} doesn't say that its bytes are exponents (scale_fmt ue8m0)")
+        raise MismatchError(
+            f"the scale {scale.name} is uint8, but {quantization.place} doesn't say that its bytes are exponents (scale_fmt ue8m0)"
+        )
     return dataclasses.replace(scale, dtype=E8M0)
 
 
@@ -125,19 +134,28 @@ def grid_of(shape: tuple[int, ...], scale: Tensor, quantization: Quantization, g
         group, expected = grid.block[-1], quantization.weights("group_size")
         if expected in (None, group):
             return grid
-        raise MismatchError(f"{shape} with the scales {scale.name} {scale.shape} has groups of {group}, {quantization.place} says {expected}")
+        raise MismatchError(
+            f"{shape} with the scales {scale.name} {scale.shape} has groups of {group}, {quantization.place} says {expected}"
+        )
     if size is not None:
-        raise MismatchError(f"{shape} in blocks of {size[0]} × {size[1]} needs scales {blocks_over(shape, lead + size)}, {scale.name} is {scale.shape}")
+        raise MismatchError(
+            f"{shape} in blocks of {size[0]} × {size[1]} needs scales {blocks_over(shape, lead + size)}, {scale.name} is {scale.shape}"
+        )
     if in_blocks(shape, squeezed, groups):
-        raise UnknownBlockError(f"{shape} with the scales {scale.name} {scale.shape}: no field of {quantization.place} says how large their blocks are")
-    raise MismatchError(f"{shape}: the scale {scale.name} is {scale.shape}; it fits neither the weight, its experts, rows, groups nor blocks")
+        raise UnknownBlockError(
+            f"{shape} with the scales {scale.name} {scale.shape}: no field of {quantization.place} says how large their blocks are"
+        )
+    raise MismatchError(
+        f"{shape}: the scale {scale.name} is {scale.shape}; it fits neither the weight, its experts, rows, groups nor blocks"
+    )
 
 
 _OLD_BLOCK = re.compile(r"([0-9]{1,9})x([0-9]{1,9})")  # compressed-tensors reads "128x128" still
 
 
 def find_block(quantization: Quantization, weights: Iterable[QuantizedTensor]) -> tuple[Quantization, list[Problem]]:
-    """The quantisation with rows and columns of a block: what the config says, else the power of two that every shape allows.
+    """The quantisation with rows and columns of a block: what the config says, else the power of two that every shape
+    allows.
 
     Several powers fit an axis only where each weight has one block there; then they mean the same.
 
@@ -145,13 +163,20 @@ def find_block(quantization: Quantization, weights: Iterable[QuantizedTensor]) -
       quantization: what the checkpoint says.
       weights: those whose scales may lie in blocks.
     """
-    for field, size in (("weight_block_size", quantization.fields.get("weight_block_size")), ("block_structure", quantization.weights("block_structure"))):
+    for field, size in (
+        ("weight_block_size", quantization.fields.get("weight_block_size")),
+        ("block_structure", quantization.weights("block_structure")),
+    ):
         if size:
             pair = _OLD_BLOCK.fullmatch(size) if isinstance(size, str) else None
             block = [int(n) for n in pair.groups()] if pair else size
             if isinstance(block, list) and len(block) == 2 and all(map(is_size, block)):
                 return dataclasses.replace(quantization, block=(block[0], block[1])), []
-            return quantization, [Problem("quantised", quantization.file, f"{field} should be two sizes of an axis, is {reprlib.repr(size)}")]
+            return quantization, [
+                Problem(
+                    "quantised", quantization.file, f"{field} should be two sizes of an axis, is {reprlib.repr(size)}"
+                )
+            ]
     found = {
         (parts.codes.shape, scale)
         for parts in weights
@@ -165,7 +190,13 @@ def find_block(quantization: Quantization, weights: Iterable[QuantizedTensor]) -
     if not found:
         return quantization, []
     if not all(fits):
-        return quantization, [Problem("quantised", quantization.file, "no weight_block_size, and the scales' shapes allow no power of two for all weights")]
+        return quantization, [
+            Problem(
+                "quantised",
+                quantization.file,
+                "no weight_block_size, and the scales' shapes allow no power of two for all weights",
+            )
+        ]
     return dataclasses.replace(quantization, block=(min(fits[0]), min(fits[1]))), []
 
 
@@ -192,21 +223,41 @@ def _int8(parts: QuantizedTensor, suffix: str) -> Encoding:
     grid = grid_of(parts.codes.shape, parts[suffix], parts.quantization, groups=True)
     zero = parts.get("_zero_point")
     if zero and zero.shape != parts[suffix].shape:
-        raise MismatchError(f"the zeros {zero.name} are {zero.shape}, the scales {parts[suffix].name} {parts[suffix].shape}; they should be alike")
+        raise MismatchError(
+            f"the zeros {zero.name} are {zero.shape}, the scales {parts[suffix].name} {parts[suffix].shape}; they should be alike"
+        )
     zero = reshaped(zero, grid.shape) if zero else None
-    return Scaled(parts.codes, "int8", reshaped(parts[suffix], grid.shape), grid.block, f"int8 {grid.text}" + (" and zeros" if zero else ""), zero)
+    return Scaled(
+        parts.codes,
+        "int8",
+        reshaped(parts[suffix], grid.shape),
+        grid.block,
+        f"int8 {grid.text}" + (" and zeros" if zero else ""),
+        zero,
+    )
 
 
-def _entry(name: str, suffix: str, releases: str, methods: tuple[str, ...], codes: str = "", telling: bool = True) -> QuantizedFormat:
+def _entry(
+    name: str, suffix: str, releases: str, methods: tuple[str, ...], codes: str = "", telling: bool = True
+) -> QuantizedFormat:
     """FP8 whose scale has this suffix in place of the codes'."""
     scale = Companion(suffix, FLOATS | EXPONENTS, telling=telling)
-    return QuantizedFormat(name, codes, FLOAT8, (scale,), functools.partial(_fp8, suffix=suffix), codes, releases, methods, in_blocks=True)
+    return QuantizedFormat(
+        name, codes, FLOAT8, (scale,), functools.partial(_fp8, suffix=suffix), codes, releases, methods, in_blocks=True
+    )
 
 
 FORMATS = (
-    _entry("FP8, `weight_scale_inv`", "_scale_inv", "DeepSeek V3 to V3.2, Kimi-K2-Instruct, Qwen3, GLM, MiniMax, Mistral", ("fp8", "mxfp8")),
+    _entry(
+        "FP8, `weight_scale_inv`",
+        "_scale_inv",
+        "DeepSeek V3 to V3.2, Kimi-K2-Instruct, Qwen3, GLM, MiniMax, Mistral",
+        ("fp8", "mxfp8"),
+    ),
     _entry("FP8, `scales_inv`", "_scales_inv", "fused experts as transformers writes them", ("fp8",)),
-    _entry("FP8 or MXFP8, `weight_scale`", "_scale", "compressed-tensors, ModelOpt, fbgemm", WEIGHT_SCALE, telling=False),
+    _entry(
+        "FP8 or MXFP8, `weight_scale`", "_scale", "compressed-tensors, ModelOpt, fbgemm", WEIGHT_SCALE, telling=False
+    ),
     _entry("FP8, fused `weight_scale`", "_weight_scale", "ModelOpt's Llama 4", WEIGHT_SCALE),
     _entry("FP8, `scale`", ".scale", "DeepSeek-V4", ("fp8",), ".weight", telling=False),
     QuantizedFormat(

@@ -1,4 +1,5 @@
-"""GPTQ, and AWQ's `gemm`: integers in 32-bit words along the inputs or the outputs, with a scale and a zero for each group of inputs.
+"""GPTQ, and AWQ's `gemm`: integers in 32-bit words along the inputs or the outputs, with a scale and a zero for each
+group of inputs.
 
 Both store weights as (I, O). They have the same names; the shape of `qweight` tells them apart.
 """
@@ -14,7 +15,18 @@ import numpy as np
 from weightbeam.formats.encodings.encoding import Encoding, InOrder, Transposed, cover
 from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, byte_table, finite, scale_rows
-from weightbeam.formats.encodings.packed import BYTEWISE, INT32, SCALES, WORD, PackedError, in_range, label, unpack, width, words
+from weightbeam.formats.encodings.packed import (
+    BYTEWISE,
+    INT32,
+    SCALES,
+    WORD,
+    PackedError,
+    in_range,
+    label,
+    unpack,
+    width,
+    words,
+)
 from weightbeam.formats.encodings.quantization import is_size
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, Range, extent, whole
@@ -26,9 +38,10 @@ class Gptq(InOrder):
 
         value[i, o] = (code[i, o] - zero[g, o]) · scale[g, o],  g = i // group, or index[i]
 
-    The format's first version stores zero - 1. A stored zero of all ones is then refused: AutoGPTQ wraps it to 0, llama.cpp
-    takes it for 2 ** bits. Where the quantisation is symmetric the zero is the middle of the range, in whichever version it
-    is written: GPTQModel 5 labels files of the second version as ones of the first (vllm-project/vllm#38966).
+    The format's first version stores zero - 1. A stored zero of all ones is then refused: AutoGPTQ wraps it to 0,
+    llama.cpp takes it for 2 ** bits. Where the quantisation is symmetric the zero is the middle of the range, in
+    whichever version it is written: GPTQModel 5 labels files of the second version as ones of the first
+    (vllm-project/vllm#38966).
 
     Attributes:
       weight: `qweight`, (words of I, O) int32.
@@ -89,7 +102,10 @@ class Gptq(InOrder):
                 part[:, at] = packed[word : word + strip] >> self.bits * at & (1 << self.bits) - 1
             first = start + word * per_word
             begin, end = max(first, inputs[0]), min(first + len(part) * per_word, inputs[1])
-            rows, here = part.reshape(-1, values.shape[1])[begin - first : end - first], slice(begin - inputs[0], end - inputs[0])
+            rows, here = (
+                part.reshape(-1, values.shape[1])[begin - first : end - first],
+                slice(begin - inputs[0], end - inputs[0]),
+            )
             scale_rows(rows, scales, which[here], zeros)
             values[here] = rows
         return values
@@ -99,10 +115,14 @@ class Gptq(InOrder):
         middle, ones = 1 << self.bits - 1, (1 << self.bits) - 1
         if self.symmetric:
             if not np.isin(stored, (middle - 1, middle)).all():
-                raise PackedError(f"{self.zero.name} has other zeros than {middle - 1} and {middle}, but quantization_config says that they are symmetric")
+                raise PackedError(
+                    f"{self.zero.name} has other zeros than {middle - 1} and {middle}, but quantization_config says that they are symmetric"
+                )
             return np.full(stored.shape, middle, np.float32)
         if self.first_version and (stored == ones).any():
-            raise PackedError(f"{self.zero.name} has a stored zero of {ones}, which means 0 to some readers of GPTQ's first version and {ones + 1} to others")
+            raise PackedError(
+                f"{self.zero.name} has a stored zero of {ones}, which means 0 to some readers of GPTQ's first version and {ones + 1} to others"
+            )
         return stored.astype(np.float32) + self.first_version
 
     def _which(self, index: np.ndarray | None, inputs: Range) -> np.ndarray:
@@ -113,7 +133,9 @@ class Gptq(InOrder):
             return in_range(index, self.index, self.scale.shape[0])
         which = np.arange(*inputs) // self.group
         if index is not None and self.index is not None and not np.array_equal(index, which):
-            raise PackedError(f"{self.index.name} doesn't put the inputs into groups of {self.group} in their order, but quantization_config has no desc_act")
+            raise PackedError(
+                f"{self.index.name} doesn't put the inputs into groups of {self.group} in their order, but quantization_config has no desc_act"
+            )
         return which - cover(inputs, self.group)[0]
 
 
@@ -146,7 +168,11 @@ class Awq(InOrder):
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         inputs, outputs = box
         these, packed = cover(inputs, self.group), words(outputs, 4)
-        return BoxRead(self.weight, (inputs, packed)), BoxRead(self.scale, (these, outputs)), BoxRead(self.zero, (these, packed))
+        return (
+            BoxRead(self.weight, (inputs, packed)),
+            BoxRead(self.scale, (these, outputs)),
+            BoxRead(self.zero, (these, packed)),
+        )
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         packed, scales, zeros = stored
@@ -180,35 +206,54 @@ def make_qweight(parts: QuantizedTensor) -> Encoding:
     """GPTQ or AWQ: both have the same names; the shape of `qweight` says which, and `quant_method` must agree."""
     weight, scale, zero, quantization = parts.codes, parts[".scales"], parts[".qzeros"], parts.quantization
     if not len(weight.shape) == len(scale.shape) == len(zero.shape) == 2 or scale.shape[0] != zero.shape[0]:
-        raise MismatchError(f"{weight.shape}, scales {scale.shape} and qzeros {zero.shape} should be matrices, with as many rows of scales as of zeros")
+        raise MismatchError(
+            f"{weight.shape}, scales {scale.shape} and qzeros {zero.shape} should be matrices, with as many rows of scales as of zeros"
+        )
     methods = {scale.shape[1]: "gptq", scale.shape[1] // 8: "awq"}
     method = methods.get(weight.shape[1])
     if method is None or method != quantization.method:
         shaped = f"has the shape of {method}" if method else "has neither the shape of gptq nor that of awq (gemm)"
-        raise MismatchError(f"{weight.shape} with the scales {scale.name} {scale.shape} {shaped}; {quantization.place} says {quantization.method}")
+        raise MismatchError(
+            f"{weight.shape} with the scales {scale.name} {scale.shape} {shaped}; {quantization.place} says {quantization.method}"
+        )
     made = _make_gptq(parts) if method == "gptq" else _make_awq(parts)
     return Transposed(made, (1, 0))
 
 
 def _make_gptq(parts: QuantizedTensor) -> Gptq:
-    weight, scale, zero, index, fields = parts.codes, parts[".scales"], parts[".qzeros"], parts.get(".g_idx"), parts.quantization.fields
+    weight, scale, zero, index, fields = (
+        parts.codes,
+        parts[".scales"],
+        parts[".qzeros"],
+        parts.get(".g_idx"),
+        parts.quantization.fields,
+    )
     version = fields.get("checkpoint_format") or fields.get("format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise MismatchError(f"stored in GPTQ's format {version!r}; supported: gptq, gptq_v2")
-    bits, per_module = fields.get("bits"), "dynamic" in fields  # GPTQModel's `dynamic` gives modules bits and groups of their own
+    # GPTQModel's `dynamic` gives modules bits and groups of their own
+    bits, per_module = fields.get("bits"), "dynamic" in fields
     if per_module:
         bits = zero.shape[1] * WORD / max(1, scale.shape[1])
         bits = int(bits) if bits.is_integer() else bits
     if not is_size(bits) or bits not in BYTEWISE:
-        raise MismatchError(f"codes of {reprlib.repr(bits)} bits; supported: {', '.join(map(str, BYTEWISE))} (others straddle words)")
+        raise MismatchError(
+            f"codes of {reprlib.repr(bits)} bits; supported: {', '.join(map(str, BYTEWISE))} (others straddle words)"
+        )
     if zero.shape[1] != width(scale.shape[1], bits):
-        raise MismatchError(f"{zero.name} should hold {width(scale.shape[1], bits)} words of {bits}-bit zeros in a row, is {zero.shape}")
+        raise MismatchError(
+            f"{zero.name} should hold {width(scale.shape[1], bits)} words of {bits}-bit zeros in a row, is {zero.shape}"
+        )
     inputs, ordered = weight.shape[0] * WORD // bits, not fields.get("desc_act", False)
     if index and index.shape != (inputs,):
         raise MismatchError(f"{index.name} should be {(inputs,)}, is {index.shape}")
     if not ordered and not index:
-        raise MismatchError(f"{parts.quantization.place} says desc_act, but {weight.name.removesuffix('qweight')}g_idx is missing")
-    exact = inputs // scale.shape[0] if per_module and index and scale.shape[0] and inputs % scale.shape[0] == 0 else None
+        raise MismatchError(
+            f"{parts.quantization.place} says desc_act, but {weight.name.removesuffix('qweight')}g_idx is missing"
+        )
+    exact = (
+        inputs // scale.shape[0] if per_module and index and scale.shape[0] and inputs % scale.shape[0] == 0 else None
+    )
     group = _group(parts, fields.get("group_size"), inputs, exact)
     return Gptq(weight, scale, zero, bits, group, index, ordered, version == "gptq", bool(fields.get("sym", False)))
 
@@ -224,24 +269,32 @@ def _make_awq(parts: QuantizedTensor) -> Awq:
         raise MismatchError(f"{weight.shape} should have as many words in a row as {zero.name} {zero.shape}")
     if index := parts.get(".g_idx"):
         raise MismatchError(f"AWQ has no {index.name}")
-    return Awq(weight, scale, zero, _group(parts, fields.get("group_size", fields.get("q_group_size")), weight.shape[0]))
+    return Awq(
+        weight, scale, zero, _group(parts, fields.get("group_size", fields.get("q_group_size")), weight.shape[0])
+    )
 
 
 def _group(parts: QuantizedTensor, size: object, inputs: int, exact: int | None = None) -> int:
-    """Inputs that have one scale: what the config says (-1: all), or `exact` where it may say otherwise for some modules."""
+    """Inputs that have one scale: what the config says (-1: all), or `exact` where it may say otherwise for some
+    modules.
+    """
     scale = parts[".scales"]
     if is_size(size) or size == -1:
         group = size if is_size(size) else max(1, inputs)
         if -(-inputs // group) == scale.shape[0]:
             return group
     if exact is None:
-        raise MismatchError(f"{scale.name} {scale.shape} doesn't fit {inputs} inputs with group_size {reprlib.repr(size)}")
+        raise MismatchError(
+            f"{scale.name} {scale.shape} doesn't fit {inputs} inputs with group_size {reprlib.repr(size)}"
+        )
     return exact
 
 
 def spare_biases(encodings: Mapping[str, Encoding]) -> frozenset[str]:
     """Biases of weights in GPTQ: AutoGPTQ stores zeros where the model has none (AutoGPTQ/AutoGPTQ#555)."""
-    weights = {name: e.shape for name, e in encodings.items() if isinstance(e, Transposed) and isinstance(e.inner, Gptq)}
+    weights = {
+        name: e.shape for name, e in encodings.items() if isinstance(e, Transposed) and isinstance(e.inner, Gptq)
+    }
     biases = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in weights.items()}
     return frozenset(name for name, shape in biases.items() if name in encodings and encodings[name].shape == shape)
 
@@ -251,7 +304,11 @@ FORMATS = (
         "GPTQ; AWQ (gemm)",
         ".qweight",
         INT32,
-        (Companion(".scales", SCALES), Companion(".qzeros", INT32, telling=True), Companion(".g_idx", INT32, required=False, telling=True)),
+        (
+            Companion(".scales", SCALES),
+            Companion(".qzeros", INT32, telling=True),
+            Companion(".g_idx", INT32, required=False, telling=True),
+        ),
         make_qweight,
         logical=".weight",
         releases="Qwen, ModelCloud, TheBloke; casperhansen",

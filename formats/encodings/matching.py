@@ -9,11 +9,24 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from weightbeam.formats.encodings.encoding import Encoding, Plain
-from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor, UnknownBlockError
+from weightbeam.formats.encodings.format import (
+    Companion,
+    MismatchError,
+    QuantizedFormat,
+    QuantizedTensor,
+    UnknownBlockError,
+)
 from weightbeam.formats.encodings.fp8 import FLOAT8
 from weightbeam.formats.encodings.quantization import Quantization
 from weightbeam.formats.encodings.scaled import E8M0
-from weightbeam.formats.encodings.table import COMPRESSED_TENSORS, DROPPED, FORMATS, METHODS, REFUSED_METHODS, REFUSED_NAMES
+from weightbeam.formats.encodings.table import (
+    COMPRESSED_TENSORS,
+    DROPPED,
+    FORMATS,
+    METHODS,
+    REFUSED_METHODS,
+    REFUSED_NAMES,
+)
 from weightbeam.formats.safetensors import Tensor
 from weightbeam.model_mappings.plan import Problem
 
@@ -23,8 +36,13 @@ INTEGERS = frozenset(map(np.dtype, (np.uint8, np.int8, np.int32)))  # what codes
 NEVER_WEIGHTS = FLOAT8 | {E8M0}  # by themselves
 SCALES = {companion.suffix: companion.telling for entry in FORMATS for companion in entry.companions}
 ORPHANS = tuple(suffix if telling else f"weight{suffix}" for suffix, telling in SCALES.items())
-ALL_DROPPED, ALL_REFUSED = (tuple(ending for endings in table.values() for ending in endings) for table in (DROPPED, REFUSED_NAMES))
-BY_DTYPE = {dtype: tuple(entry for entry in FORMATS if dtype in entry.dtypes) for dtype in frozenset().union(*(entry.dtypes for entry in FORMATS))}
+ALL_DROPPED, ALL_REFUSED = (
+    tuple(ending for endings in table.values() for ending in endings) for table in (DROPPED, REFUSED_NAMES)
+)
+BY_DTYPE = {
+    dtype: tuple(entry for entry in FORMATS if dtype in entry.dtypes)
+    for dtype in frozenset().union(*(entry.dtypes for entry in FORMATS))
+}
 
 
 class SourceError(ValueError):
@@ -85,11 +103,19 @@ def make_plain(tensor: Tensor, tensors: Mapping[str, Tensor]) -> Plain:
     """
     if tensor.name.endswith(ORPHANS) or tensor.dtype == E8M0:
         beside = [other for other in _codes_of(tensor.name) if other in tensors]
-        found = f"{beside[0]}, which is {tensors[beside[0]].dtype.name}: no format that is supported has that" if beside else "no weight that it belongs to"
+        found = (
+            f"{beside[0]}, which is {tensors[beside[0]].dtype.name}: no format that is supported has that"
+            if beside
+            else "no weight that it belongs to"
+        )
         raise SourceError("orphan scale", f"a scale ({tensor.dtype.name} {tensor.shape}) beside {found}")
     near = [entry for entry in BY_DTYPE.get(tensor.dtype, ()) if tensor.name.endswith(entry.suffix)]
     packed = any(entry.suffix and entry.suffix != entry.logical for entry in near)
-    if tensor.dtype in NEVER_WEIGHTS or packed or (tensor.dtype in INTEGERS and len(tensor.shape) > 1 and _siblings(tensor.name, tensors)):
+    if (
+        tensor.dtype in NEVER_WEIGHTS
+        or packed
+        or (tensor.dtype in INTEGERS and len(tensor.shape) > 1 and _siblings(tensor.name, tensors))
+    ):
         raise SourceError("unscaled", _missing(tensor, tensors, near))
     return Plain(tensor)
 
@@ -98,12 +124,16 @@ def _missing(tensor: Tensor, tensors: Mapping[str, Tensor], near: Sequence[Quant
     """What codes lack to be of the format that they are nearest to."""
     kind = f"{tensor.dtype.name} {tensor.shape}"
     if not near:
-        return f"{kind} has {', '.join(_siblings(tensor.name, tensors))}, but no format that is supported has such codes"
+        return (
+            f"{kind} has {', '.join(_siblings(tensor.name, tensors))}, but no format that is supported has such codes"
+        )
 
     def present(entry: QuantizedFormat) -> int:
         """How many companions there are; those of a right dtype count twice."""
         names = _companions(entry, tensor.name)
-        return sum(2 if tensors[name].dtype in companion.dtypes else 1 for name, companion in names.items() if name in tensors)
+        return sum(
+            2 if tensors[name].dtype in companion.dtypes else 1 for name, companion in names.items() if name in tensors
+        )
 
     entry = max(near, key=present)
     faults = []
@@ -178,7 +208,11 @@ def check_method(quantization: Quantization, matches: Mapping[str, Sequence[Matc
         return
     if quantization.method == "compressed-tensors" and (unknown := quantization.formats() - COMPRESSED_TENSORS):
         supported = ", ".join(sorted(COMPRESSED_TENSORS))
-        yield Problem("quantised", quantization.file, f"compressed-tensors' {', '.join(sorted(unknown))} isn't supported; supported: {supported}")
+        yield Problem(
+            "quantised",
+            quantization.file,
+            f"compressed-tensors' {', '.join(sorted(unknown))} isn't supported; supported: {supported}",
+        )
     others: dict[str, list[str]] = defaultdict(list)
     for name, found in matches.items():
         for entry, _ in found:
@@ -186,4 +220,8 @@ def check_method(quantization: Quantization, matches: Mapping[str, Sequence[Matc
                 others[entry.name].append(name)
     for entry, names in others.items():
         more = f", and {len(names) - 1:,} more" if len(names) > 1 else ""
-        yield Problem("quantised", names[0], f"is {entry}{more}, but {quantization.file} says quant_method {quantization.method!r}")
+        yield Problem(
+            "quantised",
+            names[0],
+            f"is {entry}{more}, but {quantization.file} says quant_method {quantization.method!r}",
+        )

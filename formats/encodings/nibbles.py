@@ -2,8 +2,8 @@
 
     value[row, i] = (meaning of code[row, i] - zero[row, group of i]) · scale[row, group of i]
 
-It is a table of what each byte means, one multiplication in float32 and one cast, strip by strip. int4, int8, 2 and 1 bits
-(`packed.py`), nf4 and fp4 (`bitsandbytes.py`) and E2M1 (MXFP4, NVFP4) differ in the table alone:
+It is a table of what each byte means, one multiplication in float32 and one cast, strip by strip. int4, int8, 2 and 1
+bits (`packed.py`), nf4 and fp4 (`bitsandbytes.py`) and E2M1 (MXFP4, NVFP4) differ in the table alone:
 
     byte_table(np.arange(16) - 8)               # int4 with an offset, the low nibble first
     byte_table(E2M1)                            # the 16 values of FP4, the low nibble first
@@ -19,7 +19,8 @@ import numpy as np
 from weightbeam.formats.encodings.encoding import ContentError
 from weightbeam.formats.safetensors import Tensor
 
-STRIP_ELEMENTS = 1 << 16  # values decoded at a time: their float32 form and the indices of their bytes stay in the cache
+# values decoded at a time: their float32 form and the indices of their bytes stay in the cache
+STRIP_ELEMENTS = 1 << 16
 
 
 def byte_table(meanings: np.ndarray, high_first: bool = False) -> np.ndarray:
@@ -47,7 +48,9 @@ def finite(scales: np.ndarray, tensor: Tensor) -> np.ndarray:
     """
     scales = scales.astype(np.float32)
     if not np.isfinite(scales).all():
-        raise ScaleError(f"{tensor.name} in {tensor.path} holds a scale that is NaN or infinite; the weights it belongs to are lost")
+        raise ScaleError(
+            f"{tensor.name} in {tensor.path} holds a scale that is NaN or infinite; the weights it belongs to are lost"
+        )
     return scales
 
 
@@ -62,7 +65,8 @@ def decode_rows(
     zeros: np.ndarray | None = None,
     which: np.ndarray | None = None,
 ) -> None:
-    """Fills `values` with the codes from number `start` of each row on; one rounding to float32, and one to the dtype of `values`.
+    """Fills `values` with the codes from number `start` of each row on; one rounding to float32, and one to the dtype
+    of `values`.
 
     Args:
       packed: (row, byte) uint8; its first byte holds the code `start`. More bytes than needed do no harm.
@@ -97,20 +101,25 @@ def _rows_of_scales(which: np.ndarray) -> np.ndarray | slice:
 
 @np.errstate(over="ignore", invalid="ignore")  # a value beyond the largest float is infinite
 def scale_rows(part: np.ndarray, scales: np.ndarray, which: np.ndarray, zeros: np.ndarray | None = None) -> None:
-    """`part = (part - zeros) · scales` in place, with scales that belong to columns, and the row of them that each row has."""
+    """`part = (part - zeros) · scales` in place, with scales that belong to columns, and the row of them that each row
+    has.
+    """
     edges = np.flatnonzero(np.diff(which)) + 1
     if 4 * len(edges) > len(part):
         if zeros is not None:
             part -= np.take(zeros, which, axis=0)
         part *= np.take(scales, which, axis=0)
         return
-    for first, last in zip([0, *edges], [*edges, len(part)], strict=True):  # neighbours with one row of scales at a time
+    # neighbours with one row of scales at a time
+    for first, last in zip([0, *edges], [*edges, len(part)], strict=True):
         if zeros is not None:
             part[first:last] -= zeros[which[first]]
         part[first:last] *= scales[which[first]]
 
 
-def scale_groups(part: np.ndarray, scales: np.ndarray, group: int | np.ndarray, start: int, zeros: np.ndarray | None) -> None:
+def scale_groups(
+    part: np.ndarray, scales: np.ndarray, group: int | np.ndarray, start: int, zeros: np.ndarray | None
+) -> None:
     """`part = (part - zeros) · scales` in place; see `decode_rows`."""
     if isinstance(group, np.ndarray):
         if zeros is not None:
@@ -125,7 +134,8 @@ def scale_groups(part: np.ndarray, scales: np.ndarray, group: int | np.ndarray, 
 
 
 def runs(start: int, stop: int, group: int) -> Iterator[tuple[slice, slice]]:
-    """Cuts [start, stop) into parts of equally long shares of groups: the end of a group, whole groups, the beginning of one.
+    """Cuts [start, stop) into parts of equally long shares of groups: the end of a group, whole groups, the beginning
+    of one.
 
     Yields:
       The columns of a part, counted from `start`, and its groups, counted from the one of `start`.
@@ -134,4 +144,7 @@ def runs(start: int, stop: int, group: int) -> Iterator[tuple[slice, slice]]:
     tail = max(head, stop // group * group)
     for first, last in ((start, head), (head, tail), (tail, stop)):
         if first < last:
-            yield slice(first - start, last - start), slice(first // group - start // group, -(-last // group) - start // group)
+            yield (
+                slice(first - start, last - start),
+                slice(first // group - start // group, -(-last // group) - start // group),
+            )

@@ -1,4 +1,5 @@
-"""Integers packed into 32-bit words, the first in a word's lowest bits; and compressed-tensors' `pack-quantized`, made of them.
+"""Integers packed into 32-bit words, the first in a word's lowest bits; and compressed-tensors' `pack-quantized`, made
+of them.
 
 Words are read whole, and cut in memory. GPTQ and AWQ pack along other axes: `gptq.py`.
 """
@@ -52,11 +53,14 @@ def width(codes: int, bits: int, dense: bool = True) -> int:
 
 
 def unpack(packed: np.ndarray, span: Range, bits: int, dense: bool = True) -> np.ndarray:
-    """The codes of a range, from the words that `words` names: (row, word) to (row, code), uint8. Any number of bits to 8."""
+    """The codes of a range, from the words that `words` names: (row, word) to (row, code), uint8. Any number of bits to
+    8.
+    """
     at = positions(span, bits, dense) - words(span, bits, dense)[0] * WORD
     octets = np.ascontiguousarray(packed).view(np.uint8)
     low = np.take(octets, at // 8, axis=1).astype(np.uint16)
-    high = np.take(octets, at // 8 + 1, axis=1, mode="clip").astype(np.uint16)  # beyond the end only where nothing straddles
+    # beyond the end only where nothing straddles
+    high = np.take(octets, at // 8 + 1, axis=1, mode="clip").astype(np.uint16)
     return ((low | high << 8) >> (at % 8).astype(np.uint16) & (1 << bits) - 1).astype(np.uint8)
 
 
@@ -67,8 +71,9 @@ class PackedRows(InOrder):
         value[o, i] = (code[o, i] - zero[o, g]) · scale[o, g],  g = i // group, or index[i]
 
     Zeros carry the same offset, so it cancels; without zeros it is subtracted. Leading axes are stacks of such matrices
-    (vllm-project/compressed-tensors 0.20.0, compressors/pack_quantized). `weight_g_idx` comes with `actorder: group`, which that release
-    no longer has; it was left out where groups lie side by side (vllm-project/compressed-tensors#143).
+    (vllm-project/compressed-tensors 0.20.0, compressors/pack_quantized). `weight_g_idx` comes with `actorder: group`,
+    which that release no longer has; it was left out where groups lie side by side
+    (vllm-project/compressed-tensors#143).
 
     Attributes:
       weight: `weight_packed`, (…, O, words) int32.
@@ -103,7 +108,10 @@ class PackedRows(InOrder):
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         *lead, rows, columns = box
         spans = whole(self.scale.shape)[-1] if self.index else cover(columns, self.group)
-        reads = [BoxRead(self.weight, (*lead, rows, words(columns, self.bits, self.dense))), BoxRead(self.scale, (*lead, rows, spans))]
+        reads = [
+            BoxRead(self.weight, (*lead, rows, words(columns, self.bits, self.dense))),
+            BoxRead(self.scale, (*lead, rows, spans)),
+        ]
         if self.zero:
             reads.append(BoxRead(self.zero, (*lead, words(rows, self.bits, self.dense), spans)))
         reads += [BoxRead(tensor, whole(tensor.shape)) for tensor in (self.index, self.shape_tensor) if tensor]
@@ -116,14 +124,18 @@ class PackedRows(InOrder):
         index = self._index(rest.pop(0), box[-1]) if self.index else None
         if self.shape_tensor and tuple(rest[0].tolist()) != self.shape:
             held = tuple(rest[0].tolist())
-            raise PackedError(f"{self.shape_tensor.name} says {held}, but the shapes of {self.weight.name} and its scale say {self.shape}")
+            raise PackedError(
+                f"{self.shape_tensor.name} says {held}, but the shapes of {self.weight.name} and its scale say {self.shape}"
+            )
         if self.index and index is None:  # all groups were read, those of the box are needed
             needed = slice(*cover(box[-1], self.group))
             scales, zeros = scales[..., needed], None if zeros is None else zeros[..., needed]
         values = empty(extent(box), dtype)
         for lead in np.ndindex(values.shape[:-2]):
             zero = None if zeros is None else unpack(zeros[lead].T, box[-2], self.bits, self.dense).T.astype(np.float32)
-            self._decode_matrix(packed[lead], scales[lead], zero, self.group if index is None else index, values[lead], box[-1])
+            self._decode_matrix(
+                packed[lead], scales[lead], zero, self.group if index is None else index, values[lead], box[-1]
+            )
         return values
 
     def _index(self, index: np.ndarray, columns: Range) -> np.ndarray | None:
@@ -134,7 +146,13 @@ class PackedRows(InOrder):
         return in_range(index, self.index, self.scale.shape[-1])[slice(*columns)]
 
     def _decode_matrix(
-        self, packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, group: int | np.ndarray, values: np.ndarray, columns: Range
+        self,
+        packed: np.ndarray,
+        scales: np.ndarray,
+        zeros: np.ndarray | None,
+        group: int | np.ndarray,
+        values: np.ndarray,
+        columns: Range,
     ) -> None:
         start, size = columns[0], 1 << self.bits
         meanings = np.arange(size) - (size >> 1 if zeros is None else 0)
@@ -147,7 +165,9 @@ class PackedRows(InOrder):
         for row in range(0, len(values), strip):
             these = slice(row, row + strip)
             codes = unpack(packed[these], columns, self.bits, self.dense)
-            decode_rows(codes, table, scales[these], group, values[these], start, None if zeros is None else zeros[these])
+            decode_rows(
+                codes, table, scales[these], group, values[these], start, None if zeros is None else zeros[these]
+            )
 
 
 def in_range(index: np.ndarray, tensor: Tensor, count: int) -> np.ndarray:
@@ -163,7 +183,11 @@ def in_range(index: np.ndarray, tensor: Tensor, count: int) -> np.ndarray:
 
 def label(maker: str, bits: int, group: int, width: int, zeros: bool) -> str:
     """For the plan: `int4 in groups of 32`."""
-    return f"{maker}int{bits} " + (f"in groups of {group}" if group < width else "with a scale for each output") + (" and zeros" if zeros else "")
+    return (
+        f"{maker}int{bits} "
+        + (f"in groups of {group}" if group < width else "with a scale for each output")
+        + (" and zeros" if zeros else "")
+    )
 
 
 class Scheme(NamedTuple):
@@ -215,7 +239,9 @@ def schemes_of(quantization: Quantization) -> list[Scheme]:
     return list(dict.fromkeys(schemes))
 
 
-def layouts(schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, inputs: int | None, zeros: int | None) -> Iterator[WordLayout]:
+def layouts(
+    schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, inputs: int | None, zeros: int | None
+) -> Iterator[WordLayout]:
     """The layouts that fit a tensor's shapes.
 
     Args:
@@ -239,20 +265,34 @@ def layouts(schemes: Iterable[Scheme], packed: tuple[int, ...], scales: int, inp
 
 def make_rows(parts: QuantizedTensor) -> Encoding:
     """`pack-quantized`."""
-    packed, scale, zero, index, shape_tensor = parts.codes, parts["_scale"], parts.get("_zero_point"), parts.get("_g_idx"), parts.get("_shape")
+    packed, scale, zero, index, shape_tensor = (
+        parts.codes,
+        parts["_scale"],
+        parts.get("_zero_point"),
+        parts.get("_g_idx"),
+        parts.get("_shape"),
+    )
     shape, count = packed.shape, scale.shape[-1] if scale.shape else 0
     if len(shape) < 2 or scale.shape[:-1] != shape[:-1]:
         raise MismatchError(f"{shape} needs one or several scales for each row, {scale.name} is {scale.shape}")
     if shape_tensor and shape_tensor.shape != (len(shape),):
         raise MismatchError(f"{shape_tensor.name} should hold {len(shape)} sizes, is {shape_tensor.shape}")
     if zero and (len(zero.shape) != len(shape) or zero.shape[:-2] != shape[:-2] or zero.shape[-1] != count):
-        raise MismatchError(f"{shape} with {count} scales in a row needs as many zeros in a row, {zero.name} is {zero.shape}")
+        raise MismatchError(
+            f"{shape} with {count} scales in a row needs as many zeros in a row, {zero.name} is {zero.shape}"
+        )
     scheme, inputs, dense = _layout_of(parts)
     if not zero and not scheme.symmetric:
-        raise MismatchError(f"{parts.quantization.place} says that it isn't symmetric, but {parts.name}_zero_point is missing")
+        raise MismatchError(
+            f"{parts.quantization.place} says that it isn't symmetric, but {parts.name}_zero_point is missing"
+        )
     if index and index.shape != (inputs,):
-        raise MismatchError(f"{inputs} inputs in an order of their own need as many groups, {index.name} is {index.shape}")
-    return PackedRows(packed, scale, (*shape[:-1], inputs), scheme.bits, scheme.group or inputs, dense, zero, index, shape_tensor)
+        raise MismatchError(
+            f"{inputs} inputs in an order of their own need as many groups, {index.name} is {index.shape}"
+        )
+    return PackedRows(
+        packed, scale, (*shape[:-1], inputs), scheme.bits, scheme.group or inputs, dense, zero, index, shape_tensor
+    )
 
 
 def _layout_of(parts: QuantizedTensor) -> WordLayout:

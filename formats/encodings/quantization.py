@@ -1,4 +1,6 @@
-"""What a checkpoint says about its quantisation, wherever its writer put it. It settles what headers can't tell; no more."""
+"""What a checkpoint says about its quantisation, wherever its writer put it. It settles what headers can't tell; no
+more.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Any, TypeGuard
 from weightbeam.formats.safetensors import AWQ_CONFIG, GPTQ_CONFIG, HF_QUANT_CONFIG, QUANT_CONFIGS
 from weightbeam.model_mappings.config import MAX_SIZE
 
-# Where older and multimodal releases have it (llm-compressor before 2025; Kimi-K2.5, Qwen3.5; AutoGPTQ and AutoAWQ before 2024).
+# Where older and multimodal releases have it (llm-compressor before 2025; Kimi-K2.5, Qwen3.5; AutoGPTQ and AutoAWQ
+# before 2024).
 PLACES = (
     ("quantization_config",), ("text_config", "quantization_config"), ("compression_config",),
     (HF_QUANT_CONFIG, "quantization"), (GPTQ_CONFIG,), (AWQ_CONFIG,),
@@ -53,7 +56,8 @@ class Quantization:
     def method(self) -> str | None:
         """`quant_method` in lower case; `modelopt` for all that ModelOpt writes, which may name an algorithm instead.
 
-        The files of AutoGPTQ and AutoAWQ have no such field; AWQ's `w_bit` may stand in either (vLLM 0.11, quantization/awq.py).
+        The files of AutoGPTQ and AutoAWQ have no such field; AWQ's `w_bit` may stand in either (vLLM 0.11,
+        quantization/awq.py).
         """
         method = self.fields.get("quant_method")
         if method is None and self.file in (GPTQ_CONFIG, AWQ_CONFIG):
@@ -66,15 +70,25 @@ class Quantization:
     def groups(self) -> tuple[Mapping[str, Any], ...]:
         """compressed-tensors' and ModelOpt's groups of modules that are quantised alike."""
         groups = self.fields.get("config_groups")
-        return tuple(group for group in groups.values() if isinstance(group, Mapping)) if isinstance(groups, Mapping) else ()
+        return (
+            tuple(group for group in groups.values() if isinstance(group, Mapping))
+            if isinstance(groups, Mapping)
+            else ()
+        )
 
     def weights(self, field: str) -> Any:
         """A field of the groups' `weights`, such as `num_bits`, where all groups say the same; else None."""
-        values = [weights[field] for group in self.groups if isinstance(weights := group.get("weights"), Mapping) and weights.get(field) is not None]
+        values = [
+            weights[field]
+            for group in self.groups
+            if isinstance(weights := group.get("weights"), Mapping) and weights.get(field) is not None
+        ]
         return values[0] if values and all(value == values[0] for value in values) else None
 
     def formats(self) -> frozenset[str]:
-        """Every name of a format in it: compressed-tensors' `format`, of groups and of sparsity too, and ModelOpt's `quant_algo`."""
+        """Every name of a format in it: compressed-tensors' `format`, of groups and of sparsity too, and ModelOpt's
+        `quant_algo`.
+        """
         return frozenset(str(value).lower() for value in self._formats() if value)
 
     def _formats(self) -> Iterator[Any]:

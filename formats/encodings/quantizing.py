@@ -1,4 +1,5 @@
-"""FP8 in blocks of 128 × 128, the other way: bfloat16 or float32 values to codes and scales, for DeepSeek's and vLLM's layouts.
+"""FP8 in blocks of 128 × 128, the other way: bfloat16 or float32 values to codes and scales, for DeepSeek's and vLLM's
+layouts.
 
     values  (…, rows, columns)                     model.layers.0.mlp.up_proj.weight             BF16
     codes   (…, rows, columns)                     model.layers.0.mlp.up_proj.weight             F8_E4M3
@@ -6,10 +7,10 @@
 
     value ≈ code · scale, for all formulas; they differ in how a scale comes from the largest magnitude of its block
 
-Decoding is `fp8.py`. Codes that are decoded to bfloat16 and quantised again come back as they were: the largest code of a block is
-±448, so its scale moves by less than one part in 256, and each value by less than half the step to the next code. Scales come back
-too, where values are decoded to float32, or where the largest magnitude was a number of bfloat16; and everywhere, if the scales that the
-values were decoded with are given.
+Decoding is `fp8.py`. Codes that are decoded to bfloat16 and quantised again come back as they were: the largest code of
+a block is ±448, so its scale moves by less than one part in 256, and each value by less than half the step to the next
+code. Scales come back too, where values are decoded to float32, or where the largest magnitude was a number of
+bfloat16; and everywhere, if the scales that the values were decoded with are given.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from weightbeam.formats.encodings.fp8 import blocks_over
 CODES = np.dtype(ml_dtypes.float8_e4m3fn)
 LARGEST_CODE = np.float32(448)  # of the codes
 BLOCK = (128, 128)  # rows and columns that share a scale; serving engines have kernels for no other size
-UNTOUCHED = np.float32(2**-7)  # one unit in the last place of bfloat16, relative: how far one rounding, and a factor undone, move a value
+# one unit in the last place of bfloat16, relative: how far one rounding, and a factor undone, move a value
+UNTOUCHED = np.float32(2**-7)
 SUFFIX = "_scale_inv"  # behind the weight's name; the scale multiplies, whatever it is called
 
 Formula = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -53,7 +55,9 @@ def _transformers(amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _reciprocal(amax: np.ndarray) -> np.ndarray:
-    """448 / amax as torch computes a number divided by a tensor: the reciprocal, rounded, times the number (`Tensor.__rdiv__`)."""
+    """448 / amax as torch computes a number divided by a tensor: the reciprocal, rounded, times the number
+    (`Tensor.__rdiv__`).
+    """
     return np.float32(1) / amax * LARGEST_CODE
 
 
@@ -62,7 +66,8 @@ def _or_one(scale: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(scale) & (scale != 0), scale, np.float32(1))
 
 
-FORMULAS: Mapping[str, tuple[Formula, np.ufunc]] = {  # amax -> (scale, what `value` is divided by or multiplied with), and which
+# amax -> (scale, what `value` is divided by or multiplied with), and which
+FORMULAS: Mapping[str, tuple[Formula, np.ufunc]] = {
     "deepseek": (_deepseek, np.divide),
     "vllm": (_vllm, np.multiply),
     "transformers": (_transformers, np.multiply),
@@ -74,7 +79,9 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return blocks_over(shape, (1,) * (len(shape) - 2) + BLOCK)
 
 
-def quantize(values: np.ndarray, name: str, formula: str = "deepseek", scales: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def quantize(
+    values: np.ndarray, name: str, formula: str = "deepseek", scales: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Quantises a weight, or a box of one that begins and ends at blocks (or at the weight's end).
 
     Memory beside the result: three rows of blocks in float32.
@@ -83,9 +90,9 @@ def quantize(values: np.ndarray, name: str, formula: str = "deepseek", scales: n
       values: (…, rows, columns), bfloat16, float16 or float32.
       name: for messages.
       formula: one of `FORMULAS`.
-      scales: those that the values may have been decoded with. A block of which every value is a code times its scale, but for one
-        rounding to bfloat16, keeps it, and so gets its codes back; by chance a value in four lies so near, a block never. The scales of
-        other blocks follow from their values.
+      scales: those that the values may have been decoded with. A block of which every value is a code times its scale,
+        but for one rounding to bfloat16, keeps it, and so gets its codes back; by chance a value in four lies so near,
+        a block never. The scales of other blocks follow from their values.
 
     Returns:
       Codes in the shape of `values`, scales in `scale_shape` of it.
@@ -105,7 +112,9 @@ def quantize(values: np.ndarray, name: str, formula: str = "deepseek", scales: n
             largest = np.maximum(band.max(axis=0), -band.min(axis=0))
             amax = np.maximum.reduceat(largest, starts) if len(starts) else largest
             if not np.isfinite(amax).all():
-                raise ContentError(f"{name}: a value in rows {start:,} to {start + len(band):,} is NaN or infinite; FP8 has no code for it")
+                raise ContentError(
+                    f"{name}: a value in rows {start:,} to {start + len(band):,} is NaN or infinite; FP8 has no code for it"
+                )
             with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
                 scale, factor = find(amax)
                 kept = None if given is None else _decoded_with(given[(*lead, row)], band, starts, widths)
@@ -121,7 +130,9 @@ def quantize(values: np.ndarray, name: str, formula: str = "deepseek", scales: n
 
 
 def _decoded_with(scale: np.ndarray, band: np.ndarray, starts: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Which blocks of a row of them hold nothing but codes times their scale, but for one rounding; (rows, columns) and (blocks,) -> (blocks,)."""
+    """Which blocks of a row of them hold nothing but codes times their scale, but for one rounding; (rows, columns) and
+    (blocks,) -> (blocks,).
+    """
     usable = np.isfinite(scale) & (scale != 0)
     spread = np.repeat(np.where(usable, scale, np.float32(1)), widths)
     meant = to_codes(band / spread).astype(np.float32) * spread
@@ -132,11 +143,13 @@ def _decoded_with(scale: np.ndarray, band: np.ndarray, starts: np.ndarray, width
 def to_codes(values: np.ndarray) -> np.ndarray:
     """float32 values as the nearest codes, ties to even; beyond ±448 the largest.
 
-    Exact by rounding to odd: of a float32 the upper half is kept, which has four mantissa bits more than a code, and its last bit
-    is set if anything was cut off. So no tie arises that wasn't one, and a table of 65,536 entries says the code.
+    Exact by rounding to odd: of a float32 the upper half is kept, which has four mantissa bits more than a code, and
+    its last bit is set if anything was cut off. So no tie arises that wasn't one, and a table of 65,536 entries says
+    the code.
     """
     bits = values.view(np.uint32)
-    return _table().take((bits >> 16) | ((bits & 0xFFFF) != 0), mode="clip").view(CODES)  # nothing is clipped; numpy is faster so
+    # nothing is clipped; numpy is faster so
+    return _table().take((bits >> 16) | ((bits & 0xFFFF) != 0), mode="clip").view(CODES)
 
 
 @functools.cache
@@ -147,7 +160,7 @@ def _table() -> np.ndarray:
         return np.clip(meanings, -LARGEST_CODE, LARGEST_CODE).astype(CODES).view(np.uint8)
 
 
-# --- which weights, and what config.json says --------------------------------------------------------------------------------------
+# --- which weights, and what config.json says -------------------------------------------------------------------------
 
 KEPT: Mapping[str, re.Pattern[str]] = {  # by the name of the tensor without `.weight`; releases in FP8 keep these
     "an embedding": re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_tokens_per_layer|\w*pos_embed\w*|\w*position_embedding\w*)"),
@@ -161,7 +174,8 @@ KEPT: Mapping[str, re.Pattern[str]] = {  # by the name of the tensor without `.w
         r"(.*\.)?(visual|vision_\w+|audio_\w+|\w*multi_?modal_\w*|mm_\w+|embed_vision|embed_audio|image_newline|talker|code2wav)(\..*)?"
     ),
 }  # fmt: skip
-FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)")  # (expert, rows, columns), as transformers has them in memory
+# (expert, rows, columns), as transformers has them in memory
+FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)")
 
 
 def why_kept(name: str, shape: Sequence[int]) -> str | None:
@@ -175,16 +189,23 @@ def why_kept(name: str, shape: Sequence[int]) -> str | None:
 
 
 def not_converted(tensors: Iterable[tuple[str, Sequence[int]]]) -> list[str]:
-    """The modules with a matrix that isn't quantised, for `modules_to_not_convert`; embeddings and norms are no linear layers.
+    """The modules with a matrix that isn't quantised, for `modules_to_not_convert`; embeddings and norms are no linear
+    layers.
 
     Args:
       tensors: `(name, shape)` of each.
     """
-    kept = ((name.removesuffix(".weight"), why_kept(name, shape)) for name, shape in tensors if len(shape) == 2 and name.endswith(".weight"))
+    kept = (
+        (name.removesuffix(".weight"), why_kept(name, shape))
+        for name, shape in tensors
+        if len(shape) == 2 and name.endswith(".weight")
+    )
     return sorted(module for module, reason in kept if reason not in (None, "an embedding", "a norm"))
 
 
 def quantization_config(modules: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` as DeepSeek-V3 has it, which transformers, vLLM and SGLang read; `modules` as `not_converted` lists them."""
+    """`quantization_config` as DeepSeek-V3 has it, which transformers, vLLM and SGLang read; `modules` as
+    `not_converted` lists them.
+    """
     config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
     return config | ({"modules_to_not_convert": list(modules)} if modules else {})

@@ -2,7 +2,8 @@
 
     value[…, o, i] = (meaning of code[…, o, i] - zero[block]) · scale[block]
 
-The formats differ in what a code means, in the size of a block, and in whether a second scale multiplies or divides the first.
+The formats differ in what a code means, in the size of a block, and in whether a second scale multiplies or divides the
+first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from weightbeam.formats.encodings.nibbles import byte_table, decode_rows, finite
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, extent
 
-# FP4: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, 5.3.3). Code 8 is -0.0, and stays it.
+# FP4: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, 5.3.3). Code 8 is -0.0, and stays
+# it.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)  # a power of two, 2 ** (code - 127); 255 is NaN
 
@@ -39,7 +41,8 @@ class Scaled(InOrder):
       weight: the codes; the last axis counts bytes.
       code: what they are: `e2m1` (two in a byte, the even one in the low bits), or a dtype of one byte.
       scale: one for each block; `scale.shape[i] == ceil(shape[i] / block[i])`.
-      block: the size of a block on each axis; 1 on the leading axes, unless all of one has one scale. The last may be partial.
+      block: the size of a block on each axis; 1 on the leading axes, unless all of one has one scale. The last may be
+        partial.
       label: for the plan.
       zero: of the shape of `scale`; None for none.
       second: a scale of scales in float32, whose axes have length 1 or that of `scale`'s leading ones; None for none.
@@ -69,7 +72,12 @@ class Scaled(InOrder):
         if self.zero:
             reads.append(BoxRead(self.zero, blocks))
         if self.second:
-            reads.append(BoxRead(self.second, tuple((0, 1) if size == 1 else span for span, size in zip(blocks, self.second.shape, strict=True))))
+            reads.append(
+                BoxRead(
+                    self.second,
+                    tuple((0, 1) if size == 1 else span for span, size in zip(blocks, self.second.shape, strict=True)),
+                )
+            )
         return tuple(reads)
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
@@ -81,7 +89,9 @@ class Scaled(InOrder):
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
                 scales = finite(scales / second if self.divides else scales * second, self.second)
         codes, table = codes.view(np.uint8), table_of(self.code)
-        *lead, rows = (np.arange(*span) // size - span[0] // size for span, size in zip(box[:-1], self.block, strict=False))
+        *lead, rows = (
+            np.arange(*span) // size - span[0] // size for span, size in zip(box[:-1], self.block, strict=False)
+        )
         values = empty(extent(box), dtype)
         with np.errstate(over="ignore", invalid="ignore"):  # a value beyond the largest float is infinite
             for at in np.ndindex(values.shape[:-2]):

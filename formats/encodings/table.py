@@ -5,7 +5,13 @@ from __future__ import annotations
 from weightbeam.formats.encodings import bitsandbytes, fp4, fp8, gptq, packed
 from weightbeam.formats.encodings.format import QuantizedFormat
 
-FORMATS: tuple[QuantizedFormat, ...] = (*fp8.FORMATS, *fp4.FORMATS, *packed.FORMATS, *gptq.FORMATS, *bitsandbytes.FORMATS)
+FORMATS: tuple[QuantizedFormat, ...] = (
+    *fp8.FORMATS,
+    *fp4.FORMATS,
+    *packed.FORMATS,
+    *gptq.FORMATS,
+    *bitsandbytes.FORMATS,
+)
 
 METHODS = frozenset(method for entry in FORMATS for method in entry.methods)  # `quant_method`s with an entry
 
@@ -32,8 +38,8 @@ REFUSED_METHODS = {
     "quark": "AMD Quark",
 }
 
-# compressed-tensors' `format`s that are read (`mixed-precision` has one for each group). Unknown ones might look like these: MXFP6
-# has the names and dtypes of MXFP4.
+# compressed-tensors' `format`s that are read (`mixed-precision` has one for each group). Unknown ones might look like
+# these: MXFP6 has the names and dtypes of MXFP4.
 COMPRESSED_TENSORS = frozenset({
     "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "mxfp8-quantized", "naive-quantized",
     "nvfp4-pack-quantized", "pack-quantized",

@@ -12,7 +12,15 @@ from weightbeam.formats.orbax.metadata import (
     plan_hash_of,
     record_of,
 )
-from weightbeam.formats.orbax.reading import MODEL_ITEM, CheckpointArray, check_committed, find_damage, find_items, open_arrays, read_arrays
+from weightbeam.formats.orbax.reading import (
+    MODEL_ITEM,
+    CheckpointArray,
+    check_committed,
+    find_damage,
+    find_items,
+    open_arrays,
+    read_arrays,
+)
 from weightbeam.formats.orbax.writing import SEEN, Contents, assemble, publish, write_unit
 
 __all__ = [

@@ -14,13 +14,17 @@ from weightbeam.formats.storage import Store
 from weightbeam.formats.strict_json import parse_json
 from weightbeam.formats.zarr import ArraySpec, Format
 
-STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())  # the scalar that MaxText's TrainState keeps beside the parameters
+# the scalar that MaxText's TrainState keeps beside the parameters
+STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())
 METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
-ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"  # of an item: what its arrays were, and the leaves that are texts
+# of an item: what its arrays were, and the leaves that are texts
+ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
-def tree_metadata(specs: Sequence[ArraySpec], format: Format, bare: bool = False, tree: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def tree_metadata(
+    specs: Sequence[ArraySpec], format: Format, bare: bool = False, tree: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """`_METADATA`: every array as a numpy array, so that no device mesh is baked in."""
 
     def entry(path: tuple[str, ...], kind: str, skip: bool = False) -> tuple[str, Any]:
@@ -64,7 +68,9 @@ def item_metadata(items: Store) -> dict[str, Any]:
 
 
 def record_of(items: Store) -> dict[str, Any]:
-    """Where a checkpoint comes from, in full; empty where nothing says it, as where the item was copied without its step."""
+    """Where a checkpoint comes from, in full; empty where nothing says it, as where the item was copied without its
+    step.
+    """
     try:
         record = parse_json(items.parent.read(RECORD))
     except (OSError, ValueError):
@@ -81,7 +87,9 @@ def plan_hash_of(step: Store) -> str | None:
 
 
 def is_checkpoint(step: Store) -> bool:
-    """Whether a step is an Orbax checkpoint, ours or anyone's, whole or damaged: something that only a checkpoint has is there."""
+    """Whether a step is an Orbax checkpoint, ours or anyone's, whole or damaged: something that only a checkpoint has
+    is there.
+    """
     if any(step.exists(name) for name in (MARKER, CHECKPOINT_METADATA, METADATA)):
         return True
     return any((step / name).exists(METADATA) for name in step.folders())

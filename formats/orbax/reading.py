@@ -20,7 +20,8 @@ from weightbeam.formats.strict_json import parse_json
 from weightbeam.formats.zarr import ArraySpec, Format
 
 MODEL_ITEM = "model_params"  # where Tunix and MaxText's training engine keep the weights, beside the optimizer's item
-MSGPACK = ("checkpoint", f"{ITEMS}/checkpoint", "default/checkpoint")  # the one file of a checkpoint before Orbax had arrays of their own
+# the one file of a checkpoint before Orbax had arrays of their own
+MSGPACK = ("checkpoint", f"{ITEMS}/checkpoint", "default/checkpoint")
 STEP_NAME = re.compile(r"(\w*_)?\d+")  # of a step's folder: 100, or with a prefix, checkpoint_100
 
 
@@ -41,7 +42,9 @@ def find_items(where: str | Path | Store) -> Store:
     store = open_store(where)
     store.kvstore()  # refused where no checkpoint can be
     if unpublished := [part for part in (store.name, store.parent.name) if _is_unpublished(part)]:
-        raise StorageError(f"{store}: {unpublished[0]} is of a conversion that wasn't published, or was replaced; it is no checkpoint")
+        raise StorageError(
+            f"{store}: {unpublished[0]} is of a conversion that wasn't published, or was replaced; it is no checkpoint"
+        )
     if item := _item_of(store):
         return item
     folders = store.folders()
@@ -50,11 +53,21 @@ def find_items(where: str | Path | Store) -> Store:
         return next(iter(steps.values()))
     found = f"{len(steps)} steps: name one of {', '.join(steps)}" if steps else _what_it_is(store)
     if not steps and (
-        old := next((f"{place}/{name}" for place in (store, *(store / name for name in folders)) for name in MSGPACK if place.exists(name)), None)
+        old := next(
+            (
+                f"{place}/{name}"
+                for place in (store, *(store / name for name in folders))
+                for name in MSGPACK
+                if place.exists(name)
+            ),
+            None,
+        )
     ):
         found += f", but {old}, as old MaxText wrote it (msgpack); save it anew with a MaxText that reads it"
     if not steps and (stopped := sorted(filter(_is_unpublished, folders))):
-        found += f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
+        found += (
+            f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
+        )
     raise StorageError(f"{store}: {found}")
 
 
@@ -64,12 +77,20 @@ def check_committed(store: Store) -> None:
     Raises:
       StorageError: it is still being written, or its writing was broken off.
     """
-    if store.url.startswith("gs://") and (items := find_items(store)) and not items.exists(MARKER) and not items.parent.exists(MARKER):
-        raise StorageError(f"{items}: has no {MARKER}: it is still being written, or was broken off; wait, or take another step")
+    if (
+        store.url.startswith("gs://")
+        and (items := find_items(store))
+        and not items.exists(MARKER)
+        and not items.parent.exists(MARKER)
+    ):
+        raise StorageError(
+            f"{items}: has no {MARKER}: it is still being written, or was broken off; wait, or take another step"
+        )
 
 
 def _item_of(store: Store) -> Store | None:
-    """The item that a folder is, or the one below a step that holds arrays: ours, or anyone's, whatever its name; None where there is none.
+    """The item that a folder is, or the one below a step that holds arrays: ours, or anyone's, whatever its name; None
+    where there is none.
 
     Of several it is `model_params`: the others are what training keeps beside the weights.
 
@@ -94,7 +115,9 @@ def _what_it_is(store: Store) -> str:
     if isinstance(store, LocalFolder) and not store.folder.exists():
         return "no such folder"
     is_release = any(name.endswith(".safetensors") for name in store.entries())
-    return "no Orbax checkpoint" + (", but a release; weightbeam convert makes a checkpoint of it" if is_release else "")
+    return "no Orbax checkpoint" + (
+        ", but a release; weightbeam convert makes a checkpoint of it" if is_release else ""
+    )
 
 
 def _is_unpublished(name: str) -> bool:
@@ -117,7 +140,12 @@ def open_arrays(items: Store, complete: bool = False) -> dict[str, ts.TensorStor
     ]
     kvstore = ocdbt.database(items) if format.use_ocdbt else items.kvstore()
     fill = {"fill_missing_data_reads": not (complete and metadata.get("store_array_data_equal_to_fill_value", False))}
-    opened = [ts.open({"driver": format.driver, "kvstore": zarr.below(kvstore, key), **fill}, open=True, read=True, context=shared) for key in keys]
+    opened = [
+        ts.open(
+            {"driver": format.driver, "kvstore": zarr.below(kvstore, key), **fill}, open=True, read=True, context=shared
+        )
+        for key in keys
+    ]
     return {key: future.result() for key, future in zip(keys, opened, strict=True)}
 
 
@@ -126,7 +154,10 @@ def read_arrays(items: Store) -> list[CheckpointArray]:
     arrays = []
     for key, store in open_arrays(items).items():
         layout, codec = store.chunk_layout, json.dumps(store.codec.to_json() if store.codec else None)
-        chunk, shard = _extents(layout.read_chunk.shape or store.shape), _extents(layout.write_chunk.shape or store.shape)
+        chunk, shard = (
+            _extents(layout.read_chunk.shape or store.shape),
+            _extents(layout.write_chunk.shape or store.shape),
+        )
         spec = ArraySpec(key, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), chunk, shard)
         arrays.append(CheckpointArray(spec, any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"'))))
     return arrays
@@ -138,7 +169,8 @@ def _extents(shape: Iterable[int | None]) -> tuple[int, ...]:
 
 
 def find_damage(step: Store, everything: Sequence[ArraySpec], format: Format) -> str:
-    """What is missing of a published checkpoint, as far as its index and the sizes of its files tell; empty if nothing is.
+    """What is missing of a published checkpoint, as far as its index and the sizes of its files tell; empty if nothing
+    is.
 
     No array is read.
     """

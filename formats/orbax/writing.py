@@ -22,7 +22,15 @@ import tensorstore as ts
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.extremes import Extremes
 from weightbeam.formats.links import SOURCE
-from weightbeam.formats.orbax.metadata import ARRAY_METADATAS, CHECKPOINT_METADATA, METADATA, STEP, STRINGS, checkpoint_metadata, tree_metadata
+from weightbeam.formats.orbax.metadata import (
+    ARRAY_METADATAS,
+    CHECKPOINT_METADATA,
+    METADATA,
+    STEP,
+    STRINGS,
+    checkpoint_metadata,
+    tree_metadata,
+)
 from weightbeam.formats.provenance import RECORD, digest, record_json, summary, total
 from weightbeam.formats.references import Reference, find_faults, remove_database, write_database
 from weightbeam.formats.staging import ITEMS, LOCK, MARKER, Staging
@@ -43,7 +51,8 @@ def write_unit(
     notes: Mapping[str, Any] | None = None,
     see: See | None = None,
 ) -> str:
-    """Writes the shards of a unit durably, and chunks that are encoded already, into a database all or none of them; enters the unit in the ledger.
+    """Writes the shards of a unit durably, and chunks that are encoded already, into a database all or none of them;
+    enters the unit in the ledger.
 
     Args:
       staging: where.
@@ -52,7 +61,8 @@ def write_unit(
       format: how they are stored.
       copies: chunks that are encoded already.
       notes: what else its ledger entry says.
-      see: is shown each shard, and what was seen of its values on the way to its digest; what it has to say of them is noted too.
+      see: is shown each shard, and what was seen of its values on the way to its digest; what it has to say of them is
+        noted too.
 
     Returns:
       The attempt that counts: this one, or an earlier one that was first.
@@ -77,21 +87,38 @@ def write_unit(
         shares[spec.key] = shares.get(spec.key, 0) + digest(spec, box, values, extremes)
         if see and extremes and (found := see(spec, box, values, extremes)):
             seen.append(found)
-    # Once it is entered it may count, and be published by whoever has taken over: from here on nothing of it is removed.
-    entry = {"attempt": attempt, "digests": {key: f"{share:x}" for key, share in shares.items()}, **(notes or {}), **({SEEN: seen} if seen else {})}
+    # Once it is entered it may count, and be published by whoever has taken over: from here on nothing of it is
+    # removed.
+    entry = {
+        "attempt": attempt,
+        "digests": {key: f"{share:x}" for key, share in shares.items()},
+        **(notes or {}),
+        **({SEEN: seen} if seen else {}),
+    }
     entry = staging.enter(unit, entry)
     if format.use_ocdbt:
-        staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")  # the page cache would grow by the whole checkpoint, and push out what others read
+        # the page cache would grow by the whole checkpoint, and push out what others read
+        staging.items.forget(f"{ocdbt.ATTEMPT}{attempt}/d")
     return entry["attempt"]
 
 
-def _write(staging: Staging, attempt: str, shards: Sequence[tuple[ArraySpec, Box, np.ndarray]], format: Format, copies: Sequence[EncodedChunk]) -> None:
+def _write(
+    staging: Staging,
+    attempt: str,
+    shards: Sequence[tuple[ArraySpec, Box, np.ndarray]],
+    format: Format,
+    copies: Sequence[EncodedChunk],
+) -> None:
     shared = ocdbt.context()
     transaction = ts.Transaction(atomic=True) if format.use_ocdbt else None
-    kvstore = ocdbt.database(staging.items / f"{ocdbt.ATTEMPT}{attempt}") if format.use_ocdbt else staging.shards.kvstore()
+    kvstore = (
+        ocdbt.database(staging.items / f"{ocdbt.ATTEMPT}{attempt}") if format.use_ocdbt else staging.shards.kvstore()
+    )
     futures = []
     for spec, same in itertools.groupby(shards, key=lambda shard: shard[0]):
-        futures += zarr.write_shards(kvstore, spec, format, [(box, values) for _, box, values in same], shared, transaction)
+        futures += zarr.write_shards(
+            kvstore, spec, format, [(box, values) for _, box, values in same], shared, transaction
+        )
     if copies:
         store = ts.KvStore.open(kvstore, context=shared).result()
         store = store if transaction is None else store.with_transaction(transaction)
@@ -183,7 +210,10 @@ def _complete(staging: Staging, contents: Contents) -> None:
     everything = contents.arrays
     plain = dataclasses.replace(format, compression="none")  # how the step is stored
     objects = [
-        (f"{spec.key}/{format.metadata_name}", contents.metadata.get(spec.key) or zarr.metadata_json(spec, plain if spec is STEP else format))
+        (
+            f"{spec.key}/{format.metadata_name}",
+            contents.metadata.get(spec.key) or zarr.metadata_json(spec, plain if spec is STEP else format),
+        )
         for spec in everything
     ]
     if everything[-1] is STEP:
@@ -192,16 +222,21 @@ def _complete(staging: Staging, contents: Contents) -> None:
         attempts = {f"{ocdbt.ATTEMPT}{entry['attempt']}" for entry in ledger.values()}
         held = {name for name in items.folders() if name.startswith(ocdbt.ATTEMPT)}
         if lost := attempts - held:
-            raise ocdbt.IncompleteError(f"{len(lost)} of {len(attempts)} databases are missing in {items}, e.g. {sorted(lost)[0]}")
+            raise ocdbt.IncompleteError(
+                f"{len(lost)} of {len(attempts)} databases are missing in {items}, e.g. {sorted(lost)[0]}"
+            )
         for name in held - attempts:
             if staging.is_own(name.removeprefix(ocdbt.ATTEMPT)):
                 items.delete_folder(name)
-        items.delete(f"{ocdbt.MANIFEST}{LOCK}")  # of a merge that was killed: TensorStore writes over it, and leaves what reaches beyond
+        # of a merge that was killed: TensorStore writes over it, and leaves what reaches beyond
+        items.delete(f"{ocdbt.MANIFEST}{LOCK}")
         databases = [items / attempt for attempt in sorted(attempts)]
         if contents.references:
             write_database(items / SOURCE, contents.references)
             databases.append(items / SOURCE)
-        ocdbt.merge(items, databases, objects, ((spec.key, zarr.keys(spec, format)) for spec in everything), staging.manifest)
+        ocdbt.merge(
+            items, databases, objects, ((spec.key, zarr.keys(spec, format)) for spec in everything), staging.manifest
+        )
         if staging.manifest != items:
             staging.put(f"{ITEMS}/{ocdbt.MANIFEST}", staging.manifest.read(ocdbt.MANIFEST))
         if not items.exists(ocdbt.MANIFEST):  # by Python's own eyes: TensorStore may understand a path in its own way
@@ -217,13 +252,16 @@ def _complete(staging: Staging, contents: Contents) -> None:
     staging.put(f"{ITEMS}/{METADATA}", _json(tree_metadata(contents.specs, format, contents.bare, contents.tree)))
     record = {**contents.record, **concluded, "digests": total(entry["digests"] for entry in ledger.values())}
     if other := [key for key, known in contents.digests.items() if record["digests"].get(key) != known]:
-        raise ocdbt.IncompleteError(f"{len(other)} arrays have other values than the source's record says, e.g. {other[0]}: the source is damaged")
+        raise ocdbt.IncompleteError(
+            f"{len(other)} arrays have other values than the source's record says, e.g. {other[0]}: the source is damaged"
+        )
     staging.put(RECORD, record_json(record))
     for name, content in contents.files.items():
         staging.put(name, content)
     scan = {} if contents.scan_layers is None else {"scan_layers": contents.scan_layers}
     about = _json(checkpoint_metadata({**scan, **contents.custom, "weightbeam": summary(record)}, contents.handlers))
-    staging.put(f"{ITEMS}/{CHECKPOINT_METADATA}", about)  # where MaxText looks for scan_layers: load_parameters_path is the item
+    # where MaxText looks for scan_layers: load_parameters_path is the item
+    staging.put(f"{ITEMS}/{CHECKPOINT_METADATA}", about)
     staging.put(CHECKPOINT_METADATA, about)
     _check_same(staging, done)
     staging.mark()
@@ -245,14 +283,18 @@ def _check_references(items: Store, references: Sequence[Reference]) -> None:
 def _check_files(items: Store, specs: Sequence[ArraySpec], format: Format) -> None:
     """Without a database every key is a file: all of them, and no others."""
     wanted = {key for spec in specs for key in zarr.keys(spec, format)}
-    held = {file.name for file in items.list()} - {METADATA, CHECKPOINT_METADATA, MARKER, STRINGS}  # of an assembly that was stopped
+    # of an assembly that was stopped
+    held = {file.name for file in items.list()} - {METADATA, CHECKPOINT_METADATA, MARKER, STRINGS}
     held = {name for name in held if not name.startswith(f"{ARRAY_METADATAS}/")}
-    for stray in [key for key in held - wanted if key.endswith((".__lock", TEMPORARY))]:  # TensorStore's and ours, of writes that were killed
+    # TensorStore's and ours, of writes that were killed
+    for stray in [key for key in held - wanted if key.endswith((".__lock", TEMPORARY))]:
         items.delete(stray)
         held.remove(stray)
     if wanted != held:
         missing, extra = sorted(wanted - held), sorted(held - wanted)
-        raise ocdbt.IncompleteError(f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {(missing or extra)[:3]}")
+        raise ocdbt.IncompleteError(
+            f"the units left {len(missing)} keys missing and {len(extra)} extra, e.g. {(missing or extra)[:3]}"
+        )
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

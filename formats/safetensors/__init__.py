@@ -1,4 +1,6 @@
-"""Checkpoints as safetensors files: strict headers (`header`), single or sharded with an index (`folder`), and reads of boxes (`reading`)."""
+"""Checkpoints as safetensors files: strict headers (`header`), single or sharded with an index (`folder`), and reads of
+boxes (`reading`).
+"""
 
 from weightbeam.formats.safetensors.folder import (
     AWQ_CONFIG,

@@ -1,4 +1,6 @@
-"""A checkpoint as a folder: `config.json`, safetensors files, and the index that says which of them belong to the model."""
+"""A checkpoint as a folder: `config.json`, safetensors files, and the index that says which of them belong to the
+model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ from typing import Any, Self
 
 import google_crc32c
 
-from weightbeam.formats.safetensors.header import BAD_NAME, DTYPE_NAMES, DTYPES, MAX_HEADER, UNPRINTABLE, HeaderError, Tensor, check_pointer, header_of, require
+from weightbeam.formats.safetensors.header import (
+    BAD_NAME,
+    DTYPE_NAMES,
+    DTYPES,
+    MAX_HEADER,
+    UNPRINTABLE,
+    HeaderError,
+    Tensor,
+    check_pointer,
+    header_of,
+    require,
+)
 from weightbeam.formats.safetensors.kinds import describe_other, hint, snapshot_in
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, stretches
 from weightbeam.formats.storage.store import in_base64
@@ -25,7 +38,8 @@ from weightbeam.model_mappings.plan import Problem
 INDEX = "model.safetensors.index.json"
 SAMPLES, SAMPLE_BYTES = 64, 256  # tensors of a file that a fingerprint looks into, and bytes of each
 SINGLE = "model.safetensors"  # a release in one file
-BESIDE = ("consolidated", "adapter_model")  # how files begin that aren't part of it: Mistral's own format of the same weights, an adapter
+# how files begin that aren't part of it: Mistral's own format of the same weights, an adapter
+BESIDE = ("consolidated", "adapter_model")
 HF_QUANT_CONFIG = "hf_quant_config.json"  # where NVIDIA's ModelOpt describes the quantisation
 GPTQ_CONFIG, AWQ_CONFIG = "quantize_config.json", "quant_config.json"  # where AutoGPTQ and AutoAWQ do
 QUANT_CONFIGS = (HF_QUANT_CONFIG, GPTQ_CONFIG, AWQ_CONFIG)
@@ -38,8 +52,8 @@ _FILE_NAME = re.compile(rf"[^/\\{UNPRINTABLE}]+\.safetensors")
 class Shard:
     """A safetensors file and what identifies it (`formats.storage.File`); `path` names it on every worker.
 
-    `fingerprint` hashes a few bytes of some tensors of a local file: its size and time, which is its version, may be another file's
-    too, as of reproducible archives. Elsewhere the version itself tells.
+    `fingerprint` hashes a few bytes of some tensors of a local file: its size and time, which is its version, may be
+    another file's too, as of reproducible archives. Elsewhere the version itself tells.
     """
 
     name: str
@@ -57,10 +71,18 @@ class Shard:
     @property
     def identity(self) -> tuple[object, ...]:
         """What a plan's hash knows of the file: what it is called and holds, and not where it lies."""
-        return self.name, self.size, self.version, self.sha256 or self.fingerprint, [(t.name, t.dtype.name, t.shape, t.offset) for t in self.tensors]
+        return (
+            self.name,
+            self.size,
+            self.version,
+            self.sha256 or self.fingerprint,
+            [(t.name, t.dtype.name, t.shape, t.offset) for t in self.tensors],
+        )
 
     def was_touched(self, now: File | Shard) -> bool:
-        """Whether the same file was changed since in a way that its size and time needn't show; another name for it isn't one."""
+        """Whether the same file was changed since in a way that its size and time needn't show; another name for it
+        isn't one.
+        """
         return (self.inode, self.links) == (now.inode, now.links) and self.changed != now.changed
 
 
@@ -75,7 +97,8 @@ class HfCheckpoint:
       ignored: safetensors files in the folder that the index doesn't name.
       lost: tensors that the index places in files which can't be read.
       problems: what is wrong with the files.
-      sums: the crc32c of files that were read whole and had the hash by which they are known, as buckets write it, by name.
+      sums: the crc32c of files that were read whole and had the hash by which they are known, as buckets write it, by
+        name.
     """
 
     root: str
@@ -99,17 +122,30 @@ class HfCheckpoint:
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON; what is wrong with it is left out."""
         shards = [
-            vars(shard) | {"tensors": [[tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset] for tensor in shard.tensors]}
+            vars(shard)
+            | {
+                "tensors": [
+                    [tensor.name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.offset] for tensor in shard.tensors
+                ]
+            }
             for shard in self.shards
         ]
-        return {"root": self.root, "config": self.config, "shards": shards, **({"sums": self.sums} if self.sums else {})}
+        return {
+            "root": self.root,
+            "config": self.config,
+            "shards": shards,
+            **({"sums": self.sums} if self.sums else {}),
+        }
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Self:
         """What `to_json` wrote."""
         shards = []
         for shard in said["shards"]:
-            tensors = tuple(Tensor(name, DTYPES[dtype], tuple(shape), shard["path"], offset) for name, dtype, shape, offset in shard["tensors"])
+            tensors = tuple(
+                Tensor(name, DTYPES[dtype], tuple(shape), shard["path"], offset)
+                for name, dtype, shape, offset in shard["tensors"]
+            )
             shards.append(Shard(**shard | {"tensors": tensors}))
         return cls(said["root"], said["config"], tuple(shards), sums=said.get("sums", {}))
 
@@ -128,7 +164,9 @@ class HfCheckpoint:
             return [problem for problem in pool.map(attempt, self.shards) if problem]
 
     def find_damage(self) -> list[Problem]:
-        """The files whose bytes, read once, don't have the hash by which a hub, its cache or a bucket knows them; `sums` knows the others then."""
+        """The files whose bytes, read once, don't have the hash by which a hub, its cache or a bucket knows them;
+        `sums` knows the others then.
+        """
         store = open_store(self.root)
         problems = []
         for shard in self.shards:
@@ -153,10 +191,16 @@ class HfCheckpoint:
         for shard in self.shards:
             if (file := files.get(shard.name)) is None:
                 raise StorageError(f"{shard.path}: is gone; it was there when it was planned")
-            if changed := [field for field in ("size", "version", "inode") if getattr(file, field) != getattr(shard, field)]:
-                raise StorageError(f"{shard.path} changed while it was converted ({', '.join(changed)}); start anew with --overwrite")
+            if changed := [
+                field for field in ("size", "version", "inode") if getattr(file, field) != getattr(shard, field)
+            ]:
+                raise StorageError(
+                    f"{shard.path} changed while it was converted ({', '.join(changed)}); start anew with --overwrite"
+                )
             if shard.was_touched(file):
-                raise StorageError(f"{shard.path} changed while it was converted, though its size and time are as before; start anew with --overwrite")
+                raise StorageError(
+                    f"{shard.path} changed while it was converted, though its size and time are as before; start anew with --overwrite"
+                )
 
 
 def is_release(store: Store) -> bool:
@@ -194,7 +238,9 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
         return HfCheckpoint(store.url, {}, (), problems=(problem,))
     config = read_json(store, "config.json", problems, budget, allow_links)
     if config:
-        config |= {name: read_json(store, name, problems, budget, allow_links) for name in QUANT_CONFIGS if name in entries}
+        config |= {
+            name: read_json(store, name, problems, budget, allow_links) for name in QUANT_CONFIGS if name in entries
+        }
     on_disk = [name for name in entries if _FILE_NAME.fullmatch(name)]
     weight_map: dict[str, str] | None = None
     if INDEX in entries:
@@ -203,7 +249,13 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
     elif SINGLE in on_disk and all(name == SINGLE or name.startswith(BESIDE) for name in on_disk):
         names = [SINGLE]
     elif len(on_disk) > 1:
-        problems.append(Problem("index", INDEX, f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model"))
+        problems.append(
+            Problem(
+                "index",
+                INDEX,
+                f"missing, but there are {len(on_disk)} safetensors files; it says which belong to the model",
+            )
+        )
         names = []
     else:
         names = on_disk
@@ -219,10 +271,14 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
         problems += _check_twice(shards)
     readable = {shard.name for shard in shards}
     lost = frozenset(name for name, file in (weight_map or {}).items() if file not in readable)
-    return HfCheckpoint(store.url, config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems))
+    return HfCheckpoint(
+        store.url, config, shards, tuple(name for name in on_disk if name not in names), lost, tuple(problems)
+    )
 
 
-def read_json(store: Store, name: str, problems: list[Problem], budget: Budget | None = None, allow_links: bool = False) -> dict[str, Any]:
+def read_json(
+    store: Store, name: str, problems: list[Problem], budget: Budget | None = None, allow_links: bool = False
+) -> dict[str, Any]:
     """A JSON object, or an empty one and a problem."""
     try:
         if not allow_links:
@@ -256,11 +312,23 @@ def _read_index(store: Store, problems: list[Problem], budget: Budget, allow_lin
     good = {}
     for name, file in weight_map.items():
         if not name or BAD_NAME.search(name):
-            problems.append(Problem("index", ascii(name), "the name of a tensor that is empty, has control characters, or is a path that leads elsewhere"))
+            problems.append(
+                Problem(
+                    "index",
+                    ascii(name),
+                    "the name of a tensor that is empty, has control characters, or is a path that leads elsewhere",
+                )
+            )
         elif isinstance(file, str) and _FILE_NAME.fullmatch(file):
             good[name] = file
         else:
-            problems.append(Problem("index", name, f"the index names {reprlib.repr(file)}, which isn't a plain name of a safetensors file"))
+            problems.append(
+                Problem(
+                    "index",
+                    name,
+                    f"the index names {reprlib.repr(file)}, which isn't a plain name of a safetensors file",
+                )
+            )
     return good
 
 
@@ -286,7 +354,13 @@ def _fingerprint(store: Store, name: str, tensors: Sequence[Tensor]) -> str:
         return ""
     held = [tensor for tensor in tensors if tensor.nbytes]
     some = held[:: max(1, -(-len(held) // SAMPLES))] + held[-1:]
-    places = sorted({(at, min(SAMPLE_BYTES, tensor.offset + tensor.nbytes - at)) for tensor in some for at in [tensor.offset + tensor.nbytes // 2]})
+    places = sorted(
+        {
+            (at, min(SAMPLE_BYTES, tensor.offset + tensor.nbytes - at))
+            for tensor in some
+            for at in [tensor.offset + tensor.nbytes // 2]
+        }
+    )
     buffers = [(at, memoryview(bytearray(length))) for at, length in places]
     store.read_into(name, buffers)
     return hashlib.sha256(b"".join(buffer for _, buffer in buffers)).hexdigest()
@@ -300,7 +374,11 @@ def _check_index(weight_map: Mapping[str, str], shards: Sequence[Shard]) -> Iter
         if file in readable and (name, file) not in held:
             yield Problem("index", name, f"the index says it is in {file}, but that file doesn't hold it")
     for name, file in sorted(held - set(weight_map.items())):
-        yield Problem("index", name, f"is in {file}, but the index " + (f"says {weight_map[name]}" if name in weight_map else "doesn't name it"))
+        yield Problem(
+            "index",
+            name,
+            f"is in {file}, but the index " + (f"says {weight_map[name]}" if name in weight_map else "doesn't name it"),
+        )
 
 
 def _check_twice(shards: Sequence[Shard]) -> Iterator[Problem]:

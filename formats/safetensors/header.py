@@ -1,8 +1,9 @@
 """The header of a safetensors file, strictly read.
 
-The file format: huggingface/safetensors, safetensors/src/tensor.rs. A header that breaks one of its rules is refused, and so
-are things that it lets pass: duplicate keys, names that are empty, have control characters or lead elsewhere as paths, fields
-that the format doesn't have, more than `MAX_RANK` dimensions, more than `MAX_VALUES` values, and elements of less than a byte.
+The file format: huggingface/safetensors, safetensors/src/tensor.rs. A header that breaks one of its rules is refused,
+and so are things that it lets pass: duplicate keys, names that are empty, have control characters or lead elsewhere as
+paths, fields that the format doesn't have, more than `MAX_RANK` dimensions, more than `MAX_VALUES` values, and elements
+of less than a byte.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from weightbeam.formats.strict_json import MAX_BYTES as MAX_HEADER
 from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 
 MAX_RANK = 32  # more than numpy's dimensions need
-MAX_TENSORS = 250_000  # of a file: the largest releases have 210,000 in all (Kimi K2-Thinking), and a plan takes 50 µs for each
+# of a file: the largest releases have 210,000 in all (Kimi K2-Thinking), and a plan takes 50 µs for each
+MAX_TENSORS = 250_000
 
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -95,7 +97,9 @@ def require(store: Store, name: str) -> File:
 
 
 def header_of(store: Store, file: File, budget: Budget | None = None) -> tuple[Tensor, ...]:
-    """The tensors of a file that is known already; see `read_header`. `budget` bounds the headers that are read together."""
+    """The tensors of a file that is known already; see `read_header`. `budget` bounds the headers that are read
+    together.
+    """
     size = file.size
     start = store.read(file.name, 0, 8)
     if start == b"version ":
@@ -120,19 +124,28 @@ def parse_header(raw: bytes, size: int, path: str, budget: Budget | None = None)
     except JsonError as e:
         raise HeaderError(f"the header: {e}") from e
     metadata = header.pop("__metadata__", None)
-    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
         raise HeaderError("__metadata__ must map strings to strings")
     if len(header) > MAX_TENSORS:
         raise HeaderError(f"{len(header):,} tensors; more than {MAX_TENSORS:,} can't be meant")
     data_start = 8 + len(raw)
-    tensors = sorted((_parse_entry(name, entry, path, data_start) for name, entry in header.items()), key=lambda tensor: (tensor.offset, tensor.nbytes))
+    tensors = sorted(
+        (_parse_entry(name, entry, path, data_start) for name, entry in header.items()),
+        key=lambda tensor: (tensor.offset, tensor.nbytes),
+    )
     end = data_start
     for tensor in tensors:
         if tensor.offset != end:
-            raise HeaderError(f"{tensor.name} starts at byte {tensor.offset - data_start} of the data, expected {end - data_start}: a hole or an overlap")
+            raise HeaderError(
+                f"{tensor.name} starts at byte {tensor.offset - data_start} of the data, expected {end - data_start}: a hole or an overlap"
+            )
         end += tensor.nbytes
     if end != size:
-        raise HeaderError(f"the tensors end at byte {end:,}, the file at {size:,}" + ("; truncated?" if end > size else ""))
+        raise HeaderError(
+            f"the tensors end at byte {end:,}, the file at {size:,}" + ("; truncated?" if end > size else "")
+        )
     return tuple(tensors)
 
 
@@ -142,7 +155,9 @@ def _is_count(value: object) -> bool:
 
 def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
     if not name or BAD_NAME.search(name):
-        raise HeaderError(f"the tensor name {name[:80]!a} is empty, has control characters, or is a path that leads elsewhere")
+        raise HeaderError(
+            f"the tensor name {name[:80]!a} is empty, has control characters, or is a path that leads elsewhere"
+        )
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise HeaderError(f"{name}: an entry has dtype, shape and data_offsets, this is {reprlib.repr(entry)}")
     shape, offsets = entry["shape"], entry["data_offsets"]
@@ -157,5 +172,7 @@ def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
         raise HeaderError(f"{name}: the sizes {str(shape)[:80]} overflow any number of bytes")
     tensor = Tensor(name, dtype, tuple(shape), path, data_start + offsets[0])
     if offsets[1] - offsets[0] != tensor.nbytes or tensor.nbytes >= 2**63:
-        raise HeaderError(f"{name}: {entry['dtype']} {shape} takes {tensor.nbytes:,} bytes, data_offsets {offsets} say {offsets[1] - offsets[0]:,}")
+        raise HeaderError(
+            f"{name}: {entry['dtype']} {shape} takes {tensor.nbytes:,} bytes, data_offsets {offsets} say {offsets[1] - offsets[0]:,}"
+        )
     return tensor

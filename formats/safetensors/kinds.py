@@ -1,4 +1,6 @@
-"""What a folder is that holds no model in safetensors files, and what to do with it; and what was meant by a name that is no folder."""
+"""What a folder is that holds no model in safetensors files, and what to do with it; and what was meant by a name that
+is no folder.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,26 @@ from weightbeam.formats.storage import LocalFolder, Store
 
 PICKLES = (".bin", ".pt", ".pth")
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*")
+_PAGE = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*"
+)
 
 
 def hint(where: str) -> str:
     """What was meant by a source that isn't there, as the end of a message; empty where nothing suggests itself."""
     if page := _PAGE.fullmatch(where):
         return f"; did you mean hf://{page[1]}" + (f"@{page[2]}?" if page[2] else "?")
-    if where.startswith("hf:") and not where.startswith("hf://") and _REPOSITORY.fullmatch(where.removeprefix("hf:").strip("/").partition("@")[0]):
+    if (
+        where.startswith("hf:")
+        and not where.startswith("hf://")
+        and _REPOSITORY.fullmatch(where.removeprefix("hf:").strip("/").partition("@")[0])
+    ):
         return f"; did you mean hf://{where.removeprefix('hf:').strip('/')}?"
     path = Path(where).expanduser()
     if path.is_file():
-        if path.suffix != ".safetensors" and (other := describe_other(LocalFolder(str(path.parent.absolute())), [path.name])):
+        if path.suffix != ".safetensors" and (
+            other := describe_other(LocalFolder(str(path.parent.absolute())), [path.name])
+        ):
             return f"; {other}"
         return f"; it is a file: name its folder, {path.parent}"
     if _REPOSITORY.fullmatch(where.partition("@")[0]):
@@ -31,8 +41,14 @@ def hint(where: str) -> str:
 
 
 def snapshot_in(store: Store) -> Store:
-    """The newest snapshot of a repository's folder in a hub's cache (`models--organisation--name`); any other folder is itself."""
-    if not isinstance(store, LocalFolder) or not (store.folder / "snapshots").is_dir() or (store.folder / "config.json").exists():
+    """The newest snapshot of a repository's folder in a hub's cache (`models--organisation--name`); any other folder is
+    itself.
+    """
+    if (
+        not isinstance(store, LocalFolder)
+        or not (store.folder / "snapshots").is_dir()
+        or (store.folder / "config.json").exists()
+    ):
         return store
     main = store.folder / "refs" / "main"
     snapshots = sorted(path for path in (store.folder / "snapshots").iterdir() if path.is_dir())
@@ -54,7 +70,11 @@ def describe_other(store: Store, entries: Sequence[str]) -> str:
         return "a sentence-transformers model; the transformer in it has a folder of its own, such as 0_Transformer/"
     if "adapter_config.json" in names and "config.json" not in names:
         return "a LoRA adapter, not a model: name its base model as --source, and this folder with --lora"
-    if names & {"_METADATA", "_CHECKPOINT_METADATA"} or ("items" in names and "commit_success.txt" in names) or _holds_steps(store, names):
+    if (
+        names & {"_METADATA", "_CHECKPOINT_METADATA"}
+        or ("items" in names and "commit_success.txt" in names)
+        or _holds_steps(store, names)
+    ):
         return "an Orbax checkpoint already: weightbeam inspect, verify, reshard and export take it"
     if gguf := first(".gguf"):
         return f"{gguf} is a GGUF file, made for llama.cpp: take the release with safetensors files that it was made of"

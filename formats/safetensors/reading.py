@@ -66,4 +66,6 @@ def read_boxes(reads: Sequence[BoxRead], empty: Allocate = np.empty) -> tuple[li
     for read, array in zip(reads, arrays, strict=True):
         if array.size:
             by_path[read.tensor.path] += read.ranges(array.reshape(-1).view(np.uint8).data)
-    return arrays, sum(store.read_into(name, ranges) for path, ranges in by_path.items() for store, name in [store_and_name(path)])
+    return arrays, sum(
+        store.read_into(name, ranges) for path, ranges in by_path.items() for store, name in [store_and_name(path)]
+    )

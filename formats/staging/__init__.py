@@ -7,7 +7,18 @@ from typing import Any
 
 from weightbeam.formats.staging.bucket import BucketStaging
 from weightbeam.formats.staging.folder import FolderStaging
-from weightbeam.formats.staging.staging import ASIDE, ATTEMPT, GROWING, ITEMS, JOB, LOCK, MARKER, PLAN, Staging, TakenOverError
+from weightbeam.formats.staging.staging import (
+    ASIDE,
+    ATTEMPT,
+    GROWING,
+    ITEMS,
+    JOB,
+    LOCK,
+    MARKER,
+    PLAN,
+    Staging,
+    TakenOverError,
+)
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
 
 __all__ = [
@@ -23,6 +34,12 @@ def staging_at(output: str | Path | Store, step: int, plan_hash: str = "plan") -
       StorageError: nothing can be written there.
     """
     if str(output).startswith("hf://"):
-        raise StorageError(f"{output}: a checkpoint can't be written to the hub, only to a folder or to gs://bucket/folder")
+        raise StorageError(
+            f"{output}: a checkpoint can't be written to the hub, only to a folder or to gs://bucket/folder"
+        )
     store: Any = open_store(output)
-    return FolderStaging(store, str(step), plan_hash) if isinstance(store, LocalFolder) else BucketStaging(store, str(step), plan_hash)
+    return (
+        FolderStaging(store, str(step), plan_hash)
+        if isinstance(store, LocalFolder)
+        else BucketStaging(store, str(step), plan_hash)
+    )

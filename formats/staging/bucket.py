@@ -1,7 +1,8 @@
 """What is staged in a bucket, where a marker publishes it.
 
-A bucket has no renames. There large objects, whose names are random, lie where they will be read; every other object is put
-together aside and copied to its name by the store, which refuses if the original is gone. The marker is copied last and publishes:
+A bucket has no renames. There large objects, whose names are random, lie where they will be read; every other object is
+put together aside and copied to its name by the store, which refuses if the original is gone. The marker is copied last
+and publishes:
 
     <output>/<name>.weightbeam-lease
     <output>/<name>.weightbeam/<id>/                plan, ledger, failure; `aside/`: what will be copied
@@ -30,7 +31,8 @@ class BucketStaging(Staging):
 
     def __init__(self, output: Bucket, name: str, plan_hash: str):
         super().__init__(output, name, plan_hash)
-        self._id, self._claim, self._version = "", "", ""  # of the place, of the right to publish from it, and of the plan when that was had
+        # of the place, of the right to publish from it, and of the plan when that was had
+        self._id, self._claim, self._version = "", "", ""
 
     @property
     def desk(self) -> Bucket:
@@ -65,10 +67,13 @@ class BucketStaging(Staging):
 
     def _staged(self) -> list[str]:
         """The places that have a plan."""
-        return [name for name in self.desk.folders() if not name.startswith("claim.") and (self.desk / name).exists(PLAN)]
+        return [
+            name for name in self.desk.folders() if not name.startswith("claim.") and (self.desk / name).exists(PLAN)
+        ]
 
     def claim(self) -> None:
-        for marker in (f"/{MARKER}", ""):  # first that by which an owner sees that he is one; then what he has written until then
+        # first that by which an owner sees that he is one; then what he has written until then
+        for marker in (f"/{MARKER}", ""):
             self.desk.delete_all([file for file in self.desk.list("claim.") if file.name.endswith(marker)])
         self._claim = f"claim.{uuid.uuid4().hex[:16]}"
         self.desk.write(f"{self._claim}/{MARKER}", MARK)
@@ -116,7 +121,8 @@ class BucketStaging(Staging):
     def discard(self) -> None:
         """Throws away what was staged, and what is in its place: a bucket can't have both.
 
-        Only what was listed while the place was this one's is deleted: whoever claims it then finds the plan, or else begins anew.
+        Only what was listed while the place was this one's is deleted: whoever claims it then finds the plan, or else
+        begins anew.
         """
         if not self._claim:
             self.claim()

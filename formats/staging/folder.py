@@ -87,7 +87,8 @@ class FolderStaging(Staging):
                 os.rename(self.output / name, self.output / mine)
             except FileNotFoundError:  # it was published, or thrown away
                 continue
-            if ".replaced-" in name and not (self.output / mine).exists(PLAN):  # it was published at this moment: this is what it replaced
+            # it was published at this moment: this is what it replaced
+            if ".replaced-" in name and not (self.output / mine).exists(PLAN):
                 os.rename(self.output / mine, self.output / name)
             else:
                 claimed.append(mine)
@@ -159,7 +160,9 @@ class FolderStaging(Staging):
         if not (sealed / self.marker).exists() or not (sealed / PLAN).exists():
             os.rename(sealed, growing)
             raise self.taken_over()
-        for path in [path for place in (sealed, sealed / ITEMS, sealed / ITEMS / SOURCE) for path in place.glob(f".*{TEMPORARY}")]:
+        for path in [
+            path for place in (sealed, sealed / ITEMS, sealed / ITEMS / SOURCE) for path in place.glob(f".*{TEMPORARY}")
+        ]:
             path.unlink(missing_ok=True)
         for name in (FAILURE, JOB):
             (sealed / name).unlink(missing_ok=True)
@@ -203,7 +206,9 @@ class FolderStaging(Staging):
                 return
 
     def _swap_in_two(self, sealed: Path, final: Path) -> None:
-        """The same where the file system has no rename that swaps. Between its two renames there is nothing at `final`; see `tidy`."""
+        """The same where the file system has no rename that swaps. Between its two renames there is nothing at `final`;
+        see `tidy`.
+        """
         old = sealed.with_name(f"{self.name}.replaced-{uuid.uuid4().hex[:8]}")
         if not sealed.exists():
             raise FileNotFoundError(sealed)

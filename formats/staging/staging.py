@@ -1,10 +1,12 @@
 """Where a conversion keeps what it makes until it is published.
 
-**The place is the right.** Each plan has a place of its own with a random name, and whoever takes a conversion over first makes that
-place his: in a folder by renaming it, in a bucket by removing what its owner would publish from. So a process that slept meanwhile
-needn't know that it lost the lease. It has nowhere to write to, and the very operation by which it would publish fails.
+**The place is the right.** Each plan has a place of its own with a random name, and whoever takes a conversion over
+first makes that place his: in a folder by renaming it, in a bucket by removing what its owner would publish from. So a
+process that slept meanwhile needn't know that it lost the lease. It has nowhere to write to, and the very operation by
+which it would publish fails.
 
-In a folder a rename publishes (`folder.py`); in a bucket, which has no renames, a marker that is copied last (`bucket.py`).
+In a folder a rename publishes (`folder.py`); in a bucket, which has no renames, a marker that is copied last
+(`bucket.py`).
 
 A unit counts when its ledger entry exists; the entry names the attempt that made it, and is created at most once.
 """
@@ -39,7 +41,8 @@ class TakenOverError(StorageError):
 class Staging(abc.ABC):
     """The place of one plan, and where it will be published.
 
-    Made on any machine without looking at anything, and sent to workers as it is: what it writes needs no lease, only its place.
+    Made on any machine without looking at anything, and sent to workers as it is: what it writes needs no lease, only
+    its place.
 
     Attributes:
       output: the folder that what is published lies in.
@@ -113,7 +116,8 @@ class Staging(abc.ABC):
 
     @contextlib.contextmanager
     def hold(self, look: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Context manager: keeps other conversions out, makes what is staged one's own, and tidies up after those that were killed.
+        """Context manager: keeps other conversions out, makes what is staged one's own, and tidies up after those that
+        were killed.
 
         Args:
           look: raises if something that has no lease is at work there, such as a job that outlived its command.
@@ -228,13 +232,21 @@ class Staging(abc.ABC):
     def done(self) -> dict[int, tuple[str, int]]:
         """Committed units -> version and inode of their ledger entry."""
         files = self.work.list(f"{self.units}/")
-        names = {file.name.removeprefix(f"{self.units}/").removesuffix(".json"): (file.version, file.inode) for file in files}
+        names = {
+            file.name.removeprefix(f"{self.units}/").removesuffix(".json"): (file.version, file.inode) for file in files
+        }
         return {int(name): mark for name, mark in names.items() if name.isdecimal()}
 
     def ledger(self) -> dict[int, dict[str, Any]]:
         """For each unit that counts, the `attempt` that made it, and its shares in the arrays' `digests`."""
         units = sorted(self.done())
-        return dict(zip(units, map(json.loads, self.work.read_many([f"{self.units}/{unit}.json" for unit in units])), strict=True))
+        return dict(
+            zip(
+                units,
+                map(json.loads, self.work.read_many([f"{self.units}/{unit}.json" for unit in units])),
+                strict=True,
+            )
+        )
 
     def withdraw(self, units: Iterable[int]) -> None:
         """Takes units out of the ledger: they are to be made anew."""
@@ -256,7 +268,9 @@ class Staging(abc.ABC):
         self.work.delete_folder(WORKERS)
 
     def sweep(self, database: str = "") -> None:
-        """Removes what was written in vain, since the place was taken over meanwhile: a unit's database below `items`, if one is named."""
+        """Removes what was written in vain, since the place was taken over meanwhile: a unit's database below `items`,
+        if one is named.
+        """
         if database:
             self.items.delete_folder(database)
 
@@ -292,5 +306,6 @@ class Staging(abc.ABC):
           overwrite: in the place of what is there.
 
         Raises:
-          StorageError: what is staged isn't a whole checkpoint, or isn't this one's any more; what is published stays as it is.
+          StorageError: what is staged isn't a whole checkpoint, or isn't this one's any more; what is published stays
+            as it is.
         """

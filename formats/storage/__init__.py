@@ -26,7 +26,8 @@ __all__ = [
 
 
 def open_store(where: str | Path | Store) -> Store:
-    """The store that a URL names; a path without a scheme is a local folder, and is made absolute: workers may run elsewhere.
+    """The store that a URL names; a path without a scheme is a local folder, and is made absolute: workers may run
+    elsewhere.
 
     `..` is resolved as the system does it, links and all: TensorStore takes none.
 
@@ -50,7 +51,9 @@ def open_store(where: str | Path | Store) -> Store:
         from weightbeam.formats.storage.hub import open_repository
 
         return open_repository(url.rstrip("/"))
-    raise StorageError(f"{url}: {scheme}:// isn't supported; local folders, gs://bucket/folder and hf://organisation/model are")
+    raise StorageError(
+        f"{url}: {scheme}:// isn't supported; local folders, gs://bucket/folder and hf://organisation/model are"
+    )
 
 
 def store_and_name(path: str) -> tuple[Store, str]:

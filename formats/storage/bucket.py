@@ -1,4 +1,6 @@
-"""Buckets of Google Cloud Storage: google-cloud-storage for what is small or conditional, TensorStore for what is large."""
+"""Buckets of Google Cloud Storage: google-cloud-storage for what is small or conditional, TensorStore for what is
+large.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,23 @@ from google.cloud.storage.retry import DEFAULT_RETRY
 from requests.adapters import HTTPAdapter
 from requests.exceptions import RequestException
 
-from weightbeam.formats.storage.store import PIECE, PROBE, ByteRange, File, Request, StorageError, Store, in_base64, make_requests, stretches
+from weightbeam.formats.storage.store import (
+    PIECE,
+    PROBE,
+    ByteRange,
+    File,
+    Request,
+    StorageError,
+    Store,
+    in_base64,
+    make_requests,
+    stretches,
+)
 
 CONNECTIONS = 128  # that are kept: 16 for each of eight threads
 TIMEOUT: Any = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
-RETRY: Any = DEFAULT_RETRY.with_timeout(300.0)  # seconds in all; backs off, and only what a repetition can mend is repeated
+# seconds in all; backs off, and only what a repetition can mend is repeated
+RETRY: Any = DEFAULT_RETRY.with_timeout(300.0)
 MAX_REQUEST_BYTES = 4 << 20  # bytes of a request
 MAX_REQUEST_SECONDS = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
 MAX_REQUESTS = 16  # requests of this process at a time, whose bytes are held beside the buffers that they go to
@@ -35,8 +49,12 @@ NO_CHECKSUM: Any = None  # what is read is checked by those who know its hash
 NAMING = "it has 3 to 63 lower-case letters, digits, dashes, underscores and dots, and begins and ends with a letter or a digit"
 ORIGINAL = "original"  # in an object's metadata: `File.original`
 FIELDS = "items(name,size,generation,crc32c,updated,metadata),prefixes,nextPageToken"
-CONTEXT = {"gcs_request_concurrency": {"limit": 32}, "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"}}
-STALL_LIMITS = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30", "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1024"}  # below that a request is repeated
+CONTEXT = {
+    "gcs_request_concurrency": {"limit": 32},
+    "gcs_request_retries": {"max_retries": 16, "initial_delay": "500ms", "max_delay": "30s"},
+}
+# below that a request is repeated
+STALL_LIMITS = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30", "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1024"}
 
 
 _REQUESTS = threading.BoundedSemaphore(MAX_REQUESTS)
@@ -46,7 +64,8 @@ _REQUESTS = threading.BoundedSemaphore(MAX_REQUESTS)
 def _client() -> storage.Client:
     """This process's client."""
     client = _connect()
-    client._http.mount("https://", HTTPAdapter(pool_maxsize=CONNECTIONS))  # the stock pool throws away what goes beyond ten
+    # the stock pool throws away what goes beyond ten
+    client._http.mount("https://", HTTPAdapter(pool_maxsize=CONNECTIONS))
     client._http.mount("http://", HTTPAdapter(pool_maxsize=CONNECTIONS))
     return client
 
@@ -56,7 +75,9 @@ def _connect() -> storage.Client:
         return storage.Client()
     except DefaultCredentialsError as e:
         why = str(e).splitlines()[0]
-        raise StorageError(f"gs:// needs Google credentials: {why} `gcloud auth application-default login` makes them") from e
+        raise StorageError(
+            f"gs:// needs Google credentials: {why} `gcloud auth application-default login` makes them"
+        ) from e
     except OSError as e:  # no project, which only creating buckets would need
         return storage.Client(project="none") if "project" in str(e).lower() else _fail("gs://", e)
 
@@ -103,18 +124,30 @@ class Bucket(Store):
 
     @contextlib.contextmanager
     def _translate_errors(self, name: str = "") -> Iterator[None]:
-        """Turns the clients' errors into ours, but for those that say that nothing is there, or something else than was asked for."""
+        """Turns the clients' errors into ours, but for those that say that nothing is there, or something else than was
+        asked for.
+        """
         try:
             yield
         except (exceptions.NotFound, exceptions.PreconditionFailed, FileNotFoundError, StorageError):
             raise
-        except (exceptions.GoogleAPICallError, exceptions.RetryError, DataCorruption, RequestException, GoogleAuthError, ValueError, OSError) as e:
+        except (
+            exceptions.GoogleAPICallError,
+            exceptions.RetryError,
+            DataCorruption,
+            RequestException,
+            GoogleAuthError,
+            ValueError,
+            OSError,
+        ) as e:
             _fail(self.path(name) if name else self.url, e)
 
     def check_readable(self) -> None:
         with self._translate_errors():
             try:
-                pages = _client().list_blobs(self.bucket, prefix=self._prefix, max_results=1, fields=FIELDS, timeout=TIMEOUT, retry=RETRY)
+                pages = _client().list_blobs(
+                    self.bucket, prefix=self._prefix, max_results=1, fields=FIELDS, timeout=TIMEOUT, retry=RETRY
+                )
                 if next(iter(pages), None) is None:
                     raise StorageError(f"{self.url}: no objects there")
             except exceptions.NotFound as e:
@@ -141,13 +174,21 @@ class Bucket(Store):
     def _file(self, blob: Any) -> File:
         updated = blob.updated.timestamp() if blob.updated else 0.0
         original = (blob.metadata or {}).get(ORIGINAL, "")
-        return File(blob.name.removeprefix(self._prefix), blob.size or 0, str(blob.generation), updated, crc32c=blob.crc32c, original=original)
+        return File(
+            blob.name.removeprefix(self._prefix),
+            blob.size or 0,
+            str(blob.generation),
+            updated,
+            crc32c=blob.crc32c,
+            original=original,
+        )
 
     def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
         return self._list(prefix, recursive)[0]
 
     def below(self, names: Sequence[str]) -> list[File]:
-        escaped = re.sub(r"[\\*?\[\]{},]", r"\\\g<0>", self._prefix)  # cloud.google.com/storage/docs/json_api/v1/objects/list, matchGlob
+        # cloud.google.com/storage/docs/json_api/v1/objects/list, matchGlob
+        escaped = re.sub(r"[\\*?\[\]{},]", r"\\\g<0>", self._prefix)
         return self._list("", True, f"{escaped}*/{{{','.join(names)}}}")[0]
 
     def folders(self) -> Sequence[str]:
@@ -168,7 +209,9 @@ class Bucket(Store):
         with self._translate_errors(name):
             try:
                 last = None if stop is None else stop - 1
-                return self._blob(name).download_as_bytes(start=start or None, end=last, raw_download=True, checksum=NO_CHECKSUM, timeout=TIMEOUT, retry=RETRY)
+                return self._blob(name).download_as_bytes(
+                    start=start or None, end=last, raw_download=True, checksum=NO_CHECKSUM, timeout=TIMEOUT, retry=RETRY
+                )
             except exceptions.RequestRangeNotSatisfiable:
                 return b""
             except exceptions.NotFound as e:
@@ -188,14 +231,17 @@ class Bucket(Store):
                     _fail(f"{self.path(name)}: bytes {request.start:,} to {request.stop:,}", e)
                 found = None
             if found is None or found.state != "value" or len(found.value) != request.stop - request.start:
-                raise StorageError(f"{self.path(name)}: is gone, or ends before byte {request.stop:,}; was it changed after it was planned?")
+                raise StorageError(
+                    f"{self.path(name)}: is gone, or ends before byte {request.stop:,}; was it changed after it was planned?"
+                )
             request.scatter(request.start, memoryview(found.value))
             waiting.popleft()
             _REQUESTS.release()
 
         try:
             for request in make_requests(ranges, MAX_REQUEST_BYTES):
-                while not _REQUESTS.acquire(blocking=not waiting):  # others have the rest: one's own are what can be waited for
+                # others have the rest: one's own are what can be waited for
+                while not _REQUESTS.acquire(blocking=not waiting):
                     finish()
                 waiting.append((request, store.read(name, byte_range=slice(request.start, request.stop))))
                 total += request.stop - request.start
@@ -213,7 +259,9 @@ class Bucket(Store):
         return self._upload(name, data, 0) is not None
 
     def replace(self, name: str, data: bytes, version: str | None) -> str | None:
-        """Writes an object whole if it is still of that version (None: if there is none); returns its new version, or None where it isn't."""
+        """Writes an object whole if it is still of that version (None: if there is none); returns its new version, or
+        None where it isn't.
+        """
         blob = self._upload(name, data, int(version or 0))
         return str(blob.generation) if blob else None
 
@@ -224,13 +272,20 @@ class Bucket(Store):
         return blob.updated.timestamp() if blob and blob.updated else 0.0
 
     def _upload(self, name: str, data: bytes, generation: int | None) -> storage.Blob | None:
-        """Writes an object whole; only over that generation, if one is named. Returns it, or None where there was another."""
+        """Writes an object whole; only over that generation, if one is named. Returns it, or None where there was
+        another.
+        """
         with self._translate_errors(name):
             blob = self._blob(name)
             blob.metadata = {"attempt": uuid.uuid4().hex}
             try:
                 blob.upload_from_string(
-                    data, content_type="application/octet-stream", if_generation_match=generation, checksum="crc32c", timeout=TIMEOUT, retry=RETRY
+                    data,
+                    content_type="application/octet-stream",
+                    if_generation_match=generation,
+                    checksum="crc32c",
+                    timeout=TIMEOUT,
+                    retry=RETRY,
                 )
             except exceptions.PreconditionFailed:
                 found = _client().bucket(self.bucket).get_blob(blob.name, timeout=TIMEOUT, retry=RETRY)
@@ -263,7 +318,9 @@ class Bucket(Store):
                 else:
                     self._stream(source, file)
             except exceptions.NotFound as e:
-                raise StorageError(f"{source.path(file.name)}: is gone, or there is no bucket gs://{self.bucket}") from e
+                raise StorageError(
+                    f"{source.path(file.name)}: is gone, or there is no bucket gs://{self.bucket}"
+                ) from e
             except exceptions.PreconditionFailed as e:
                 raise StorageError(f"{source.path(file.name)}: is another one by now") from e
 
@@ -271,7 +328,9 @@ class Bucket(Store):
         """Has the store copy an object, if it is still of that version."""
         blob, original, token = self._blob(file.name), source._blob(file.name), None
         while True:
-            token, _, _ = blob.rewrite(original, token=token, if_source_generation_match=int(file.version), timeout=TIMEOUT, retry=RETRY)
+            token, _, _ = blob.rewrite(
+                original, token=token, if_source_generation_match=int(file.version), timeout=TIMEOUT, retry=RETRY
+            )
             if token is None:
                 return
 
@@ -295,7 +354,9 @@ class Bucket(Store):
     def delete(self, name: str, version: str | None = None) -> None:
         """Deletes an object; only that version of it, if one is named."""
         with self._translate_errors(name), contextlib.suppress(exceptions.NotFound, exceptions.PreconditionFailed):
-            self._blob(name).delete(if_generation_match=None if version is None else int(version), timeout=TIMEOUT, retry=RETRY)
+            self._blob(name).delete(
+                if_generation_match=None if version is None else int(version), timeout=TIMEOUT, retry=RETRY
+            )
 
     def delete_folder(self, name: str = "") -> None:
         self.delete_all(self.list(f"{name}/" if name else ""))

@@ -1,9 +1,10 @@
 """Repositories of the Hugging Face hub, read at one commit, in ranges.
 
-What the hub's cache on this machine holds of that commit is read from there, and with `HF_HUB_OFFLINE=1` nothing else is.
+What the hub's cache on this machine holds of that commit is read from there, and with `HF_HUB_OFFLINE=1` nothing else
+is.
 
-A file's URL is resolved once in each process, to where its bytes lie; that address is signed, needs no token, and is asked for
-anew when it has expired. So a hub sees one request a file, and its token goes nowhere else.
+A file's URL is resolved once in each process, to where its bytes lie; that address is signed, needs no token, and is
+asked for anew when it has expired. So a hub sees one request a file, and its token goes nowhere else.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def _cached_commit(url: str, repo: str, revision: str) -> str:
     """
     if commit := hub_cache.commit_of(repo, revision):
         return commit
-    raise StorageError(f"{url}: HF_HUB_OFFLINE is set, and {hub_cache.root()} doesn't know {revision} of this repository; without it the hub is asked")
+    raise StorageError(
+        f"{url}: HF_HUB_OFFLINE is set, and {hub_cache.root()} doesn't know {revision} of this repository; without it the hub is asked"
+    )
 
 
 class Repository(Store):
@@ -97,9 +100,13 @@ class Repository(Store):
     def check_readable(self) -> None:
         if hub_cache.is_offline():
             if hub_cache.snapshot(self.repo, self.commit) is None:
-                raise StorageError(f"{self.url}: HF_HUB_OFFLINE is set, and {hub_cache.root()} has no snapshot of this commit")
+                raise StorageError(
+                    f"{self.url}: HF_HUB_OFFLINE is set, and {hub_cache.root()} has no snapshot of this commit"
+                )
             return
-        if self._info().gated and not all(self._cached(name) for name in self.files() if name.endswith((".json", ".safetensors"))):
+        if self._info().gated and not all(
+            self._cached(name) for name in self.files() if name.endswith((".json", ".safetensors"))
+        ):
             try:
                 retried(api().auth_check)(self.repo)
             except (HfHubHTTPError, httpx2.HTTPError) as e:
@@ -119,11 +126,19 @@ class Repository(Store):
         found = self._info().siblings or []
         hashes = {file.rfilename: file.lfs.sha256 for file in found if file.lfs}
         versions = {file.rfilename: hashes.get(file.rfilename) or file.blob_id or self.commit for file in found}
-        return {name: File(name, file.size or 0, versions[name], sha256=hashes.get(name)) for file in found for name in [file.rfilename]}
+        return {
+            name: File(name, file.size or 0, versions[name], sha256=hashes.get(name))
+            for file in found
+            for name in [file.rfilename]
+        }
 
     def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
         files = sorted(self.files().items())
-        return [file for name, file in files if name.startswith(prefix) and (recursive or "/" not in name.removeprefix(prefix))]
+        return [
+            file
+            for name, file in files
+            if name.startswith(prefix) and (recursive or "/" not in name.removeprefix(prefix))
+        ]
 
     def stat(self, name: str) -> File | None:
         if hub_cache.is_offline():
@@ -196,7 +211,9 @@ class Repository(Store):
             with self._open(name, start, request.stop) as answer:
                 for data in answer.iter_raw():
                     if ended.is_set() or time.monotonic() > latest:
-                        raise StorageError(f"{self.path(name)}: at byte {done:,}: given up after {MAX_REQUEST_SECONDS:,.0f} s, the connection is too slow")
+                        raise StorageError(
+                            f"{self.path(name)}: at byte {done:,}: given up after {MAX_REQUEST_SECONDS:,.0f} s, the connection is too slow"
+                        )
                     request.scatter(done, memoryview(data)[: request.stop - done])
                     done += len(data)
         except httpx2.TransportError:
@@ -213,20 +230,30 @@ class Repository(Store):
             location, headers = _locations(self.repo, self.commit, name)
             wanted = headers | {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
             with get_session().stream(
-                "GET", location, headers=wanted, timeout=httpx2.Timeout(STALL_SECONDS, connect=CONNECT), follow_redirects=False
+                "GET",
+                location,
+                headers=wanted,
+                timeout=httpx2.Timeout(STALL_SECONDS, connect=CONNECT),
+                follow_redirects=False,
             ) as answer:
                 if answer.status_code in (401, 403) and not renewed:
                     _locations.forget(self.repo, self.commit, name, location)
                     continue
                 if (coded := answer.headers.get("Content-Encoding", "identity")) != "identity":
-                    raise StorageError(f"{self.path(name)}: was sent as {coded}, though its bytes as they are were asked for")
+                    raise StorageError(
+                        f"{self.path(name)}: was sent as {coded}, though its bytes as they are were asked for"
+                    )
                 if answer.status_code == 206 and answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
                     yield answer
                     return
                 if answer.status_code == 416:
-                    raise StorageError(f"{self.path(name)}: ends before byte {start + 1:,}, and should have {stop:,} at least; it is damaged on the hub")
+                    raise StorageError(
+                        f"{self.path(name)}: ends before byte {start + 1:,}, and should have {stop:,} at least; it is damaged on the hub"
+                    )
                 hf_raise_for_status(answer)
-                raise StorageError(f"{self.path(name)}: asked for bytes {start:,} to {stop:,}, was answered {answer.status_code} with others")
+                raise StorageError(
+                    f"{self.path(name)}: asked for bytes {start:,} to {stop:,}, was answered {answer.status_code} with others"
+                )
 
 
 class _Locations:
@@ -241,7 +268,9 @@ class _Locations:
         with self._locks[key]:  # the others wait for an address rather than ask for it too
             if key not in self._found:
                 url = hf_hub_url(repo, name, revision=commit, endpoint=_endpoint())
-                self._found[key] = get_hf_file_metadata(url, token=token() or False, timeout=STALL_SECONDS, endpoint=_endpoint()).location
+                self._found[key] = get_hf_file_metadata(
+                    url, token=token() or False, timeout=STALL_SECONDS, endpoint=_endpoint()
+                ).location
             location = self._found[key]
         ours = urlsplit(location)[:2] == urlsplit(_endpoint())[:2]
         return location, build_hf_headers(token=token() or False if ours else False)
@@ -307,7 +336,9 @@ def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) ->
         return ended.is_set() or _is_over(state, attempts)
 
     sleep = tenacity.sleep_using_event(ended)
-    return tenacity.Retrying(retry=tenacity.retry_if_exception(is_passing), wait=wait, stop=stop, sleep=sleep, reraise=True)
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_passing), wait=wait, stop=stop, sleep=sleep, reraise=True
+    )
 
 
 retried = _retrying().wraps  # decorates a function that asks the hub
@@ -319,7 +350,9 @@ _INFO: dict[tuple[str, str], ModelInfo] = {}  # what the hub said of a repositor
 
 def _info(repo: str, revision: str | None, url: str) -> ModelInfo:
     try:
-        return _retrying(attempts=FIRST_ATTEMPTS).wraps(api().model_info)(repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS)
+        return _retrying(attempts=FIRST_ATTEMPTS).wraps(api().model_info)(
+            repo, revision=revision, files_metadata=True, timeout=STALL_SECONDS
+        )
     except (HfHubHTTPError, HFValidationError, httpx2.HTTPError) as e:
         _fail(url, repo, e)
 
@@ -333,8 +366,12 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
     elif isinstance(error, RevisionNotFoundError):
         message = "no such revision"
     elif isinstance(error, RepositoryNotFoundError):
-        message = "no such repository, or a private one" + (" that the token which is set can't see" if known else ": HF_TOKEN isn't set")
-    elif isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code == 401 and known:
+        message = "no such repository, or a private one" + (
+            " that the token which is set can't see" if known else ": HF_TOKEN isn't set"
+        )
+    elif (
+        isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code == 401 and known
+    ):
         message = "the hub doesn't accept the token that is set; is it wrong, or has it expired?"
     elif isinstance(error, HfHubHTTPError) and error.response is not None:
         message = f"the hub answered {error.response.status_code} {error.response.reason_phrase}"

@@ -1,7 +1,8 @@
 """The hub's cache on this machine: what other tools have downloaded of its repositories. It is read, and never written.
 
-Below `models--organisation--name`, `refs/REVISION` says a commit, and `snapshots/COMMIT` holds links to `blobs/ETAG`. The ETag of
-a large file is its sha256, that of a small one git's hash of it (huggingface/huggingface_hub, docs/source/en/guides/manage-cache.md, 2.4).
+Below `models--organisation--name`, `refs/REVISION` says a commit, and `snapshots/COMMIT` holds links to `blobs/ETAG`.
+The ETag of a large file is its sha256, that of a small one git's hash of it (huggingface/huggingface_hub,
+docs/source/en/guides/manage-cache.md, 2.4).
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def read_whole(files: LocalFolder, name: str) -> bytes:
     data = files.read(name)
     etag = _etag(files, name)
     if GIT.fullmatch(etag) and hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() != etag:
-        raise StorageError(f"{files.path(name)}: isn't what the hub's cache holds it for (its blob is named {etag}); remove it, and get it anew")
+        raise StorageError(
+            f"{files.path(name)}: isn't what the hub's cache holds it for (its blob is named {etag}); remove it, and get it anew"
+        )
     return data
 
 

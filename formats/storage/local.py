@@ -36,8 +36,8 @@ def open_file(path: str) -> int:
 def read_ranges(path: str, ranges: Iterable[ByteRange]) -> int:
     """Reads ranges of a file into buffers: `(offset, buffer)` each, as long as its buffer.
 
-    Ranges less than a page apart go into one system call (the gap into a scratch buffer), so that no page is read twice.
-    The GIL is released.
+    Ranges less than a page apart go into one system call (the gap into a scratch buffer), so that no page is read
+    twice. The GIL is released.
 
     Returns:
       Bytes read from the file.
@@ -83,7 +83,9 @@ def _read_all(fd: int, buffers: Sequence[memoryview], offset: int, path: str) ->
         except OSError as e:
             raise StorageError(f"{path}: at byte {offset + done}: {e.strerror}") from e
         if n == 0:
-            raise StorageError(f"{path}: ends at byte {offset + done}, expected {wanted - done} more; was it changed after it was planned?")
+            raise StorageError(
+                f"{path}: ends at byte {offset + done}, expected {wanted - done} more; was it changed after it was planned?"
+            )
         done += n
         while rest and n >= len(rest[0]):
             n -= len(rest.pop(0))
@@ -93,7 +95,9 @@ def _read_all(fd: int, buffers: Sequence[memoryview], offset: int, path: str) ->
 
 
 def _preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """`os.preadv` that leaves the page cache as it was, where the system can do that: a shard is read once, and may be larger than memory."""
+    """`os.preadv` that leaves the page cache as it was, where the system can do that: a shard is read once, and may be
+    larger than memory.
+    """
     with contextlib.suppress(NotImplementedError):  # macOS
         try:
             return os.preadv(fd, buffers, offset, RWF_DONTCACHE)
@@ -168,7 +172,9 @@ class LocalFolder(Store):
             root, target = self.folder.resolve(), (self.folder / name).resolve()
         except RuntimeError as e:
             raise StorageError("a symbolic link that leads back to itself") from e
-        if not target.is_relative_to(root) and not (root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"):
+        if not target.is_relative_to(root) and not (
+            root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
+        ):
             raise StorageError("a symbolic link that leads out of the folder; --allow_links true takes it")
 
     def make(self) -> None:
@@ -230,7 +236,14 @@ class LocalFolder(Store):
         if stat.S_ISDIR(found.st_mode):
             return None
         return File(
-            name, found.st_size, str(found.st_mtime_ns), found.st_mtime, found.st_ino, _sha256_of_blob(path), changed=found.st_ctime_ns, links=found.st_nlink
+            name,
+            found.st_size,
+            str(found.st_mtime_ns),
+            found.st_mtime,
+            found.st_ino,
+            _sha256_of_blob(path),
+            changed=found.st_ctime_ns,
+            links=found.st_nlink,
         )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -266,13 +279,19 @@ class LocalFolder(Store):
 
     def kvstore(self) -> dict[str, Any]:
         if "\\" in self.url:
-            raise StorageError(f"{self.url}: has a backslash, which TensorStore takes for a slash; no checkpoint can lie there")
+            raise StorageError(
+                f"{self.url}: has a backslash, which TensorStore takes for a slash; no checkpoint can lie there"
+            )
         if any(part.endswith(".__lock") for part in self.folder.parts):
-            raise StorageError(f"{self.url}: has a part that ends in .__lock, as TensorStore's own files do; no checkpoint can lie there")
+            raise StorageError(
+                f"{self.url}: has a part that ends in .__lock, as TensorStore's own files do; no checkpoint can lie there"
+            )
         try:
             self.url.encode()
         except UnicodeEncodeError as e:
-            raise StorageError(f"{os.fsencode(self.url)!r}: isn't UTF-8, which TensorStore wants; no checkpoint can lie there") from e
+            raise StorageError(
+                f"{os.fsencode(self.url)!r}: isn't UTF-8, which TensorStore wants; no checkpoint can lie there"
+            ) from e
         return {"driver": "file", "path": f"{self.url}/"}
 
 

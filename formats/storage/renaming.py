@@ -1,4 +1,5 @@
-"""Renames that Python doesn't offer: one that replaces nothing, and one that swaps. Both happen in one step or not at all.
+"""Renames that Python doesn't offer: one that replaces nothing, and one that swaps. Both happen in one step or not at
+all.
 
 Linux has them on most of its own file systems (renameat2, since 3.15); NFS, FUSE and other systems don't.
 """
@@ -15,7 +16,8 @@ from pathlib import Path
 NOREPLACE, EXCHANGE = 1, 2  # include/uapi/linux/fs.h
 HERE = -100  # AT_FDCWD
 UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}  # of a file system without hard links
+# of a file system without hard links
+NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
 _ONE = threading.Lock()
 
 
@@ -48,7 +50,8 @@ def exchange(one: Path, other: Path) -> None:
 def rename_new(old: Path, new: Path) -> None:
     """Renames a file or a folder, unless there is something at its new place.
 
-    Where the file system can't do both in one step, two processes that rename to one place at the same time may both be told that they did.
+    Where the file system can't do both in one step, two processes that rename to one place at the same time may both be
+    told that they did.
 
     Raises:
       FileExistsError: there is.

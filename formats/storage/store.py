@@ -32,12 +32,13 @@ class File:
     Attributes:
       name: relative to the store.
       size: in bytes.
-      version: tells its content from a later one's: its time of change in nanoseconds, its generation, the hub's name of its blob.
+      version: tells its content from a later one's: its time of change in nanoseconds, its generation, the hub's name
+        of its blob.
       updated: seconds since 1970; 0 where the store doesn't say.
       inode: of a local file, else 0.
       sha256, crc32c: of its bytes, where the store says it: in hexadecimal, in base 64.
-      changed, links: of a local file: when anything of it was last changed, in nanoseconds, which no tool sets back; and how many
-        names it has, since a further one is such a change. Else 0.
+      changed, links: of a local file: when anything of it was last changed, in nanoseconds, which no tool sets back;
+        and how many names it has, since a further one is such a change. Else 0.
       original: the version of the file that was uploaded as this one by `Store.copy`; empty for all others.
     """
 
@@ -59,7 +60,8 @@ class Store(abc.ABC):
     Attributes:
       url: absolute, without a slash at its end.
       at_a_time: small files that are worth reading at a time, since each answer takes a while.
-      held_bytes: that `read_into` takes beside the buffers which it fills, in this process, however many threads call it.
+      held_bytes: that `read_into` takes beside the buffers which it fills, in this process, however many threads call
+        it.
     """
 
     at_a_time = 8
@@ -170,7 +172,8 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def read_into(self, name: str, ranges: Iterable[ByteRange]) -> int:
-        """Fills the buffers of `ranges`. What lies close together is fetched in one request; requests are repeated where that helps.
+        """Fills the buffers of `ranges`. What lies close together is fetched in one request; requests are repeated
+        where that helps.
 
         Args:
           name: the file.
@@ -184,11 +187,14 @@ class Store(abc.ABC):
         """
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a file whole and durably: readers see all of it or what was there before. Folders below are made, but not this one."""
+        """Writes a file whole and durably: readers see all of it or what was there before. Folders below are made, but
+        not this one.
+        """
         raise StorageError(f"{self.url} can't be written to")
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a file whole unless there is one; returns whether it was this call that made it. No folder is made for it.
+        """Writes a file whole unless there is one; returns whether it was this call that made it. No folder is made for
+        it.
 
         So whoever comes too late notices that the folder is gone.
         """
@@ -211,7 +217,9 @@ class Store(abc.ABC):
         raise StorageError(f"{self.url} can't be written to")
 
     def forget(self, name: str) -> None:  # noqa: B027
-        """Asks this machine to keep nothing of the files in a folder below for later readers, if it does; they must be durable already."""
+        """Asks this machine to keep nothing of the files in a folder below for later readers, if it does; they must be
+        durable already.
+        """
 
     def kvstore(self) -> dict[str, Any]:
         """The folder as TensorStore's key-value store."""
@@ -221,7 +229,9 @@ class Store(abc.ABC):
 PIECE = 16 << 20  # bytes that a copy holds
 
 
-def stretches(store: Store, name: str, size: int, sha256: str | None = None, crc32c: str | None = None) -> Iterator[bytes]:
+def stretches(
+    store: Store, name: str, size: int, sha256: str | None = None, crc32c: str | None = None
+) -> Iterator[bytes]:
     """The bytes of a file, one piece after the other.
 
     Raises:
@@ -273,7 +283,9 @@ class Request:
 
 
 def make_requests(ranges: Iterable[ByteRange], most: int) -> Iterator[Request]:
-    """Cuts ranges into requests of at most `most` bytes; those that (nearly) adjoin go together: gaps add at most 1/64 to what is asked for."""
+    """Cuts ranges into requests of at most `most` bytes; those that (nearly) adjoin go together: gaps add at most 1/64
+    to what is asked for.
+    """
     parts: list[ByteRange] = []
     start = stop = asked = 0
     for offset, buffer in sorted(ranges, key=lambda item: item[0]):

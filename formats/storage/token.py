@@ -24,12 +24,16 @@ def token() -> str | None:
     """
     found = huggingface_hub.get_token() or (_read_secret(version) if (version := secret()) else None)
     if found and not (found.isascii() and found.isprintable()):
-        raise StorageError("HF_TOKEN, or the hub's login on this machine, has characters that no token of the hub has; was it copied with something else?")
+        raise StorageError(
+            "HF_TOKEN, or the hub's login on this machine, has characters that no token of the hub has; was it copied with something else?"
+        )
     return found
 
 
 def secret() -> str | None:
-    """The secret that holds the token, as `projects/…/secrets/…/versions/latest`: a name that may be told, unlike the token."""
+    """The secret that holds the token, as `projects/…/secrets/…/versions/latest`: a name that may be told, unlike the
+    token.
+    """
     return os.environ.get(SECRET) or None
 
 
@@ -48,7 +52,9 @@ def _read_secret(version: str) -> str:
         from google.auth.exceptions import GoogleAuthError
         from google.cloud.secretmanager import SecretManagerServiceClient
     except ImportError as e:
-        raise StorageError(f"{version}: the hub's token can't be read from Secret Manager: pip install 'weightbeam[gcp]'") from e
+        raise StorageError(
+            f"{version}: the hub's token can't be read from Secret Manager: pip install 'weightbeam[gcp]'"
+        ) from e
     stand_in = os.environ.get(EMULATOR)
     try:
         client = SecretManagerServiceClient(

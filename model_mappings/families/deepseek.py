@@ -9,8 +9,32 @@ Kimi K2.5 and K2.6 are Kimi K2 behind `language_model.`, with a vision tower tha
 says `model.language_model.` in memory, and its `save_pretrained` writes `blocks` for `layers`, the tower's word.
 """
 
-from weightbeam.model_mappings.blocks import LAYER, NORMS, common_dims, common_drops, experts, gated_mlp, is_fused, layers, text_part, tied_head, top
-from weightbeam.model_mappings.configuration import copied, count, derived, fixed, inside, number, only, real, size, unless, written
+from weightbeam.model_mappings.blocks import (
+    LAYER,
+    NORMS,
+    common_dims,
+    common_drops,
+    experts,
+    gated_mlp,
+    is_fused,
+    layers,
+    text_part,
+    tied_head,
+    top,
+)
+from weightbeam.model_mappings.configuration import (
+    copied,
+    count,
+    derived,
+    fixed,
+    inside,
+    number,
+    only,
+    real,
+    size,
+    unless,
+    written,
+)
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED, activation, architecture, eps
 from weightbeam.model_mappings.lines import experts as expert_lines

@@ -12,7 +12,16 @@ converter stacks the experts of those first, unscanned layers on the scan's axis
 checkpoint_conversion/to_maxtext.py, e591f30).
 """
 
-from weightbeam.model_mappings.blocks import beyond_vocabulary, common_drops, experts, gated_mlp, is_fused, tied_head, top, vocabulary
+from weightbeam.model_mappings.blocks import (
+    beyond_vocabulary,
+    common_drops,
+    experts,
+    gated_mlp,
+    is_fused,
+    tied_head,
+    top,
+    vocabulary,
+)
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import derived, fixed, number, only, real, size, unless
 from weightbeam.model_mappings.family import Family

@@ -5,7 +5,16 @@ query by 1/√dim (AI-Hypercomputer/maxtext, src/maxtext/models/gemma.py and
 checkpoint_conversion/standalone_scripts/convert_gemma_chkpt.py, e591f30). `to_maxtext` has no mapping for it.
 """
 
-from weightbeam.model_mappings.blocks import attention, common_dims, common_drops, gated_mlp, layers, tied_head, top, with_defaults
+from weightbeam.model_mappings.blocks import (
+    attention,
+    common_dims,
+    common_drops,
+    gated_mlp,
+    layers,
+    tied_head,
+    top,
+    with_defaults,
+)
 from weightbeam.model_mappings.configuration import Line, truth
 from weightbeam.model_mappings.families.gemma2 import padded, rows_of, vocab_of
 from weightbeam.model_mappings.family import Family

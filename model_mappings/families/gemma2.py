@@ -8,7 +8,18 @@ and layers/attentions.py, e591f30). MaxText's converter takes 1/√head_dim for 
 
 import dataclasses
 
-from weightbeam.model_mappings.blocks import attention, check_cycle, common_dims, common_drops, gated_mlp, layers, sandwich_norms, tied_head, top, with_defaults
+from weightbeam.model_mappings.blocks import (
+    attention,
+    check_cycle,
+    common_dims,
+    common_drops,
+    gated_mlp,
+    layers,
+    sandwich_norms,
+    tied_head,
+    top,
+    with_defaults,
+)
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import Line, copied, fixed, real, size, truth
 from weightbeam.model_mappings.family import Family

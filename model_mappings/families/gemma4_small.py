@@ -14,7 +14,20 @@ models/gemma4/modeling_gemma4.py, v5.23.0. The rest is as in `gemma4.py`.
 from weightbeam.model_mappings.blocks import common_drops, gated_mlp, tied_head, top
 from weightbeam.model_mappings.config import ConfigError, Layout
 from weightbeam.model_mappings.configuration import count, fixed, size, truth
-from weightbeam.model_mappings.families.gemma4 import ALIASES, AROUND, GLOBAL, HF, LAYER, LOCAL, SHARED, attention, composite, is_small, text, text_dims
+from weightbeam.model_mappings.families.gemma4 import (
+    ALIASES,
+    AROUND,
+    GLOBAL,
+    HF,
+    LAYER,
+    LOCAL,
+    SHARED,
+    attention,
+    composite,
+    is_small,
+    text,
+    text_dims,
+)
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import rule, stack

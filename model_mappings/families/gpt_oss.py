@@ -7,7 +7,18 @@ src/maxtext/models/gpt_oss.py and layers/moe.py `apply_ffn_activation`, e591f30)
 models/gpt_oss/modeling_gpt_oss.py, v5.23.0).
 """
 
-from weightbeam.model_mappings.blocks import NORMS, attention, attention_biases, check_cycle, check_whole, common_dims, common_drops, cycles, tied_head, top
+from weightbeam.model_mappings.blocks import (
+    NORMS,
+    attention,
+    attention_biases,
+    check_cycle,
+    check_whole,
+    common_dims,
+    common_drops,
+    cycles,
+    tied_head,
+    top,
+)
 from weightbeam.model_mappings.configuration import fixed, only, real, size, written
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import (

@@ -6,10 +6,29 @@ model's name or `rope_type` begins with llama3.1, else `RotaryEmbedding`). MaxTe
 with `rope_type: llama3.1`.
 """
 
-from weightbeam.model_mappings.blocks import NORMS, attention, common_dims, common_drops, gated_mlp, layers, tied_head, top
+from weightbeam.model_mappings.blocks import (
+    NORMS,
+    attention,
+    common_dims,
+    common_drops,
+    gated_mlp,
+    layers,
+    tied_head,
+    top,
+)
 from weightbeam.model_mappings.configuration import derived, unless
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.lines import CONTEXT, MLP, SIZES, TIED, activation, architecture, eps, head_dim, no_window
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
+    MLP,
+    SIZES,
+    TIED,
+    activation,
+    architecture,
+    eps,
+    head_dim,
+    no_window,
+)
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rope import is_yarn, plain_rope, rope_of
 

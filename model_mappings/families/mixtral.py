@@ -3,7 +3,17 @@
 transformers v5 says `mlp` in memory where the hub's files say `block_sparse_moe`.
 """
 
-from weightbeam.model_mappings.blocks import NORMS, attention, common_dims, common_drops, experts, is_fused, layers, tied_head, top
+from weightbeam.model_mappings.blocks import (
+    NORMS,
+    attention,
+    common_dims,
+    common_drops,
+    experts,
+    is_fused,
+    layers,
+    tied_head,
+    top,
+)
 from weightbeam.model_mappings.configuration import size
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import TIED, architecture, dense, no_window

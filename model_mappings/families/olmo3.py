@@ -5,7 +5,17 @@ all heads together, in MaxText too (AI-Hypercomputer/maxtext, src/maxtext/models
 layers/normalizations.py, e591f30). Long-context and base models, `olmo3-7b` and `olmo3-7b-pt`, differ in RoPE only.
 """
 
-from weightbeam.model_mappings.blocks import attention, check_cycle, check_whole, common_dims, common_drops, cycles, gated_mlp, tied_head, top
+from weightbeam.model_mappings.blocks import (
+    attention,
+    check_cycle,
+    check_whole,
+    common_dims,
+    common_drops,
+    cycles,
+    gated_mlp,
+    tied_head,
+    top,
+)
 from weightbeam.model_mappings.configuration import fixed, size, truth, unless
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import (

@@ -16,7 +16,17 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.configuration import derived, fixed, only, size, truth
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.lines import CONTEXT, NORM_TOPK, SIZES, TIED, activation, architecture, dense, eps, head_dim
+from weightbeam.model_mappings.lines import (
+    CONTEXT,
+    NORM_TOPK,
+    SIZES,
+    TIED,
+    activation,
+    architecture,
+    dense,
+    eps,
+    head_dim,
+)
 from weightbeam.model_mappings.lines import experts as experts_lines
 from weightbeam.model_mappings.rope import plain_rope
 from weightbeam.model_mappings.rules import rule

@@ -8,7 +8,18 @@ shapes of the files can't be used, `QWEN3_NEXT_HF_WEIGHTS_TO_SHAPE` returns noth
 head (checkpoint_conversion/utils/hf_shape.py); the sizes here are those of its parameters.
 """
 
-from weightbeam.model_mappings.blocks import check_all_moe, check_cycle, check_whole, common_drops, cycles, experts, gated_mlp, is_fused, tied_head, top
+from weightbeam.model_mappings.blocks import (
+    check_all_moe,
+    check_cycle,
+    check_whole,
+    common_drops,
+    cycles,
+    experts,
+    gated_mlp,
+    is_fused,
+    tied_head,
+    top,
+)
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import copied, derived, fixed, number, only, size, written
 from weightbeam.model_mappings.family import Family

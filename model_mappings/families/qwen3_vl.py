@@ -15,7 +15,14 @@ from weightbeam.model_mappings.lines import (
     TIED,
     architecture,
 )
-from weightbeam.model_mappings.towers import QWEN_VISION, deepstack_mergers, multimodal_rope, qwen_vision, qwen_vision_dims, whole_head
+from weightbeam.model_mappings.towers import (
+    QWEN_VISION,
+    deepstack_mergers,
+    multimodal_rope,
+    qwen_vision,
+    qwen_vision_dims,
+    whole_head,
+)
 
 HF, HF_TOWER = "model.language_model.", "model.visual."
 

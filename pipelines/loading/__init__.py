@@ -1,4 +1,5 @@
-"""Weights where a program wants them: `open` reads any box of any array as numpy, `load` puts whole trees onto a JAX mesh.
+"""Weights where a program wants them: `open` reads any box of any array as numpy, `load` puts whole trees onto a JAX
+mesh.
 
     source.py      what arrays come from
     release.py     a release, as MaxText's arrays or as it is

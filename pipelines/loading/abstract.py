@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Sharding
 
-PREFIXES = ("", f"{PREFIX}.", PARAMETERS)  # what a tree's keys may lack: nothing, TrainState's field, and the collection too
+# what a tree's keys may lack: nothing, TrainState's field, and the collection too
+PREFIXES = ("", f"{PREFIX}.", PARAMETERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +49,25 @@ class Abstract:
 
     def prefixed(self, prefix: str) -> Abstract:
         """The same with keys that begin with `prefix`."""
-        return dataclasses.replace(self, targets=tuple(dataclasses.replace(target, key=prefix + target.key) for target in self.targets))
+        return dataclasses.replace(
+            self, targets=tuple(dataclasses.replace(target, key=prefix + target.key) for target in self.targets)
+        )
 
     def renamed(self, names: Mapping[str, str]) -> Abstract:
         """The same with other keys, where there are any."""
-        return dataclasses.replace(self, targets=tuple(dataclasses.replace(target, key=names.get(target.key, target.key)) for target in self.targets))
+        return dataclasses.replace(
+            self,
+            targets=tuple(
+                dataclasses.replace(target, key=names.get(target.key, target.key)) for target in self.targets
+            ),
+        )
 
     def spelled_as(self, keys: Iterable[str]) -> Abstract:
-        """The same with keys as the arrays of a source have them, which may begin with `params.params.` where the tree's don't.
+        """The same with keys as the arrays of a source have them, which may begin with `params.params.` where the
+        tree's don't.
 
-        A tree of any kind that a checkpoint may be of (`model_mappings/trees.py`) will do: with `.value`, below `model`, `base` …
+        A tree of any kind that a checkpoint may be of (`model_mappings/trees.py`) will do: with `.value`, below
+        `model`, `base` …
         """
         known = set(keys)
         spellings = [self.prefixed(prefix) for prefix in PREFIXES]
@@ -70,8 +80,8 @@ class Abstract:
 def read_tree(tree: Any) -> Abstract:
     """What a tree of arrays, or of things with `shape` and `dtype` and perhaps a `sharding`, asks for.
 
-    The keys are the leaves' paths, dotted: of nested dicts, of Flax's modules' states and boxed variables, of a flat dict of
-    Orbax's own keys.
+    The keys are the leaves' paths, dotted: of nested dicts, of Flax's modules' states and boxed variables, of a flat
+    dict of Orbax's own keys.
     """
     import jax
 
@@ -79,17 +89,22 @@ def read_tree(tree: Any) -> Abstract:
     targets = []
     for path, leaf in leaves:
         names = [_name(entry) for entry in path]
-        if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":  # the box that Flax puts around a variable
+        # the box that Flax puts around a variable
+        if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
             names.pop()
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             leaf = np.asarray(leaf)
-        targets.append(Target(".".join(names), tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None)))
+        targets.append(
+            Target(".".join(names), tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None))
+        )
     return Abstract(tuple(targets), lambda arrays: jax.tree_util.tree_unflatten(structure, arrays))
 
 
 def _name(entry: Any) -> str:
     """One step of a leaf's path, of whatever kind JAX or Flax makes it."""
-    return str(next(value for attribute in ("key", "name", "idx") if (value := getattr(entry, attribute, None)) is not None))
+    return str(
+        next(value for attribute in ("key", "name", "idx") if (value := getattr(entry, attribute, None)) is not None)
+    )
 
 
 def every_parameter(arrays: Mapping[str, Described]) -> Abstract:
@@ -97,7 +112,9 @@ def every_parameter(arrays: Mapping[str, Described]) -> Abstract:
     import jax
 
     keys = [key for key in arrays if key.startswith(f"{PREFIX}.")] or list(arrays)
-    targets = [Target(key, arrays[key].shape, np.dtype(jax.dtypes.canonicalize_dtype(arrays[key].dtype)), None) for key in keys]
+    targets = [
+        Target(key, arrays[key].shape, np.dtype(jax.dtypes.canonicalize_dtype(arrays[key].dtype)), None) for key in keys
+    ]
 
     def build(made: Sequence[jax.Array]) -> Any:
         tree: dict[str, Any] = {}
@@ -121,9 +138,15 @@ def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Prob
             problems.append(_problem("missing", target.key, "the tree asks for it, the source doesn't have it"))
             continue
         if array.shape != target.shape:
-            problems.append(_problem("shape", target.key, f"the tree asks for {target.shape}, the source makes {array.shape}"))
+            problems.append(
+                _problem("shape", target.key, f"the tree asks for {target.shape}, the source makes {array.shape}")
+            )
         if is_float(array.dtype) != is_float(target.dtype):
-            problems.append(_problem("dtype", target.key, f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}"))
+            problems.append(
+                _problem(
+                    "dtype", target.key, f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}"
+                )
+            )
         if target.sharding is None:
             why = "no sharding: give the tree's leaves one, or name a mesh"
             if not array.has_axes:

@@ -1,7 +1,8 @@
 """Several processes: they all run the same programs in the same order, and an error of one of them is an error of all.
 
-A process whose reading failed goes on with empty buffers, so that nobody waits for it in an exchange. With each step goes a vote, a
-number of each device, whose largest every process sees a few steps later, all at the same step; then all of them stop.
+A process whose reading failed goes on with empty buffers, so that nobody waits for it in an exchange. With each step
+goes a vote, a number of each device, whose largest every process sees a few steps later, all at the same step; then all
+of them stop.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -33,7 +34,9 @@ def _largest(devices: tuple[jax.Device, ...]) -> tuple[NamedSharding, Callable[[
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(np.array(devices, dtype=object), ("device",))
-    return NamedSharding(mesh, PartitionSpec("device")), jax.jit(lambda votes: votes.max(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return NamedSharding(mesh, PartitionSpec("device")), jax.jit(
+        lambda votes: votes.max(), out_shardings=NamedSharding(mesh, PartitionSpec())
+    )
 
 
 class Agreement:

@@ -21,7 +21,8 @@ from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
 class Orbax:
     """An Orbax checkpoint.
 
-    Whatever wrote it, its weights have MaxText's names (`model_mappings/trees.py`); all else, such as an optimizer's state, has its own.
+    Whatever wrote it, its weights have MaxText's names (`model_mappings/trees.py`); all else, such as an optimizer's
+    state, has its own.
 
     Raises:
       StorageError: it can't be opened, or is of a kind whose weights aren't plain arrays.
@@ -33,7 +34,9 @@ class Orbax:
         names = {} if as_is else _names(items)
         self._stores = {names.get(key, key): store for key, store in opened.items()}
         axes = record_of(items).get("axes", {})
-        self.arrays: Mapping[str, Described] = {key: self._described(store, axes.get(key)) for key, store in self._stores.items()}
+        self.arrays: Mapping[str, Described] = {
+            key: self._described(store, axes.get(key)) for key, store in self._stores.items()
+        }
 
     @staticmethod
     def _described(store: ts.TensorStore, axes: Sequence[str | None] | None) -> Described:
@@ -45,10 +48,15 @@ class Orbax:
         element = 3 * dtype.itemsize  # a chunk as it is stored, decoded, and what is made
         return Described(shape, dtype, names, None, order, chunk, element, has_axes=known)
 
-    def make(self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None) -> tuple[list[np.ndarray], int]:
+    def make(
+        self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None
+    ) -> tuple[list[np.ndarray], int]:
         makers = list(results or [empty] * len(wanted))
         plain = [self.arrays[want.key].dtype == want.dtype for want in wanted]
-        made = [(maker if same else empty)(extent(want.box), self.arrays[want.key].dtype) for want, maker, same in zip(wanted, makers, plain, strict=True)]
+        made = [
+            (maker if same else empty)(extent(want.box), self.arrays[want.key].dtype)
+            for want, maker, same in zip(wanted, makers, plain, strict=True)
+        ]
         reads = [self._read(key, box, into) for (key, box, *_), into in zip(wanted, made, strict=True)]
         try:
             for read in reads:
@@ -71,9 +79,17 @@ class Orbax:
         chunks = set()
         for box in boxes:
             if volume(box):
-                touched = [range(start // step, -(-stop // step)) for (start, stop), step in zip(box, array.grain, strict=True)]
+                touched = [
+                    range(start // step, -(-stop // step)) for (start, stop), step in zip(box, array.grain, strict=True)
+                ]
                 chunks |= set(itertools.product(*touched))
-        sizes = (tuple((at * step, min((at + 1) * step, size)) for at, step, size in zip(chunk, array.grain, array.shape, strict=True)) for chunk in chunks)
+        sizes = (
+            tuple(
+                (at * step, min((at + 1) * step, size))
+                for at, step, size in zip(chunk, array.grain, array.shape, strict=True)
+            )
+            for chunk in chunks
+        )
         return Cost(sum(map(volume, sizes)) * array.dtype.itemsize, len(chunks))
 
     def stacked(self, key: str) -> tuple[int, ...]:
@@ -88,5 +104,7 @@ def _names(items: Store) -> dict[str, str]:
     try:
         tree = recognise(leaves(json.loads(items.read(METADATA))))
     except TreeError as e:
-        raise StorageError(f"{items}: {e}; weightbeam.open(…, as_is=True) opens its arrays under their own names") from e
+        raise StorageError(
+            f"{items}: {e}; weightbeam.open(…, as_is=True) opens its arrays under their own names"
+        ) from e
     return {key: name for name, key in tree.weights.items()}

@@ -2,9 +2,9 @@
 
     value = float32(code) · scale, rounded once to the array's dtype
 
-The host copies codes in the order of their tensors: the axes that select a tensor first, then the tensor's own. The device scales
-them, and puts the axes into the array's order (`decoding.py`). A scale belongs to a block of a tensor. In the array that is a run of
-each axis, so that one scale is sent for each of these:
+The host copies codes in the order of their tensors: the axes that select a tensor first, then the tensor's own. The
+device scales them, and puts the axes into the array's order (`decoding.py`). A scale belongs to a block of a tensor. In
+the array that is a run of each axis, so that one scale is sent for each of these:
 
     tensor (heads · dim, embed)           heads = 4, dim = 192; a scale for each 128 × 128
     array  (embed, layers, heads, dim)    runs of 128, 1, 1 and 64 elements: a block's edge may be in the middle of a head
@@ -33,7 +33,8 @@ from weightbeam.transforms.stack import stack
 from weightbeam.transforms.units import Fetch
 
 CODE = "float8_e4m3fn"  # it has no infinities, of which a scale of 0 makes another NaN on each kind of processor
-SMALLEST = 2.0**-117  # of it and the smallest code, 2 ** -9, comes the smallest normal float32; CPUs and TPUs take a smaller one for 0
+# of it and the smallest code, 2 ** -9, comes the smallest normal float32; CPUs and TPUs take a smaller one for 0
+SMALLEST = 2.0**-117
 MIN_ELEMENTS = 32  # that have one scale: with fewer of them scales add more than an eighth to the codes' bytes
 
 
@@ -69,7 +70,8 @@ class Field(NamedTuple):
 
     Attributes:
       runs: elements along each axis of the array that have one scale.
-      blocks: for each axis of the tensor the numbers of its blocks, one for each run, to be broadcast against each other.
+      blocks: for each axis of the tensor the numbers of its blocks, one for each run, to be broadcast against each
+        other.
     """
 
     runs: tuple[int, ...]
@@ -84,12 +86,16 @@ class CodedRelease(Release):
         self.coded = {array.key: array for array in conversion.plan.arrays if _is_coded(array, conversion.encodings)}
         self._fields: dict[tuple[str, Box], Field] = {}
 
-    def make(self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None) -> tuple[list[np.ndarray | Coded], int]:
+    def make(
+        self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None
+    ) -> tuple[list[np.ndarray | Coded], int]:
         numbers = [number for number, want in enumerate(wanted) if self.form_of(want)]
         made, nbytes = self._make_coded([wanted[number] for number in numbers], empty)
         coded = {number: each for number, each in zip(numbers, made, strict=True) if each}
         left = [number for number in range(len(wanted)) if number not in coded]
-        values, more = super().make([wanted[number] for number in left], empty, results and [results[number] for number in left])
+        values, more = super().make(
+            [wanted[number] for number in left], empty, results and [results[number] for number in left]
+        )
         together = coded | dict(zip(left, values, strict=True))
         return [together[number] for number in range(len(wanted))], nbytes + more
 
@@ -100,12 +106,16 @@ class CodedRelease(Release):
         part, runs, sizes = self.coded[want.key].parts[0], self._field(want.key, want.box).runs, extent(want.box)
         if math.prod(runs) < MIN_ELEMENTS:
             return None
-        axes = sorted(range(len(sizes)), key=lambda axis: min((factor.which for factor in _free(part, axis)), default=-1))
+        axes = sorted(
+            range(len(sizes)), key=lambda axis: min((factor.which for factor in _free(part, axis)), default=-1)
+        )
         order = tuple(axes.index(axis) for axis in range(len(sizes)))
         return Form(tuple(sizes[axis] for axis in axes), tuple(sizes[axis] // runs[axis] for axis in axes), order)
 
     def _make_coded(self, wanted: Sequence[Wanted], empty: Allocate) -> tuple[list[Coded | None], int]:
-        """Boxes in arrays that `empty` makes; None where a scale is so small that a device may make 0 of what it scales."""
+        """Boxes in arrays that `empty` makes; None where a scale is so small that a device may make 0 of what it
+        scales.
+        """
         fetches, jobs = plan_boxes([(self.coded[want.key], want.box) for want in wanted], self.conversion.encodings)
         stored, nbytes = read(fetches, empty)
         codes = [arrays[0].view(np.uint8) for arrays in stored]
@@ -115,11 +125,17 @@ class CodedRelease(Release):
             assert form is not None
             coded = Coded(empty(form.codes, np.dtype(np.uint8)), np.empty(form.scales, np.float32), form)
             into, scales = coded.codes.transpose(form.order), coded.scales.transpose(form.order)
-            _arrange_scales(job, self.coded[want.key].parts[0], self._field(want.key, want.box), fetches, stored, scales)
+            _arrange_scales(
+                job, self.coded[want.key].parts[0], self._field(want.key, want.box), fetches, stored, scales
+            )
             if ((np.abs(scales) < SMALLEST) & (scales != 0)).any():
                 made.append(None)
                 continue
-            stack(dataclasses.replace(job, dtype=into.dtype), arrange(fetches, codes, job.pieces), lambda shape, _, into=into: into.reshape(shape, copy=False))
+            stack(
+                dataclasses.replace(job, dtype=into.dtype),
+                arrange(fetches, codes, job.pieces),
+                lambda shape, _, into=into: into.reshape(shape, copy=False),
+            )
             made.append(coded)
         return made, nbytes
 
@@ -138,7 +154,9 @@ def _free(part: Part, axis: int) -> list:
 
 
 def _is_coded(array: Array, encodings: Mapping[str, Encoding]) -> bool:
-    """Whether it is plain FP8 in tensors that are alike, and each of its axes belongs to one axis of theirs, or selects one of them."""
+    """Whether it is plain FP8 in tensors that are alike, and each of its axes belongs to one axis of theirs, or selects
+    one of them.
+    """
     part = array.parts[0]
     if len(array.parts) > 1 or array.fill is not None or part.rule.ops or not part.tensors:
         return False
@@ -156,14 +174,18 @@ def _sizes(encoding: Encoding) -> tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
 def _find_field(part: Part, encoding: Encoding, box: Box) -> Field:
-    """How blocks lie in a box of one tensor: the relation, applied to the numbers of the tensor's rows, and of its columns."""
+    """How blocks lie in a box of one tensor: the relation, applied to the numbers of the tensor's rows, and of its
+    columns.
+    """
     assert isinstance(encoding, Scaled)
     runs, blocks = [1] * len(box), []
     for tensor_axis, size in enumerate(encoding.block):
         mine = part.axes_of(tensor_axis)
         narrow = tuple(span if axis in mine else (span[0], span[0] + 1) for axis, span in enumerate(box))
         line = np.arange(encoding.shape[tensor_axis], dtype=np.int32) // size
-        numbers = np.broadcast_to(line.reshape([-1 if axis == tensor_axis else 1 for axis in range(len(encoding.shape))]), encoding.shape)
+        numbers = np.broadcast_to(
+            line.reshape([-1 if axis == tensor_axis else 1 for axis in range(len(encoding.shape))]), encoding.shape
+        )
         pieces = [piece for cell in part.cells(narrow) for piece in cell.pieces(narrow)]
         views = [(piece, piece.source.of(numbers, (0,) * numbers.ndim).transpose(piece.order)) for piece in pieces]
         found = stack(BoxJob(narrow, line.dtype, None, ()), views).reshape(extent(narrow))
@@ -180,7 +202,14 @@ def _run(numbers: np.ndarray) -> int:
     return int(np.gcd.reduce(np.array([len(numbers), *changes])))
 
 
-def _arrange_scales(job: BoxJob, part: Part, field: Field, fetches: Sequence[Fetch], stored: Sequence[list[np.ndarray]], scales: np.ndarray) -> None:
+def _arrange_scales(
+    job: BoxJob,
+    part: Part,
+    field: Field,
+    fetches: Sequence[Fetch],
+    stored: Sequence[list[np.ndarray]],
+    scales: np.ndarray,
+) -> None:
     """Fills `scales`, one for each run of a box.
 
     Raises:
@@ -190,7 +219,10 @@ def _arrange_scales(job: BoxJob, part: Part, field: Field, fetches: Sequence[Fet
     for number, piece in job.pieces:
         encoding, box = fetches[number].encoding, fetches[number].box
         assert isinstance(encoding, Scaled)
-        place = tuple(span if axis in part.stack_axes else whole for axis, (span, whole) in enumerate(zip(piece.target.box, job.box, strict=True)))
+        place = tuple(
+            span if axis in part.stack_axes else whole
+            for axis, (span, whole) in enumerate(zip(piece.target.box, job.box, strict=True))
+        )
         matrix = matrices.setdefault(place, np.zeros(encoding.scale.shape, np.float32))
         matrix[tuple(slice(*span) for span in encoding.reads(box)[1].box)] = finite(stored[number][1], encoding.scale)
     for place, matrix in matrices.items():

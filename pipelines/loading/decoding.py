@@ -24,11 +24,16 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
 Devices = tuple["jax.Device", ...]
-_locks: defaultdict[tuple, threading.Lock] = defaultdict(threading.Lock)  # one for each program, which is compiled by whoever needs it first
+# one for each program, which is compiled by whoever needs it first
+_locks: defaultdict[tuple, threading.Lock] = defaultdict(threading.Lock)
 
 
-def decoded(shares: Mapping[jax.Device, np.ndarray | Coded], dtype: np.dtype, made: np.dtype) -> dict[jax.Device, np.ndarray | jax.Array]:
-    """Shares for devices of this process, with values of `dtype` in place of codes, as arrays of `made`: of `dtype`, or of its bits."""
+def decoded(
+    shares: Mapping[jax.Device, np.ndarray | Coded], dtype: np.dtype, made: np.dtype
+) -> dict[jax.Device, np.ndarray | jax.Array]:
+    """Shares for devices of this process, with values of `dtype` in place of codes, as arrays of `made`: of `dtype`, or
+    of its bits.
+    """
     coded = {device: share for device, share in shares.items() if isinstance(share, Coded)}
     values: dict[jax.Device, jax.Array] = {}
     for form, devices in alike({device: share.form for device, share in coded.items()}).items():
@@ -42,11 +47,15 @@ def decoded(shares: Mapping[jax.Device, np.ndarray | Coded], dtype: np.dtype, ma
 
 def alike(forms: Mapping[jax.Device, Form]) -> dict[Form, Devices]:
     """The devices whose shares one program decodes."""
-    return {form: tuple(device for device, its in forms.items() if its == form) for form in dict.fromkeys(forms.values())}
+    return {
+        form: tuple(device for device, its in forms.items() if its == form) for form in dict.fromkeys(forms.values())
+    }
 
 
 def compile_program(devices: Devices, form: Form, dtype: np.dtype, made: np.dtype) -> jax.stages.Compiled:
-    """The program for shares of a form: codes and scales in, `made` out. It is compiled once, whichever threads ask for it."""
+    """The program for shares of a form: codes and scales in, `made` out. It is compiled once, whichever threads ask for
+    it.
+    """
     with _locks[devices, form, dtype, made]:
         return _compile(devices, form, dtype, made)
 
@@ -71,8 +80,14 @@ def _compile(devices: Devices, form: Form, dtype: np.dtype, made: np.dtype) -> j
 
     along = _along(devices)
     arguments = [(form.codes, np.uint8), (form.scales, np.float32)]
-    shapes = [jax.ShapeDtypeStruct((len(devices) * first, *rest), kind, sharding=along) for (first, *rest), kind in arguments]
-    return jax.jit(jax.shard_map(decode, mesh=along.mesh, in_specs=along.spec, out_specs=along.spec)).lower(*shapes).compile()
+    shapes = [
+        jax.ShapeDtypeStruct((len(devices) * first, *rest), kind, sharding=along) for (first, *rest), kind in arguments
+    ]
+    return (
+        jax.jit(jax.shard_map(decode, mesh=along.mesh, in_specs=along.spec, out_specs=along.spec))
+        .lower(*shapes)
+        .compile()
+    )
 
 
 def _along(devices: Devices) -> NamedSharding:
@@ -86,7 +101,9 @@ def _side_by_side(parts: Sequence[np.ndarray], devices: Devices, along: NamedSha
     import jax
 
     first, *rest = parts[0].shape
-    return jax.make_array_from_single_device_arrays((len(parts) * first, *rest), along, jax.device_put(list(parts), list(devices)))
+    return jax.make_array_from_single_device_arrays(
+        (len(parts) * first, *rest), along, jax.device_put(list(parts), list(devices))
+    )
 
 
 def on_host(codes: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -97,7 +114,8 @@ def on_host(codes: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndarra
 
 
 def check_devices(wanted: Iterable[tuple[Devices, np.dtype]]) -> None:
-    """Tries every code with scales of every size, and of them the least and the largest, on the devices of this process.
+    """Tries every code with scales of every size, and of them the least and the largest, on the devices of this
+    process.
 
     Raises:
       RefusedError: a device makes other bits of one than the host.
@@ -118,6 +136,8 @@ def _have_hosts_bits(devices: Devices, dtype: np.dtype) -> bool:
     sizes = [0, SMALLEST, 1, np.finfo(np.float32).max, *np.exp2(rng.uniform(np.log2(SMALLEST), 128, 1020))]
     scales = np.array([*sizes, *(-size for size in sizes)], np.float32)[:, np.newaxis]
     codes = np.tile(np.arange(256, dtype=np.uint8), (len(scales), 1))
-    made = decoded(dict.fromkeys(devices, Coded(codes, scales, Form(codes.shape, scales.shape, (0, 1)))), dtype, bits(dtype))
+    made = decoded(
+        dict.fromkeys(devices, Coded(codes, scales, Form(codes.shape, scales.shape, (0, 1)))), dtype, bits(dtype)
+    )
     wanted = on_host(codes, scales, dtype).view(bits(dtype))
     return all(np.array_equal(np.asarray(values), wanted) for values in made.values())

@@ -1,15 +1,17 @@
-"""How slices travel between devices: one axis of the mesh at a time, so that no device ever holds more than its share. Integers only.
+"""How slices travel between devices: one axis of the mesh at a time, so that no device ever holds more than its share.
+Integers only.
 
-A device that has read rows of an array wants columns of it. XLA finds a good way between two shardings in simple cases; in others it
-gathers the whole array on each device first ("involuntary full rematerialization"). So it is told the way, in steps that it knows:
+A device that has read rows of an array wants columns of it. XLA finds a good way between two shardings in simple cases;
+in others it gathers the whole array on each device first ("involuntary full rematerialization"). So it is told the way,
+in steps that it knows:
 
     rows cut by x, then y      the slices as they were read
     rows by x, columns by y    an all-to-all among the devices of one x
 
-The devices are numbered as the target's shards are. A *digit* is a factor of that number, `fsdp=4,tensor=2` are two; a sharding says
-which digits cut which axis of the array, the slowest first. A step takes the fastest digit of an axis and puts it behind those of another
-one (an all-to-all), takes it away (replicas gather), cuts by one that cut nothing yet (nothing moves), or renumbers the slices along an
-axis (each device sends its slice to another one).
+The devices are numbered as the target's shards are. A *digit* is a factor of that number, `fsdp=4,tensor=2` are two; a
+sharding says which digits cut which axis of the array, the slowest first. A step takes the fastest digit of an axis and
+puts it behind those of another one (an all-to-all), takes it away (replicas gather), cuts by one that cut nothing yet
+(nothing moves), or renumbers the slices along an axis (each device sends its slice to another one).
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ class Route:
 
 @functools.cache
 def find_route(ways: tuple[int, ...], counts: tuple[int, ...], devices: int) -> Route | None:
-    """The way from an array cut into `ways` slices to one cut into `counts` shards, over so many devices numbered in C order of either.
+    """The way from an array cut into `ways` slices to one cut into `counts` shards, over so many devices numbered in C
+    order of either.
 
-    Devices that are left over share a slice, or hold replicas of a shard. Where two axes wait for each other XLA has to find the last step.
-    None where the two cut the devices into groups that don't lie within each other, such as 2 × 3 and 3 × 2.
+    Devices that are left over share a slice, or hold replicas of a shard. Where two axes wait for each other XLA has to
+    find the last step. None where the two cut the devices into groups that don't lie within each other, such as 2 × 3
+    and 3 × 2.
     """
     bounds = sorted({*_bounds(ways, devices), *_bounds(counts, devices)}, reverse=True)
     if any(before % after for before, after in itertools.pairwise(bounds)):
@@ -55,7 +59,9 @@ def find_route(ways: tuple[int, ...], counts: tuple[int, ...], devices: int) -> 
     steps = [_freeze(state)]
 
     def place(digit: int, in_turn: bool) -> bool:
-        """Puts a digit behind those of its axis, where it may join them: next to its neighbour if it has to be in turn, else behind any of them."""
+        """Puts a digit behind those of its axis, where it may join them: next to its neighbour if it has to be in turn,
+        else behind any of them.
+        """
         axis = target[digit]
         if axis is None:  # replicas: the devices gather
             return True
@@ -101,7 +107,8 @@ def _holders(parts: Sequence[int], bounds: Sequence[int], devices: int) -> list[
     """For each digit the axis that it cuts; None for one that cuts none."""
     held = _bounds(parts, devices)
     return [
-        next((axis for axis in range(len(parts)) if held[axis] >= before and after >= held[axis + 1]), None) for before, after in itertools.pairwise(bounds)
+        next((axis for axis in range(len(parts)) if held[axis] >= before and after >= held[axis + 1]), None)
+        for before, after in itertools.pairwise(bounds)
     ]
 
 

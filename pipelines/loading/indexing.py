@@ -10,10 +10,11 @@ from weightbeam.model_mappings.boxes import Box
 
 
 def find_box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[slice | int | None, ...]]:
-    """The smallest box that holds what `array[index]` selects of an array of this shape, and the index into the box that selects it.
+    """The smallest box that holds what `array[index]` selects of an array of this shape, and the index into the box
+    that selects it.
 
-    `array[3, ..., ::-2]` of shape (5, 4, 6) is `box[0, :, ::-2]` of the box ((3, 4), (0, 4), (1, 6)). Basic indexing only:
-    integers, slices, `...` and `None`.
+    `array[3, ..., ::-2]` of shape (5, 4, 6) is `box[0, :, ::-2]` of the box ((3, 4), (0, 4), (1, 6)). Basic indexing
+    only: integers, slices, `...` and `None`.
 
     Raises:
       IndexError: an integer is out of range, there are too many indices, or one is of another kind.

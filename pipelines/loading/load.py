@@ -1,7 +1,7 @@
 """`weightbeam.load`: a release or a checkpoint onto the devices of a JAX mesh, without a conversion between.
 
-The plan is the converter's, and so are the bits. Reading runs ahead of the devices in a few threads, each with a buffer of its own
-that the next step uses again.
+The plan is the converter's, and so are the bits. Reading runs ahead of the devices in a few threads, each with a buffer
+of its own that the next step uses again.
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -29,7 +29,17 @@ from weightbeam.pipelines.loading.mesh import layout_of, named_sharding, open_me
 from weightbeam.pipelines.loading.opening import choose, find_source
 from weightbeam.pipelines.loading.placing import bits, empty_arrays, exchange, place, settle
 from weightbeam.pipelines.loading.release import Release
-from weightbeam.pipelines.loading.schedule import MAX_READERS, MIN_REMOTE_RUN, MIN_RUN, ON_THE_WAY, UNIT_BYTES, Block, Layout, Step, make_steps
+from weightbeam.pipelines.loading.schedule import (
+    MAX_READERS,
+    MIN_REMOTE_RUN,
+    MIN_RUN,
+    ON_THE_WAY,
+    UNIT_BYTES,
+    Block,
+    Layout,
+    Step,
+    make_steps,
+)
 from weightbeam.pipelines.loading.scratch import Scratch, aligned_empty
 from weightbeam.pipelines.loading.source import Source, Wanted
 from weightbeam.pipelines.prepare import describe
@@ -44,34 +54,47 @@ if TYPE_CHECKING:
 HOST, DEVICE = "host", "device"  # where codes become values
 
 
-def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_bytes: int = UNIT_BYTES, dequantize: str = HOST, **options: Any) -> Any:
+def load(
+    source: str,
+    like: Any = None,
+    *,
+    mesh: Mesh | str | None = None,
+    unit_bytes: int = UNIT_BYTES,
+    dequantize: str = HOST,
+    **options: Any,
+) -> Any:
     """Loads a release or an Orbax checkpoint as a tree of `jax.Array`s.
 
     >>> params = weightbeam.load("hf://Qwen/Qwen3-8B", like=abstract_params)
     >>> params = weightbeam.load("hf://Qwen/Qwen3-8B", mesh="fsdp=8")
 
-    The bits are those that a conversion to the same dtypes would store. Each process calls it with the same arguments; each byte
-    of the source is read once, by one of them, wherever the arrays are large.
+    The bits are those that a conversion to the same dtypes would store. Each process calls it with the same arguments;
+    each byte of the source is read once, by one of them, wherever the arrays are large.
 
     Args:
       source: a folder, `gs://…`, or `hf://org/name[@revision]`; of an Orbax checkpoint its root, a step, or the item.
-      like: what to load: MaxText's parameters as Linen's collection, an `nnx.State`, nested dicts, or a flat dict of Orbax's keys,
-        with leaves that have `shape`, `dtype` and `sharding`. Without it all parameters, as nested dicts.
-      mesh: shards the leaves that have no sharding, by MaxText's logical axis rules: a `jax.sharding.Mesh`, or `"fsdp=4,tensor=2"`
-        for all devices.
+      like: what to load: MaxText's parameters as Linen's collection, an `nnx.State`, nested dicts, or a flat dict of
+        Orbax's keys, with leaves that have `shape`, `dtype` and `sharding`. Without it all parameters, as nested dicts.
+      mesh: shards the leaves that have no sharding, by MaxText's logical axis rules: a `jax.sharding.Mesh`, or
+        `"fsdp=4,tensor=2"` for all devices.
       unit_bytes: memory for a step; up to eight of them are there at a time, on a host of six cores or more.
       dequantize: where codes become values: on the `host`, or plain FP8 on the `device`, which then has the same bits.
-      options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`, `maxtext_model` …; `lora`
-        merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
+      options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`,
+        `maxtext_model` …; `lora` merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
 
     Raises:
-      RefusedError: before anything is read: there is no such source, or problems stand against it or against `like`: all of them.
+      RefusedError: before anything is read: there is no such source, or problems stand against it or against `like`:
+        all of them.
       FailedError: on the way: a file can't be read, or another process failed.
     """
     if dequantize not in (HOST, DEVICE):
-        raise RefusedError(f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}")
+        raise RefusedError(
+            f"dequantize={dequantize}: quantised weights are decoded on the {HOST}, or plain FP8 on the {DEVICE}"
+        )
     if like is None and mesh is None:
-        raise RefusedError("like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie")
+        raise RefusedError(
+            "like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie"
+        )
     asked = read_tree(like) if like is not None else None
     opened, chosen = _open(source, asked, options)
     abstract = every_parameter(opened.arrays) if asked is None else asked.spelled_as(opened.arrays)
@@ -86,7 +109,9 @@ def load(source: str, like: Any = None, *, mesh: Mesh | str | None = None, unit_
 
 
 def _open(source: str, asked: Abstract | None, given: Mapping[str, Any]) -> tuple[Source, Options]:
-    """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its vocabulary, its parts."""
+    """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its
+    vocabulary, its parts.
+    """
     if asked is None:
         chosen = choose(given)
         return find_source(source, chosen), chosen
@@ -121,13 +146,19 @@ def _shard(abstract: Abstract, source: Source, mesh: Mesh, rules: Any) -> Abstra
     targets = []
     for target in abstract.targets:
         array = source.arrays.get(target.key)
-        if target.sharding is None and array is not None and array.shape == target.shape and (array.has_axes or mesh.size == 1 or len(array.shape) < 2):
+        if (
+            target.sharding is None
+            and array is not None
+            and array.shape == target.shape
+            and (array.has_axes or mesh.size == 1 or len(array.shape) < 2)
+        ):
             target = dataclasses.replace(target, sharding=named_sharding(target.shape, array.axes, mesh, rules))
         targets.append(target)
     return dataclasses.replace(abstract, targets=tuple(targets))
 
 
-Shares = list[dict["jax.Device", np.ndarray | Coded]]  # of a step, as they were read: for each block what its devices get
+# of a step, as they were read: for each block what its devices get
+Shares = list[dict["jax.Device", np.ndarray | Coded]]
 
 
 class Loading:
@@ -172,7 +203,11 @@ class Loading:
         except jax.errors.JaxRuntimeError as e:
             raise self._lost(e) from e
         dtypes = {key: target.dtype for key, target in self.targets.items()}
-        settled = settle(arrays, dtypes, {key: target.sharding for key, target in self.targets.items() if target.sharding is not None})
+        settled = settle(
+            arrays,
+            dtypes,
+            {key: target.sharding for key, target in self.targets.items() if target.sharding is not None},
+        )
         return [settled[key] for key in self.targets]
 
     def _lost(self, error: Exception) -> Exception:
@@ -180,14 +215,21 @@ class Loading:
 
         if jax.process_count() == 1:
             return error
-        return FailedError(f"the exchange with the other {jax.process_count() - 1} processes failed; one of them may have stopped: {error}")
+        return FailedError(
+            f"the exchange with the other {jax.process_count() - 1} processes failed; one of them may have stopped: {error}"
+        )
 
     def _run(self) -> dict[str, jax.Array]:
         import jax
 
         agreement = Agreement()
         partial = list(dict.fromkeys(block.key for step in self.steps for block in step.blocks if not block.is_whole))
-        empty = empty_arrays([(self.targets[key].shape, bits(self.targets[key].dtype), self.devices[key], self.layouts[key].counts) for key in partial])
+        empty = empty_arrays(
+            [
+                (self.targets[key].shape, bits(self.targets[key].dtype), self.devices[key], self.layouts[key].counts)
+                for key in partial
+            ]
+        )
         arrays = dict(zip(partial, empty, strict=True))
         readers = min(MAX_READERS, max(2, cores()))
         free = [Scratch() for _ in range(readers + ON_THE_WAY)]
@@ -214,7 +256,8 @@ class Loading:
                 busy.append((scratch, step))
                 if len(busy) == ON_THE_WAY:
                     scratch, step = busy.popleft()
-                    jax.block_until_ready([arrays[block.key] for block in step.blocks])  # the devices have what lies in its buffer
+                    # the devices have what lies in its buffer
+                    jax.block_until_ready([arrays[block.key] for block in step.blocks])
                     scratch.reset()
                     free.append(scratch)
             agreement.settle()
@@ -255,18 +298,26 @@ class Loading:
         for block in (block for step in self.steps for block in step.blocks if block.key in self.source.coded):
             forms = {}
             for share in block.shares(self.process):
-                if share.is_one_box and (form := self.source.form_of(Wanted(block.key, share.parts[0][1], self.targets[block.key].dtype, alone=True))):
+                if share.is_one_box and (
+                    form := self.source.form_of(
+                        Wanted(block.key, share.parts[0][1], self.targets[block.key].dtype, alone=True)
+                    )
+                ):
                     forms |= {self.devices[block.key][device]: form for device in share.devices}
             wanted |= {(devices, form, *self._dtypes(block)): None for form, devices in alike(forms).items()}
         return list(wanted)
 
     def _dtypes(self, block: Block) -> tuple[np.dtype, np.dtype]:
-        """Of a block's values, and of what devices make of codes: of these, or of their bits where the block is moved further."""
+        """Of a block's values, and of what devices make of codes: of these, or of their bits where the block is moved
+        further.
+        """
         dtype = self.targets[block.key].dtype
         return dtype, dtype if block.is_whole_direct else bits(dtype)
 
     @staticmethod
-    def _joined(shape: tuple[int, ...], parts: Sequence[tuple[Any, Any]], dtype: np.dtype, scratch: Scratch) -> np.ndarray | Coded:
+    def _joined(
+        shape: tuple[int, ...], parts: Sequence[tuple[Any, Any]], dtype: np.dtype, scratch: Scratch
+    ) -> np.ndarray | Coded:
         """A share of its parts; one that is the whole of it as it is."""
         if len(parts) == 1 and parts[0][1].shape == shape:
             return parts[0][1]
@@ -277,7 +328,9 @@ class Loading:
             joined[tuple(slice(*span) for span in box)] = values
         return joined
 
-    def _place(self, arrays: dict[str, jax.Array], step: Step, shares: Sequence[Mapping[jax.Device, np.ndarray | Coded]]) -> None:
+    def _place(
+        self, arrays: dict[str, jax.Array], step: Step, shares: Sequence[Mapping[jax.Device, np.ndarray | Coded]]
+    ) -> None:
         """Puts what was read for a step onto the devices; arrays that are exchanged whole all together."""
         whole: dict[tuple[jax.Device, ...], list[tuple[Block, Mapping[jax.Device, np.ndarray | jax.Array]]]] = {}
         for block, read in zip(step.blocks, shares, strict=True):
@@ -285,7 +338,9 @@ class Loading:
             if block.is_whole_exchange:
                 whole.setdefault(self.devices[block.key], []).append((block, mine))
             else:
-                arrays[block.key] = place(arrays.get(block.key), block, self.devices[block.key], mine, self.targets[block.key].dtype)
+                arrays[block.key] = place(
+                    arrays.get(block.key), block, self.devices[block.key], mine, self.targets[block.key].dtype
+                )
         for devices, together in whole.items():
             blocks, mine = zip(*together, strict=True)
             made = exchange(blocks, devices, mine, [self.targets[block.key].dtype for block in blocks])

@@ -28,7 +28,9 @@ def install() -> None:
     try:
         module = importlib.import_module(MODULE)
     except ImportError as e:
-        raise Refused(f"{MODULE} can't be imported: {e}; weightbeam.maxtext.install() is for an environment that has MaxText") from e
+        raise Refused(
+            f"{MODULE} can't be imported: {e}; weightbeam.maxtext.install() is for an environment that has MaxText"
+        ) from e
     if not hasattr(module, FUNCTION):
         raise Refused(f"{MODULE} has no {FUNCTION}: this version of MaxText loads safetensors in another way")
     setattr(module, FUNCTION, load_safetensors_dynamic_state)
@@ -51,7 +53,11 @@ def load_safetensors_dynamic_state(path: str, abstract_params: Any, maxtext_conf
     like = abstract_params.to_pure_dict() if hasattr(abstract_params, "to_pure_dict") else abstract_params
     if access := getattr(maxtext_config, "hf_access_token", None):
         os.environ.setdefault("HF_TOKEN", access)
-    options = {name: getattr(maxtext_config, name) for name in ("scan_layers", "param_scan_axis") if getattr(maxtext_config, name, None) is not None}
+    options = {
+        name: getattr(maxtext_config, name)
+        for name in ("scan_layers", "param_scan_axis")
+        if getattr(maxtext_config, name, None) is not None
+    }
     if (name := getattr(maxtext_config, "model_name", UNNAMED)) != UNNAMED:
         options["maxtext_model"] = name
     tree = load(_source(path), like, **options)

@@ -43,7 +43,8 @@ def open_mesh(mesh: Mesh | str, rules: Rules) -> Mesh:
 
 
 def named_sharding(shape: Sequence[int], names: Sequence[str | None], mesh: Mesh, rules: Rules) -> NamedSharding:
-    """The sharding that logical axis rules give an array. Mesh axes that the mesh hasn't, or whose size is 1, are left out.
+    """The sharding that logical axis rules give an array. Mesh axes that the mesh hasn't, or whose size is 1, are left
+    out.
 
     An axis of the array that doesn't divide evenly isn't sharded.
     """

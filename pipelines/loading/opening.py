@@ -22,7 +22,19 @@ from weightbeam.pipelines.tables import count
 from weightbeam.transforms.options import Options
 
 CHOICES = frozenset(
-    {"scan_layers", "param_scan_axis", "save_dtype", "sharding_rules", "maxtext_model", "vocab_size", "mtp", "multimodal", "lora", "family", "allow_links"}
+    {
+        "scan_layers",
+        "param_scan_axis",
+        "save_dtype",
+        "sharding_rules",
+        "maxtext_model",
+        "vocab_size",
+        "mtp",
+        "multimodal",
+        "lora",
+        "family",
+        "allow_links",
+    }
 )  # of `weightbeam convert`'s options those that say what the tree is, and what is in it
 
 
@@ -34,7 +46,9 @@ def choose(given: Mapping[str, Any]) -> Options:
       Refused: a value can't be meant.
     """
     if unknown := sorted(given.keys() - CHOICES):
-        raise TypeError(f"unknown options: {', '.join(unknown)}; those that say what the tree is are {', '.join(sorted(CHOICES))}")
+        raise TypeError(
+            f"unknown options: {', '.join(unknown)}; those that say what the tree is are {', '.join(sorted(CHOICES))}"
+        )
     values = dict(given)
     if not isinstance(dtype := values.get("save_dtype", ""), str | None):
         values["save_dtype"] = np.dtype(dtype).name
@@ -74,7 +88,9 @@ def _as_it_is(checkpoint: HfCheckpoint, options: Options) -> Tensors:
     source = open_source(checkpoint)
     adapters = open_adapters(options)
     if adapters:
-        source = source.merged(merge(source.encodings, adapters, {}, checkpoint.config.get("model_type", ""), source.lost))
+        source = source.merged(
+            merge(source.encodings, adapters, {}, checkpoint.config.get("model_type", ""), source.lost)
+        )
     if problems := [*checkpoint.problems, *source.problems]:
         raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
     return Tensors(checkpoint.root, source.encodings)

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import NamedSharding, Sharding
 
-    Shares = Mapping[jax.Device, np.ndarray | jax.Array]  # of an array or a block, what each device of this process gets, or has already
+    # of an array or a block, what each device of this process gets, or has already
+    Shares = Mapping[jax.Device, np.ndarray | jax.Array]
 
 
 def bits(dtype: np.dtype) -> np.dtype:
     """Unsigned integers of the same size, in which programs move values.
 
-    Moved as bfloat16, a NaN can become another one, and a CPU converts the whole target to float32 and back for each block of it.
+    Moved as bfloat16, a NaN can become another one, and a CPU converts the whole target to float32 and back for each
+    block of it.
     """
     return np.dtype(f"u{dtype.itemsize}")
 
@@ -41,28 +43,39 @@ def put(shape: tuple[int, ...], sharding: Sharding, shares: Shares, dtype: np.dt
     return jax.make_array_from_single_device_arrays(shape, sharding, on_devices)
 
 
-def empty_arrays(wanted: Sequence[tuple[tuple[int, ...], np.dtype, tuple[jax.Device, ...], tuple[int, ...]]]) -> list[jax.Array]:
-    """Arrays of zeros, given as `(shape, dtype, devices, counts)`: one program for all of those whose devices have one order."""
+def empty_arrays(
+    wanted: Sequence[tuple[tuple[int, ...], np.dtype, tuple[jax.Device, ...], tuple[int, ...]]],
+) -> list[jax.Array]:
+    """Arrays of zeros, given as `(shape, dtype, devices, counts)`: one program for all of those whose devices have one
+    order.
+    """
     made: list[jax.Array | None] = [None] * len(wanted)
     orders: dict[tuple[jax.Device, ...], list[int]] = {}
     for number, (_, _, devices, _) in enumerate(wanted):
         orders.setdefault(devices, []).append(number)
     for devices, numbers in orders.items():
-        zeros = _zeros(tuple(wanted[number][:2] for number in numbers), tuple(grid_sharding(devices, wanted[number][3]) for number in numbers))
+        zeros = _zeros(
+            tuple(wanted[number][:2] for number in numbers),
+            tuple(grid_sharding(devices, wanted[number][3]) for number in numbers),
+        )
         for number, array in zip(numbers, zeros(), strict=True):
             made[number] = array
     return [array for array in made if array is not None]
 
 
 @functools.cache
-def _zeros(arrays: tuple[tuple[tuple[int, ...], np.dtype], ...], shardings: tuple[NamedSharding, ...]) -> Callable[[], tuple[jax.Array, ...]]:
+def _zeros(
+    arrays: tuple[tuple[tuple[int, ...], np.dtype], ...], shardings: tuple[NamedSharding, ...]
+) -> Callable[[], tuple[jax.Array, ...]]:
     import jax
     import jax.numpy as jnp
 
     return jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for shape, dtype in arrays), out_shardings=shardings)
 
 
-def place(target: jax.Array | None, block: Block, devices: tuple[jax.Device, ...], shares: Shares, dtype: np.dtype) -> jax.Array:
+def place(
+    target: jax.Array | None, block: Block, devices: tuple[jax.Device, ...], shares: Shares, dtype: np.dtype
+) -> jax.Array:
     """Puts a block onto the devices, by an exchange if it needs one, and into the target, which is donated.
 
     Args:
@@ -84,7 +97,9 @@ def place(target: jax.Array | None, block: Block, devices: tuple[jax.Device, ...
     return _exchange_and_update(way)(target, _slices(block, way, shares, dtype), start)
 
 
-def exchange(blocks: Sequence[Block], devices: tuple[jax.Device, ...], shares: Sequence[Shares], dtypes: Sequence[np.dtype]) -> list[jax.Array]:
+def exchange(
+    blocks: Sequence[Block], devices: tuple[jax.Device, ...], shares: Sequence[Shares], dtypes: Sequence[np.dtype]
+) -> list[jax.Array]:
     """Whole arrays of bits, exchanged in one program. All have the same devices, in one order."""
     ways = tuple(_way_of(block, devices) for block in blocks)
     return _exchange(ways)([_slices(*each) for each in zip(blocks, ways, shares, dtypes, strict=True)])
@@ -108,7 +123,8 @@ class _Way:
 
         to = self.steps[-1]
         padded = [axis for axis, (size, true) in enumerate(zip(slices.shape, self.shape, strict=True)) if size != true]
-        whole_at_last = all(to.spec[axis] is None for axis in padded)  # then each device cuts the padding off for itself
+        # then each device cuts the padding off for itself
+        whole_at_last = all(to.spec[axis] is None for axis in padded)
         moved = slices if whole_at_last else self._unpadded(slices)
         for step in self.steps[1:]:
             moved = jax.lax.with_sharding_constraint(moved, step)
@@ -121,7 +137,9 @@ class _Way:
 
 
 @functools.cache
-def _find_way(devices: tuple[jax.Device, ...], ways: tuple[int, ...], counts: tuple[int, ...], shape: tuple[int, ...]) -> _Way:
+def _find_way(
+    devices: tuple[jax.Device, ...], ways: tuple[int, ...], counts: tuple[int, ...], shape: tuple[int, ...]
+) -> _Way:
     """The way of `exchange.py` as shardings; XLA's own where there is none."""
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -129,8 +147,14 @@ def _find_way(devices: tuple[jax.Device, ...], ways: tuple[int, ...], counts: tu
     route = find_route(ways, counts, len(devices))
     if route is None:
         return _Way((grid_sharding(devices, ways), to), shape)
-    mesh = Mesh(np.array(devices, dtype=object).reshape(route.sizes), tuple(f"digit{digit}" for digit in range(len(route.sizes))))
-    steps = [NamedSharding(mesh, PartitionSpec(*(tuple(f"digit{digit}" for digit in digits) or None for digits in step))) for step in route.steps]
+    mesh = Mesh(
+        np.array(devices, dtype=object).reshape(route.sizes),
+        tuple(f"digit{digit}" for digit in range(len(route.sizes))),
+    )
+    steps = [
+        NamedSharding(mesh, PartitionSpec(*(tuple(f"digit{digit}" for digit in digits) or None for digits in step)))
+        for step in route.steps
+    ]
     return _Way((*steps, to), shape)
 
 
@@ -146,7 +170,10 @@ def _slices(block: Block, way: _Way, shares: Shares, dtype: np.dtype) -> jax.Arr
 
 def _bits_of(shares: Shares) -> Shares:
     """Those that a device has decoded are bits already."""
-    return {device: values if values.dtype == bits(values.dtype) else values.view(bits(values.dtype)) for device, values in shares.items()}
+    return {
+        device: values if values.dtype == bits(values.dtype) else values.view(bits(values.dtype))
+        for device, values in shares.items()
+    }
 
 
 def _updated(to: NamedSharding) -> Callable[[jax.Array, jax.Array, Any], jax.Array]:
@@ -157,7 +184,9 @@ def _updated(to: NamedSharding) -> Callable[[jax.Array, jax.Array, Any], jax.Arr
     def update(shard: jax.Array, share: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(shard, share, [start[axis] for axis in range(shard.ndim)])
 
-    return jax.shard_map(update, mesh=to.mesh, in_specs=(to.spec, to.spec, PartitionSpec()), out_specs=to.spec, check_vma=False)
+    return jax.shard_map(
+        update, mesh=to.mesh, in_specs=(to.spec, to.spec, PartitionSpec()), out_specs=to.spec, check_vma=False
+    )
 
 
 # JAX compiles each of these once for each shape of the target and of the block.
@@ -174,7 +203,10 @@ def _update(to: NamedSharding) -> Callable[..., jax.Array]:
 def _exchange(ways: tuple[_Way, ...]) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     import jax
 
-    return jax.jit(lambda slices: [way.go(each) for way, each in zip(ways, slices, strict=True)], out_shardings=[way.steps[-1] for way in ways])
+    return jax.jit(
+        lambda slices: [way.go(each) for way, each in zip(ways, slices, strict=True)],
+        out_shardings=[way.steps[-1] for way in ways],
+    )
 
 
 @functools.cache
@@ -185,7 +217,9 @@ def _exchange_and_update(way: _Way) -> Callable[..., jax.Array]:
     return jax.jit(lambda target, slices, start: update(target, way.go(slices), start), donate_argnums=0)
 
 
-def settle(arrays: Mapping[str, jax.Array], dtypes: Mapping[str, np.dtype], shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+def settle(
+    arrays: Mapping[str, jax.Array], dtypes: Mapping[str, np.dtype], shardings: Mapping[str, Sharding]
+) -> dict[str, jax.Array]:
     """The arrays in their dtypes and shardings, in the buffers in which they lie."""
     import jax
 
@@ -196,7 +230,8 @@ def settle(arrays: Mapping[str, jax.Array], dtypes: Mapping[str, np.dtype], shar
         if all(device.platform == "cpu" for device in arrays[key].sharding.device_set):
             shards = [np.asarray(shard.data).view(dtypes[key]) for shard in arrays[key].addressable_shards]
             devices = [shard.device for shard in arrays[key].addressable_shards]
-            on_devices = jax.device_put(shards, devices)  # a CPU device takes an array that begins at a cache line as it is
+            # a CPU device takes an array that begins at a cache line as it is
+            on_devices = jax.device_put(shards, devices)
             settled[key] = jax.make_array_from_single_device_arrays(arrays[key].shape, arrays[key].sharding, on_devices)
         else:
             sharding: Any = arrays[key].sharding  # a NamedSharding
@@ -207,7 +242,9 @@ def settle(arrays: Mapping[str, jax.Array], dtypes: Mapping[str, np.dtype], shar
         for key, array in zip(keys, _typed(kinds)(made), strict=True):
             settled[key] = array
     return {
-        key: jax.make_array_from_single_device_arrays(array.shape, shardings[key], [shard.data for shard in array.addressable_shards])
+        key: jax.make_array_from_single_device_arrays(
+            array.shape, shardings[key], [shard.data for shard in array.addressable_shards]
+        )
         for key, array in settled.items()
     }
 
@@ -217,4 +254,9 @@ def _typed(dtypes: tuple[np.dtype, ...]) -> Callable[..., list[jax.Array]]:
     """Arrays of bits as values, all in one program, in the same memory."""
     import jax
 
-    return jax.jit(lambda arrays: [jax.lax.bitcast_convert_type(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)], donate_argnums=0)
+    return jax.jit(
+        lambda arrays: [
+            jax.lax.bitcast_convert_type(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)
+        ],
+        donate_argnums=0,
+    )

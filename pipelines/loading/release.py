@@ -20,7 +20,11 @@ from weightbeam.transforms.units import fetches_for, find_twins
 
 def _form(encoding: Encoding) -> tuple[object, ...]:
     """What a box costs depends on this, and not on which tensor it is."""
-    return type(encoding), encoding.shape, *((read.tensor.shape, read.tensor.dtype) for read in encoding.reads(whole(encoding.shape)))
+    return (
+        type(encoding),
+        encoding.shape,
+        *((read.tensor.shape, read.tensor.dtype) for read in encoding.reads(whole(encoding.shape))),
+    )
 
 
 class Release:
@@ -50,7 +54,9 @@ class Release:
         stored = (self.conversion.encodings[name].weight for name in names if name in self.conversion.encodings)
         return next(((tensor.path, tensor.offset) for tensor in stored), ("", 0))
 
-    def make(self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None) -> tuple[list[np.ndarray], int]:
+    def make(
+        self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None
+    ) -> tuple[list[np.ndarray], int]:
         boxes, makers, later = [], [], {}
         for number, (want, result) in enumerate(zip(wanted, results or [empty] * len(wanted), strict=True)):
             array = self._arrays[want.key]
@@ -78,10 +84,17 @@ class Release:
         return Cost(nbytes, runs)
 
     def _cost_of_one(self, key: str, boxes: tuple[Box, ...]) -> Cost:
-        """The cost of boxes, spelled out; once for all boxes of other layers and experts that are the same but for these."""
+        """The cost of boxes, spelled out; once for all boxes of other layers and experts that are the same but for
+        these.
+        """
         if (key, boxes) not in self._costs:
             found = fetches_for((self._arrays[key], box) for box in boxes)
-            reads = [read for name, fetched in found.items() for box, _ in fetched for read in self.conversion.encodings[name].reads(box)]
+            reads = [
+                read
+                for name, fetched in found.items()
+                for box, _ in fetched
+                for read in self.conversion.encodings[name].reads(box)
+            ]
             self._costs[key, boxes] = Cost(sum(read.nbytes for read in reads), sum(read.runs for read in reads))
         return self._costs[key, boxes]
 
@@ -91,7 +104,9 @@ class Release:
             part, alike = array.parts[0], len(array.parts) == 1
             forms = {_form(self.conversion.encodings[name]) for name in part.tensors} if alike else set()
             alike = alike and len(forms) == 1 and len(set(part.tensors)) == len(part.tensors)
-            self._stacked_axes[key] = tuple(axis for axis in sorted(part.stack_axes) if len(part.target_axes[axis]) == 1) if alike else ()
+            self._stacked_axes[key] = (
+                tuple(axis for axis in sorted(part.stack_axes) if len(part.target_axes[axis]) == 1) if alike else ()
+            )
         return self._stacked_axes[key]
 
     def twins(self) -> list[list[str]]:
@@ -113,9 +128,13 @@ class Tensors:
         stored = -(-stored_bytes(encoding) // max(1, math.prod(encoding.shape)))
         position = encoding.weight.path, encoding.weight.offset
         axes, grain = (None,) * len(encoding.shape), (1,) * len(encoding.shape)
-        return Described(encoding.shape, dtype, axes, None, order, grain, stored + 2 * dtype.itemsize, position, has_axes=False)
+        return Described(
+            encoding.shape, dtype, axes, None, order, grain, stored + 2 * dtype.itemsize, position, has_axes=False
+        )
 
-    def make(self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None) -> tuple[list[np.ndarray], int]:
+    def make(
+        self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None
+    ) -> tuple[list[np.ndarray], int]:
         reads = [self._encodings[key].reads(box) for key, box, *_ in wanted]
         stored, nbytes = read_boxes([read for group in reads for read in group], empty)
         rest = iter(stored)

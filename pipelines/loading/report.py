@@ -1,4 +1,6 @@
-"""What `weightbeam plan --load --mesh …` says: how each array would be read onto a mesh, and what that takes of each host. Without JAX."""
+"""What `weightbeam plan --load --mesh …` says: how each array would be read onto a mesh, and what that takes of each
+host. Without JAX.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines import tables
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.loading.release import Release
-from weightbeam.pipelines.loading.schedule import MAX_READERS, MIN_REMOTE_RUN, MIN_RUN, ON_THE_WAY, UNIT_BYTES, Layout, Step, make_steps, read_bytes
+from weightbeam.pipelines.loading.schedule import (
+    MAX_READERS,
+    MIN_REMOTE_RUN,
+    MIN_RUN,
+    ON_THE_WAY,
+    UNIT_BYTES,
+    Layout,
+    Step,
+    make_steps,
+    read_bytes,
+)
 from weightbeam.pipelines.report import BASE_BYTES
 from weightbeam.transforms.conversion import Conversion, rules_of
 from weightbeam.transforms.load import effective_ways
@@ -23,7 +35,9 @@ from weightbeam.transforms.mesh import Assignment, Mesh, axes_of, partition_spec
 
 
 def layout_on(shape: tuple[int, ...], assignments: Sequence[Assignment], mesh: Mesh, hosts: int) -> Layout:
-    """How a mesh lays an array out whose devices are dealt to hosts in order; an axis that doesn't divide evenly isn't sharded."""
+    """How a mesh lays an array out whose devices are dealt to hosts in order; an axis that doesn't divide evenly isn't
+    sharded.
+    """
     counts = effective_ways(shape, assignments, mesh)
     names = list(mesh.sizes)
     at = np.unravel_index(np.arange(mesh.devices), tuple(mesh.sizes.values()))
@@ -76,14 +90,25 @@ def plan_load(conversion: Conversion, mesh: Mesh, hosts: int) -> LoadPlan:
       Refused: the devices can't be dealt to so many hosts.
     """
     if mesh.devices % hosts:
-        raise Refused(f"--hosts={hosts}: {mesh.text} has {mesh.devices:,} devices, which so many hosts can't share evenly")
+        raise Refused(
+            f"--hosts={hosts}: {mesh.text} has {mesh.devices:,} devices, which so many hosts can't share evenly"
+        )
     source, rules = Release(conversion), rules_of(conversion.options)
-    layouts = {key: layout_on(array.shape, partition_spec(array.axes, rules), mesh, hosts) for key, array in source.arrays.items()}
+    layouts = {
+        key: layout_on(array.shape, partition_spec(array.axes, rules), mesh, hosts)
+        for key, array in source.arrays.items()
+    }
     steps = make_steps(source, layouts, UNIT_BYTES, MIN_REMOTE_RUN if "://" in source.url else MIN_RUN)
     ways = {block.key: "direct" if block.ways is None else "exchanged" for step in steps for block in step.blocks}
     held = sum(math.prod(layout.shard) * source.arrays[key].dtype.itemsize for key, layout in layouts.items())
     return LoadPlan(
-        mesh, hosts, ways, max(read_bytes(steps, source, host) for host in {0, hosts - 1}), held, max(_device_bytes(source, step) for step in steps), len(steps)
+        mesh,
+        hosts,
+        ways,
+        max(read_bytes(steps, source, host) for host in {0, hosts - 1}),
+        held,
+        max(_device_bytes(source, step) for step in steps),
+        len(steps),
     )
 
 
@@ -102,7 +127,10 @@ def load_blocks(conversion: Conversion, plan: LoadPlan, gbps: float) -> Iterator
     groups: dict[tuple, list[str]] = defaultdict(list)
     rules = rules_of(conversion.options)
     for array in conversion.plan.arrays:
-        over = [",".join(axis for axis in axes_of(axes) if plan.mesh.sizes.get(axis, 1) > 1) or "-" for axes in partition_spec(array.names, rules)]
+        over = [
+            ",".join(axis for axis in axes_of(axes) if plan.mesh.sizes.get(axis, 1) > 1) or "-"
+            for axes in partition_spec(array.names, rules)
+        ]
         groups[pattern(array.key), array.shape, tuple(over), plan.ways[array.key]].append(array.key)
     rows = tables.Table("array", "shape", "sharded over", "read", ">arrays")
     for (_, shape, over, way), keys in groups.items():
@@ -110,9 +138,15 @@ def load_blocks(conversion: Conversion, plan: LoadPlan, gbps: float) -> Iterator
         rows.add_row(name.removeprefix(PARAMETERS), tables.shape_text(shape), " × ".join(over), way, str(len(keys)))
     totals = tables.Table("", "")
     share = plan.host_bytes * plan.hosts / max(1, conversion.source_bytes)
-    totals.add_row("reads", f"{tables.human(plan.host_bytes)} a host, {share:.3f} × its share of the source, in {tables.count(plan.steps, 'step')}")
+    totals.add_row(
+        "reads",
+        f"{tables.human(plan.host_bytes)} a host, {share:.3f} × its share of the source, in {tables.count(plan.steps, 'step')}",
+    )
     totals.add_row("host memory", f"at most {tables.human(plan.memory_bytes)} beyond the arrays")
-    totals.add_row("device memory", f"{tables.human(plan.arrays_bytes)} of arrays, and at most {tables.human(plan.unit_bytes)} for a step")
+    totals.add_row(
+        "device memory",
+        f"{tables.human(plan.arrays_bytes)} of arrays, and at most {tables.human(plan.unit_bytes)} for a step",
+    )
     totals.add_row("time", f"{plan.seconds(gbps):,.1f} s to read at {gbps:g} Gbit/s a host")
     yield from ("", f"loaded onto {plan.mesh.text}, by {tables.count(plan.hosts, 'host')}:", rows, "", totals)
 

@@ -1,13 +1,14 @@
 """Who reads what, in which step: boxes and integers, without JAX and without values.
 
-An array lies on devices in shards of one shape. What is moved in one go is a *block*: the same box of every shard, so that one
-program, the same on all devices, puts it in its place. A block is read in one of two ways:
+An array lies on devices in shards of one shape. What is moved in one go is a *block*: the same box of every shard, so
+that one program, the same on all devices, puts it in its place. A block is read in one of two ways:
 
 * *direct*: each process reads the shares of its own devices, where these are contiguous in the source, and nobody else's.
 * *exchanged*: the block is cut along the source's rows into one slice for each device; each process reads its devices' slices,
   and the devices exchange them. Each byte is read once, in long runs, however the mesh cuts the columns.
 
-Steps are blocks of several arrays, as many as a process has memory for at a time. Every process makes the same schedule.
+Steps are blocks of several arrays, as many as a process has memory for at a time. Every process makes the same
+schedule.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.pipelines.loading.source import Described, Source
 from weightbeam.transforms.grid import cut_axis
 
-UNIT_BYTES = 64 << 20  # of memory that a process needs for a step; the same in all processes, whatever their hosts, since it makes the schedule
+# of memory that a process needs for a step; the same in all processes, whatever their hosts, since it makes the
+# schedule
+UNIT_BYTES = 64 << 20
 MAX_READERS = 6  # steps that are read at a time, where there are so many cores
 ON_THE_WAY = 2  # steps that are on their way to the devices at a time
 SMALL = 32 << 10  # bytes; a smaller array is read by every process that needs it
@@ -41,7 +44,8 @@ class Layout:
     Attributes:
       shape: of the array.
       counts: shards along each axis; they divide the shape.
-      processes: of each device. Devices are in the order of their shards (C order), those with the same shard side by side.
+      processes: of each device. Devices are in the order of their shards (C order), those with the same shard side by
+        side.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +70,10 @@ class Layout:
     @functools.cached_property
     def most_shards(self) -> int:
         """Different shards of the process that has most."""
-        return max(len({device // self.replicas for device, owner in enumerate(self.processes) if owner == process}) for process in self.readers)
+        return max(
+            len({device // self.replicas for device, owner in enumerate(self.processes) if owner == process})
+            for process in self.readers
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +158,17 @@ class Block:
         for number, devices in numbers.items():
             if self.ways is None:
                 index = np.unravel_index(number, self.layout.counts) if self.layout.counts else ()
-                corner = [int(i) * size + start for i, size, start in zip(index, self.layout.shard, self.start, strict=True)]
+                corner = [
+                    int(i) * size + start for i, size, start in zip(index, self.layout.shard, self.start, strict=True)
+                ]
                 box = tuple((at, at + n) for at, n in zip(corner, self.extent, strict=True))
                 yield Share(tuple(devices), self.extent, ((whole(self.extent), box),))
             else:
                 index = np.unravel_index(number, self.ways) if self.ways else ()
-                spans = [(int(i) * n, min((int(i) + 1) * n, size)) for i, n, size in zip(index, self.slice_shape, self.shape, strict=True)]
+                spans = [
+                    (int(i) * n, min((int(i) + 1) * n, size))
+                    for i, n, size in zip(index, self.slice_shape, self.shape, strict=True)
+                ]
                 yield Share(tuple(devices), self.slice_shape, tuple(self._parts(spans)))
 
     def _parts(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Box, Box]]:
@@ -190,10 +202,11 @@ def boxes_of(block: Block, process: int) -> list[Box]:
 
 
 def find_ways(shape: Sequence[int], order: Sequence[int], grain: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    """Into how many slices to cut each axis of a block, so that each device reads one: along the source's slowest axes first.
+    """Into how many slices to cut each axis of a block, so that each device reads one: along the source's slowest axes
+    first.
 
-    Where the sizes have too few factors, an axis is padded that the layout doesn't cut; where that would be too much, some devices
-    share a slice.
+    Where the sizes have too few factors, an axis is padded that the layout doesn't cut; where that would be too much,
+    some devices share a slice.
     """
     ways, left = [1] * len(shape), len(layout.processes)
     pieces = [-(-size // step) for size, step in zip(shape, grain, strict=True)]
@@ -202,16 +215,21 @@ def find_ways(shape: Sequence[int], order: Sequence[int], grain: Sequence[int], 
         left //= ways[axis]
     for axis in order:
         finer = ways[axis] * left
-        if left > 1 and layout.counts[axis] == 1 and -(-pieces[axis] // finer) * finer <= (1 + MAX_PADDING) * pieces[axis]:
+        if (
+            left > 1
+            and layout.counts[axis] == 1
+            and -(-pieces[axis] // finer) * finer <= (1 + MAX_PADDING) * pieces[axis]
+        ):
             ways[axis], left = finer, 1
     return tuple(ways)
 
 
 def cut(described: Described, layout: Layout, nbytes: int, exchanged: bool) -> tuple[int, ...]:
-    """The extent of a block that takes at most `nbytes` of each process's memory, cut along the source's slowest axes first.
+    """The extent of a block that takes at most `nbytes` of each process's memory, cut along the source's slowest axes
+    first.
 
-    All blocks of an array have one shape where that can be, since each shape is a program to compile: 58 layers of which 20 have room
-    are cut into 29 and 29, and the heads, which come next, in two.
+    All blocks of an array have one shape where that can be, since each shape is a program to compile: 58 layers of
+    which 20 have room are cut into 29 and 29, and the heads, which come next, in two.
     """
     shares = math.prod(layout.counts) / len(layout.readers) if exchanged else layout.most_shards
     most = nbytes / (shares * described.element_bytes)  # elements of a shard
@@ -230,7 +248,9 @@ def cut(described: Described, layout: Layout, nbytes: int, exchanged: bool) -> t
 
 
 def _cut_evenly(extent: Sequence[int], described: Described, at: int, part: int, most: float) -> tuple[int, ...] | None:
-    """Cuts an axis into fewer, equal parts than `part`, and the axis that comes next, too; None where that leaves short runs or small blocks."""
+    """Cuts an axis into fewer, equal parts than `part`, and the axis that comes next, too; None where that leaves short
+    runs or small blocks.
+    """
     if at + 1 == len(described.order):
         return None
     axis, following = described.order[at : at + 2]
@@ -243,7 +263,9 @@ def _cut_evenly(extent: Sequence[int], described: Described, at: int, part: int,
     return tuple(cut) if run >= MIN_RUN and most / 4 <= math.prod(cut) <= most else None
 
 
-def _blocks(key: str, described: Described, layout: Layout, extent: tuple[int, ...], ways: tuple[int, ...] | None) -> Iterator[Block]:
+def _blocks(
+    key: str, described: Described, layout: Layout, extent: tuple[int, ...], ways: tuple[int, ...] | None
+) -> Iterator[Block]:
     starts = [range(0, size, n) if n else (0,) for size, n in zip(layout.shard, extent, strict=True)]
     for start in itertools.product(*starts):
         part = tuple(min(n, size - at) for at, n, size in zip(start, extent, layout.shard, strict=True))
@@ -266,7 +288,13 @@ def make_blocks(key: str, source: Source, layout: Layout, nbytes: int, min_run: 
         first = Block(key, layout, (0,) * len(direct), direct)
         owned = [boxes_of(first, process) for process in dict.fromkeys((layout.readers[0], layout.readers[-1]))]
         costs = [source.cost(key, boxes) for boxes in owned]
-        entire = source.cost(key, boxes_of(dataclasses.replace(first, layout=dataclasses.replace(layout, processes=(0,) * len(layout.processes))), 0))
+        entire = source.cost(
+            key,
+            boxes_of(
+                dataclasses.replace(first, layout=dataclasses.replace(layout, processes=(0,) * len(layout.processes))),
+                0,
+            ),
+        )
         read = sum(cost.nbytes for cost in costs) / len(costs) * len(layout.readers)
         contiguous = all(cost.nbytes >= min_run * cost.runs or cost.runs <= entire.runs for cost in costs)
         if read > MAX_AMPLIFICATION * entire.nbytes or not contiguous:
@@ -281,7 +309,8 @@ def make_blocks(key: str, source: Source, layout: Layout, nbytes: int, min_run: 
 def make_steps(source: Source, layouts: Mapping[str, Layout], unit_bytes: int, min_run: int = MIN_RUN) -> list[Step]:
     """The schedule: all arrays that have a layout, in the order in which they lie in the source.
 
-    Those that are exchanged in one block come first, so that few steps have them: a step exchanges all of its own in one program.
+    Those that are exchanged in one block come first, so that few steps have them: a step exchanges all of its own in
+    one program.
     """
     groups: list[tuple[Block, ...]] = []
     for twins in source.twins():
@@ -292,7 +321,14 @@ def make_steps(source: Source, layouts: Mapping[str, Layout], unit_bytes: int, m
         for together in alike.values():
             made = [make_blocks(key, source, layouts[key], unit_bytes // len(together), min_run) for key in together]
             groups += zip(*made, strict=True)
-    groups.sort(key=lambda group: (not group[0].is_whole_exchange, source.arrays[group[0].key].position, group[0].key, group[0].start))
+    groups.sort(
+        key=lambda group: (
+            not group[0].is_whole_exchange,
+            source.arrays[group[0].key].position,
+            group[0].key,
+            group[0].start,
+        )
+    )
     steps: list[Step] = []
     held: list[Block] = []
     size = 0
@@ -322,4 +358,6 @@ def read_bytes(steps: Sequence[Step], source: Source, process: int) -> int:
         stacked = source.stacked(block.key)
         start = tuple(0 if axis in stacked else at for axis, at in enumerate(block.start))
         alike.setdefault((block.key, start, block.extent, block.ways), []).append(block)
-    return sum(len(blocks) * source.cost(blocks[0].key, boxes_of(blocks[0], process)).nbytes for blocks in alike.values())
+    return sum(
+        len(blocks) * source.cost(blocks[0].key, boxes_of(blocks[0], process)).nbytes for blocks in alike.values()
+    )

@@ -17,7 +17,9 @@ from weightbeam.transforms.stack import copy
 
 
 class Wanted(NamedTuple):
-    """A box of an array, to be made in a dtype; `alone` if nothing is joined to it, so that it may be what a device decodes."""
+    """A box of an array, to be made in a dtype; `alone` if nothing is joined to it, so that it may be what a device
+    decodes.
+    """
 
     key: str
     box: Box
@@ -40,7 +42,8 @@ class Described:
       shape, dtype: of the array; of a release those that a conversion would store.
       axes: MaxText's logical name of each axis, None where it has none or none is known.
       lossy: why its values aren't the stored ones to the bit; None where they are.
-      order: the axes that can be cut without reading more, in the order in which to cut: the slowest in the source first.
+      order: the axes that can be cut without reading more, in the order in which to cut: the slowest in the source
+        first.
       grain: extents that are read whole.
       element_bytes: working memory for each element: as stored, as decoded, and as made.
       position: of its first byte, for the order of reading.
@@ -68,8 +71,11 @@ class Source(Protocol):
     url: str
     arrays: Mapping[str, Described]
 
-    def make(self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None) -> tuple[list[np.ndarray], int]:
-        """Boxes of arrays, and the bytes that were read. `empty` makes what is read on the way, `results` what is returned, one for each.
+    def make(
+        self, wanted: Sequence[Wanted], empty: Allocate = np.empty, results: Sequence[Allocate] | None = None
+    ) -> tuple[list[np.ndarray], int]:
+        """Boxes of arrays, and the bytes that were read. `empty` makes what is read on the way, `results` what is
+        returned, one for each.
 
         Raises:
           StorageError: a file can't be read, or ends too early.
@@ -82,7 +88,8 @@ class Source(Protocol):
         ...
 
     def stacked(self, key: str) -> tuple[int, ...]:
-        """The axes of an array whose index selects a tensor (layers, experts), where all of its tensors are stored alike.
+        """The axes of an array whose index selects a tensor (layers, experts), where all of its tensors are stored
+        alike.
 
         What a box costs doesn't depend on where along these axes it lies.
         """

@@ -1,4 +1,6 @@
-"""`weightbeam.open`: the arrays of a release or a checkpoint as a lazy tree. Nothing is read before it is indexed, and then only that box."""
+"""`weightbeam.open`: the arrays of a release or a checkpoint as a lazy tree. Nothing is read before it is indexed, and
+then only that box.
+"""
 
 from __future__ import annotations
 
@@ -123,8 +125,10 @@ def open(source: str, *, as_is: bool = False, **options: Any) -> LazyTree:
 
     Args:
       source: a folder, `gs://…`, or `hf://org/name[@revision]`; of an Orbax checkpoint its root, a step, or the item.
-      as_is: a release's own tensors under their own names, quantised ones dequantised to float32; else MaxText's arrays.
-      options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `save_dtype`, `vocab_size`, `maxtext_model` …
+      as_is: a release's own tensors under their own names, quantised ones dequantised to float32; else MaxText's
+        arrays.
+      options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `save_dtype`, `vocab_size`,
+        `maxtext_model` …
 
     Raises:
       RefusedError: there is no such source, or problems stand against it: all of them.

@@ -15,11 +15,15 @@ class RunnerError(Exception):
 def last_words(error: BaseException) -> str:
     """The line that names the error: its kind and message, and the stage where one of ours raised it.
 
-    What an engine in other processes tells is long: a worker's traceback, whose last line is that one already, a Java stack around
-    it, or that alone. Of a Java stack the first line and the deepest cause help.
+    What an engine in other processes tells is long: a worker's traceback, whose last line is that one already, a Java
+    stack around it, or that alone. Of a Java stack the first line and the deepest cause help.
     """
     in_stage = getattr(error, "_tagged_with_step", False)  # Beam's mark on what a DoFn raised in this process
-    text = "".join(traceback.format_exception_only(error)) if in_stage and not isinstance(error, RuntimeError) else str(error)
+    text = (
+        "".join(traceback.format_exception_only(error))
+        if in_stage and not isinstance(error, RuntimeError)
+        else str(error)
+    )
     lines = text.strip().splitlines() or [type(error).__name__]
     if stages := [line for line in lines if IN_A_STAGE in line]:
         return stages[-1].strip()

@@ -1,4 +1,6 @@
-"""A job on Flink, Spark, Prism or another engine with a job service: from its submission to its end, and a stop that ends it."""
+"""A job on Flink, Spark, Prism or another engine with a job service: from its submission to its end, and a stop that
+ends it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ PATIENCE = 60.0  # seconds in which a cancelled job ends
 POLL = 2.0  # seconds between looks at a job's state
 QUIET = 60.0  # seconds without a byte, after which one may want to look at the engine
 NO_WORKER = 50.0  # seconds in which the first worker of a pool has to come, unless --job_server_timeout says otherwise
-ONE_SLOT = "--parallelism isn't given: Flink has a job run in one slot then, unless its parallelism.default says otherwise"
+ONE_SLOT = (
+    "--parallelism isn't given: Flink has a job run in one slot then, unless its parallelism.default says otherwise"
+)
 LOG = logging.getLogger("weightbeam")
 
 
@@ -69,10 +73,19 @@ class Site:
     def of(cls, options: PipelineOptions) -> Site:
         """By the options of a command."""
         name, endpoint = options.view_as(StandardOptions).runner, options.view_as(PortableOptions).job_endpoint or ""
-        flink, spark = options.view_as(FlinkRunnerOptions).flink_master, options.view_as(SparkRunnerOptions).spark_master_url
+        flink, spark = (
+            options.view_as(FlinkRunnerOptions).flink_master,
+            options.view_as(SparkRunnerOptions).spark_master_url,
+        )
         master = {"FlinkRunner": flink, "SparkRunner": spark}.get(name) or ""
         output = options.get_all_options().get("output") or ""
-        return cls(name, options.view_as(GoogleCloudOptions).job_name, output, endpoint, "" if master.startswith(("[", "local")) else master)
+        return cls(
+            name,
+            options.view_as(GoogleCloudOptions).job_name,
+            output,
+            endpoint,
+            "" if master.startswith(("[", "local")) else master,
+        )
 
     @property
     def can_be_asked(self) -> bool:
@@ -93,14 +106,27 @@ class Site:
           OSError: the engine can't be asked.
         """
         if self.endpoint:
-            return [job.job_id for job in _ask(self.endpoint, "GetJobs", beam_job_api_pb2.GetJobsRequest()).job_info if self._is_alive(job)]
+            return [
+                job.job_id
+                for job in _ask(self.endpoint, "GetJobs", beam_job_api_pb2.GetJobsRequest()).job_info
+                if self._is_alive(job)
+            ]
         if self.can_be_asked:
-            return [job["jid"] for job in _flink_jobs(self.master) if job["name"] == self.job_name and job["state"] not in FLINK_ENDED]
+            return [
+                job["jid"]
+                for job in _flink_jobs(self.master)
+                if job["name"] == self.job_name and job["state"] not in FLINK_ENDED
+            ]
         raise OSError(f"{self.master} can't be asked for its jobs from here")
 
     def _is_alive(self, job: beam_job_api_pb2.JobInfo) -> bool:
-        told = [job.pipeline_options.fields[f"beam:option:{option}:v1"].string_value for option in ("job_name", "output")]  # Prism calls every job `job`
-        return told == [self.job_name, self.output] and not PipelineState.is_terminal(beam_job_api_pb2.JobState.Enum.Name(job.state))
+        # Prism calls every job `job`
+        told = [
+            job.pipeline_options.fields[f"beam:option:{option}:v1"].string_value for option in ("job_name", "output")
+        ]
+        return told == [self.job_name, self.output] and not PipelineState.is_terminal(
+            beam_job_api_pb2.JobState.Enum.Name(job.state)
+        )
 
     def cancel(self, job: str) -> None:
         """Asks for a job's end. Raises OSError where nobody can be asked."""
@@ -127,12 +153,14 @@ def _ask(endpoint: str, question: str, request: Any) -> Any:
     """Asks a job service. Raises OSError where it doesn't answer."""
     with grpc.insecure_channel(endpoint) as channel:
         try:
-            return getattr(beam_job_api_pb2_grpc.JobServiceStub(channel), question)(request, timeout=ANSWER, wait_for_ready=True)
+            return getattr(beam_job_api_pb2_grpc.JobServiceStub(channel), question)(
+                request, timeout=ANSWER, wait_for_ready=True
+            )
         except grpc.RpcError as e:
             raise OSError(f"the job service at {endpoint} doesn't answer ({e.code().name.lower()})") from e  # type: ignore[attr-defined]
 
 
-# --- jobs that outlived their command -------------------------------------------------------------------------------------------
+# --- jobs that outlived their command ---------------------------------------------------------------------------------
 
 
 def outlives(options: PipelineOptions) -> bool:
@@ -145,7 +173,11 @@ def outlives(options: PipelineOptions) -> bool:
 
 def may_get_one_slot(options: PipelineOptions) -> bool:
     """Whether a cluster of Flink's, if it is one, isn't told how many slots a job should have."""
-    return outlives(options) and options.view_as(StandardOptions).runner != "SparkRunner" and options.view_as(FlinkRunnerOptions).parallelism < 1
+    return (
+        outlives(options)
+        and options.view_as(StandardOptions).runner != "SparkRunner"
+        and options.view_as(FlinkRunnerOptions).parallelism < 1
+    )
 
 
 def note(staging: Staging, site: Site) -> None:
@@ -171,15 +203,24 @@ def check_noted(staging: Staging, noted: Mapping[str, Any]) -> None:
     try:
         active = site.active()
     except OSError as e:
-        raise RefusedError(f"  output: {staging.work}: a job may be at work there, and {e}: {site.how_to_end}; delete {file} if it is gone") from e
+        raise RefusedError(
+            f"  output: {staging.work}: a job may be at work there, and {e}: {site.how_to_end}; delete {file} if it is gone"
+        ) from e
     if active:
         raise BusyError(f"  output: {staging.work}: a job is at work there: {site.how_to_end}, or wait for it")
 
 
-# --- a job ----------------------------------------------------------------------------------------------------------------------
+# --- a job ------------------------------------------------------------------------------------------------------------
 
 
-def run(pipeline: beam.Pipeline, staging: Staging, total: int, done: Callable[[], int], noise: io.StringIO, report: Report | None) -> PipelineResult:
+def run(
+    pipeline: beam.Pipeline,
+    staging: Staging,
+    total: int,
+    done: Callable[[], int],
+    noise: io.StringIO,
+    report: Report | None,
+) -> PipelineResult:
     """Submits a pipeline, and waits for its end.
 
     Args:
@@ -211,7 +252,11 @@ def run(pipeline: beam.Pipeline, staging: Staging, total: int, done: Callable[[]
     try:
         with watch_progress(total, done, "converting", report, state), quiet(noise), as_in_a_script():
             result = state.result = pipeline.run()
-            with giving_up(patience, staging.ready_workers, lambda: _cancel(site, before, result)) if pool else contextlib.nullcontext() as given_up:
+            with (
+                giving_up(patience, staging.ready_workers, lambda: _cancel(site, before, result))
+                if pool
+                else contextlib.nullcontext() as given_up
+            ):
                 result.wait_until_finish()
     except KeyboardInterrupt:
         if follows:
@@ -219,11 +264,15 @@ def run(pipeline: beam.Pipeline, staging: Staging, total: int, done: Callable[[]
         raise
     except Exception as e:
         if follows and not _is_over(site, before, result):
-            raise JobLostError(f"{e}\nthe engine can't be asked any more, and the job may go on: {site.how_to_end}") from e
+            raise JobLostError(
+                f"{e}\nthe engine can't be asked any more, and the job may go on: {site.how_to_end}"
+            ) from e
         if follows:
             forget(staging)
         if given_up is not None and given_up.is_set():
-            raise RunnerError(f"no worker has come in {patience:.0f} s, and the job was cancelled: {pool} --job_server_timeout=SECONDS waits longer") from e
+            raise RunnerError(
+                f"no worker has come in {patience:.0f} s, and the job was cancelled: {pool} --job_server_timeout=SECONDS waits longer"
+            ) from e
         if pool and IN_A_STAGE not in str(e) and not staging.ready_workers():
             raise RunnerError(f"{last_words(e)}; no worker has come: {pool}") from e
         raise
@@ -240,7 +289,9 @@ def patience_of(options: PipelineOptions) -> float:
 
 @contextlib.contextmanager
 def giving_up(seconds: float, is_there: Callable[[], object], cancel: Callable[[], None]) -> Iterator[threading.Event]:
-    """Context manager: after so many seconds a job is cancelled to which no worker has come; the event says that it was."""
+    """Context manager: after so many seconds a job is cancelled to which no worker has come; the event says that it
+    was.
+    """
     given_up = threading.Event()
 
     def look() -> None:
@@ -259,7 +310,9 @@ def giving_up(seconds: float, is_there: Callable[[], object], cancel: Callable[[
 
 
 def pool_of(options: PipelineOptions) -> str:
-    """Where the engine's hosts should find a worker, as a question to a person; empty where workers don't come from pools."""
+    """Where the engine's hosts should find a worker, as a question to a person; empty where workers don't come from
+    pools.
+    """
     portable = options.view_as(PortableOptions)
     if portable.environment_type not in ("EXTERNAL", "beam:env:external:v1"):
         return ""
@@ -325,12 +378,20 @@ def _ours(site: Site, before: Sequence[str], result: Any) -> Sequence[str]:
 
 
 class State:
-    """What to say of a job while nothing is written: its state, whether workers are there, and after a while where to look."""
+    """What to say of a job while nothing is written: its state, whether workers are there, and after a while where to
+    look.
+    """
 
     def __init__(self, done: Callable[[], int], workers: Callable[[], int]):
         """`done`: bytes that were written. `workers`: how many have said that they are ready."""
         self.result: Any = None
-        self._done, self._workers, self._start, self._asked, self._known = done, workers, time.monotonic(), float("-inf"), ""
+        self._done, self._workers, self._start, self._asked, self._known = (
+            done,
+            workers,
+            time.monotonic(),
+            float("-inf"),
+            "",
+        )
 
     def __call__(self) -> str:
         if self.result is None:

@@ -1,10 +1,11 @@
 """The local runner: Beam's own in-process runner, its elements dealt out to threads. It listens nowhere.
 
-Beam's ways to run several bundles at a time in one machine (`--direct_running_mode=multi_threading` and `multi_processing`) talk
-through four gRPC servers on all interfaces, without credentials; one of them hands out any file of the user
-(apache/beam, sdks/python/apache_beam/runners/portability/fn_api_runner/worker_handlers.py, `GrpcServer`, 2.77.0). The first also
-loses elements now and then (runners/worker/data_plane.py, `TimeBasedBufferingClosableOutputStream.flush`). Its in-memory mode has
-neither servers nor that fault: each of its workers is a harness that is called as a function. So here each thread calls one.
+Beam's ways to run several bundles at a time in one machine (`--direct_running_mode=multi_threading` and
+`multi_processing`) talk through four gRPC servers on all interfaces, without credentials; one of them hands out any
+file of the user (apache/beam, sdks/python/apache_beam/runners/portability/fn_api_runner/worker_handlers.py,
+`GrpcServer`, 2.77.0). The first also loses elements now and then (runners/worker/data_plane.py,
+`TimeBasedBufferingClosableOutputStream.flush`). Its in-memory mode has neither servers nor that fault: each of its
+workers is a harness that is called as a function. So here each thread calls one.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ from weightbeam.transforms.overlap import wait_for_all
 
 RUNNER = "FnApiRunner"  # Beam's name for it
 NO_THREAD = "can't start new thread"  # what Python says
-THREAD_BYTES = 72 << 20  # addresses that the C library reserves for a thread: 8 MiB of stack, 64 MiB for what it allocates
-MORE_ROOM = "raise the limit on memory (ulimit -v) or on processes (ulimit -u), or take fewer threads with --direct_num_workers"
+# addresses that the C library reserves for a thread: 8 MiB of stack, 64 MiB for what it allocates
+THREAD_BYTES = 72 << 20
+MORE_ROOM = (
+    "raise the limit on memory (ulimit -v) or on processes (ulimit -u), or take fewer threads with --direct_num_workers"
+)
 T = TypeVar("T")
 
 
@@ -52,7 +56,9 @@ def find_problems(options: PipelineOptions) -> Iterator[str]:
 
 
 class LocalRunner(FnApiRunner):
-    """Beam's in-process runner with `--direct_num_workers` threads: each takes the next element when it is ready for one."""
+    """Beam's in-process runner with `--direct_num_workers` threads: each takes the next element when it is ready for
+    one.
+    """
 
     def __init__(self, stage_bytes: int = 0):
         """`stage_bytes`: memory that the stages need, of all threads."""
@@ -67,7 +73,8 @@ class LocalRunner(FnApiRunner):
           Exception: what a stage raised, as it raised it; by then no thread is at work any more.
         """
         direct = options.view_as(DirectOptions)
-        direct.direct_running_mode = ""  # in memory, without Beam's warning that it has no threads; another one would bring workers that listen
+        # in memory, without Beam's warning that it has no threads; another one would bring workers that listen
+        direct.direct_running_mode = ""
         check_addresses(direct.direct_num_workers, self._stage_bytes)
         try:
             return super().run_pipeline(pipeline, options)
@@ -84,8 +91,8 @@ class LocalRunner(FnApiRunner):
 
 
 def check_addresses(threads: int, stage_bytes: int) -> None:
-    """Makes sure that the process may have the addresses that the threads will reserve, TensorStore's own among them: those end
-    the process without a word if they can't be started.
+    """Makes sure that the process may have the addresses that the threads will reserve, TensorStore's own among them:
+    those end the process without a word if they can't be started.
 
     Raises:
       ThreadError: it may not.
@@ -93,7 +100,8 @@ def check_addresses(threads: int, stage_bytes: int) -> None:
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return
     cores = os.cpu_count() or 1
-    others = cores + max(4, cores) + 6  # TensorStore's: for each core, and for files; and those of Beam and ours that look after the rest
+    # TensorStore's: for each core, and for files; and those of Beam and ours that look after the rest
+    others = cores + max(4, cores) + 6
     needed = stage_bytes + THREAD_BYTES * (threads + others)
     try:
         mmap.mmap(-1, needed, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
@@ -114,7 +122,11 @@ class _Threads(BundleManager):
         dry_run: bool = False,
     ) -> tuple[beam_fn_api_pb2.InstructionResponse, list]:
         context = self.bundle_context_manager
-        elements = _Elements((name, element) for name, buffer in inputs.items() for element in split(buffer, context.get_input_coder_impl(name)))
+        elements = _Elements(
+            (name, element)
+            for name, buffer in inputs.items()
+            for element in split(buffer, context.get_input_coder_impl(name))
+        )
 
         def run(handler: Any) -> beam_fn_api_pb2.InstructionResponse:
             own = copy.copy(context)
@@ -123,13 +135,19 @@ class _Threads(BundleManager):
             manager = BundleManager(own, cache_token_generator=self._cache_token_generator)
             return manager.process_bundle({}, expected_outputs, {}, {}, dry_run)[0]
 
-        results = run_threads([lambda handler=handler: run(handler) for handler in context.worker_handlers], elements.stop)
+        results = run_threads(
+            [lambda handler=handler: run(handler) for handler in context.worker_handlers], elements.stop
+        )
         infos = consolidate(info for result in results for info in result.process_bundle.monitoring_infos)
-        return beam_fn_api_pb2.InstructionResponse(process_bundle=beam_fn_api_pb2.ProcessBundleResponse(monitoring_infos=infos)), []
+        return beam_fn_api_pb2.InstructionResponse(
+            process_bundle=beam_fn_api_pb2.ProcessBundleResponse(monitoring_infos=infos)
+        ), []
 
 
 class _Channel(InMemoryDataChannel):
-    """A worker's end of Beam's in-process data channel: what comes in are the next of all elements, not some that were sent to it."""
+    """A worker's end of Beam's in-process data channel: what comes in are the next of all elements, not some that were
+    sent to it.
+    """
 
     elements: _Elements
 
@@ -143,7 +161,9 @@ class _Channel(InMemoryDataChannel):
             cache.data_channel_factory = InMemoryDataChannelFactory(channel)
         return channel
 
-    def input_elements(self, instruction_id: str, expected_inputs: Any, abort_callback: Any = None) -> Iterator[beam_fn_api_pb2.Elements.Data]:
+    def input_elements(
+        self, instruction_id: str, expected_inputs: Any, abort_callback: Any = None
+    ) -> Iterator[beam_fn_api_pb2.Elements.Data]:
         for name, element in self.elements:
             yield beam_fn_api_pb2.Elements.Data(instruction_id=instruction_id, transform_id=name, data=element)
 

@@ -6,7 +6,13 @@ import re
 import socket
 from collections.abc import Iterator
 
-from apache_beam.options.pipeline_options import FlinkRunnerOptions, PipelineOptions, PortableOptions, SparkRunnerOptions, StandardOptions
+from apache_beam.options.pipeline_options import (
+    FlinkRunnerOptions,
+    PipelineOptions,
+    PortableOptions,
+    SparkRunnerOptions,
+    StandardOptions,
+)
 
 RUNNERS = ("PortableRunner", "FlinkRunner", "SparkRunner")
 PATIENCE = 10.0  # seconds until an endpoint answers
@@ -34,8 +40,12 @@ def _endpoints(options: PipelineOptions) -> Iterator[tuple[str, str]]:
     name, portable = options.view_as(StandardOptions).runner, options.view_as(PortableOptions)
     if name == "PortableRunner" and portable.job_endpoint and portable.job_endpoint != "embed":
         yield "job_endpoint", portable.job_endpoint
-    flink, spark = options.view_as(FlinkRunnerOptions).flink_master, options.view_as(SparkRunnerOptions).spark_master_url
+    flink, spark = (
+        options.view_as(FlinkRunnerOptions).flink_master,
+        options.view_as(SparkRunnerOptions).spark_master_url,
+    )
     if name == "FlinkRunner" and flink and not flink.startswith("["):
         yield "flink_master", flink
-    if name == "SparkRunner" and spark.startswith("spark://") and "," not in spark:  # several masters: any of them may be away
+    # several masters: any of them may be away
+    if name == "SparkRunner" and spark.startswith("spark://") and "," not in spark:
         yield "spark_master_url", spark

@@ -1,4 +1,5 @@
-"""What a step of a run changed: each tensor's relative change since the step before and since the release that the run began with.
+"""What a step of a run changed: each tensor's relative change since the step before and since the release that the run
+began with.
 
 As JSON for programs, as one picture for people (layers × kinds of weights), and in a sentence for a notice.
 """
@@ -23,7 +24,9 @@ MOST_COLUMNS, MOST_ROWS = 200, 60  # of a picture
 
 
 def relative(difference: Difference) -> float:
-    """The norm of the difference of two tensors over that of the first; NaN where one isn't finite, infinite where the first is zeros."""
+    """The norm of the difference of two tensors over that of the first; NaN where one isn't finite, infinite where the
+    first is zeros.
+    """
     squares = difference.left + difference.right - 2 * difference.product
     if not difference.different:
         return 0.0 if math.isfinite(difference.right) else math.nan
@@ -36,8 +39,8 @@ def summarise(found: Mapping[str, Difference | None]) -> dict[str, dict[str, Any
     """What there is to say of each tensor that is on both sides, the older side being the first.
 
     Returns:
-      By name `relative` (see `relative`), `largest` (of the absolute differences), `share` (of the elements that differ), and
-      `not_finite` (whether an element of the second is NaN or infinite).
+      By name `relative` (see `relative`), `largest` (of the absolute differences), `share` (of the elements that
+      differ), and `not_finite` (whether an element of the second is NaN or infinite).
     """
     tensors = {}
     for name, difference in found.items():
@@ -84,7 +87,11 @@ def warnings(before: Mapping[str, Mapping[str, Any]] | None, odd: Sequence[str],
     said = [f"NaN or infinite elements in {_named(odd)}"] if odd else []
     still = unchanged(before) if before else []
     if before and still:
-        said.append(f"nothing has changed since {since}" if len(still) == len(before) else f"unchanged since {since}: {_named(still)}")
+        said.append(
+            f"nothing has changed since {since}"
+            if len(still) == len(before)
+            else f"unchanged since {since}: {_named(still)}"
+        )
     return said
 
 
@@ -96,7 +103,8 @@ Grid = tuple[list[str], list[int], dict[tuple[str, int], float]]
 
 
 def grid_of(tensors: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """Kinds of weights, layers, and the largest relative change of each; experts of a layer are one kind, what lies in no layer is in layer -1.
+    """Kinds of weights, layers, and the largest relative change of each; experts of a layer are one kind, what lies in
+    no layer is in layer -1.
 
     A NaN stays one.
     """
@@ -107,12 +115,15 @@ def grid_of(tensors: Mapping[str, Mapping[str, Any]]) -> Grid:
         value = math.nan if each["not_finite"] else each["relative"]
         held = cells.get((kind, layer), 0.0)
         cells[kind, layer] = math.nan if math.isnan(value) or math.isnan(held) else max(value, held)
-    kinds = sorted({kind for kind, _ in cells}, key=lambda kind: (min(layer for other, layer in cells if other == kind) < 0, kind))
+    kinds = sorted(
+        {kind for kind, _ in cells}, key=lambda kind: (min(layer for other, layer in cells if other == kind) < 0, kind)
+    )
     return kinds, sorted({layer for _, layer in cells}), cells
 
 
 def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
-    """A PNG: for each comparison layers × kinds, dark where much changed, grey where nothing did, red where an element isn't finite.
+    """A PNG: for each comparison layers × kinds, dark where much changed, grey where nothing did, red where an element
+    isn't finite.
 
     None where matplotlib isn't installed (the extra `follow`).
     """
@@ -127,7 +138,9 @@ def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
 
     heights = [max(2.0, 0.22 * min(len(kinds), MOST_ROWS) + 1.2) for kinds, _, _ in grids.values()]
     columns = max((len(layers) for _, layers, _ in grids.values()), default=1)
-    figure = Figure(figsize=(6.5 + 0.12 * min(columns, MOST_COLUMNS), sum(heights) + 0.4), dpi=PIXELS_PER_INCH, layout="constrained")
+    figure = Figure(
+        figsize=(6.5 + 0.12 * min(columns, MOST_COLUMNS), sum(heights) + 0.4), dpi=PIXELS_PER_INCH, layout="constrained"
+    )
     figure.suptitle(title)
     axes = figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights)[:, 0]
     colours = colormaps["viridis"].with_extremes(under="0.85", bad="red")
@@ -139,10 +152,19 @@ def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
         low, high = (float(changed.min()), float(changed.max())) if changed.size else (1e-6, 1.0)
         masked, norm = np.ma.masked_where(~np.isfinite(values), values), LogNorm(low, max(high, low * 1.01))
         image = axis.imshow(masked, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
-        axis.imshow(np.ma.masked_where(~np.array(blank), np.ones_like(values)), cmap="gray", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        axis.imshow(
+            np.ma.masked_where(~np.array(blank), np.ones_like(values)),
+            cmap="gray",
+            vmin=0,
+            vmax=1,
+            aspect="auto",
+            interpolation="nearest",
+        )
         axis.set_yticks(range(len(shown)), shown, fontsize=7)
         step = max(1, len(layers) // 24)
-        axis.set_xticks(range(0, len(layers), step), ["–" if layer < 0 else str(layer) for layer in layers[::step]], fontsize=7)
+        axis.set_xticks(
+            range(0, len(layers), step), ["–" if layer < 0 else str(layer) for layer in layers[::step]], fontsize=7
+        )
         axis.set_xlabel("layer (– : none); grey: unchanged, red: NaN or infinite", fontsize=7)
         axis.set_title(f"relative change since {since}", fontsize=9)
         figure.colorbar(image, ax=axis, fraction=0.03, pad=0.01)

@@ -56,7 +56,20 @@ class Target:
 
 EXPORT, QUANTIZE, RESHARD = "export", "quantize", "reshard"  # what a step can be made into, by the command that does it
 ADAPTER, MERGED = "adapter", "merged"  # what becomes of a LoRA run's steps
-OURS = {"source", "output", "like", "step", "resume", "overwrite", "create_pr", "hf_token_secret", "help", "config", "state"} | SHELL  # not a target's to say
+# not a target's to say
+OURS = {
+    "source",
+    "output",
+    "like",
+    "step",
+    "resume",
+    "overwrite",
+    "create_pr",
+    "hf_token_secret",
+    "help",
+    "config",
+    "state",
+} | SHELL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +80,10 @@ class RunTarget:
       name: of the user's choice.
       kind: `export`, `quantize` or `reshard`.
       arguments: the options as that command takes them.
-      lora: for a LoRA run whether the adapter is published, or the model that it is merged into; what is quantised is always such a model.
-      output: where it goes, a folder below which each step has one, `gs://…`, or `hf://owner/name`; None for below the configuration's output.
+      lora: for a LoRA run whether the adapter is published, or the model that it is merged into; what is quantised is
+        always such a model.
+      output: where it goes, a folder below which each step has one, `gs://…`, or `hf://owner/name`; None for below the
+        configuration's output.
       create_pr: whether the hub gets a pull request instead of commits.
     """
 
@@ -90,9 +105,20 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _arguments(options: Mapping[str, Any], flags: bool = False) -> list[str]:
-    """A mapping as a command line: lists are repeated options, and `true` a bare one if there are `flags`, which Beam has and we don't."""
-    pairs = [(name, value) for name, values in options.items() for value in (values if isinstance(values, list) else [values])]
-    return [f"--{name}" if flags and value is True else f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in pairs]
+    """A mapping as a command line: lists are repeated options, and `true` a bare one if there are `flags`, which Beam
+    has and we don't.
+    """
+    pairs = [
+        (name, value)
+        for name, values in options.items()
+        for value in (values if isinstance(values, list) else [values])
+    ]
+    return [
+        f"--{name}"
+        if flags and value is True
+        else f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in pairs
+    ]
 
 
 def _read_target(given: Any) -> Target:
@@ -140,8 +166,12 @@ def _read_run_target(given: Any) -> RunTarget:
       ValueError: every problem of it.
     """
     if not isinstance(given, dict):
-        raise ValueError("should be a mapping: name, and options of weightbeam export, or of another kind's command: quantize, reshard")
-    commands: dict[str, argparse.ArgumentParser] = next(action for action in make_parser()._actions if action.dest == "command").choices  # type: ignore[assignment]
+        raise ValueError(
+            "should be a mapping: name, and options of weightbeam export, or of another kind's command: quantize, reshard"
+        )
+    commands: dict[str, argparse.ArgumentParser] = next(
+        action for action in make_parser()._actions if action.dest == "command"
+    ).choices  # type: ignore[assignment]
     asked = dict(given)
     name, kind, output = asked.pop("name", None), asked.pop("kind", EXPORT), asked.pop("output", None)
     problems = []
@@ -180,7 +210,9 @@ def _read_run_target(given: Any) -> RunTarget:
                 problems.append(str(e))
     if problems:
         raise ValueError("; ".join(problems))
-    return RunTarget(str(name), kind, tuple(_arguments(asked)), lora or (MERGED if kind == QUANTIZE else ADAPTER), output, create_pr)
+    return RunTarget(
+        str(name), kind, tuple(_arguments(asked)), lora or (MERGED if kind == QUANTIZE else ADAPTER), output, create_pr
+    )
 
 
 def read_place(url: Any) -> str:
@@ -195,7 +227,9 @@ def read_place(url: Any) -> str:
         if url.startswith("hf://"):
             target = HubTarget.parse(url)
             if target.branch != "main":
-                raise ValueError("should be hf://owner/name: each step gets a branch of its own, and the newest is main")
+                raise ValueError(
+                    "should be hf://owner/name: each step gets a branch of its own, and the newest is main"
+                )
             return str(target)
         return open_store(local_path(url).rstrip("/")).url
     except StorageError as e:
@@ -233,14 +267,18 @@ class Keep(pydantic.BaseModel):
 class Run(pydantic.BaseModel):
     """A training run in `watch.yaml`; `docs/following.md` explains each field."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True
+    )
 
     checkpoints: Annotated[str, Field(min_length=1), AfterValidator(lambda url: _read_checkpoints(url))]
     name: str = ""
     like: Annotated[str, Field(min_length=1)] | None = None
     steps: Annotated[InstanceOf[Steps], BeforeValidator(read_steps)] = Steps()
     targets: Annotated[
-        list[Annotated[InstanceOf[RunTarget], BeforeValidator(_read_run_target)]], Field(min_length=1), AfterValidator(lambda given: _check_targets(given))
+        list[Annotated[InstanceOf[RunTarget], BeforeValidator(_read_run_target)]],
+        Field(min_length=1),
+        AfterValidator(lambda given: _check_targets(given)),
     ] = [RunTarget("hf")]
     keep: Keep | None = None
 
@@ -250,8 +288,14 @@ class Run(pydantic.BaseModel):
         if not RUN_NAME.fullmatch(name):
             raise ValueError(f"name: {name!r} should be letters, digits, dots and dashes: it becomes part of a path")
         object.__setattr__(self, "name", name)
-        if self.like and is_maxtext_config(self.like) and (others := [target.name for target in self.targets if target.kind != EXPORT]):
-            raise ValueError(f"like: {self.like} is a MaxText configuration, of which releases are made; {', '.join(others)} needs a release")
+        if (
+            self.like
+            and is_maxtext_config(self.like)
+            and (others := [target.name for target in self.targets if target.kind != EXPORT])
+        ):
+            raise ValueError(
+                f"like: {self.like} is a MaxText configuration, of which releases are made; {', '.join(others)} needs a release"
+            )
         return self
 
 
@@ -343,7 +387,8 @@ def _from_environment(text: Any) -> Any:
 
 def _check_sink(sink: str) -> str:
     if not TOPIC.fullmatch(sink) and not sink.startswith(("https://", "http://")):
-        raise ValueError("should be the URL of a webhook, or projects/PROJECT/topics/TOPIC")  # not said which: it may be a secret
+        # not said which: it may be a secret
+        raise ValueError("should be the URL of a webhook, or projects/PROJECT/topics/TOPIC")
     return sink
 
 
@@ -354,11 +399,17 @@ Scalar = str | int | float | bool
 class WatchConfig(pydantic.BaseModel):
     """`watch.yaml`; `docs/watching.md` explains each field."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, hide_input_in_errors=True, arbitrary_types_allowed=True
+    )
 
     output: Annotated[InstanceOf[Store], BeforeValidator(_read_output)]
-    models: Annotated[list[str], _each(PATTERN.fullmatch, "should be organisation/model; the model may have wildcards")] = []
-    targets: Annotated[list[Annotated[InstanceOf[Target], BeforeValidator(_read_target)]], AfterValidator(_check_targets)] = []
+    models: Annotated[
+        list[str], _each(PATTERN.fullmatch, "should be organisation/model; the model may have wildcards")
+    ] = []
+    targets: Annotated[
+        list[Annotated[InstanceOf[Target], BeforeValidator(_read_target)]], AfterValidator(_check_targets)
+    ] = []
     runs: Annotated[list[Run], AfterValidator(lambda runs: _check_runs(runs))] = []
     revision: str = "main"
     since: datetime.date | None = None
@@ -409,7 +460,12 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None, ta
             records = str(cache / "weightbeam" / "watch" / hashlib.sha256(place.encode()).hexdigest()[:12])
     except ValueError as e:
         problems.append(f"--output={output}: {e}")
-    about = {"checkpoints": run, "like": like, "steps": {"every": every or 1}, "targets": [{"name": "hf", "output": place or "/", **target}]}
+    about = {
+        "checkpoints": run,
+        "like": like,
+        "steps": {"every": every or 1},
+        "targets": [{"name": "hf", "output": place or "/", **target}],
+    }
     try:
         config = WatchConfig.model_validate({"output": records or "/", "runs": [about]})
     except pydantic.ValidationError as e:
@@ -436,11 +492,15 @@ def read_config(path: str) -> WatchConfig:
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise RefusedError(f"--config={path}: {' '.join(str(e).split())}") from e
     if not isinstance(given, dict):
-        raise RefusedError(f"--config={path}: should be a mapping with output, and models and targets, or runs; `weightbeam help watching` has an example")
+        raise RefusedError(
+            f"--config={path}: should be a mapping with output, and models and targets, or runs; `weightbeam help watching` has an example"
+        )
     try:
         return WatchConfig.model_validate(given)
     except pydantic.ValidationError as e:
-        problems = "\n".join(f"  {'.'.join(map(str, error['loc']))}: {_said(error['type'], error['msg'])}" for error in e.errors())
+        problems = "\n".join(
+            f"  {'.'.join(map(str, error['loc']))}: {_said(error['type'], error['msg'])}" for error in e.errors()
+        )
         raise RefusedError(f"--config={path}:\n{problems}") from e
 
 

@@ -26,7 +26,8 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
       release: whole, and compared with its source.
-      about: what the report says: `run`, `step`, `commit`, `like`, …; and `before`, the `step` and `url` of the one before.
+      about: what the report says: `run`, `step`, `commit`, `like`, …; and `before`, the `step` and `url` of the one
+        before.
 
     Returns:
       What is worth recording: `since`, `warnings`.
@@ -48,10 +49,20 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     odd = changes.not_finite(every)
     names = {"before": f"step {before['step']}" if before else "", "like": str(about.get("like"))}
     said = {what: {"than": names[what], "tensors": changes.as_json(found)} for what, found in compared.items()}
-    found = {"run": about["run"], "step": about["step"], **said, "not_finite": odd, "unchanged": changes.unchanged(compared.get("before", {})), "notes": notes}
+    found = {
+        "run": about["run"],
+        "step": about["step"],
+        **said,
+        "not_finite": odd,
+        "unchanged": changes.unchanged(compared.get("before", {})),
+        "notes": notes,
+    }
     release.write(changes.JSON, json.dumps(found, indent=1).encode())
     drawn = (
-        changes.picture({names[what]: changes.grid_of(tensors) for what, tensors in compared.items()}, f"{about['name']}, step {about['step']}")
+        changes.picture(
+            {names[what]: changes.grid_of(tensors) for what, tensors in compared.items()},
+            f"{about['name']}, step {about['step']}",
+        )
         if compared
         else None
     )
@@ -69,7 +80,10 @@ def _compare(old: str, new: str, is_adapter: bool) -> dict[str, dict[str, Any]]:
     if not is_adapter:
         found = diff(old, new, progress=False)
         return changes.summarise({name: verdict.difference for name, verdict in found.tensors.items()})
-    (before, after) = ({tensor.name: tensor for shard in open_adapter(url).files.shards for tensor in shard.tensors} for url in (old, new))
+    (before, after) = (
+        {tensor.name: tensor for shard in open_adapter(url).files.shards for tensor in shard.tensors}
+        for url in (old, new)
+    )
     same = [name for name in after if name in before and before[name].shape == after[name].shape]
     reads = [BoxRead(side[name], whole(side[name].shape)) for name in same for side in (before, after)]
     values, _ = read_boxes(reads)
@@ -89,7 +103,9 @@ def _write_card(release: Store, about: Mapping[str, Any], said: list[str], drawn
     try:
         card = release.read(CARD).decode(errors="replace").partition(f"\n{SECTION}")[0].rstrip()
     except FileNotFoundError:
-        card = f"# {about['name']}, step {about['step']}\n\nWritten by [Weightbeam](https://pypi.org/project/weightbeam/)."
+        card = (
+            f"# {about['name']}, step {about['step']}\n\nWritten by [Weightbeam](https://pypi.org/project/weightbeam/)."
+        )
     except OSError as e:
         raise StorageError(f"{release.path(CARD)}: {reason(e)}") from e
     rows = {
@@ -102,7 +118,13 @@ def _write_card(release: Store, about: Mapping[str, Any], said: list[str], drawn
         "compared with the checkpoint": about.get("compared"),
         "what changed": "; ".join(said),
     }
-    lines = [SECTION, "", "| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value not in (None, ""))]
+    lines = [
+        SECTION,
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value not in (None, "")),
+    ]
     lines += ["", f"Tensor by tensor: [{changes.JSON}]({changes.JSON})."]
     lines += ["", f"![The relative change of each kind of weight in each layer]({changes.PICTURE})"] if drawn else []
     text = "\n".join(lines)

@@ -167,7 +167,9 @@ class Feed(abc.ABC):
         """Does what is left once the record says that it is published. Done again, it changes nothing."""
 
     def is_gone(self, history: History, patient: bool = False) -> str | None:
-        """Why a version can't be read any more; None where it can be. `patient`: something has just failed, it may be going."""
+        """Why a version can't be read any more; None where it can be. `patient`: something has just failed, it may be
+        going.
+        """
         return None
 
     def clear(self, history: History) -> None:  # noqa: B027

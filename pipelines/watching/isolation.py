@@ -1,4 +1,6 @@
-"""Work in a process of its own: what becomes of its memory, or of it, doesn't touch the watcher. It ends when the watcher does."""
+"""Work in a process of its own: what becomes of its memory, or of it, doesn't touch the watcher. It ends when the
+watcher does.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,7 @@ def _follow() -> None:
     os._exit(1)
 
 
-# --- what is done so ------------------------------------------------------------------------------------------------------------
+# --- what is done so --------------------------------------------------------------------------------------------------
 
 
 def _keywords(command: str, arguments: Sequence[str], function: Callable[..., Any], **said: Any) -> dict[str, Any]:
@@ -156,7 +158,12 @@ def plan(arguments: Sequence[str]) -> dict[str, Any]:
         raise FailedError(describe(made.problems))
     made.check()
     conversion = made.conversion
-    return {"plan": conversion.hash, "family": conversion.plan.family, "target_bytes": conversion.target_bytes, "warnings": list(conversion.warnings)}
+    return {
+        "plan": conversion.hash,
+        "family": conversion.plan.family,
+        "target_bytes": conversion.target_bytes,
+        "warnings": list(conversion.warnings),
+    }
 
 
 def convert(arguments: Sequence[str]) -> dict[str, Any]:
@@ -175,11 +182,15 @@ def verify(arguments: Sequence[str]) -> dict[str, Any]:
     print(found)
     found.check()
     findings = found.findings.values()
-    about = {"elements": sum(each.compared for each in findings), "arrays": len(found.to_dict()), "rounded": sum(each.rounded for each in findings)}
+    about = {
+        "elements": sum(each.compared for each in findings),
+        "arrays": len(found.to_dict()),
+        "rounded": sum(each.rounded for each in findings),
+    }
     return about | {"sample": found.sample}
 
 
-# --- of a run -------------------------------------------------------------------------------------------------------------------
+# --- of a run ---------------------------------------------------------------------------------------------------------
 
 
 def plan_export(arguments: Sequence[str]) -> dict[str, Any]:
@@ -223,11 +234,22 @@ def _planned_adapter(checkpoint: Any, keywords: dict[str, Any]) -> dict[str, Any
     from weightbeam.pipelines.export import plan_adapter_with
     from weightbeam.pipelines.releases import refuse
 
-    adapter = plan_adapter_with(checkpoint, {name: value for name, value in keywords.items() if name not in ("max_shard_size", "family")})
+    adapter = plan_adapter_with(
+        checkpoint, {name: value for name, value in keywords.items() if name not in ("max_shard_size", "family")}
+    )
     refuse(adapter.problems)
-    told = hashlib.sha256(json.dumps([checkpoint.files, adapter.base, adapter.rank, adapter.alpha]).encode()).hexdigest()
+    told = hashlib.sha256(
+        json.dumps([checkpoint.files, adapter.base, adapter.rank, adapter.alpha]).encode()
+    ).hexdigest()
     nbytes = sum(array.nbytes for array in checkpoint.weights.values())
-    return {"plan": told, "family": "an adapter", "target_bytes": nbytes, "warnings": [], "lora": True, "form": adapter.base}
+    return {
+        "plan": told,
+        "family": "an adapter",
+        "target_bytes": nbytes,
+        "warnings": [],
+        "lora": True,
+        "form": adapter.base,
+    }
 
 
 def _planned(planned: Any) -> dict[str, Any]:
@@ -242,7 +264,12 @@ def _planned(planned: Any) -> dict[str, Any]:
     reasons = Counter(planned.lossy.values())
     rounded = "; ".join(f"{count(number, 'tensor')}: {why}" for why, number in reasons.items())
     size = planned.files.size if planned.files else 0
-    about = {"plan": planned.hash, "family": planned.plan.family, "target_bytes": size, "warnings": list(planned.warnings)}
+    about = {
+        "plan": planned.hash,
+        "family": planned.plan.family,
+        "target_bytes": size,
+        "warnings": list(planned.warnings),
+    }
     return about | {"rounded": rounded, "form": planned.like.root}
 
 
@@ -301,7 +328,12 @@ def plan_reshard(arguments: Sequence[str]) -> dict[str, Any]:
     made = reshard.plan(**keywords)
     reshard.refuse(made.problems)
     planned = made.planned
-    return {"plan": planned.hash, "family": planned.tree.kind, "target_bytes": planned.target_bytes, "warnings": list(planned.warnings)}
+    return {
+        "plan": planned.hash,
+        "family": planned.tree.kind,
+        "target_bytes": planned.target_bytes,
+        "warnings": list(planned.warnings),
+    }
 
 
 def reshard(arguments: Sequence[str]) -> dict[str, Any]:
@@ -326,7 +358,9 @@ def verify_reshard(arguments: Sequence[str]) -> dict[str, Any]:
     found = diff(*arguments, progress=False)
     wrong = [name for name, verdict in found.tensors.items() if verdict.status not in ("equal", "rounded")]
     if wrong:
-        raise FailedError(f"{count(len(wrong), 'array')} aren't the checkpoint's, such as {wrong[0]}: {found.tensors[wrong[0]].status}")
+        raise FailedError(
+            f"{count(len(wrong), 'array')} aren't the checkpoint's, such as {wrong[0]}: {found.tensors[wrong[0]].status}"
+        )
     elements = sum(verdict.difference.elements for verdict in found.tensors.values() if verdict.difference)
     rounded = sum(verdict.status == "rounded" for verdict in found.tensors.values())
     return {"elements": elements, "arrays": len(found.tensors), "rounded": rounded, "sample": 1.0}

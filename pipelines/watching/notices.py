@@ -1,4 +1,6 @@
-"""Telling of every change of a state: a line in the log (`shell.JsonMessages` has its facts), and to webhooks and Pub/Sub topics."""
+"""Telling of every change of a state: a line in the log (`shell.JsonMessages` has its facts), and to webhooks and
+Pub/Sub topics.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ def text_of(record: Record) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text as chats take it that read mentions and links between `<` and `>` (docs.slack.dev, "Formatting message text")."""
+    """A text as chats take it that read mentions and links between `<` and `>` (docs.slack.dev, "Formatting message
+    text").
+    """
     return printable(text, lines=True).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def note(record: Record) -> None:
     """Logs a state."""
-    _log.log(logging.WARNING if record["state"] == FAILED else logging.INFO, text_of(record), extra={"facts": dict(record)})
+    _log.log(
+        logging.WARNING if record["state"] == FAILED else logging.INFO, text_of(record), extra={"facts": dict(record)}
+    )
 
 
 def warn(message: str) -> None:
@@ -62,7 +68,9 @@ class Notices:
                 warn(f"webhook {number} of notify wasn't told of {text_of(record)}: {answer}")
         for topic in self._topics:
             try:
-                attributes = {name: str(record[name]) for name in ("state", "repo", "commit", "target") if name in record}
+                attributes = {
+                    name: str(record[name]) for name in ("state", "repo", "commit", "target") if name in record
+                }
                 self._publisher.publish(topic, json.dumps(message).encode(), **attributes).result(timeout=60)
             except Exception as e:  # of gRPC, of the credentials, or of the time that it took
                 warn(f"{topic} wasn't told of {text_of(record)}: {type(e).__name__}: {e}")
@@ -78,7 +86,9 @@ def _publisher() -> Any:
     try:
         return PublisherClient()
     except DefaultCredentialsError as e:
-        raise RefusedError("notify: a Pub/Sub topic needs Google credentials; `gcloud auth application-default login` makes them") from e
+        raise RefusedError(
+            "notify: a Pub/Sub topic needs Google credentials; `gcloud auth application-default login` makes them"
+        ) from e
 
 
 def _is_passing(error: BaseException) -> bool:

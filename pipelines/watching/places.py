@@ -157,7 +157,12 @@ class BucketPlace(StorePlace):
     def publish(self, release: Store, url: str, title: str, is_newest: bool, create_pr: bool) -> dict[str, Any]:
         place = open_store(url)
         files = release.list()
-        late = [file for name in LAST for file in sorted(files, key=_depth, reverse=True) if file.name.rpartition("/")[2] == name]
+        late = [
+            file
+            for name in LAST
+            for file in sorted(files, key=_depth, reverse=True)
+            if file.name.rpartition("/")[2] == name
+        ]
         first = [file for file in files if file not in late]
         if isinstance(place, Bucket) and isinstance(release, Bucket):
             place.copy_all(release, first)
@@ -206,7 +211,9 @@ class HubPlace(Place):
             if made and made[0] == title:
                 return made[1]
             card = self._card(target.branch)
-            page = publish_folder(folder, url, title, create_pr=create_pr, replace_card=card is None or WRITTEN in card).page
+            page = publish_folder(
+                folder, url, title, create_pr=create_pr, replace_card=card is None or WRITTEN in card
+            ).page
         return page or f"{hub.endpoint}/{self._repo}"
 
     def _head(self, branch: str) -> tuple[str, str] | None:

@@ -28,7 +28,12 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
     for feed in feeds:
         problems += _find_problems(feed)
     if not dry_run:
-        apart = [(feed, name, place) for feed in feeds for name, place in feed.places.items() if not _is_in_a_run(place.url, feeds)]
+        apart = [
+            (feed, name, place)
+            for feed in feeds
+            for name, place in feed.places.items()
+            if not _is_in_a_run(place.url, feeds)
+        ]
         problems += [problem for feed, name, place in apart for problem in _find_place_problems(feed, name, place)]
     if problems:
         raise RefusedError("\n".join(f"  {problem}" for problem in dict.fromkeys(problems)))
@@ -43,8 +48,14 @@ def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
             if url == theirs:
                 problems.append(f"{who}: is published into {url}, as is {other}; give each an output of its own")
         if _is_in_a_run(url, feeds):
-            problems.append(f"{who}: {url} lies in the folder of a run, in which nothing is ever written; choose another output")
-    problems += [f"output: {feed.output} lies in the run's folder {feed.run.checkpoints}" for feed in feeds if _is_in_a_run(feed.output.url, feeds)]
+            problems.append(
+                f"{who}: {url} lies in the folder of a run, in which nothing is ever written; choose another output"
+            )
+    problems += [
+        f"output: {feed.output} lies in the run's folder {feed.run.checkpoints}"
+        for feed in feeds
+        if _is_in_a_run(feed.output.url, feeds)
+    ]
     return problems
 
 
@@ -62,7 +73,11 @@ def _find_problems(feed: RunFeed) -> list[str]:
         steps = feed.look()
         if not steps:
             waits = growing_steps(feed.store)
-            hint = "its first step isn't committed yet; start again when it is" if waits else "is it the folder that holds them, such as RUN/checkpoints?"
+            hint = (
+                "its first step isn't committed yet; start again when it is"
+                if waits
+                else "is it the folder that holds them, such as RUN/checkpoints?"
+            )
             return [*problems, f"{run.checkpoints}: has no steps; {hint}"]
         newest = None if feed.is_known() else read_step(feed.store, run.name, steps[-1])
     except OSError as e:
@@ -71,7 +86,9 @@ def _find_problems(feed: RunFeed) -> list[str]:
     if newest is None:  # all is known to be well, or it has gone while it was looked at
         return problems
     if newest.updated > now() + TOLERANCE:
-        warn(f"{newest.url} was committed at {newest.updated:%Y-%m-%d %H:%M} UTC by the run's clock, and it is {now():%Y-%m-%d %H:%M} by this machine's")
+        warn(
+            f"{newest.url} was committed at {newest.updated:%Y-%m-%d %H:%M} UTC by the run's clock, and it is {now():%Y-%m-%d %H:%M} by this machine's"
+        )
     with feed.apart() as apart:
         for target in feed.targets:
             task = feed.plan(newest.url, target)

@@ -1,7 +1,8 @@
 """The hub's webhooks: an HTTP server that hands on which repository has changed, and does nothing else.
 
-It faces strangers. So a request has a deadline for all of it, and there are at most `MAX_CONNECTIONS` at a time: a further one takes
-the place of the oldest, which has had more time than any honest sender needs. Health checks are answered whatever others do.
+It faces strangers. So a request has a deadline for all of it, and there are at most `MAX_CONNECTIONS` at a time: a
+further one takes the place of the oldest, which has had more time than any honest sender needs. Health checks are
+answered whatever others do.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Receive = Callable[[str], None]
 
 @contextlib.contextmanager
 def receive_webhooks(port: int, secret: str, changed: Receive) -> Iterator[int]:
-    """Context manager: serves, and calls `changed` with the name of each model whose files have changed. Gives the port.
+    """Context manager: serves, and calls `changed` with the name of each model whose files have changed. Gives the
+    port.
 
     Raises:
       OSError: the port can't be had.
@@ -136,7 +138,9 @@ def _handler(secret: str, changed: Receive) -> type[BaseHTTPRequestHandler]:
                 return
             length = self.headers.get("Content-Length", "")
             if not length.isascii() or not length.isdigit() or int(length) > MAX_BODY:
-                self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY} bytes, and their number is needed")
+                self._answer(
+                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_BODY} bytes, and their number is needed"
+                )
                 return
             try:
                 name = changed_model(json.loads(self.rfile.read(int(length))))

@@ -1,7 +1,7 @@
 """What was done: for each version and target a history of states, in the output.
 
-A history is a folder of records `0001.json`, `0002.json`, …; the last one is the state. A record is made by a conditional create, so
-of two watchers that take a step from one state only one succeeds. Nothing is ever rewritten.
+A history is a folder of records `0001.json`, `0002.json`, …; the last one is the state. A record is made by a
+conditional create, so of two watchers that take a step from one state only one succeeds. Nothing is ever rewritten.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class Target(Protocol):
 def tables() -> str:
     """Identifies the tables and the decoding of this version: what made a release's values."""
     root = Path(str(model_mappings.__file__)).parent
-    sources = [(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))]
+    sources = [
+        (path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))
+    ]
     return hashlib.sha256(json.dumps([DECODING_VERSION, sources]).encode()).hexdigest()
 
 
@@ -146,7 +148,12 @@ class History:
 
     def begin(self, version: Version, target: Target, reason: str | None = None) -> Record:
         """Makes the first record; see `add`."""
-        about = {"commit": version.commit, "updated": version.updated.isoformat(), "weights": version.weights, **version.facts}
+        about = {
+            "commit": version.commit,
+            "updated": version.updated.isoformat(),
+            "weights": version.weights,
+            **version.facts,
+        }
         return self.add(DISCOVERED, reason, **about, target=target.name, options=target.arguments, tables=tables())
 
     def add(self, state: str, reason: str | None = None, **facts: Any) -> Record:
@@ -168,7 +175,12 @@ class History:
     def mark_same(self, commit: str) -> Record | None:
         """Notes that another commit has the same weights; returns the record, or None if there is one already."""
         first = self.first["commit"]
-        said = {"commit": commit, "target": self.first["target"], "same_weights_as": first, "reason": f"same weights as {first[:12]}"}
+        said = {
+            "commit": commit,
+            "target": self.first["target"],
+            "same_weights_as": first,
+            "reason": f"same weights as {first[:12]}",
+        }
         record = {"state": SAME, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
         return record if self.store.create(f"same-{commit}.json", json.dumps(record, indent=1).encode()) else None
 
@@ -191,5 +203,7 @@ def _name(number: int) -> str:
 def histories(output: Store, name: str, root: str = ROOT) -> list[History]:
     """Every history of a repository, or of a run."""
     folder = output / root / name
-    keys = sorted({file.name.partition("/")[0] for file in folder.list() if NUMBER.fullmatch(file.name.rpartition("/")[2])})
+    keys = sorted(
+        {file.name.partition("/")[0] for file in folder.list() if NUMBER.fullmatch(file.name.rpartition("/")[2])}
+    )
     return [history for key in keys if (history := History(output, name, key, root)).records]

@@ -52,7 +52,9 @@ class ReleaseFeed(Feed):
         return histories(self.output, name)
 
     def mend(self, name: str, known: Collection[History]) -> None:
-        """Writes `<target>.json` where a watcher was ended after it had published, and before it had said so there. Costs one read for each."""
+        """Writes `<target>.json` where a watcher was ended after it had published, and before it had said so there.
+        Costs one read for each.
+        """
         for target in sorted({history.first["target"] for history in known if history.state == PUBLISHED}):
             try:
                 named = json.loads(self._read(f"{name}/{target}.json") or b"{}").get("checkpoint")
@@ -79,21 +81,46 @@ class ReleaseFeed(Feed):
         if history.state == VERIFIED:
             return True
         others = histories(self.output, history.name)
-        return any(other.state == PUBLISHED and other.facts["checkpoint"] == history.facts["checkpoint"] for other in others)
+        return any(
+            other.state == PUBLISHED and other.facts["checkpoint"] == history.facts["checkpoint"] for other in others
+        )
 
     def tasks(self, history: History, target: Target) -> Iterator[Task]:
         source, checkpoint, config = f"--source={self.source(history)}", history.facts["checkpoint"], self._config
-        yield Task(isolation.convert, [source, f"--output={checkpoint}", "--resume", *target.arguments, *config.runner_arguments()])
+        yield Task(
+            isolation.convert,
+            [source, f"--output={checkpoint}", "--resume", *target.arguments, *config.runner_arguments()],
+        )
         if config.verify:
             arguments = [source, f"--checkpoint={checkpoint}", f"--sample={config.verify}", *_verification(target)]
-            yield Task(isolation.verify, [*arguments, *config.runner_arguments(here=True)], "verified")  # it leaves its findings in a local file
+            # it leaves its findings in a local file
+            yield Task(isolation.verify, [*arguments, *config.runner_arguments(here=True)], "verified")
 
     def publish(self, history: History, target: Target) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""
         facts = history.facts
         checkpoint = facts["checkpoint"]
-        report = {name: facts[name] for name in ("repo", "commit", "updated", "weights", "licenses", "target", "options", "tables", "plan", "family")}
-        report |= {"weightbeam": __version__, "checkpoint": checkpoint, "items": f"{checkpoint}/0/items", "verified": facts.get("verified")}
+        report = {
+            name: facts[name]
+            for name in (
+                "repo",
+                "commit",
+                "updated",
+                "weights",
+                "licenses",
+                "target",
+                "options",
+                "tables",
+                "plan",
+                "family",
+            )
+        }
+        report |= {
+            "weightbeam": __version__,
+            "checkpoint": checkpoint,
+            "items": f"{checkpoint}/0/items",
+            "verified": facts.get("verified"),
+        }
         report["history"] = history.outline
         self.output.create(self._report_of(checkpoint), json.dumps(report, indent=1).encode())
         return {"checkpoint": checkpoint, "items": report["items"]}
@@ -102,11 +129,16 @@ class ReleaseFeed(Feed):
         self._point(history.name, history.first["target"])
 
     def _point(self, repo: str, target: str) -> None:
-        """Has `<repo>/<target>.json` be the report of the newest release, also if another watcher publishes at this moment."""
+        """Has `<repo>/<target>.json` be the report of the newest release, also if another watcher publishes at this
+        moment.
+        """
         output, pointer = self.output, f"{repo}/{target}.json"
         while True:
-            reports = (self._read(self._report_of(checkpoint)) for checkpoint in _published(histories(output, repo), target))
-            newest = next((report for report in reports if report), None)  # a checkpoint that its owner has deleted has none
+            reports = (
+                self._read(self._report_of(checkpoint)) for checkpoint in _published(histories(output, repo), target)
+            )
+            # a checkpoint that its owner has deleted has none
+            newest = next((report for report in reports if report), None)
             if newest is None or self._read(pointer) == newest:
                 return
             output.write(pointer, newest)
@@ -125,7 +157,9 @@ class ReleaseFeed(Feed):
 def _published(found: Iterable[History], target: str) -> list[str]:
     """The checkpoints that were published for a target, the newest release first."""
     facts = [history.facts for history in found if history.state == PUBLISHED and history.first["target"] == target]
-    return [each["checkpoint"] for each in sorted(facts, key=lambda each: (each["updated"], each["time"]), reverse=True)]
+    return [
+        each["checkpoint"] for each in sorted(facts, key=lambda each: (each["updated"], each["time"]), reverse=True)
+    ]
 
 
 def _verification(target: Target) -> list[str]:

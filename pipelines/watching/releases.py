@@ -13,7 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx2
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id
 
 from weightbeam.formats.safetensors import CONFIGS, INDEX, MAX_HEADER
@@ -68,7 +74,8 @@ class Release:
     @functools.cached_property
     def weights(self) -> str:
         """Identifies what a conversion reads: the same for two commits that differ elsewhere, such as in the README."""
-        pickles = [name for name in self.sizes if name.endswith(PICKLES) and "/" not in name]  # while there is nothing else
+        # while there is nothing else
+        pickles = [name for name in self.sizes if name.endswith(PICKLES) and "/" not in name]
         files = sorted({*CONFIGS, *(self.shards or pickles)} & self.sizes.keys())
         return hashlib.sha256(json.dumps([[name, self.hashes[name]] for name in files]).encode()).hexdigest()
 
@@ -149,8 +156,14 @@ def find_release(repo: str, revision: str) -> Release:
         info = retried(api().model_info)(repo, revision=revision, files_metadata=True, timeout=30.0)
     siblings = info.siblings or []
     card: Mapping[str, Any] = info.card_data.to_dict() if info.card_data else {}
-    named = [card.get("license"), card.get("license_name"), *(tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:"))]
-    licenses = dict.fromkeys(str(name).lower() for each in named for name in (each if isinstance(each, list) else [each]) if name)
+    named = [
+        card.get("license"),
+        card.get("license_name"),
+        *(tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")),
+    ]
+    licenses = dict.fromkeys(
+        str(name).lower() for each in named for name in (each if isinstance(each, list) else [each]) if name
+    )
     return Release(
         repo,
         str(info.sha),

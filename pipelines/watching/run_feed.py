@@ -19,7 +19,16 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_st
 from weightbeam.pipelines.errors import FailedError
 from weightbeam.pipelines.tables import human
 from weightbeam.pipelines.watching import isolation
-from weightbeam.pipelines.watching.config import ADAPTER, MERGED, QUANTIZE, RESHARD, Run, RunTarget, WatchConfig, is_maxtext_config
+from weightbeam.pipelines.watching.config import (
+    ADAPTER,
+    MERGED,
+    QUANTIZE,
+    RESHARD,
+    Run,
+    RunTarget,
+    WatchConfig,
+    is_maxtext_config,
+)
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
 from weightbeam.pipelines.watching.isolation import WorkerProcess
 from weightbeam.pipelines.watching.notices import warn
@@ -141,7 +150,11 @@ class RunFeed(Feed):
         tried: set[tuple[int, str]] = set()
         while True:
             there, self._is_fresh = self._there if self._is_fresh else self.look(), False
-            fresh = [seen for seen in self.run.steps.wanted(there) if (seen.number, seen.mark) not in tried and not self._is_settled(seen)]
+            fresh = [
+                seen
+                for seen in self.run.steps.wanted(there)
+                if (seen.number, seen.mark) not in tried and not self._is_settled(seen)
+            ]
             if not fresh:
                 return
             tried.add((fresh[0].number, fresh[0].mark))
@@ -182,7 +195,9 @@ class RunFeed(Feed):
     def goes_on(self, history: History) -> bool:
         """What is there is a version of its own; what isn't is gone, or was verified before it went."""
         first = history.first
-        return history.state == VERIFIED or not any((seen.number, seen.mark) == (first["step"], first["seen"]) for seen in self._there)
+        return history.state == VERIFIED or not any(
+            (seen.number, seen.mark) == (first["step"], first["seen"]) for seen in self._there
+        )
 
     def why_begun(self, version: Version) -> str | None:
         """That a step was written anew, or that the run went back."""
@@ -257,7 +272,12 @@ class RunFeed(Feed):
         return Task(works.get(target.kind, isolation.plan_export), self._arguments(source, target))
 
     def _arguments(self, source: str, target: RunTarget) -> list[str]:
-        return [f"--source={source}", *self._like, *(["--state=params"] if target.kind == RESHARD else []), *target.arguments]
+        return [
+            f"--source={source}",
+            *self._like,
+            *(["--state=params"] if target.kind == RESHARD else []),
+            *target.arguments,
+        ]
 
     @property
     def _like(self) -> list[str]:
@@ -269,12 +289,16 @@ class RunFeed(Feed):
         return f"{human(facts['target_bytes'])}, {facts['family']}"
 
     def place(self, history: History, plan: str) -> str:
-        """`step-1000`; where that is another checkpoint's, with the plan's hash. On the hub a branch has a history of its own."""
+        """`step-1000`; where that is another checkpoint's, with the plan's hash. On the hub a branch has a history of
+        its own.
+        """
         place = self._place(history)
         url = place.of(history.first["commit"])
         if place.url.startswith("hf://"):
             return url
-        taken = {other.key for other in self._published(history.first["target"]) if other.step == history.first["step"]} - {history.key}
+        taken = {
+            other.key for other in self._published(history.first["target"]) if other.step == history.first["step"]
+        } - {history.key}
         held = place.report(url).get("key")
         return place.of(f"{history.first['commit']}-{plan[:8]}") if taken or held not in (None, history.key) else url
 
@@ -289,7 +313,9 @@ class RunFeed(Feed):
             self._place(history).work(history.key, here).delete_folder()
 
     def is_made(self, history: History) -> bool:
-        return history.state == VERIFIED and (self._is_published(history) or (self._work(history) / RELEASE).exists(REPORT))
+        return history.state == VERIFIED and (
+            self._is_published(history) or (self._work(history) / RELEASE).exists(REPORT)
+        )
 
     def _is_published(self, history: History) -> bool:
         return self._place(history).report(history.facts["checkpoint"]).get("key") == history.key
@@ -310,21 +336,33 @@ class RunFeed(Feed):
         elif facts.get("lora"):
             here = self._place(history).work(history.key, here=True)
             adapter = here / ADAPTER if target.lora == MERGED else release
-            if target.lora == ADAPTER or not adapter.exists(WEIGHTS):  # it appears there whole, and is what the stopped merge was planned with
+            # it appears there whole, and is what the stopped merge was planned with
+            if target.lora == ADAPTER or not adapter.exists(WEIGHTS):
                 here.delete_folder(adapter.url.rpartition("/")[2])
                 here.make()
-                known = [argument for argument in target.arguments if _option(argument) in ("maxtext_model", "lora_alpha")]
+                known = [
+                    argument for argument in target.arguments if _option(argument) in ("maxtext_model", "lora_alpha")
+                ]
                 yield Task(isolation.export, [f"--source={source}", *self._like, *known, f"--output={adapter.url}"])
             if target.lora == MERGED:
                 into = isolation.quantize if target.kind == QUANTIZE else isolation.merge
-                known = [argument for argument in target.arguments if _option(argument) in ("max_shard_size", "unit_bytes", "family", "format")]
+                known = [
+                    argument
+                    for argument in target.arguments
+                    if _option(argument) in ("max_shard_size", "unit_bytes", "family", "format")
+                ]
                 merged = [f"--source={facts['form']}", f"--lora={adapter.url}", output, *known]
                 yield Task(into, [*merged, "--resume", *self._config.runner_arguments()])
         else:
             make = isolation.quantize if target.kind == QUANTIZE else isolation.export
             yield Task(make, [*common, "--resume", *self._config.runner_arguments()])
             if self._config.verify:
-                verify = [f"--source={release.url}", f"--checkpoint={source}", f"--sample={self._config.verify}", *_verification(target)]
+                verify = [
+                    f"--source={release.url}",
+                    f"--checkpoint={source}",
+                    f"--sample={self._config.verify}",
+                    *_verification(target),
+                ]
                 yield Task(isolation.verify, [*verify, *self._config.runner_arguments(here=True)], "verified")
                 compared = f"{self._config.verify:.0%} of the elements"
         yield Task(isolation.describe, [release.url, json.dumps(self._about(history, target, compared))], "changes")
@@ -332,7 +370,22 @@ class RunFeed(Feed):
     def _about(self, history: History, target: RunTarget, compared: str | None) -> dict[str, Any]:
         """What the report says."""
         facts = history.facts
-        about = {name: facts.get(name) for name in ("run", "step", "commit", "updated", "weights", "target", "options", "tables", "plan", "family", "rounded")}
+        about = {
+            name: facts.get(name)
+            for name in (
+                "run",
+                "step",
+                "commit",
+                "updated",
+                "weights",
+                "target",
+                "options",
+                "tables",
+                "plan",
+                "family",
+                "rounded",
+            )
+        }
         before = self._before(history)
         return about | {
             "name": self.run.name,
@@ -358,7 +411,11 @@ class RunFeed(Feed):
         return sorted(mark for mark in self._marks if mark.state == PUBLISHED and mark.key.rpartition("-")[0] == target)
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:
-        return None if facts.get("verified") else "not compared: " + ("verify is 0" if not self._config.verify else "an adapter")
+        return (
+            None
+            if facts.get("verified")
+            else "not compared: " + ("verify is 0" if not self._config.verify else "an adapter")
+        )
 
     def notice(self, history: History) -> str | None:
         return "; ".join(history.facts.get("changes", {}).get("warnings", [])) or None
@@ -378,15 +435,21 @@ class RunFeed(Feed):
         return {"checkpoint": url, **said}
 
     def _is_newest(self, history: History) -> bool:
-        """Whether no step that was published is newer: by its number among those that are there, or by when it was committed."""
+        """Whether no step that was published is newer: by its number among those that are there, or by when it was
+        committed.
+        """
         first = history.first
         others = [mark for mark in self._published(first["target"]) if mark.key != history.key]
         there = {(seen.number, seen.mark) for seen in self._there}
         updated = _milliseconds(datetime.datetime.fromisoformat(first["updated"]))
-        return all(mark.updated <= updated for mark in others) or all(mark.step <= first["step"] for mark in others if (mark.step, mark.seen) in there)
+        return all(mark.updated <= updated for mark in others) or all(
+            mark.step <= first["step"] for mark in others if (mark.step, mark.seen) in there
+        )
 
     def _point(self, history: History) -> None:
-        """Has `<run>/<target>.json` in the output, or `<target>.json` where it is the run's alone, be the report of the newest step."""
+        """Has `<run>/<target>.json` in the output, or `<target>.json` where it is the run's alone, be the report of the
+        newest step.
+        """
         if not self._is_newest(history):
             return
         facts = history.facts
@@ -407,7 +470,9 @@ class RunFeed(Feed):
             if other.state == PUBLISHED and not self._is_newest(other):
                 try:
                     self._place(other).remove(other.facts["checkpoint"])
-                    other.add(REMOVED, f"keep: the last {keep.last}" + (f", and every {keep.every}th" if keep.every else ""))
+                    other.add(
+                        REMOVED, f"keep: the last {keep.last}" + (f", and every {keep.every}th" if keep.every else "")
+                    )
                 except (OSError, LostError) as e:
                     warn(f"{other.facts['checkpoint']} can't be removed: {e}")
                     continue

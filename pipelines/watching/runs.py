@@ -1,7 +1,7 @@
 """What a training run has: its steps, as Orbax's CheckpointManager and MaxText write them, and which of them are whole.
 
-A run is only looked at. One listing names every step and says whether it is committed; what tells a step from another one of the same
-number is read for the step that is taken next.
+A run is only looked at. One listing names every step and says whether it is committed; what tells a step from another
+one of the same number is read for the step that is taken next.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class Steps:
 
     def wanted(self, there: Iterable[Seen]) -> list[Seen]:
         """Those that are taken of those that are there, the newest first."""
-        found = [step for step in there if step.number % self.every == 0 and (self.listed is None or step.number in self.listed)]
+        found = [
+            step
+            for step in there
+            if step.number % self.every == 0 and (self.listed is None or step.number in self.listed)
+        ]
         found.sort(key=lambda step: step.number, reverse=True)
         return found[:1] if self.newest else found
 
@@ -93,7 +97,8 @@ class Step:
 def list_steps(run: Store) -> list[Seen]:
     """The committed steps of a run, by one listing.
 
-    On disk a step gets its name by a rename once it is whole. In a bucket it grows under its name, and `commit_success.txt` comes last.
+    On disk a step gets its name by a rename once it is whole. In a bucket it grows under its name, and
+    `commit_success.txt` comes last.
 
     Raises:
       OSError: the folder can't be listed.
@@ -114,7 +119,9 @@ def see_step(run: Store, folder: str) -> Seen | None:
 
 
 def _mark_of(run: Store) -> str:
-    """The file that tells that a step is committed, and from a later one of the same number: it is written last, and anew."""
+    """The file that tells that a step is committed, and from a later one of the same number: it is written last, and
+    anew.
+    """
     return CHECKPOINT_METADATA if isinstance(run, LocalFolder) else MARKER
 
 
@@ -153,7 +160,11 @@ def read_step(run: Store, name: str, seen: Seen) -> Step | None:
     if not items:
         return None
     stamp = about.get("commit_timestamp_nsecs")
-    updated = stamp / 1e9 if isinstance(stamp, int) else max((file.updated for file in store.list(recursive=False)), default=0.0)
+    updated = (
+        stamp / 1e9
+        if isinstance(stamp, int)
+        else max((file.updated for file in store.list(recursive=False)), default=0.0)
+    )
     when = datetime.datetime.fromtimestamp(updated, datetime.UTC)
     return Step(name, seen.number, store.url, hashed.hexdigest(), when, seen.mark, run.url)
 

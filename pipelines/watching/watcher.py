@@ -75,7 +75,9 @@ class Watcher:
             problems += wrong
         for problem in problems:
             warn(problem)
-        return [Finding("", "", "", FAILED, problem) for problem in problems] + [finding for feed, name in found for finding in self._look(feed, name)]
+        return [Finding("", "", "", FAILED, problem) for problem in problems] + [
+            finding for feed, name in found for finding in self._look(feed, name)
+        ]
 
     def retry(self, name: str) -> list[Finding]:
         """Has everything of a model or a run that was refused or failed begin anew.
@@ -84,7 +86,12 @@ class Watcher:
           LostError: another watcher has just gone on with one of them.
           StorageError: the output can't be read or written.
         """
-        found = [(feed, history) for feed in self.feeds for history in feed.histories(name, every=True) if history.state in (REFUSED, FAILED)]
+        found = [
+            (feed, history)
+            for feed in self.feeds
+            for history in feed.histories(name, every=True)
+            if history.state in (REFUSED, FAILED)
+        ]
         for feed, history in found:
             self._notices.tell(history.add(DISCOVERED, "asked for again", attempt=0))
             feed.reopened(history)
@@ -121,7 +128,9 @@ class Watcher:
         is_settled = all(history.state == PUBLISHED for history, _ in current.values())
         verdict = [] if is_settled else feed.judge(version)
         waits = isinstance(verdict, Waiting)
-        yield from self._go_on(feed, [history for history in known.values() if history.records], () if waits else current)
+        yield from self._go_on(
+            feed, [history for history in known.values() if history.records], () if waits else current
+        )
         if isinstance(verdict, Waiting):
             finding = Finding(version.name, version.commit, "", WAITING, verdict.reason, verdict.again)
             note(dataclasses.asdict(finding) | {"again": verdict.again and verdict.again.isoformat()})
@@ -149,7 +158,11 @@ class Watcher:
                 feed.begun(history)
             elif history.first["commit"] != version.commit and (record := history.mark_same(version.commit)):
                 self._notices.tell(record)
-            if denied and history.state in (DISCOVERED, PLANNED, FAILED, REFUSED) and history.last.get("reason") != denied:
+            if (
+                denied
+                and history.state in (DISCOVERED, PLANNED, FAILED, REFUSED)
+                and history.last.get("reason") != denied
+            ):
                 self._notices.tell(history.add(REFUSED, denied, by_hub=True))
             elif not denied and history.state == REFUSED and history.last.get("by_hub"):
                 self._notices.tell(history.add(DISCOVERED, "what it was refused for is no more"))
@@ -164,7 +177,11 @@ class Watcher:
         if history.state in SETTLED:
             feed.settled(history)
             return _finding(history)
-        if history.state == FAILED and ((due := self._due(history)) is None or due > now()) and not feed.is_gone(history):
+        if (
+            history.state == FAILED
+            and ((due := self._due(history)) is None or due > now())
+            and not feed.is_gone(history)
+        ):
             return dataclasses.replace(_finding(history), again=due)
         try:
             with history.alone(), feed.apart() as apart:
@@ -173,7 +190,8 @@ class Watcher:
                         self._work(feed, history, target, apart)
                     except KeyboardInterrupt:  # a stop that was asked for isn't the version's fault
                         if history.state == CONVERTING:
-                            with contextlib.suppress(LostError):  # another watcher has said so, or gone on; this one stops all the same
+                            # another watcher has said so, or gone on; this one stops all the same
+                            with contextlib.suppress(LostError):
                                 history.add(PLANNED, "stopped on the way", attempt=history.attempt - 1)
                         raise
                 if history.state in SETTLED:
@@ -186,7 +204,9 @@ class Watcher:
         return dataclasses.replace(_finding(history), again=self._due(history) if history.state == FAILED else None)
 
     def _due(self, history: History) -> datetime.datetime | None:
-        """When a failed one is tried again; None if it isn't. A record of the future is of a clock that was set back since: it counts as just made."""
+        """When a failed one is tried again; None if it isn't. A record of the future is of a clock that was set back
+        since: it counts as just made.
+        """
         if history.attempt >= self.config.attempts:
             return None
         delay = datetime.timedelta(minutes=self.config.retry_minutes) * 2 ** min(history.attempt - 1, 20)
@@ -200,7 +220,9 @@ class Watcher:
             self._say_gone(feed, history, why)
             return
         if history.state == CONVERTING and attempt > self.config.attempts:
-            self._fail(history, f"begun {history.attempt} times, and never ended: was the machine too small?", history.attempt)
+            self._fail(
+                history, f"begun {history.attempt} times, and never ended: was the machine too small?", history.attempt
+            )
             return
         if history.state in (DISCOVERED, FAILED):
             task = feed.plan(feed.source(history), target)
@@ -214,7 +236,9 @@ class Watcher:
             if outcome.status != isolation.DONE:
                 self._fail(history, outcome.message, attempt)
                 return
-            self._notices.tell(history.add(PLANNED, checkpoint=feed.place(history, outcome.facts["plan"]), **outcome.facts))
+            self._notices.tell(
+                history.add(PLANNED, checkpoint=feed.place(history, outcome.facts["plan"]), **outcome.facts)
+            )
         if not feed.is_made(history):
             if not history.last.get(BUSY):
                 self._notices.tell(history.add(CONVERTING, attempt=attempt, checkpoint=history.facts["checkpoint"]))
@@ -233,12 +257,15 @@ class Watcher:
         self._notices.tell(history.add(PUBLISHED, feed.notice(history), **said))
         feed.announce(history, target)
 
-    def _do(self, feed: Feed, history: History, apart: WorkerProcess, task: Task, attempt: int) -> isolation.Outcome | None:
+    def _do(
+        self, feed: Feed, history: History, apart: WorkerProcess, task: Task, attempt: int
+    ) -> isolation.Outcome | None:
         """Does it; None if it isn't done, which is recorded."""
         outcome = apart.run(task.work, task.arguments)
         if outcome.status == isolation.DONE:
             return outcome
-        if outcome.status == isolation.BUSY:  # such as a conversion that was started by hand, or a job that outlived its watcher
+        # such as a conversion that was started by hand, or a job that outlived its watcher
+        if outcome.status == isolation.BUSY:
             if not history.last.get(BUSY):  # else it is said already
                 self._notices.tell(history.add(PLANNED, outcome.message, attempt=attempt - 1, **{BUSY: True}))
             raise HeldError(outcome.message)

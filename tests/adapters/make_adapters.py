@@ -1,4 +1,5 @@
-"""Writes tiny models and adapters of each kind with transformers and PEFT, and what PEFT merges of them: `python make_adapters.py FOLDER`.
+"""Writes tiny models and adapters of each kind with transformers and PEFT, and what PEFT merges of them: `python
+make_adapters.py FOLDER`.
 
 `FOLDER/<case>/base` is the model, `adapter` the adapter as PEFT saves it, and `merged.safetensors` the parameters after
 `merge_and_unload`, by their names in memory. All are float32; adapters have random factors on both sides.
@@ -29,16 +30,21 @@ LLAMA = (t.LlamaForCausalLM, t.LlamaConfig(**SIZES))
 QWEN2 = (t.Qwen2ForCausalLM, t.Qwen2Config(**SIZES))
 TIED = (t.Qwen3ForCausalLM, t.Qwen3Config(**SIZES | dict(tie_word_embeddings=True)))
 QWEN3_MOE = (t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**EXPERTS))
-SQUARE = (t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**EXPERTS | dict(moe_intermediate_size=16)))  # hidden = 2 · intermediate
+# hidden = 2 · intermediate
+SQUARE = (t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**EXPERTS | dict(moe_intermediate_size=16)))
 MIXTRAL = (t.MixtralForCausalLM, t.MixtralConfig(**SIZES | dict(num_local_experts=4, num_experts_per_tok=2)))
-GPT_OSS = (t.GptOssForCausalLM, t.GptOssConfig(**SIZES | dict(num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2)))
+GPT_OSS = (
+    t.GptOssForCausalLM,
+    t.GptOssConfig(**SIZES | dict(num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2)),
+)
 GPT2 = (t.GPT2LMHeadModel, t.GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64))
 
 # the model, and the adapter's LoraConfig
 CASES: dict[str, tuple[tuple[type, Any], dict[str, Any]]] = {
     "plain": (LLAMA, dict(r=4, lora_alpha=6, target_modules=LINEAR)),
     "second": (LLAMA, dict(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"])),
-    "one-layer": (LLAMA, dict(r=2, lora_alpha=3, target_modules=LINEAR, layers_to_transform=[1])),  # as many ranks as layers
+    # as many ranks as layers
+    "one-layer": (LLAMA, dict(r=2, lora_alpha=3, target_modules=LINEAR, layers_to_transform=[1])),
     "rslora": (LLAMA, dict(r=4, lora_alpha=6, target_modules=LINEAR, use_rslora=True)),
     "patterns": (
         LLAMA,
@@ -65,7 +71,9 @@ PER_EXPERT = {"v4": (QWEN3_MOE, ("gate_proj", "up_proj", "down_proj")), "v4-mixt
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Random parameters, factors of adapters and trained copies among them; magnitudes are around the norms that they began with."""
+    """Random parameters, factors of adapters and trained copies among them; magnitudes are around the norms that they
+    began with.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -79,7 +87,9 @@ def write(folder: Path, model: tuple[type, Any], config: dict[str, Any], seed: i
     randomize(made, seed)
     made.save_pretrained(folder / "base")
     wrapped = peft.get_peft_model(made, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config))
-    trainable = torch.nn.ParameterDict({name.replace(".", "/"): value for name, value in wrapped.named_parameters() if value.requires_grad})
+    trainable = torch.nn.ParameterDict(
+        {name.replace(".", "/"): value for name, value in wrapped.named_parameters() if value.requires_grad}
+    )
     randomize(trainable, seed + 1)
     wrapped.save_pretrained(folder / "adapter")
     save_merged(wrapped, folder)
@@ -88,7 +98,9 @@ def write(folder: Path, model: tuple[type, Any], config: dict[str, Any], seed: i
 def save_merged(wrapped: Any, folder: Path) -> None:
     """What PEFT merges; it must not be the base."""
     merged = wrapped.merge_and_unload()
-    save_file({name: value.clone().contiguous() for name, value in merged.state_dict().items()}, folder / "merged.safetensors")
+    save_file(
+        {name: value.clone().contiguous() for name, value in merged.state_dict().items()}, folder / "merged.safetensors"
+    )
 
 
 def write_per_expert(folder: Path, model: tuple[type, Any], names: tuple[str, ...], seed: int) -> None:
@@ -122,9 +134,13 @@ def write_old_layout(new: Path, folder: Path, version: str | None = "0.18.1") ->
         if ".experts." not in name:
             turned[name] = values
         elif ".lora_A." in name:  # (experts · rank, in) -> (in, rank · experts)
-            turned[name.replace("lora_A", "lora_B")] = values.reshape(4, -1, values.shape[1]).permute(2, 1, 0).reshape(values.shape[1], -1).contiguous()
+            turned[name.replace("lora_A", "lora_B")] = (
+                values.reshape(4, -1, values.shape[1]).permute(2, 1, 0).reshape(values.shape[1], -1).contiguous()
+            )
         else:
-            turned[name.replace("lora_B", "lora_A")] = values.reshape(values.shape[0], -1, 4).permute(2, 1, 0).reshape(-1, values.shape[0]).contiguous()
+            turned[name.replace("lora_B", "lora_A")] = (
+                values.reshape(values.shape[0], -1, 4).permute(2, 1, 0).reshape(-1, values.shape[0]).contiguous()
+            )
     (folder / "adapter").mkdir(parents=True)
     save_file(turned, folder / "adapter" / "adapter_model.safetensors")
     config = json.loads((new / "adapter" / "adapter_config.json").read_text())

@@ -12,12 +12,18 @@ MODEL = ("--maxtext_model", "llama3.1-8b")
 
 
 def test_a_checkpoint_with_adapters_in_it(written: Path, tmp_path: Path) -> None:
-    """What stock Orbax restores is MaxText's layout of what PEFT merged; `verify` finds it right, with the adapters and not without."""
+    """What stock Orbax restores is MaxText's layout of what PEFT merged; `verify` finds it right, with the adapters and
+    not without.
+    """
     folder = written / "plain"
     adapters = ("--lora", str(folder / "adapter"), "--lora", f"{written / 'second' / 'adapter'},0.5")
-    step = convert(folder / "base", tmp_path / "out", *adapters, *MODEL, "--save_dtype", "float32", "--unit_bytes", "40000")
+    step = convert(
+        folder / "base", tmp_path / "out", *adapters, *MODEL, "--save_dtype", "float32", "--unit_bytes", "40000"
+    )
     config = json.loads((folder / "base" / "config.json").read_text())
-    wanted = reference(config, unfuse(config, read_file(written / "both" / "merged.safetensors")), F32, paired_rope=True)
+    wanted = reference(
+        config, unfuse(config, read_file(written / "both" / "merged.safetensors")), F32, paired_rope=True
+    )
     made = restore(step)
     assert set(made) == set(wanted)
     for key, values in wanted.items():
@@ -28,7 +34,10 @@ def test_a_checkpoint_with_adapters_in_it(written: Path, tmp_path: Path) -> None
         (0.5, "adapter_model.safetensors"),
     ]
     assert call("verify", "--source", folder / "base", "--checkpoint", tmp_path / "out") == 0
-    assert call("verify", "--source", folder / "base", "--checkpoint", tmp_path / "out", "--lora", folder / "adapter") == 1  # one of them is missing
+    # one of them is missing
+    assert (
+        call("verify", "--source", folder / "base", "--checkpoint", tmp_path / "out", "--lora", folder / "adapter") == 1
+    )
 
 
 def test_units_in_bits(written: Path, tmp_path: Path) -> None:
@@ -54,7 +63,12 @@ def test_resumed_with_another_adapter(written: Path, tmp_path: Path, capsys) -> 
 def test_the_plan_says_what_each_tensor_is_for(written: Path, tmp_path: Path, capsys) -> None:
     """In a line, and as JSON each."""
     folder = written / "modules_to_save"
-    assert call("plan", "--source", folder / "base", "--lora", folder / "adapter", *MODEL, "--json", tmp_path / "plan.json") == 0
+    assert (
+        call(
+            "plan", "--source", folder / "base", "--lora", folder / "adapter", *MODEL, "--json", tmp_path / "plan.json"
+        )
+        == 0
+    )
     assert "4 merged; 7 put" in capsys.readouterr().out
     (adapter,) = json.loads((tmp_path / "plan.json").read_text())["adapters"]
     assert set(adapter["tensors"]) == set(read_file(folder / "adapter" / "adapter_model.safetensors"))

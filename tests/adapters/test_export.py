@@ -17,8 +17,14 @@ def test_as_peft_merges_into_the_release(written: Path, tmp_path: Path, case: st
     folder = written / case
     model = MODELS.get(read_config(folder / "base")["model_type"], ())
     convert(folder / "base", tmp_path / "ckpt", "--save_dtype", "float32", *model)
-    assert call("export", tmp_path / "ckpt", tmp_path / "out", "--lora", folder / "adapter", "--unit_bytes", "40000") == 0
-    made, merged, base = read_tensors(tmp_path / "out"), read_file(folder / "merged.safetensors"), read_tensors(folder / "base")
+    assert (
+        call("export", tmp_path / "ckpt", tmp_path / "out", "--lora", folder / "adapter", "--unit_bytes", "40000") == 0
+    )
+    made, merged, base = (
+        read_tensors(tmp_path / "out"),
+        read_file(folder / "merged.safetensors"),
+        read_tensors(folder / "base"),
+    )
     assert made.keys() == base.keys()
     assert any(values.tobytes() != base[name].tobytes() for name, values in made.items())
     for name in made.keys() & merged.keys():
@@ -37,4 +43,5 @@ def test_refused_before_anything_is_written(written: Path, tmp_path: Path, capsy
     assert call("merge", written / "plain" / "base", tmp_path / "merged", *both) == 0
     made = read_tensors(tmp_path / "out")
     for name, values in read_tensors(tmp_path / "merged").items():
-        np.testing.assert_allclose(made[name], values, rtol=0, atol=5e-7 if "q_proj" in name else 0, err_msg=name)  # the query's factor, there and back
+        # the query's factor, there and back
+        np.testing.assert_allclose(made[name], values, rtol=0, atol=5e-7 if "q_proj" in name else 0, err_msg=name)

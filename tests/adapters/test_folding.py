@@ -1,4 +1,6 @@
-"""A PEFT adapter as MaxText's: the product of its factors is what merging adds, in MaxText's layout; what it can't hold is refused."""
+"""A PEFT adapter as MaxText's: the product of its factors is what merging adds, in MaxText's layout; what it can't hold
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def product(a: np.ndarray, b: np.ndarray, scan_axis: int | None) -> np.ndarray:
     """(in, out) of each layer, stacked as the factors are: MaxText's own delta, as its sources say it."""
     if scan_axis is None:
         return a @ b
-    layers = [one @ other for one, other in zip(np.moveaxis(a, scan_axis, 0), np.moveaxis(b, scan_axis, 0), strict=True)]
+    layers = [
+        one @ other for one, other in zip(np.moveaxis(a, scan_axis, 0), np.moveaxis(b, scan_axis, 0), strict=True)
+    ]
     return np.stack(layers)
 
 
@@ -48,7 +52,9 @@ def product(a: np.ndarray, b: np.ndarray, scan_axis: int | None) -> np.ndarray:
 @pytest.mark.parametrize("layout", [{}, {"scan_layers": False}, {"param_scan_axis": 0}])
 @pytest.mark.parametrize("model", ["llama3.1-8b", "llama2-7b"])  # paired rotary halves, and halves apart
 def test_the_product_is_what_merging_adds(written: Path, case: str, layout: dict, model: str) -> None:
-    """Query's factor and rotary order, the output kernel's axes, layers without an adapter, one rank and one scaling for all."""
+    """Query's factor and rotary order, the output kernel's axes, layers without an adapter, one rank and one scaling
+    for all.
+    """
     folder, options = written / case, {"maxtext_model": model, **layout}
     base, merged = arrays(plan(folder, lora=False, **options)), arrays(plan(folder, **options))
     made = plan(folder, adapter_only=True, **options)
@@ -85,10 +91,17 @@ def test_a_worker_plans_the_same(written: Path) -> None:
 
 
 def test_the_checkpoint_is_as_maxtext_reads_it(written: Path, tmp_path: Path) -> None:
-    """Stock Orbax restores a tree of `.value` leaves from `decoder` on, without a step, and the metadata tell rank and alpha."""
+    """Stock Orbax restores a tree of `.value` leaves from `decoder` on, without a step, and the metadata tell rank and
+    alpha.
+    """
     folder = written / "patterns"
     options = ("--maxtext_model", "llama3.1-8b", "--save_dtype", "float32", "--adapter_only", "true")
-    assert call("convert", "--source", folder / "base", "--lora", folder / "adapter", "--output", tmp_path / "out", *options) == 0
+    assert (
+        call(
+            "convert", "--source", folder / "base", "--lora", folder / "adapter", "--output", tmp_path / "out", *options
+        )
+        == 0
+    )
     step = tmp_path / "out" / "0"
     tree = ocp.PyTreeCheckpointer().restore(step / "items")
     assert set(tree) == {"decoder"}

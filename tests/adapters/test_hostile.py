@@ -1,4 +1,6 @@
-"""Adapters that can't be right, or that say what isn't known: all problems at once, by name, before anything is written."""
+"""Adapters that can't be right, or that say what isn't known: all problems at once, by name, before anything is
+written.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def copy_adapter(source: Path, folder: Path, tensors: dict[str, np.ndarray] | No
 def problems(base: Path, *adapters: Path, weight: float = 1.0) -> str:
     """What stands against merging."""
     model = "llama2-7b" if support.read_config(base)["model_type"] == "llama" else None
-    conversion = prepare(Options(maxtext_model=model), open_hf(base), [open_adapter(adapter, weight) for adapter in adapters])
+    conversion = prepare(
+        Options(maxtext_model=model), open_hf(base), [open_adapter(adapter, weight) for adapter in adapters]
+    )
     assert not conversion.units
     return "\n".join(map(str, conversion.plan.problems))
 
@@ -77,13 +81,21 @@ def test_fields_are_refused_by_name(fields: dict, said: str) -> None:
 
 def test_harmless_fields_pass() -> None:
     """What is of training or initialisation alone."""
-    fields = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}, "loftq_config": {}, "target_modules": ["q_proj"], "megatron_core": "megatron.core"}
+    fields = {
+        "init_lora_weights": "eva",
+        "eva_config": {"rho": 2.0},
+        "loftq_config": {},
+        "target_modules": ["q_proj"],
+        "megatron_core": "megatron.core",
+    }
     assert read_config(LORA | fields)[1] == []
 
 
 def test_ranks_must_agree(written: Path, tmp_path: Path) -> None:
     """Of the two factors with each other, and with the configuration; all of them are said."""
-    a = copy_adapter(written / "plain" / "adapter", tmp_path / "a", {f"{Q}.lora_A.weight": np.ones((5, 32), np.float32)})
+    a = copy_adapter(
+        written / "plain" / "adapter", tmp_path / "a", {f"{Q}.lora_A.weight": np.ones((5, 32), np.float32)}
+    )
     assert f"{Q}.lora_A.weight: A is (5, 32) and B (32, 4)" in problems(written / "plain" / "base", a)
     b = copy_adapter(written / "plain" / "adapter", tmp_path / "b", r=3)
     said = problems(written / "plain" / "base", b)
@@ -92,8 +104,12 @@ def test_ranks_must_agree(written: Path, tmp_path: Path) -> None:
 
 def test_shapes_must_fit_the_base(written: Path, tmp_path: Path) -> None:
     """Expected and found."""
-    adapter = copy_adapter(written / "plain" / "adapter", tmp_path / "a", {f"{Q}.lora_A.weight": np.ones((4, 33), np.float32)})
-    assert "B · A is (32, 33), model.layers.0.self_attn.q_proj.weight takes (32, 32)" in problems(written / "plain" / "base", adapter)
+    adapter = copy_adapter(
+        written / "plain" / "adapter", tmp_path / "a", {f"{Q}.lora_A.weight": np.ones((4, 33), np.float32)}
+    )
+    assert "B · A is (32, 33), model.layers.0.self_attn.q_proj.weight takes (32, 32)" in problems(
+        written / "plain" / "base", adapter
+    )
 
 
 def test_every_tensor_is_used_or_refused(written: Path, tmp_path: Path) -> None:
@@ -107,7 +123,11 @@ def test_every_tensor_is_used_or_refused(written: Path, tmp_path: Path) -> None:
     said = problems(written / "plain" / "base", copy_adapter(written / "plain" / "adapter", tmp_path / "a", strange))
     assert "the base has no weight of model.layers.9.self_attn.q_proj" in said
     assert "the base has no score.weight that it could replace" in said
-    strange = {f"{Q}.lora_C.weight": ones, f"{Q}.lora_B.weight": np.empty(0, np.float32), "model.layers.0.mlp.gate_proj.weight": ones}
+    strange = {
+        f"{Q}.lora_C.weight": ones,
+        f"{Q}.lora_B.weight": np.empty(0, np.float32),
+        "model.layers.0.mlp.gate_proj.weight": ones,
+    }
     said = problems(written / "plain" / "base", copy_adapter(written / "plain" / "adapter", tmp_path / "b", strange))
     assert "no such part of a LoRA is known" in said
     assert "has no lora_B beside it" in said
@@ -122,14 +142,20 @@ def test_a_head_that_is_tied_is_refused(written: Path) -> None:
 
 def test_what_contradicts_the_configuration(written: Path, tmp_path: Path) -> None:
     """A DoRA that isn't one, and the other way round."""
-    assert "use_dora is false" in problems(written / "dora" / "base", copy_adapter(written / "dora" / "adapter", tmp_path / "a", use_dora=False))
-    assert "use_dora is true" in problems(written / "plain" / "base", copy_adapter(written / "plain" / "adapter", tmp_path / "b", use_dora=True))
+    assert "use_dora is false" in problems(
+        written / "dora" / "base", copy_adapter(written / "dora" / "adapter", tmp_path / "a", use_dora=False)
+    )
+    assert "use_dora is true" in problems(
+        written / "plain" / "base", copy_adapter(written / "plain" / "adapter", tmp_path / "b", use_dora=True)
+    )
 
 
 def test_a_scaling_beyond_float32_is_refused(written: Path, tmp_path: Path) -> None:
     """Before anything is read; what overflows only when it is multiplied is refused when it is merged."""
     base = written / "plain" / "base"
-    assert "isn't a number that float32 holds" in problems(base, copy_adapter(written / "plain" / "adapter", tmp_path / "a", lora_alpha=2.9e38), weight=1e9)
+    assert "isn't a number that float32 holds" in problems(
+        base, copy_adapter(written / "plain" / "adapter", tmp_path / "a", lora_alpha=2.9e38), weight=1e9
+    )
     large = {f"{Q}.lora_B.weight": np.full((32, 4), 1e3, np.float32)}
     adapter = copy_adapter(written / "plain" / "adapter", tmp_path / "b", large, lora_alpha=2.9e38)
     conversion = prepare(Options(maxtext_model="llama2-7b"), open_hf(base), [open_adapter(adapter)])
@@ -139,9 +165,15 @@ def test_a_scaling_beyond_float32_is_refused(written: Path, tmp_path: Path) -> N
 
 def test_weights_that_arent_linear_are_refused(written: Path) -> None:
     """Half of a whole tensor, half of a norm, two norms."""
-    assert "can't be merged with the weight 0.5" in problems(written / "modules_to_save" / "base", written / "modules_to_save" / "adapter", weight=0.5)
-    assert "can't be merged with the weight 0.5" in problems(written / "dora" / "base", written / "dora" / "adapter", weight=0.5)
-    assert "has a DoRA" in problems(written / "dora" / "base", written / "dora" / "adapter", written / "plain" / "adapter")
+    assert "can't be merged with the weight 0.5" in problems(
+        written / "modules_to_save" / "base", written / "modules_to_save" / "adapter", weight=0.5
+    )
+    assert "can't be merged with the weight 0.5" in problems(
+        written / "dora" / "base", written / "dora" / "adapter", weight=0.5
+    )
+    assert "has a DoRA" in problems(
+        written / "dora" / "base", written / "dora" / "adapter", written / "plain" / "adapter"
+    )
     modules = written / "modules_to_save" / "adapter"
     assert "is replaced by" in problems(written / "plain" / "base", modules, modules)
 
@@ -177,15 +209,36 @@ def test_a_pickle_is_refused(written: Path, tmp_path: Path, capsys: pytest.Captu
     folder.mkdir()
     shutil.copy(written / "plain" / "adapter" / "adapter_config.json", folder)
     (folder / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-    assert call("convert", "--source", written / "plain" / "base", "--lora", folder, "--output", tmp_path / "out", "--maxtext_model", "llama2-7b") == 2
+    assert (
+        call(
+            "convert",
+            "--source",
+            written / "plain" / "base",
+            "--lora",
+            folder,
+            "--output",
+            tmp_path / "out",
+            "--maxtext_model",
+            "llama2-7b",
+        )
+        == 2
+    )
     assert "adapter_model.bin is a pickle file" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("/nowhere/adapter", "no such folder"), ("ftp://a/b", "isn't supported"), ("a,0", "other than 0"), ("a,inf", "other than 0")]
+    ("text", "said"),
+    [
+        ("/nowhere/adapter", "no such folder"),
+        ("ftp://a/b", "isn't supported"),
+        ("a,0", "other than 0"),
+        ("a,inf", "other than 0"),
+    ],
 )
-def test_what_lora_cant_name(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture, text: str, said: str) -> None:
+def test_what_lora_cant_name(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture, text: str, said: str
+) -> None:
     """Exit status 2, in words."""
     assert call("plan", "--source", written / "plain" / "base", "--lora", text, "--maxtext_model", "llama2-7b") == 2
     assert said in capsys.readouterr().err

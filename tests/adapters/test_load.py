@@ -18,11 +18,19 @@ def test_bits_of_a_conversion(written: Path, tmp_path: Path, case: str) -> None:
     folder = written / case
     lora = [f"{folder / 'adapter'}"] + ([f"{written / 'second' / 'adapter'},0.5"] if case == "plain" else [])
     model = {} if case == "experts" else {"maxtext_model": "llama3.1-8b"}
-    options = [word for adapter in lora for word in ("--lora", adapter)] + [word for name, value in model.items() for word in (f"--{name}", value)]
+    options = [word for adapter in lora for word in ("--lora", adapter)] + [
+        word for name, value in model.items() for word in (f"--{name}", value)
+    ]
     wanted = restore(convert(folder / "base", tmp_path / "out", *options))
     loaded = wb.load(str(folder / "base"), mesh=jax.make_mesh((1,), ("fsdp",)), lora=lora, **model)
     assert_same_bits({key: np.asarray(value) for key, value in flatten(loaded["params"]["params"]).items()}, wanted)
-    assert_same_bits({key.removeprefix("params.params."): np.asarray(value) for key, value in wb.open(folder / "base", lora=lora, **model).items()}, wanted)
+    assert_same_bits(
+        {
+            key.removeprefix("params.params."): np.asarray(value)
+            for key, value in wb.open(folder / "base", lora=lora, **model).items()
+        },
+        wanted,
+    )
 
 
 def test_a_release_as_it_is(written: Path) -> None:

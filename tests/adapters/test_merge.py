@@ -36,15 +36,21 @@ def made(merge: Merge) -> dict[str, np.ndarray]:
         fetched = decode(unit.fetches, read(unit.fetches)[0])
         for job in unit.jobs:
             part = tuple(slice(*span) for span in job.box)
-            values[job.tensor.name][part] = make(job, arrange(unit.fetches, fetched, job.pieces)).reshape(values[job.tensor.name][part].shape)
+            values[job.tensor.name][part] = make(job, arrange(unit.fetches, fetched, job.pieces)).reshape(
+                values[job.tensor.name][part].shape
+            )
             counts[job.tensor.name][part] += 1
     assert all((count == 1).all() for count in counts.values())
     return values
 
 
-@pytest.mark.parametrize("case", ["plain", "dora", "modules_to_save", "embedding-dora", "experts", "v4-mixtral", "fan_in_fan_out"])
+@pytest.mark.parametrize(
+    "case", ["plain", "dora", "modules_to_save", "embedding-dora", "experts", "v4-mixtral", "fan_in_fan_out"]
+)
 @pytest.mark.parametrize("unit_bytes", [128 << 20, 3000])
-def test_the_touched_tensors_are_peft_s_and_the_rest_are_the_release_s(written: Path, case: str, unit_bytes: int) -> None:
+def test_the_touched_tensors_are_peft_s_and_the_rest_are_the_release_s(
+    written: Path, case: str, unit_bytes: int
+) -> None:
     """Under the release's own names, however small the units are; of models without a table, too."""
     folder = written / case
     merge = plan(folder / "base", folder / "adapter", unit_bytes=unit_bytes)
@@ -76,12 +82,16 @@ def quantised(written: Path, folder: Path, names: tuple[str, ...]) -> Path:
     for name, values in read_tensors(written / "plain" / "base").items():
         stored = nf4(name, values.shape, 1)[0] if name.endswith(names) else {name: values.astype(BF16)}
         tensors |= stored
-    config = read_config(written / "plain" / "base") | {"quantization_config": dict(quant_method="bitsandbytes", load_in_4bit=True)}
+    config = read_config(written / "plain" / "base") | {
+        "quantization_config": dict(quant_method="bitsandbytes", load_in_4bit=True)
+    }
     return save(folder, config | {"dtype": "float16"}, tensors)
 
 
 def test_a_quantised_weight_is_written_in_the_model_s_dtype(written: Path, tmp_path: Path) -> None:
-    """Its codes and scales are gone, those of the others are the same bytes, and the config names what isn't quantised any more."""
+    """Its codes and scales are gone, those of the others are the same bytes, and the config names what isn't quantised
+    any more.
+    """
     folder = quantised(written, tmp_path / "base", ("q_proj.weight", "mlp.up_proj.weight"))
     adapter = written / "second" / "adapter"  # of q_proj and down_proj
     merge = plan(folder, adapter)
@@ -101,9 +111,13 @@ def test_a_quantised_weight_is_written_in_the_model_s_dtype(written: Path, tmp_p
 
 def test_nothing_quantised_left(written: Path, tmp_path: Path) -> None:
     """Then the config says nothing of it."""
-    assert plan(quantised(written, tmp_path / "base", ("q_proj.weight",)), written / "second" / "adapter").quantization == {}
+    assert (
+        plan(quantised(written, tmp_path / "base", ("q_proj.weight",)), written / "second" / "adapter").quantization
+        == {}
+    )
     folder = quantised(written, tmp_path / "other", ("up_proj.weight",))
-    assert plan(folder, written / "second" / "adapter").quantization is None  # what is merged isn't quantised: carried through
+    # what is merged isn't quantised: carried through
+    assert plan(folder, written / "second" / "adapter").quantization is None
 
 
 def test_problems_come_all_at_once(written: Path) -> None:
@@ -116,7 +130,9 @@ def test_the_hash_tells_adapters_apart(written: Path) -> None:
     """Their files, their weights and the order of the tensors."""
     one = plan(written / "plain" / "base", written / "plain" / "adapter")
     assert one.hash != plan(written / "plain" / "base", written / "second" / "adapter").hash
-    half = dataclasses.replace(one, adapters=tuple(dataclasses.replace(adapter, weight=0.5) for adapter in one.adapters))
+    half = dataclasses.replace(
+        one, adapters=tuple(dataclasses.replace(adapter, weight=0.5) for adapter in one.adapters)
+    )
     assert half.hash != one.hash
 
 

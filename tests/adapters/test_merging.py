@@ -30,7 +30,12 @@ CASES = (
 def merge_case(base: Path, *adapters: tuple[Path, float]) -> Merging:
     """A base and adapters, merged below any table."""
     checkpoint = open_hf(base)
-    return merge(open_source(checkpoint).encodings, [open_adapter(*adapter) for adapter in adapters], {}, checkpoint.config["model_type"])
+    return merge(
+        open_source(checkpoint).encodings,
+        [open_adapter(*adapter) for adapter in adapters],
+        {},
+        checkpoint.config["model_type"],
+    )
 
 
 def in_memory(merged: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -51,7 +56,9 @@ def spelled(name: str) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_as_peft_merges_it(written: Path, case: str) -> None:
-    """Every tensor is what PEFT makes of it, but for the order in which products are summed; those that no adapter names have the base's bits."""
+    """Every tensor is what PEFT makes of it, but for the order in which products are summed; those that no adapter
+    names have the base's bits.
+    """
     folder = written / case
     merging = merge_case(folder / "base", (folder / "adapter", 1.0))
     assert not merging.problems
@@ -66,12 +73,15 @@ def test_as_peft_merges_it(written: Path, case: str) -> None:
             np.testing.assert_array_equal(decoded(encoding), base[name])
             np.testing.assert_array_equal(wanted, base[name])
     assert changed == len(merging.touched)  # PEFT changed all that we changed
-    assert set(merging.uses[0]) == set(read_file(folder / "adapter" / "adapter_model.safetensors"))  # each tensor is used, or not needed
+    # each tensor is used, or not needed
+    assert set(merging.uses[0]) == set(read_file(folder / "adapter" / "adapter_model.safetensors"))
 
 
 def test_several_are_summed(written: Path) -> None:
     """As PEFT's `add_weighted_adapter` with the combination `cat` does it."""
-    merging = merge_case(written / "plain" / "base", (written / "plain" / "adapter", 1.0), (written / "second" / "adapter", 0.5))
+    merging = merge_case(
+        written / "plain" / "base", (written / "plain" / "adapter", 1.0), (written / "second" / "adapter", 0.5)
+    )
     assert not merging.problems
     merged = read_file(written / "both" / "merged.safetensors")
     for name, encoding in merging.encodings.items():
@@ -83,7 +93,20 @@ def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
     return tuple((start, stop) for start, stop in cuts)
 
 
-@pytest.mark.parametrize("case", ["plain", "dora", "embedding", "embedding-dora", "lora_bias", "fan_in_fan_out", "experts", "experts-0.18", "experts-gpt_oss"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain",
+        "dora",
+        "embedding",
+        "embedding-dora",
+        "lora_bias",
+        "fan_in_fan_out",
+        "experts",
+        "experts-0.18",
+        "experts-gpt_oss",
+    ],
+)
 def test_a_box_has_the_bits_of_the_whole(written: Path, case: str) -> None:
     """However a unit cuts a merged tensor, in bfloat16 and in float32; single columns and rows, too."""
     rng = random.Random(0)
@@ -98,16 +121,23 @@ def test_a_box_has_the_bits_of_the_whole(written: Path, case: str) -> None:
             np.testing.assert_array_equal(decoded(encoding, box, BF16), everything[part].astype(BF16))
 
 
-@pytest.mark.parametrize(("rows", "columns", "rank"), [(300, 700, 64), (40, 3000, 300), (1, 5000, 8), (5000, 1, 8), (130, 257, 1)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "rank"), [(300, 700, 64), (40, 3000, 300), (1, 5000, 8), (5000, 1, 8), (130, 257, 1)]
+)
 def test_large_products_have_the_same_bits_in_any_tile(tmp_path: Path, rows: int, columns: int, rank: int) -> None:
     """The product is made in tiles; what they are depends on the box, and must not show."""
     rng = np.random.default_rng(0)
     save_file({"w": rng.standard_normal((rows, columns), np.float32)}, tmp_path / "w.safetensors")
-    save_file({"a": rng.standard_normal((rank, columns), np.float32), "b": rng.standard_normal((rows, rank), np.float32)}, tmp_path / "f.safetensors")
+    save_file(
+        {"a": rng.standard_normal((rank, columns), np.float32), "b": rng.standard_normal((rows, rank), np.float32)},
+        tmp_path / "f.safetensors",
+    )
     (w,), (a, b) = (read_header(str(tmp_path / name)) for name in ("w.safetensors", "f.safetensors"))
     encoding = Merged(Plain(w), (Delta(a, b, 0.7),))
     everything = decoded(encoding)
-    held = {name: values_ for file in ("w", "f") for name, values_ in read_file(tmp_path / f"{file}.safetensors").items()}
+    held = {
+        name: values_ for file in ("w", "f") for name, values_ in read_file(tmp_path / f"{file}.safetensors").items()
+    }
     wanted = held["w"] + 0.7 * (held["b"].astype(np.float64) @ held["a"])
     np.testing.assert_allclose(everything, wanted, rtol=1e-5, atol=1e-4)
     pick = random.Random(1)
@@ -118,12 +148,18 @@ def test_large_products_have_the_same_bits_in_any_tile(tmp_path: Path, rows: int
 
 def test_a_bfloat16_base_is_rounded_once(written: Path, tmp_path: Path) -> None:
     """A float32 adapter on a bfloat16 base: the float32 sum, cast once."""
-    base = {name: tensor.astype(BF16) for name, tensor in read_file(written / "plain" / "base" / "model.safetensors").items()}
+    base = {
+        name: tensor.astype(BF16)
+        for name, tensor in read_file(written / "plain" / "base" / "model.safetensors").items()
+    }
     save(tmp_path / "base", read_config(written / "plain" / "base"), base)
     merging = merge_case(tmp_path / "base", (written / "plain" / "adapter", 1.0))
     factors = read_file(written / "plain" / "adapter" / "adapter_model.safetensors")
     for name in merging.touched:
-        a, b = (factors[f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight"].astype(np.float64) for side in "AB")
+        a, b = (
+            factors[f"base_model.model.{name.removesuffix('weight')}lora_{side}.weight"].astype(np.float64)
+            for side in "AB"
+        )
         wanted = (base[name].astype(np.float64) + 6 / 4 * b @ a).astype(np.float32).astype(BF16)
         found = decoded(merging.encodings[name], dtype=BF16)
         assert (found != wanted).mean() < 1e-3  # where the order of the sum decides a rounding

@@ -43,7 +43,9 @@ FORMATS: dict[str, tuple[Callable[[str, tuple[int, ...], int], Quantised], dict]
 }
 
 
-def write(folder: Path, quantiser: Callable[[str, tuple[int, ...], int], Quantised], quantization: dict, dora: bool) -> tuple[Encoding, np.ndarray]:
+def write(
+    folder: Path, quantiser: Callable[[str, tuple[int, ...], int], Quantised], quantization: dict, dora: bool
+) -> tuple[Encoding, np.ndarray]:
     """A quantised weight with an adapter on it, and what it should be in float64."""
     rng = np.random.default_rng(1)
     stored, values = quantiser(f"{NAME}.weight", SHAPE, 3)

@@ -1,4 +1,6 @@
-"""`weightbeam reshard --lora`: a checkpoint and an adapter of MaxText's become one checkpoint, with the bits of `convert --lora`."""
+"""`weightbeam reshard --lora`: a checkpoint and an adapter of MaxText's become one checkpoint, with the bits of
+`convert --lora`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,26 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from support import LLAMA, assert_same_bits, call, convert, flatten, random_tensors, read_file, read_tensors, restore, save
+from support import (
+    LLAMA,
+    assert_same_bits,
+    call,
+    convert,
+    flatten,
+    random_tensors,
+    read_file,
+    read_tensors,
+    restore,
+    save,
+)
 
 from weightbeam.pipelines.reshard import plan
 from weightbeam.transforms.staged import load
 
 SAID = ("--save_dtype", "float32", "--maxtext_model", "llama3.1-8b")
-QUERY = "query"  # MaxText multiplies it by 1 / √8, which no float is: the sum is rounded after that here, and before it in `convert --lora`
+# MaxText multiplies it by 1 / √8, which no float is: the sum is rounded after that here, and before it in `convert
+# --lora`
+QUERY = "query"
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +40,25 @@ def made(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, case = tmp_path_factory.mktemp("made"), written / "plain"
     for name, layout in (("scanned", ()), ("apart", ("--scan_layers", "false"))):
         convert(case / "base", folder / name / "base", *SAID, *layout)
-        convert(case / "base", folder / name / "adapter", *SAID, *layout, "--lora", str(case / "adapter"), "--adapter_only", "true")
+        convert(
+            case / "base",
+            folder / name / "adapter",
+            *SAID,
+            *layout,
+            "--lora",
+            str(case / "adapter"),
+            "--adapter_only",
+            "true",
+        )
         convert(case / "base", folder / name / "merged", *SAID, *layout, "--lora", str(case / "adapter"))
     return folder
 
 
 @pytest.fixture(scope="module")
 def trained(made: Path) -> Path:
-    """The adapter as training leaves it: a state of `params.params`, moments and a step, each array one compressed chunk."""
+    """The adapter as training leaves it: a state of `params.params`, moments and a step, each array one compressed
+    chunk.
+    """
     factors = flatten(ocp.PyTreeCheckpointer().restore(made / "scanned" / "adapter" / "0" / "items"))
     tree: dict = {}
     for key, values in factors.items():
@@ -55,7 +81,9 @@ def merged(base: Path, adapter: object, output: Path, *options: object) -> dict[
 
 def assert_merged(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
     """The same bits; of the query the same but for the last ones."""
-    assert_same_bits({key: got[key] for key in got if QUERY not in key}, {key: wanted[key] for key in wanted if QUERY not in key})
+    assert_same_bits(
+        {key: got[key] for key in got if QUERY not in key}, {key: wanted[key] for key in wanted if QUERY not in key}
+    )
     for key in wanted:
         np.testing.assert_allclose(got[key], wanted[key], rtol=2e-6, atol=2e-6)
 
@@ -88,18 +116,27 @@ def test_as_peft_merges(made: Path, written: Path, tmp_path: Path) -> None:
 
 
 def test_a_trained_adapter(made: Path, trained: Path, tmp_path: Path) -> None:
-    """Its moments aren't the weights', its chunks are unpacked where a unit is small, and a bfloat16 base is rounded once."""
+    """Its moments aren't the weights', its chunks are unpacked where a unit is small, and a bfloat16 base is rounded
+    once.
+    """
     small = ("--unit_bytes", "30000")
     got = merged(made / "scanned" / "base", trained, tmp_path / "out", *small)
     assert_merged(got, restore(made / "scanned" / "merged" / "0"))
-    assert any("lora" in array.key for array in plan(str(made / "scanned" / "base"), lora=str(trained), unit_bytes=30000).planned.unpacked)
+    assert any(
+        "lora" in array.key
+        for array in plan(str(made / "scanned" / "base"), lora=str(trained), unit_bytes=30000).planned.unpacked
+    )
     assert not list((tmp_path / "out").glob("*/unpacked*"))
-    rounded = merged(made / "scanned" / "base", trained, tmp_path / "half", "--save_dtype", "bfloat16", "--mesh", "fsdp=2")
+    rounded = merged(
+        made / "scanned" / "base", trained, tmp_path / "half", "--save_dtype", "bfloat16", "--mesh", "fsdp=2"
+    )
     assert_same_bits(rounded, {key: values.astype(ml_dtypes.bfloat16) for key, values in got.items()})
 
 
 def test_half_of_one_twice(made: Path, tmp_path: Path) -> None:
-    """Products are multiplied by their weights and summed; the plan and the record say which arrays are merged, and which took part."""
+    """Products are multiplied by their weights and summed; the plan and the record say which arrays are merged, and
+    which took part.
+    """
     adapter = made / "scanned" / "adapter"
     half = f"{adapter},0.5"
     got = merged(made / "scanned" / "base", half, tmp_path / "out", "--lora", half)
@@ -107,15 +144,21 @@ def test_half_of_one_twice(made: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(got[key], values, rtol=2e-6, atol=2e-6)
     planned = plan(str(made / "scanned" / "base"), lora=[half, half])
     said = planned.to_dict()
-    assert [(one["lora_rank"], one["lora_alpha"], one["weight"], len(one["arrays"])) for one in said["adapters"]] == [(4, 6, 0.5, 14)] * 2
-    assert {f"merged into {key}" for key, array in said["arrays"].items() if array["lossy"]} == set(said["adapters"][0]["arrays"].values())
+    assert [(one["lora_rank"], one["lora_alpha"], one["weight"], len(one["arrays"])) for one in said["adapters"]] == [
+        (4, 6, 0.5, 14)
+    ] * 2
+    assert {f"merged into {key}" for key, array in said["arrays"].items() if array["lossy"]} == set(
+        said["adapters"][0]["arrays"].values()
+    )
     assert f"adapter     {adapter}/0/items: rank 4, alpha 6, weight 0.5; 14 arrays merged" in str(planned)
     assert load(planned.planned.stage()).hash == planned.planned.hash
     record = json.loads((tmp_path / "out" / "0" / "conversion.json").read_text())
     assert [one["weight"] for one in record["adapters"]] == [0.5, 0.5]
 
 
-def test_verify_says_that_it_cant_judge(made: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_that_it_cant_judge(
+    made: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """But for PEFT's own adapter, which it can."""
     merged(made / "scanned" / "base", made / "scanned" / "adapter", tmp_path / "out", "--save_dtype", "bfloat16")
     source = ("--source", written / "plain" / "base", "--checkpoint", tmp_path / "out")
@@ -124,7 +167,9 @@ def test_verify_says_that_it_cant_judge(made: Path, written: Path, tmp_path: Pat
     assert call("verify", *source, "--lora", written / "plain" / "adapter") == 0
 
 
-def test_what_cant_be_merged_is_said(made: Path, trained: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cant_be_merged_is_said(
+    made: Path, trained: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In words, all at once, before anything is written."""
     base = made / "scanned" / "base"
     for adapter, said in (
@@ -142,7 +187,9 @@ def test_what_cant_be_merged_is_said(made: Path, trained: Path, written: Path, t
     assert "name it with --lora_alpha" in message
     assert "holds other arrays" in message
     assert not (tmp_path / "out").exists()
-    assert_merged(merged(base, trained, tmp_path / "out", "--lora_alpha", "6"), restore(made / "scanned" / "merged" / "0"))
+    assert_merged(
+        merged(base, trained, tmp_path / "out", "--lora_alpha", "6"), restore(made / "scanned" / "merged" / "0")
+    )
 
 
 def test_another_models_adapter(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,9 @@ def back(checkpoint: Path, base: Path, output: Path, **options: object) -> Path:
     ],
 )
 def test_there_and_back(written: Path, tmp_path: Path, case: str, options: tuple[str, ...]) -> None:
-    """What it adds to each weight is what it was; of a plain adapter the factors too: all but the query's, whose factor isn't a power of two, to the bit."""
+    """What it adds to each weight is what it was; of a plain adapter the factors too: all but the query's, whose factor
+    isn't a power of two, to the bit.
+    """
     folder = written / case
     made = back(there(folder, tmp_path / "ckpt", *options), folder / "base", tmp_path / "adapter")
     given, found = (read_file(adapter / "adapter_model.safetensors") for adapter in (folder / "adapter", made))
@@ -58,14 +60,18 @@ def test_there_and_back(written: Path, tmp_path: Path, case: str, options: tuple
     merged = [merge(encodings, [open_adapter(adapter)], {}, "llama") for adapter in (folder / "adapter", made)]
     assert not merged[1].problems
     for name in merged[0].touched:
-        np.testing.assert_allclose(decoded(merged[1].encodings[name]), decoded(merged[0].encodings[name]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            decoded(merged[1].encodings[name]), decoded(merged[0].encodings[name]), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_peft_loads_it(written: Path, tmp_path: Path) -> None:
     """And merges it to what it merged before."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = written / "one-layer"
-    made = back(there(folder, tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b"), folder / "base", tmp_path / "adapter")
+    made = back(
+        there(folder, tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b"), folder / "base", tmp_path / "adapter"
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
     merged = peft.PeftModel.from_pretrained(model, made).merge_and_unload().state_dict()
     for name, values in read_file(folder / "merged.safetensors").items():
@@ -99,11 +105,18 @@ def test_the_command(written: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert call("export", "--source", checkpoint, "--output", tmp_path / "adapter") == 2
-    assert call("export", "--source", checkpoint, "--output", tmp_path / "adapter", "--overwrite", "--like", folder / "base") == 0
+    assert (
+        call(
+            "export", "--source", checkpoint, "--output", tmp_path / "adapter", "--overwrite", "--like", folder / "base"
+        )
+        == 0
+    )
 
 
 def test_another_model_is_refused(written: Path, tmp_path: Path) -> None:
     """Shapes by config.json, and kernels that its table doesn't have."""
     checkpoint = there(written / "plain", tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b")
-    planned = plan_adapter(open_orbax(checkpoint), read_config(written / "plain" / "base") | {"hidden_size": 64, "head_dim": 16}, "base")
+    planned = plan_adapter(
+        open_orbax(checkpoint), read_config(written / "plain" / "base") | {"hidden_size": 64, "head_dim": 16}, "base"
+    )
     assert {problem.kind for problem in planned.problems} == {"shape"}

@@ -10,7 +10,8 @@ from benchmarks.figures import Figure, figures_of, read, report
 
 
 @pytest.mark.parametrize(
-    ("ours", "at_least", "ratio", "met"), [(2.0, False, 0.5, True), (8.0, False, 2.0, False), (2.0, True, 2.0, False), (8.0, True, 0.5, True)]
+    ("ours", "at_least", "ratio", "met"),
+    [(2.0, False, 0.5, True), (8.0, False, 2.0, False), (2.0, True, 2.0, False), (8.0, True, 0.5, True)],
 )
 def test_limits(ours: float, at_least: bool, ratio: float, met: bool) -> None:
     figure = Figure("speed", "llama", ours, "×", 4.0, at_least=at_least)
@@ -19,7 +20,11 @@ def test_limits(ours: float, at_least: bool, ratio: float, met: bool) -> None:
 
 
 def test_a_benchmark_replaces_its_own_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, first, second = tmp_path / "results.json", Figure("raw copy", "llama", 1.5, "s"), Figure("convert", "moe", 3 << 29, "bytes", 1 << 30, "1 GiB")
+    file, first, second = (
+        tmp_path / "results.json",
+        Figure("raw copy", "llama", 1.5, "s"),
+        Figure("convert", "moe", 3 << 29, "bytes", 1 << 30, "1 GiB"),
+    )
     report("load", [first], {}, file)
     report("convert", [first], {"rounds": 1}, file)
     report("convert", [second], {"rounds": 2}, file)

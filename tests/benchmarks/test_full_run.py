@@ -29,8 +29,15 @@ class Converted:
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     folder = tmp_path_factory.mktemp("full")
     total = write(CONFIG, 5, folder / "source", noisy=True)
-    assert total == sum(entry.stat().st_size for entry in (folder / "source").glob("*.safetensors")) - headers(folder / "source")
-    assert main(["convert", "--source", str(folder / "source"), "--output", str(folder / "output"), "--compression", "zstd"]) == 0
+    assert total == sum(entry.stat().st_size for entry in (folder / "source").glob("*.safetensors")) - headers(
+        folder / "source"
+    )
+    assert (
+        main(
+            ["convert", "--source", str(folder / "source"), "--output", str(folder / "output"), "--compression", "zstd"]
+        )
+        == 0
+    )
     return Converted(folder / "source", find_items(folder / "output"))
 
 
@@ -41,12 +48,18 @@ def headers(source: Path) -> int:
 
 def test_known_places(converted: Converted) -> None:
     sizes = {name.removesuffix(".weight"): shape for name, _, shape in tensors(CONFIG)}
-    expected = sum(rows * (columns[0] if columns else 1) for rows, *columns in (sizes[tensor] for _, _, tensor in places(CONFIG)))
+    expected = sum(
+        rows * (columns[0] if columns else 1) for rows, *columns in (sizes[tensor] for _, _, tensor in places(CONFIG))
+    )
     assert check(converted.items, converted.source, CONFIG) == expected
 
 
-@pytest.mark.parametrize(("there", "here"), [("layers.3", "layers.2"), ("experts.3", "experts.1"), ("gate_proj", "up_proj")])
-def test_another_tensor_is_found_out(converted: Converted, there: str, here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("there", "here"), [("layers.3", "layers.2"), ("experts.3", "experts.1"), ("gate_proj", "up_proj")]
+)
+def test_another_tensor_is_found_out(
+    converted: Converted, there: str, here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moved = [(key, where, tensor.replace(there, here)) for key, where, tensor in places(CONFIG) if there in tensor]
     for place in moved:
         monkeypatch.setattr("benchmarks.full_run.places", lambda config, place=place: [place])

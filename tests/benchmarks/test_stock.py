@@ -12,7 +12,9 @@ from weightbeam.formats.orbax import find_items, open_arrays
 from weightbeam.pipelines.cli import main
 
 SMALL = dict(embed=256, heads=256, kv=128, mlp=384, vocab=512, dim=64, expert=4)
-CONFIG = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=384, vocab_size=512)
+CONFIG = dict(
+    hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=384, vocab_size=512
+)
 
 
 @pytest.mark.parametrize("kind", models.MODELS)
@@ -22,7 +24,11 @@ def test_same_arrays(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(models.MODELS, kind, (small, SMALL, shapes))
     models.write(kind, tmp_path / "source", 3)
     assert main(["convert", "--source", str(tmp_path / "source"), "--output", str(tmp_path / "output")]) == 0
-    ours = {key: np.asarray(array.read().result()) for key, array in open_arrays(find_items(tmp_path / "output")).items() if key != "step"}
+    ours = {
+        key: np.asarray(array.read().result())
+        for key, array in open_arrays(find_items(tmp_path / "output")).items()
+        if key != "step"
+    }
     theirs = stock.stack(stock.load(tmp_path / "source"))
     scaled = {"query", "key"}  # the query's scale; Llama's rotary halves
     made = {bits(array) for array in theirs.values()}

@@ -1,8 +1,9 @@
 """Writes the tiny checkpoints that the tests convert, as transformers writes them: `python models.py FOLDER`.
 
-`FOLDER/cases/<case>` are the inputs that MaxText's own converter was given (`digests.json.gz`), random weights from fixed seeds: cut down from
-the generator that made them, and checked against them tensor for tensor. `FOLDER/models/<model>` are others, each beside
-`<model>.state.safetensors`, the model's `state_dict()`. Needs torch and transformers (5.23.0 and 2.13.0 made the cases).
+`FOLDER/cases/<case>` are the inputs that MaxText's own converter was given (`digests.json.gz`), random weights from
+fixed seeds: cut down from the generator that made them, and checked against them tensor for tensor.
+`FOLDER/models/<model>` are others, each beside `<model>.state.safetensors`, the model's `state_dict()`. Needs torch and
+transformers (5.23.0 and 2.13.0 made the cases).
 """
 
 from __future__ import annotations
@@ -31,8 +32,17 @@ V2 = MLA | dict(first_k_dense_replace=1, q_lora_rank=None, n_shared_experts=2, n
 INDEXER = dict(index_n_heads=4, index_head_dim=16, index_topk=8)
 
 TIED = dict(tie_word_embeddings=True)
-SIGLIP = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14, num_channels=3)
-GEMMA3 = dict(hidden_size=80, head_dim=24, query_pre_attn_scalar=20, num_hidden_layers=13, sliding_window=5)  # scaled as the 27B: 80 / 4 heads
+SIGLIP = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+    num_channels=3,
+)
+# scaled as the 27B: 80 / 4 heads
+GEMMA3 = dict(hidden_size=80, head_dim=24, query_pre_attn_scalar=20, num_hidden_layers=13, sliding_window=5)
 GEMMA4_VISION = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16, patch_size=16,
     position_embedding_size=64,
@@ -46,11 +56,28 @@ GEMMA4_SMALL = BASE | TIED | dict(
     use_double_wide_mlp=True, enable_moe_block=False, layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 2,
 )  # fmt: skip
 UNEVEN_GEMMA4 = GEMMA4 | dict(
-    vocab_size=200, hidden_size=40, head_dim=8, intermediate_size=56, num_hidden_layers=6, global_head_dim=24, vocab_size_per_layer_input=200
+    vocab_size=200,
+    hidden_size=40,
+    head_dim=8,
+    intermediate_size=56,
+    num_hidden_layers=6,
+    global_head_dim=24,
+    vocab_size_per_layer_input=200,
 )
-GEMMA4_E4B = dict(num_hidden_layers=12, attention_k_eq_v=False, hidden_size_per_layer_input=12, vocab_size_per_layer_input=180, num_kv_shared_layers=6)
+GEMMA4_E4B = dict(
+    num_hidden_layers=12,
+    attention_k_eq_v=False,
+    hidden_size_per_layer_input=12,
+    vocab_size_per_layer_input=180,
+    num_kv_shared_layers=6,
+)
 GEMMA4_AUDIO = dict(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, subsampling_conv_channels=[8, 4], output_proj_dims=28, use_clipped_linears=False
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    subsampling_conv_channels=[8, 4],
+    output_proj_dims=28,
+    use_clipped_linears=False,
 )
 UNEVEN_GEMMA4_VISION = dict(
     hidden_size=36, intermediate_size=52, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3, head_dim=12, patch_size=4,
@@ -60,12 +87,16 @@ DELTA_NET = MOE | dict(
     num_hidden_layers=8, shared_expert_intermediate_size=48, linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_value_head_dim=16,
     linear_num_key_heads=2, linear_num_value_heads=4,
 )  # fmt: skip
-UNEVEN_DELTA_NET = DELTA_NET | dict(num_hidden_layers=4, num_experts=3, linear_key_head_dim=12, linear_value_head_dim=20, linear_num_value_heads=6)
+UNEVEN_DELTA_NET = DELTA_NET | dict(
+    num_hidden_layers=4, num_experts=3, linear_key_head_dim=12, linear_value_head_dim=20, linear_num_value_heads=6
+)
 QWEN_VISION = dict(
     depth=2, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64, num_position_embeddings=16, patch_size=16, temporal_patch_size=2,
     spatial_merge_size=2,
 )  # fmt: skip
-UNEVEN_QWEN_VISION = QWEN_VISION | dict(depth=3, hidden_size=48, num_heads=3, intermediate_size=40, patch_size=4, deepstack_visual_indexes=[0, 2])
+UNEVEN_QWEN_VISION = QWEN_VISION | dict(
+    depth=3, hidden_size=48, num_heads=3, intermediate_size=40, patch_size=4, deepstack_visual_indexes=[0, 2]
+)
 UNEVEN_QWEN3 = BASE | dict(head_dim=24, num_hidden_layers=2)
 UNEVEN_QWEN3_MOE = UNEVEN_QWEN3 | MOE | dict(num_experts=5)
 QWEN_AUDIO = dict(
@@ -98,7 +129,9 @@ LLAMA4_VISION = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14, vision_output_dim=40,
     projector_input_dim=40, projector_output_dim=40,
 )  # fmt: skip
-KIMI_VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, pos_emb_height=4, pos_emb_width=4)
+KIMI_VISION = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, pos_emb_height=4, pos_emb_width=4
+)
 
 # case -> (class, what its config has besides BASE, or a multimodal model's parts, max_shard_size)
 CASES = {
@@ -122,7 +155,11 @@ CASES = {
     "gemma2-fp32": ("Gemma2", TIED | dict(vocab_size=240, query_pre_attn_scalar=16), None),
     "gemma3": (
         "Gemma3",
-        dict(text_config=BASE | TIED | dict(num_hidden_layers=8, query_pre_attn_scalar=16, vocab_size=240), vision_config=SIGLIP, mm_tokens_per_image=4),
+        dict(
+            text_config=BASE | TIED | dict(num_hidden_layers=8, query_pre_attn_scalar=16, vocab_size=240),
+            vision_config=SIGLIP,
+            mm_tokens_per_image=4,
+        ),
         None,
     ),
     "gemma4-moe": (
@@ -134,7 +171,11 @@ CASES = {
         ),
         None,
     ),
-    "gemma4-dense": ("Gemma4", dict(text_config=GEMMA4 | dict(enable_moe_block=False), vision_config=GEMMA4_VISION, audio_config=None), None),
+    "gemma4-dense": (
+        "Gemma4",
+        dict(text_config=GEMMA4 | dict(enable_moe_block=False), vision_config=GEMMA4_VISION, audio_config=None),
+        None,
+    ),
     "gemma4-small": ("Gemma4", dict(text_config=GEMMA4_SMALL, vision_config=GEMMA4_VISION, audio_config=None), None),
 }
 # model -> the same, with other sizes
@@ -142,23 +183,46 @@ MODELS = {
     "llama": ("Llama", dict(num_key_value_heads=4, num_hidden_layers=2), "100KB"),
     "mistral": ("Mistral", dict(head_dim=32, intermediate_size=96, num_hidden_layers=3), "80KB"),
     "qwen3": ("Qwen3", dict(vocab_size=300, num_hidden_layers=2), "60KB"),
-    "mixtral": ("Mixtral", dict(num_local_experts=3, num_experts_per_tok=2, intermediate_size=80, num_hidden_layers=2), "100KB"),
+    "mixtral": (
+        "Mixtral",
+        dict(num_local_experts=3, num_experts_per_tok=2, intermediate_size=80, num_hidden_layers=2),
+        "100KB",
+    ),
     "deepseek_v3": ("DeepseekV3", V3 | dict(first_k_dense_replace=1, num_hidden_layers=3), "100KB"),
     "deepseek_v4": ("DeepseekV4", V4_PRO, None),
     "olmo3-grouped": ("Olmo3", dict(vocab_size=250, head_dim=16, num_hidden_layers=4, sliding_window=5), "100KB"),
-    "gemma2-27b": ("Gemma2", TIED | dict(vocab_size=250, head_dim=24, query_pre_attn_scalar=20, sliding_window=5), "100KB"),
+    "gemma2-27b": (
+        "Gemma2",
+        TIED | dict(vocab_size=250, head_dim=24, query_pre_attn_scalar=20, sliding_window=5),
+        "100KB",
+    ),
     "gemma3-text": ("Gemma3", TIED | GEMMA3, "100KB"),
     "gemma3-vision": (
         "Gemma3",
         dict(
             text_config=BASE | TIED | GEMMA3,
-            vision_config=SIGLIP | dict(hidden_size=48, num_attention_heads=3, intermediate_size=56, image_size=24, patch_size=6, vision_use_head=False),
+            vision_config=SIGLIP
+            | dict(
+                hidden_size=48,
+                num_attention_heads=3,
+                intermediate_size=56,
+                image_size=24,
+                patch_size=6,
+                vision_use_head=False,
+            ),
             mm_tokens_per_image=4,
         ),
         "100KB",
     ),
     "llama4": ("Llama4", dict(text_config=BASE | LLAMA4, vision_config=LLAMA4_VISION), None),
-    "llama4-dense": ("Llama4", dict(text_config=BASE | LLAMA4 | dict(interleave_moe_layer_step=2, use_qk_norm=False), vision_config=LLAMA4_VISION), "200KB"),
+    "llama4-dense": (
+        "Llama4",
+        dict(
+            text_config=BASE | LLAMA4 | dict(interleave_moe_layer_step=2, use_qk_norm=False),
+            vision_config=LLAMA4_VISION,
+        ),
+        "200KB",
+    ),
     "kimi_k25": (
         "Kimi_K25",
         dict(
@@ -173,7 +237,8 @@ MODELS = {
         "Qwen3_5Moe",
         dict(
             text_config=BASE | UNEVEN_DELTA_NET,
-            vision_config=QWEN_VISION | dict(depth=1, hidden_size=48, num_heads=3, intermediate_size=40, patch_size=4, spatial_merge_size=3),
+            vision_config=QWEN_VISION
+            | dict(depth=1, hidden_size=48, num_heads=3, intermediate_size=40, patch_size=4, spatial_merge_size=3),
         ),
         "100KB",
     ),
@@ -182,7 +247,9 @@ MODELS = {
     "qwen3_omni": (
         "Qwen3OmniMoe",
         dict(
-            thinker_config=dict(text_config=UNEVEN_QWEN3_MOE, vision_config=UNEVEN_QWEN_VISION, audio_config=QWEN_AUDIO),
+            thinker_config=dict(
+                text_config=UNEVEN_QWEN3_MOE, vision_config=UNEVEN_QWEN_VISION, audio_config=QWEN_AUDIO
+            ),
             talker_config=QWEN_TALKER,
             code2wav_config=QWEN_CODE2WAV,
         ),
@@ -192,7 +259,9 @@ MODELS = {
     "gemma4-vision": (
         "Gemma4",
         dict(
-            text_config=BASE | UNEVEN_GEMMA4 | dict(enable_moe_block=True, num_experts=3, top_k_experts=2, moe_intermediate_size=20),
+            text_config=BASE
+            | UNEVEN_GEMMA4
+            | dict(enable_moe_block=True, num_experts=3, top_k_experts=2, moe_intermediate_size=20),
             vision_config=UNEVEN_GEMMA4_VISION | dict(standardize=True),
             audio_config=None,
         ),
@@ -223,10 +292,16 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             tensor.copy_(around + 0.2 * noise if "norm" in name and name.endswith("weight") else noise * 0.1)
 
 
-def make(kind: str, sizes: dict, shard: str | None, folder: Path, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def make(
+    kind: str, sizes: dict, shard: str | None, folder: Path, seed: int, dtype: torch.dtype = torch.bfloat16
+) -> torch.nn.Module:
     """One model, saved by transformers."""
     torch.manual_seed(0)
-    task, sizes = ("ConditionalGeneration", sizes) if {"text_config", "thinker_config"} & sizes.keys() else ("CausalLM", BASE | sizes)
+    task, sizes = (
+        ("ConditionalGeneration", sizes)
+        if {"text_config", "thinker_config"} & sizes.keys()
+        else ("CausalLM", BASE | sizes)
+    )
     config = f"{kind}TextConfig" if task == "CausalLM" and hasattr(t, f"{kind}TextConfig") else f"{kind}Config"
     model = getattr(t, f"{kind}For{task}")(getattr(t, config)(**sizes)).to(dtype)
     randomize(model, seed)
@@ -243,12 +318,17 @@ def write_fused(model: torch.nn.Module, folder: Path) -> None:
 
 def transpose_experts(model: torch.nn.Module, folder: Path) -> None:
     """Qwen 3 VL's fused experts as the hub's files have them, where transformers wrote them as they are in memory."""
-    tensors = {name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     save_file(tensors, folder / "model.safetensors")
 
 
 def respell_for_maxtext(model: torch.nn.Module, folder: Path) -> None:
-    """DeepSeek V4 by the names that MaxText's mapping expects: those in memory, but for the head and the experts, which are one tensor each."""
+    """DeepSeek V4 by the names that MaxText's mapping expects: those in memory, but for the head and the experts, which
+    are one tensor each.
+    """
     made = {}
     for name, values in model.state_dict().items():
         prefix, _, leaf = name.rpartition(".")
@@ -261,7 +341,9 @@ def respell_for_maxtext(model: torch.nn.Module, folder: Path) -> None:
 
 
 def respell_as_on_the_hub(model: torch.nn.Module, folder: Path) -> None:
-    """DeepSeek V4 as its makers released it, tables and float32 tensors and an MTP layer included; what transformers wrote goes beside it."""
+    """DeepSeek V4 as its makers released it, tables and float32 tensors and an MTP layer included; what transformers
+    wrote goes beside it.
+    """
     generator = torch.Generator().manual_seed(4)
     for name, table in model.named_buffers():
         if name.endswith("tid2eid"):
@@ -277,12 +359,19 @@ def respell_as_on_the_hub(model: torch.nn.Module, folder: Path) -> None:
             name = name.replace(theirs, hub)
         made[name] = values.float() if name.endswith(wide) else values
     last = f"layers.{model.config.num_hidden_layers - 1}."
-    made |= {f"mtp.0.{name.removeprefix(last)}": values.clone() for name, values in made.items() if name.startswith((last, "hc_head_", "norm."))}
+    made |= {
+        f"mtp.0.{name.removeprefix(last)}": values.clone()
+        for name, values in made.items()
+        if name.startswith((last, "hc_head_", "norm."))
+    }
     save_file(made, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     lists = {key: config.pop(key) for key in ("layer_types", "mlp_layer_types", "compress_rates")}
     rates = lists["compress_rates"] | {"sliding_attention": 0}
-    config |= {"compress_ratios": [*(rates[kind] for kind in lists["layer_types"]), 0], "num_hash_layers": lists["mlp_layer_types"].count("hash_moe")}
+    config |= {
+        "compress_ratios": [*(rates[kind] for kind in lists["layer_types"]), 0],
+        "num_hash_layers": lists["mlp_layer_types"].count("hash_moe"),
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -310,7 +399,12 @@ def add_mtp(source: Path, folder: Path) -> None:
 
 
 # the cases and models that aren't as save_pretrained writes them
-REWRITTEN = {"qwen3.5": write_fused, "deepseek4": respell_for_maxtext, "deepseek_v4": respell_as_on_the_hub, "qwen3_vl_moe": transpose_experts}
+REWRITTEN = {
+    "qwen3.5": write_fused,
+    "deepseek4": respell_for_maxtext,
+    "deepseek_v4": respell_as_on_the_hub,
+    "qwen3_vl_moe": transpose_experts,
+}
 
 
 def main(out: Path) -> None:
@@ -325,7 +419,8 @@ def main(out: Path) -> None:
         model = make(kind, sizes, shard, out / "models" / name, seed)
         if name in REWRITTEN:
             REWRITTEN[name](model, out / "models" / name)
-        state = {key: value.clone(memory_format=torch.contiguous_format) for key, value in model.state_dict().items()}  # tied tensors apart
+        # tied tensors apart
+        state = {key: value.clone(memory_format=torch.contiguous_format) for key, value in model.state_dict().items()}
         save_file(state, out / "models" / f"{name}.state.safetensors")
 
 

@@ -1,4 +1,6 @@
-"""MaxText's own bits: what its converter made of these checkpoints, ours makes too, bit for bit, in whatever way it is asked to work."""
+"""MaxText's own bits: what its converter made of these checkpoints, ours makes too, bit for bit, in whatever way it is
+asked to work.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ def options_of(case: str, layout: str) -> list[str]:
     dtype = "float32" if case.endswith("-fp32") else "bfloat16"
     scan = "true" if layout == "scanned" else "false"
     vocab = str(given()[case]["vocab"])
-    return ["--maxtext_model", given()[case]["maxtext_model"], "--vocab_size", vocab, "--scan_layers", scan, "--save_dtype", dtype]
+    return [
+        "--maxtext_model",
+        given()[case]["maxtext_model"],
+        "--vocab_size",
+        vocab,
+        "--scan_layers",
+        scan,
+        "--save_dtype",
+        dtype,
+    ]
 
 
 @pytest.mark.parametrize("case", given())
@@ -24,16 +35,20 @@ def test_the_inputs_are_those_that_maxtext_was_given(generated: Path, case: str)
     assert input_digest(read_tensors(generated / "cases" / case)) == given()[case]["inputs"]
 
 
-VARIABLES = ("Tid2EidVar.", "MoEBiasVar.")  # collections of MaxText's DeepSeek V4 that its converter leaves out; see the test below
+# collections of MaxText's DeepSeek V4 that its converter leaves out; see the test below
+VARIABLES = ("Tid2EidVar.", "MoEBiasVar.")
 
 
-@pytest.mark.parametrize(("case", "layout"), [(case, layout) for case in CASES for layout in ("scanned", "unscanned") if layout in given()[case]])
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [(case, layout) for case in CASES for layout in ("scanned", "unscanned") if layout in given()[case]],
+)
 def test_equals_maxtexts_converter(generated: Path, tmp_path: Path, case: str, layout: str) -> None:
     """Names, shapes, dtypes and bits, through the command line and a stock restore.
 
-    MaxText stores some arrays as float32 whatever its `--save_dtype`: a bfloat16 norm plus a Python float is promoted, or a norm of
-    ones is made. Ours have one dtype. Such an array must have MaxText's bits in a conversion to float32, and be those values, rounded
-    once, in the conversion to bfloat16.
+    MaxText stores some arrays as float32 whatever its `--save_dtype`: a bfloat16 norm plus a Python float is promoted,
+    or a norm of ones is made. Ours have one dtype. Such an array must have MaxText's bits in a conversion to float32,
+    and be those values, rounded once, in the conversion to bfloat16.
     """
     source, options, wanted = generated / "cases" / case, options_of(case, layout), given_arrays(case, layout)
     arrays = converted(source, tmp_path / "out", *options)
@@ -53,14 +68,24 @@ def test_equals_maxtexts_converter(generated: Path, tmp_path: Path, case: str, l
 
 @pytest.mark.parametrize("layout", ["scanned", "unscanned"])
 def test_variables_that_maxtext_leaves_out(generated: Path, tmp_path: Path, layout: str) -> None:
-    """DeepSeek V4's routing tables and router biases are the input's own tensors; scanned, the biases are stacked on their first axis."""
+    """DeepSeek V4's routing tables and router biases are the input's own tensors; scanned, the biases are stacked on
+    their first axis.
+    """
     source = generated / "cases" / "deepseek4"
     made = converted(source, tmp_path / "out", *options_of("deepseek4", layout))
-    gate = {layer: read_tensors(source)[f"model.layers.{layer}.mlp.gate.{'tid2eid' if layer < 3 else 'e_score_correction_bias'}"] for layer in range(7)}
+    gate = {
+        layer: read_tensors(source)[
+            f"model.layers.{layer}.mlp.gate.{'tid2eid' if layer < 3 else 'e_score_correction_bias'}"
+        ]
+        for layer in range(7)
+    }
     wanted = {f"Tid2EidVar.decoder.layers_{layer}.mlp.MoeBlock_0.tid2eid": gate[layer] for layer in range(3)}
     if layout == "scanned":
         blocks = {place: np.stack([gate[layer] for layer in range(3 + place, 7, 2)]) for place in (0, 1)}
-        wanted |= {f"MoEBiasVar.decoder.scanned_blocks.layers_{place}.mlp.MoeBlock_0.gate.bias": biases for place, biases in blocks.items()}
+        wanted |= {
+            f"MoEBiasVar.decoder.scanned_blocks.layers_{place}.mlp.MoeBlock_0.gate.bias": biases
+            for place, biases in blocks.items()
+        }
     else:
         wanted |= {f"MoEBiasVar.decoder.layers_{layer}.mlp.MoeBlock_0.gate.bias": gate[layer] for layer in range(3, 7)}
     assert digests({key: values for key, values in made.items() if key.startswith(VARIABLES)}) == digests(wanted)
@@ -78,11 +103,19 @@ VARIANTS = {
     "many units in float32": ("llama3.1-fp32", "scanned", "--unit_bytes 60000"),
     "many units over a mesh": ("qwen3-moe", "scanned", "--unit_bytes 60000 --mesh fsdp=4,expert=2"),
     "for Pathways": ("deepseek3.2", "scanned", "--use_ocdbt false --use_zarr3 false"),
-    "for Pathways, many units over a mesh": ("qwen2.5-tied", "unscanned", "--use_ocdbt false --use_zarr3 false --unit_bytes 60000 --mesh fsdp=16"),
+    "for Pathways, many units over a mesh": (
+        "qwen2.5-tied",
+        "unscanned",
+        "--use_ocdbt false --use_zarr3 false --unit_bytes 60000 --mesh fsdp=16",
+    ),
     "folders of zarr3": ("qwen2.5", "scanned", "--use_ocdbt false --mesh fsdp=2"),
     "a database of zarr2": ("qwen3", "scanned", "--use_zarr3 false"),
     "zstd": ("mixtral", "unscanned", "--compression zstd"),
-    "zstd in zarr2 folders": ("deepseek2", "scanned", "--compression zstd --use_ocdbt false --use_zarr3 false --unit_bytes 100000"),
+    "zstd in zarr2 folders": (
+        "deepseek2",
+        "scanned",
+        "--compression zstd --use_ocdbt false --use_zarr3 false --unit_bytes 100000",
+    ),
     "zstd over a mesh": ("deepseek3", "scanned", "--compression zstd --mesh fsdp=4,expert=2 --unit_bytes 100000"),
     "another step": ("qwen3-tied", "unscanned", "--step 7"),
 }
@@ -114,8 +147,8 @@ def test_param_scan_axis_moves_the_layers_and_nothing_else(generated: Path, tmp_
 
 
 def test_mtp_equals_maxtexts_script_within_float16(generated: Path, tmp_path: Path) -> None:
-    """MaxText converts multi-token prediction with a stand-alone script that stores every array as float16. Its bfloat16 inputs are
-    ours, so our bits rounded once to float16 must be its bits; names and shapes are the same.
+    """MaxText converts multi-token prediction with a stand-alone script that stores every array as float16. Its
+    bfloat16 inputs are ours, so our bits rounded once to float16 must be its bits; names and shapes are the same.
     """
     case = "deepseek3-mtp-standalone"
     step = convert(generated / "cases" / case, tmp_path / "out", *options_of(case, "scanned"), "--mtp", "true")
@@ -127,5 +160,7 @@ def test_mtp_equals_maxtexts_script_within_float16(generated: Path, tmp_path: Pa
 
 def test_without_mtp_the_same_files_give_the_model_alone(generated: Path, tmp_path: Path) -> None:
     """The multi-token-prediction layer is left out, and nothing else changes: the arrays of the case without it."""
-    arrays = converted(generated / "cases" / "deepseek3-mtp-standalone", tmp_path / "out", *options_of("deepseek3", "scanned"))
+    arrays = converted(
+        generated / "cases" / "deepseek3-mtp-standalone", tmp_path / "out", *options_of("deepseek3", "scanned")
+    )
     assert digests(arrays) == given_arrays("deepseek3", "scanned")

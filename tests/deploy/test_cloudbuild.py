@@ -19,7 +19,9 @@ def problems(text: str) -> list[str]:
     build = yaml.safe_load(text)
     declared = set(build.pop("substitutions", {}))
     used = set(re.findall(r"(?<!\$)\$\{?([A-Z_][A-Z0-9_]*)", yaml.safe_dump(build, width=10_000)))
-    return sorted([f"undeclared: {name}" for name in used - declared - BUILT_IN] + [f"unused: {name}" for name in declared - used])
+    return sorted(
+        [f"undeclared: {name}" for name in used - declared - BUILT_IN] + [f"unused: {name}" for name in declared - used]
+    )
 
 
 def test_substitutions_are_declared_and_used() -> None:

@@ -66,7 +66,10 @@ def test_packages_are_installed_by_their_hashes(instructions: list[tuple[str, st
 
 
 def test_a_package_without_a_hash_is_an_error() -> None:
-    item = {"metadata": {"name": "a", "version": "1"}, "download_info": {"url": "https://x/a.whl", "archive_info": {"hashes": {}}}}
+    item = {
+        "metadata": {"name": "a", "version": "1"},
+        "download_info": {"url": "https://x/a.whl", "archive_info": {"hashes": {}}},
+    }
     with pytest.raises(ValueError, match="a: the index says no sha256"):
         pins.requirements_of({"install": [item]})
 
@@ -97,8 +100,14 @@ def test_the_versions_agree(instructions: list[tuple[str, str]]) -> None:
 
 
 def test_what_is_copied_is_there_and_not_ignored(instructions: list[tuple[str, str]]) -> None:
-    copied = {source for value in values(instructions, "COPY") if "--from=" not in value for source in value.split()[:-1]}
-    kept = {line[1:] for line in DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = {
+        source for value in values(instructions, "COPY") if "--from=" not in value for source in value.split()[:-1]
+    }
+    kept = {
+        line[1:]
+        for line in DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert copied == kept
     assert [source for source in copied if not (ROOT / source).exists()] == []
 
@@ -115,7 +124,9 @@ def test_the_launcher_is_a_file_that_is_copied(instructions: list[tuple[str, str
 
 
 def install(instructions: list[tuple[str, str]], folder: Path) -> Path:
-    """Runs the Dockerfile's steps as they stand there, but for the prefix, in a new environment; gives its programs' folder."""
+    """Runs the Dockerfile's steps as they stand there, but for the prefix, in a new environment; gives its programs'
+    folder.
+    """
     source, environment = folder / "source", folder / "environment"
     source.mkdir()
     venv.create(environment, with_pip=True)
@@ -129,7 +140,9 @@ def install(instructions: list[tuple[str, str]], folder: Path) -> Path:
                 copy(ROOT / name, source / target)
         elif instruction == "RUN":
             step = ["/bin/sh", "-c", value.replace(PREFIX, str(environment))]
-            ran = subprocess.run(step, cwd=source, env=variables, capture_output=True, text=True, timeout=900, check=False)
+            ran = subprocess.run(
+                step, cwd=source, env=variables, capture_output=True, text=True, timeout=900, check=False
+            )
             assert ran.returncode == 0, f"{value}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}"
     shutil.rmtree(source)  # as in the image: only what was installed is left
     return environment / "bin"
@@ -141,18 +154,34 @@ def test_the_install_steps_make_what_the_image_needs(instructions: list[tuple[st
     programs = install(instructions, tmp_path)
 
     def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([programs / program, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(
+            [programs / program, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
 
     shown = run("weightbeam", "--help")
     assert (shown.returncode, "weightbeam convert" in shown.stdout) == (0, True), shown.stderr
 
-    shutil.copy(ROOT / "deploy" / "launch.py", tmp_path)  # it needs Beam and its Dataflow runner, to refuse an option that neither knows
-    launched = run("python", "launch.py", f"--source={tmp_path}", f"--output={tmp_path / 'out'}", "--runner=DataflowRunner", "--no_such_option=1")
-    assert (launched.returncode, "--no_such_option=1" in launched.stderr, "Traceback" in launched.stderr) == (2, True, False), launched.stderr
+    # it needs Beam and its Dataflow runner, to refuse an option that neither knows
+    shutil.copy(ROOT / "deploy" / "launch.py", tmp_path)
+    launched = run(
+        "python",
+        "launch.py",
+        f"--source={tmp_path}",
+        f"--output={tmp_path / 'out'}",
+        "--runner=DataflowRunner",
+        "--no_such_option=1",
+    )
+    assert (launched.returncode, "--no_such_option=1" in launched.stderr, "Traceback" in launched.stderr) == (
+        2,
+        True,
+        False,
+    ), launched.stderr
 
     for module in ("torch", "transformers", "tensorflow", "jax", "orbax"):
         assert f"No module named '{module}'" in run("python", "-c", f"import {module}").stderr
 
     frozen = run("python", "-m", "pip", "freeze", "--exclude", "weightbeam").stdout.split()
     assert len(frozen) > 50
-    assert {line for line in frozen if line.partition("==")[2] != PINS.get(line.partition("==")[0])} == set(), "see the first line of deploy/constraints.txt"
+    assert {line for line in frozen if line.partition("==")[2] != PINS.get(line.partition("==")[0])} == set(), (
+        "see the first line of deploy/constraints.txt"
+    )

@@ -38,7 +38,13 @@ def test_the_file_is_what_the_options_make() -> None:
 
 
 def test_the_parameters_are_the_options() -> None:
-    shown = subprocess.run([sys.executable, "-m", "weightbeam.pipelines.cli", "convert", "--help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-m", "weightbeam.pipelines.cli", "convert", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     options = set(re.findall(r"^  --(\w+)", shown, re.MULTILINE)) - set(metadata.LEFT_OUT) - SHELL
     assert len(options) > 15
     assert set(parameters()) == options | set(metadata.FROM_BEAM)
@@ -52,7 +58,9 @@ def test_only_source_and_output_must_be_given() -> None:
     assert {name for name, parameter in parameters().items() if not parameter.get("isOptional")} == {"source", "output"}
 
 
-@pytest.mark.parametrize("name", sorted(name for name, parameter in parameters().items() if "defaultValue" in parameter))
+@pytest.mark.parametrize(
+    "name", sorted(name for name, parameter in parameters().items() if "defaultValue" in parameter)
+)
 def test_a_default_that_is_sent_changes_nothing(name: str) -> None:
     """The console sends every default; what isn't sent has the same value."""
     parameter = parameters()[name]
@@ -69,7 +77,10 @@ SAMPLES = (
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-@pytest.mark.parametrize("name", sorted(name for name, option in conversion_options().items() if option.type and name not in metadata.LEFT_OUT))
+@pytest.mark.parametrize(
+    "name",
+    sorted(name for name, option in conversion_options().items() if option.type and name not in metadata.LEFT_OUT),
+)
 def test_the_api_takes_what_the_command_line_takes(name: str, sample: str) -> None:
     """But for other spellings of true and false: the console has a box to tick."""
     type_ = conversion_options()[name].type
@@ -85,7 +96,14 @@ def test_the_api_takes_what_the_command_line_takes(name: str, sample: str) -> No
 @pytest.mark.parametrize(("name", "taken"), [("source", ("gs", "hf")), ("output", ("gs",))])
 def test_places_are_in_the_cloud(name: str, taken: tuple[str, ...]) -> None:
     places = {scheme: f"{scheme}://a/b" for scheme in ("gs", "hf", "http", "file")} | {"": "/a/b"}
-    assert tuple(scheme for scheme, place in places.items() if all(re.search(regex, place) for regex in parameters()[name]["regexes"])) == taken
+    assert (
+        tuple(
+            scheme
+            for scheme, place in places.items()
+            if all(re.search(regex, place) for regex in parameters()[name]["regexes"])
+        )
+        == taken
+    )
 
 
 def test_a_switch_is_true_or_false() -> None:
@@ -103,14 +121,26 @@ def test_workers_run_the_launchers_image_unless_told_otherwise(monkeypatch: pyte
     monkeypatch.setenv("WEIGHTBEAM_IMAGE", IMAGE)
     for given, image in (([], IMAGE), (["--sdk_container_image=mine"], "mine")):
         options = pipeline_options(to_arguments(["--runner=DataflowRunner", "--experiments=a", *given]))
-        assert (options.view_as(WorkerOptions).sdk_container_image, options.view_as(SetupOptions).setup_file) == (image, None)
+        assert (options.view_as(WorkerOptions).sdk_container_image, options.view_as(SetupOptions).setup_file) == (
+            image,
+            None,
+        )
 
 
 def test_the_launcher_runs_a_file(tmp_path: Path) -> None:
     """From anywhere, by its path, and it ends as the command does: here refused, with the parameters understood."""
     environment = {**os.environ, "WEIGHTBEAM_IMAGE": IMAGE}
-    command = [sys.executable, str(LAUNCH), f"--source={tmp_path / 'none'}", f"--output={tmp_path / 'out'}", "--resume=false", "--mesh=fsdp=2 fsdp=4"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        str(LAUNCH),
+        f"--source={tmp_path / 'none'}",
+        f"--output={tmp_path / 'out'}",
+        "--resume=false",
+        "--mesh=fsdp=2 fsdp=4",
+    ]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ran.returncode == 2, ran.stderr
     assert ran.stderr.startswith("weightbeam convert: refused")
     assert "Traceback" not in ran.stderr

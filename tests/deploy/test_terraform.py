@@ -1,4 +1,6 @@
-"""The Terraform parses, names nothing that isn't declared, declares nothing that isn't named, and gives nobody too much."""
+"""The Terraform parses, names nothing that isn't declared, declares nothing that isn't named, and gives nobody too
+much.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from lark import Token, Tree
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "terraform"
 FILES = {file.name: file.read_text() for file in sorted(FOLDER.glob("*.tf"))}
-DECLARING = {"variable": "var", "resource": "", "data": "data", "module": "module"}  # a block, and what its references begin with
+# a block, and what its references begin with
+DECLARING = {"variable": "var", "resource": "", "data": "data", "module": "module"}
 BUILT_IN = {"each", "count", "path", "self", "terraform"}
 
 GOOD = """
@@ -34,7 +37,11 @@ output "o" { value = google_thing.t["x"].id }
 def blocks(tree: Tree) -> Iterator[tuple[list[str], Tree]]:
     """The blocks at the top: their words, such as `resource`, type and name, and their bodies."""
     for block in tree.children[0].find_data("block") if isinstance(tree.children[0], Tree) else ():
-        words = [_text(child).strip('"') for child in block.children if isinstance(child, Tree) and child.data in ("identifier", "string")]
+        words = [
+            _text(child).strip('"')
+            for child in block.children
+            if isinstance(child, Tree) and child.data in ("identifier", "string")
+        ]
         body = next(child for child in block.children if isinstance(child, Tree) and child.data == "body")
         yield words, body
 
@@ -45,7 +52,11 @@ def declared(trees: Iterable[Tree]) -> set[str]:
     for tree in trees:
         for words, body in blocks(tree):
             if words[0] == "locals":
-                found |= {f"local.{_text(child.children[0])}" for child in body.children if isinstance(child, Tree) and child.data == "attribute"}
+                found |= {
+                    f"local.{_text(child.children[0])}"
+                    for child in body.children
+                    if isinstance(child, Tree) and child.data == "attribute"
+                }
             elif words[0] in DECLARING and len(words) > 1:
                 found.add(".".join(filter(None, [DECLARING[words[0]], *words[1:]])))
     return found
@@ -55,7 +66,12 @@ def named(trees: Iterable[Tree]) -> set[str]:
     """What is named anywhere: in expressions, and in templates within strings."""
     found = set()
     for tree in trees:
-        own = BUILT_IN | {_text(child) for intro in tree.find_data("for_intro") for child in intro.children if _is(child, "identifier")}
+        own = BUILT_IN | {
+            _text(child)
+            for intro in tree.find_data("for_intro")
+            for child in intro.children
+            if _is(child, "identifier")
+        }
         own |= {words[1] for block in tree.find_data("block") if (words := _words(block))[0] == "dynamic"}
         for term in tree.find_data("get_attr_expr_term"):
             root, *attributes = _chain(term)
@@ -131,7 +147,12 @@ def test_what_does_not_parse_is_found() -> None:
 
 @pytest.mark.parametrize("kind", ["variable", "output"])
 def test_variables_and_outputs_say_what_they_are(kind: str) -> None:
-    found = {name: body for text in FILES.values() for entry in hcl2.loads(text).get(kind, []) for name, body in entry.items()}
+    found = {
+        name: body
+        for text in FILES.values()
+        for entry in hcl2.loads(text).get(kind, [])
+        for name, body in entry.items()
+    }
     assert len(found) > 4
     assert [name for name, body in found.items() if not body.get("description")] == []
 
@@ -142,7 +163,9 @@ def test_text_variables_are_checked() -> None:
 
 
 def test_no_secret_passes_through_the_state() -> None:
-    resources = {kind.strip('"') for text in FILES.values() for entry in hcl2.loads(text).get("resource", []) for kind in entry}
+    resources = {
+        kind.strip('"') for text in FILES.values() for entry in hcl2.loads(text).get("resource", []) for kind in entry
+    }
     assert "google_secret_manager_secret" in resources
     assert "google_secret_manager_secret_version" not in resources
 
@@ -152,5 +175,7 @@ def test_rights_are_few() -> None:
     everything = "\n".join(FILES.values())
     roles = set(re.findall(r"roles/[\w.]+", everything))
     assert len(roles) > 6
-    assert {role for role in roles if role.split("/")[1] in ("owner", "editor", "viewer") or "admin" in role.lower()} == set()
+    assert {
+        role for role in roles if role.split("/")[1] in ("owner", "editor", "viewer") or "admin" in role.lower()
+    } == set()
     assert re.findall(r"allUsers|allAuthenticatedUsers|_iam_(?:binding|policy)\b", everything) == []

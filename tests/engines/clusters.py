@@ -1,4 +1,6 @@
-"""Clusters of this machine's own: Flink, Spark and Prism, on hosts that are network namespaces with an address and a worker pool each."""
+"""Clusters of this machine's own: Flink, Spark and Prism, on hosts that are network namespaces with an address and a
+worker pool each.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,23 @@ from processes import ROOT, free_port, listening, running, wait_for, wait_until
 from engines.programs import jars, need, prism
 
 POOL = 50000  # the port of a host's worker pool
-OPENED = ("java.lang", "java.lang.invoke", "java.net", "java.nio", "java.time", "java.util", "java.util.concurrent", "sun.nio.ch", "sun.util.calendar")
-JAVA = ("java", *(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in OPENED), "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+OPENED = (
+    "java.lang",
+    "java.lang.invoke",
+    "java.net",
+    "java.nio",
+    "java.time",
+    "java.util",
+    "java.util.concurrent",
+    "sun.nio.ch",
+    "sun.util.calendar",
+)
+JAVA = (
+    "java",
+    *(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in OPENED),
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+)
 NETWORKS = itertools.count(os.getpid() % 200)  # the third number of addresses
 
 
@@ -49,7 +66,11 @@ class Engine:
     @property
     def options(self) -> list[str]:
         """Beam's, for a command."""
-        where = ["--environment_type=EXTERNAL", f"--environment_config={self.pool}"] if self.pool else ["--environment_type=LOOPBACK"]
+        where = (
+            ["--environment_type=EXTERNAL", f"--environment_config={self.pool}"]
+            if self.pool
+            else ["--environment_type=LOOPBACK"]
+        )
         return ["--runner=PortableRunner", f"--job_endpoint={self.endpoint}", *where, *self.more]
 
     def states(self) -> list[str]:
@@ -59,7 +80,7 @@ class Engine:
         return [beam_job_api_pb2.JobState.Enum.Name(job.state) for job in jobs]
 
 
-# --- hosts ----------------------------------------------------------------------------------------------------------------------
+# --- hosts ------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +104,15 @@ class Host:
     def shape(self, rate: float) -> None:
         """Makes its link carry so many Mbit/s each way."""
         for end in (["-n", self.name, "qdisc", "add", "dev", "eth0"], ["qdisc", "add", "dev", self.port]):
-            subprocess.run(["tc", *end, "root", "tbf", "rate", f"{rate}mbit", "burst", "128k", "latency", "20ms"], check=True)
+            subprocess.run(
+                ["tc", *end, "root", "tbf", "rate", f"{rate}mbit", "burst", "128k", "latency", "20ms"], check=True
+            )
 
     def kill(self) -> None:
         """Ends all that runs there, at once."""
-        for pid in subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True).stdout.split():
+        for pid in subprocess.run(
+            ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True
+        ).stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 
@@ -123,7 +148,9 @@ def network(hosts: int) -> Iterator[tuple[str, list[Host]]]:
 
 
 @contextmanager
-def worker_pool(log: Path, port: int, host: Host | None = None, environment: Mapping[str, str] | None = None) -> Iterator[int]:
+def worker_pool(
+    log: Path, port: int, host: Host | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[int]:
     """Beam's pool, which starts a worker for each request; its process group."""
     command = [sys.executable, "-m", "apache_beam.runners.worker.worker_pool_main", "--service_port", port]
     with running(log, *(host.command(*command) if host else command), environment=environment) as process:
@@ -135,7 +162,13 @@ def worker_pool(log: Path, port: int, host: Host | None = None, environment: Map
 def job_server(log: Path, folder: Path, profile: str, driver: str, *options: str, heap: str = "512m") -> Iterator[str]:
     """One of Beam's job servers; its endpoint."""
     port = free_port()
-    places = ("--job-host=localhost", f"--job-port={port}", "--artifact-port=0", "--expansion-port=0", f"--artifacts-dir={folder}")
+    places = (
+        "--job-host=localhost",
+        f"--job-port={port}",
+        "--artifact-port=0",
+        "--expansion-port=0",
+        f"--artifacts-dir={folder}",
+    )
     properties = [option for option in options if option.startswith("-D")]
     rest = [option for option in options if not option.startswith("-D")]
     with running(log, *JAVA, f"-Xmx{heap}", *properties, "-cp", f"{jars(profile)}/*", driver, *places, *rest):
@@ -143,7 +176,7 @@ def job_server(log: Path, folder: Path, profile: str, driver: str, *options: str
         yield f"localhost:{port}"
 
 
-# --- Flink ----------------------------------------------------------------------------------------------------------------------
+# --- Flink ------------------------------------------------------------------------------------------------------------
 
 FLINK_DRIVER = "org.apache.beam.runners.flink.FlinkJobServerDriver"
 
@@ -159,7 +192,9 @@ def flink_in_one_process(folder: Path) -> Iterator[Engine]:
 
 def flink_settings(manager: str, folder: Path, retried: bool, slots: int) -> dict[str, object]:
     """What a session cluster's configuration file says: deploy/flink's settings, in a network of the test's own."""
-    deployed = yaml.safe_load((ROOT / "deploy/flink/deployment.yaml").read_text().partition("\n---")[0])["spec"]["flinkConfiguration"]
+    deployed = yaml.safe_load((ROOT / "deploy/flink/deployment.yaml").read_text().partition("\n---")[0])["spec"][
+        "flinkConfiguration"
+    ]
     return {
         **deployed,
         "jobmanager.rpc.address": manager,
@@ -223,15 +258,19 @@ def flink_on(hosts: Sequence[Host], folder: Path, retried: bool = False, slots: 
         settings = flink_settings(manager.address, folder, retried, slots)
         (folder / "flink-conf.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
         main = ("org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint", "--configDir", folder)
-        stack.enter_context(running(folder / "manager.log", *manager.command(*JAVA, "-Xmx512m", "-cp", f"{jars('flink')}/*", *main)))
+        stack.enter_context(
+            running(folder / "manager.log", *manager.command(*JAVA, "-Xmx512m", "-cp", f"{jars('flink')}/*", *main))
+        )
         listening(8081, manager.address)
         for host in places:
             stack.enter_context(FlinkHost(host, folder).started())
-        endpoint = stack.enter_context(job_server(folder / "jobs.log", folder, "flink", FLINK_DRIVER, f"--flink-master={manager.address}:8081"))
+        endpoint = stack.enter_context(
+            job_server(folder / "jobs.log", folder, "flink", FLINK_DRIVER, f"--flink-master={manager.address}:8081")
+        )
         yield Engine(endpoint, f"localhost:{POOL}", places, (f"--parallelism={slots * len(places)}",))
 
 
-# --- Spark ----------------------------------------------------------------------------------------------------------------------
+# --- Spark ------------------------------------------------------------------------------------------------------------
 
 SPARK_DRIVER = "org.apache.beam.runners.spark.SparkJobServerDriver"
 OPENS = " ".join(option for option in JAVA if option.startswith("--add-opens"))
@@ -241,7 +280,9 @@ OPENS = " ".join(option for option in JAVA if option.startswith("--add-opens"))
 def spark_in_one_process(folder: Path) -> Iterator[Engine]:
     """A job server with Spark in itself, two threads, and a pool."""
     port = free_port()
-    server = job_server(folder / "jobs.log", folder, "spark", SPARK_DRIVER, "--spark-master-url=local[2]", "-Dspark.ui.enabled=false")
+    server = job_server(
+        folder / "jobs.log", folder, "spark", SPARK_DRIVER, "--spark-master-url=local[2]", "-Dspark.ui.enabled=false"
+    )
     with server as endpoint, worker_pool(folder / "pool.log", port) as group:
         yield Engine(endpoint, f"localhost:{port}", group=group)
 
@@ -261,7 +302,11 @@ def spark(folder: Path, hosts: int = 2) -> Iterator[Engine]:
     home = jars("spark").parent  # what Spark calls so: the folder in which `jars` lies
     with ExitStack() as stack:
         here, places = stack.enter_context(network(hosts))
-        port, page, settings = free_port(), free_port(), {"SPARK_HOME": str(home), "SPARK_LOCAL_DIRS": str(folder), "SPARK_SCALA_VERSION": "2.12"}
+        port, page, settings = (
+            free_port(),
+            free_port(),
+            {"SPARK_HOME": str(home), "SPARK_LOCAL_DIRS": str(folder), "SPARK_SCALA_VERSION": "2.12"},
+        )
         start = (*JAVA, "-Xmx384m", "-cp", f"{home}/jars/*")
         master = ("org.apache.spark.deploy.master.Master", "--host", here, "--port", port, "--webui-port", page)
         stack.enter_context(running(folder / "master.log", *start, *master, environment=settings))
@@ -272,7 +317,10 @@ def spark(folder: Path, hosts: int = 2) -> Iterator[Engine]:
             log = folder / f"{host.name}.log"
             stack.enter_context(worker_pool(folder / f"{host.name}.pool.log", POOL, host))
             stack.enter_context(running(log, *host.command(*start, *main), environment=settings))
-        wait_until(lambda: alive_workers(f"http://{here}:{page}/json/") == hosts, lambda: "the workers didn't come to the master")
+        wait_until(
+            lambda: alive_workers(f"http://{here}:{page}/json/") == hosts,
+            lambda: "the workers didn't come to the master",
+        )
         conf = {
             "spark.driver.host": here,
             "spark.driver.bindAddress": here,
@@ -283,11 +331,13 @@ def spark(folder: Path, hosts: int = 2) -> Iterator[Engine]:
             "spark.shuffle.reduceLocality.enabled": "false",
         }
         properties = [f"-D{name}={value}" for name, value in conf.items()]
-        server = job_server(folder / "jobs.log", folder, "spark", SPARK_DRIVER, f"--spark-master-url=spark://{here}:{port}", *properties)
+        server = job_server(
+            folder / "jobs.log", folder, "spark", SPARK_DRIVER, f"--spark-master-url=spark://{here}:{port}", *properties
+        )
         yield Engine(stack.enter_context(server), f"localhost:{POOL}", places)
 
 
-# --- Prism ----------------------------------------------------------------------------------------------------------------------
+# --- Prism ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

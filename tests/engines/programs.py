@@ -1,4 +1,6 @@
-"""The programs of the engines, fetched once from Maven Central and Go's module proxy into a cache outside the repository."""
+"""The programs of the engines, fetched once from Maven Central and Go's module proxy into a cache outside the
+repository.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import pytest
 
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weightbeam-engines"
-# Unset: tests are skipped where a program is missing. `required`: they fail. `all`: they fail, and the long ones run too.
+# Unset: tests are skipped where a program is missing. `required`: they fail. `all`: they fail, and the long ones run
+# too.
 WANTED = os.environ.get("WEIGHTBEAM_ENGINES", "")
 PRISM = "github.com/apache/beam/sdks/v2/go/cmd/prism@v2.77.0"
 PATIENCE = 1200  # seconds for a download
@@ -52,7 +55,9 @@ def _fetch(place: Path, *command: object, environment: dict[str, str] | None = N
         part = place.parent / f"{place.name}.part"
         shutil.rmtree(part, ignore_errors=True)
         words = [str(part) for part in command]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False, env=os.environ | (environment or {}))
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=PATIENCE, check=False, env=os.environ | (environment or {})
+        )
         if done.returncode:
             _give_up(f"{' '.join(words[:3])} …: {(done.stdout + done.stderr)[-500:]}")
         part.rename(place)
@@ -64,7 +69,19 @@ def jars(profile: str) -> Path:
     need("java", "mvn")
     pom = HERE / "pom.xml"
     home = CACHE / f"{profile}-{hashlib.sha256(pom.read_bytes()).hexdigest()[:12]}"
-    _fetch(home, "mvn", "-B", "-q", "-f", pom, "-P", profile, "dependency:copy-dependencies", f"-DoutputDirectory={home}.part/jars", "-DincludeScope=runtime")
+    _fetch(
+        home,
+        "mvn",
+        "-B",
+        "-q",
+        "-f",
+        pom,
+        "-P",
+        profile,
+        "dependency:copy-dependencies",
+        f"-DoutputDirectory={home}.part/jars",
+        "-DincludeScope=runtime",
+    )
     return home / "jars"
 
 

@@ -23,7 +23,12 @@ def local(large: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def lose_a_host(engine: Engine, output: Path) -> None:
     """Kills all that runs on the host of the cluster, once some units are done."""
-    wait_until(lambda: len(list(output.glob("*/units/*/*.json"))) >= 3, lambda: "no three units were done", seconds=300, every=0.01)
+    wait_until(
+        lambda: len(list(output.glob("*/units/*/*.json"))) >= 3,
+        lambda: "no three units were done",
+        seconds=300,
+        every=0.01,
+    )
     engine.hosts[-1].kill()
 
 

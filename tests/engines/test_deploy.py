@@ -1,4 +1,6 @@
-"""deploy/flink and deploy/spark: what a user applies fits what is tested, and nobody reaches a worker pool from outside."""
+"""deploy/flink and deploy/spark: what a user applies fits what is tested, and nobody reaches a worker pool from
+outside.
+"""
 
 from __future__ import annotations
 
@@ -60,18 +62,29 @@ def test_the_versions_are_those_that_are_tested(engine: str) -> None:
     assert {image for image in told if "job_server" in image} == {
         f"apache/beam_{'flink1.19' if engine == 'flink' else 'spark3'}_job_server:{tested['beam']}",
     }
-    assert {re.split("[:-]", image)[1] for image in told if re.match(rf"(apache/)?{engine}:", image)} == {tested[engine]}
-    assert {container["image"] for container in containers(engine) if container["name"] == "pool"} == {"REPOSITORY/weightbeam:TAG"}
+    assert {re.split("[:-]", image)[1] for image in told if re.match(rf"(apache/)?{engine}:", image)} == {
+        tested[engine]
+    }
+    assert {container["image"] for container in containers(engine) if container["name"] == "pool"} == {
+        "REPOSITORY/weightbeam:TAG"
+    }
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_pool_is_reachable(engine: str) -> None:
-    """Its pod lets others in to named ports only, and its port isn't one of them; on one machine nothing is published but a page."""
-    policies = {document["metadata"]["name"]: document["spec"] for document in documents(engine) if document["kind"] == "NetworkPolicy"}
+    """Its pod lets others in to named ports only, and its port isn't one of them; on one machine nothing is published
+    but a page.
+    """
+    policies = {
+        document["metadata"]["name"]: document["spec"]
+        for document in documents(engine)
+        if document["kind"] == "NetworkPolicy"
+    }
     policy = policies[f"weightbeam-{engine}-workers"]
     component = {"flink": "taskmanager", "spark": "worker"}[engine]
     assert policy["podSelector"]["matchLabels"] == {"app": f"weightbeam-{engine}", "component": component}
-    ports = [[port["port"] for port in rule["ports"]] for rule in policy["ingress"]]  # a rule without ports would open all of them
+    # a rule without ports would open all of them
+    ports = [[port["port"] for port in rule["ports"]] for rule in policy["ingress"]]
     assert all(ports)
     assert not any(PORT in named for named in ports)
     services = compose(engine)
@@ -85,11 +98,18 @@ def test_no_pool_is_reachable(engine: str) -> None:
 def test_the_same_settings_on_one_machine(engine: str) -> None:
     """The job servers and Flink are started alike in both files."""
     (server,) = (container for container in containers(engine) if container["name"] == "jobs")
-    there = [re.sub(r"weightbeam-(flink-rest|spark-master|jobs)", lambda found: {"jobs": "jobs"}.get(found[1], "HOST"), word) for word in server["args"]]
+    there = [
+        re.sub(r"weightbeam-(flink-rest|spark-master|jobs)", lambda found: {"jobs": "jobs"}.get(found[1], "HOST"), word)
+        for word in server["args"]
+    ]
     here = [re.sub(r"\b(manager|master)(?=:)", "HOST", word) for word in compose(engine)["jobs"]["command"]]
     assert there == here
     if engine == "flink":
-        wanted = {key: value for key, value in documents("flink")[0]["spec"]["flinkConfiguration"].items() if ".port" not in key}
+        wanted = {
+            key: value
+            for key, value in documents("flink")[0]["spec"]["flinkConfiguration"].items()
+            if ".port" not in key
+        }
         told = yaml.safe_load(compose("flink")["manager"]["environment"]["FLINK_PROPERTIES"])
         assert {key: str(value) for key, value in told.items()} == wanted | {"jobmanager.rpc.address": "manager"}
 
@@ -104,7 +124,10 @@ def test_the_operator_takes_it() -> None:
     """By the schema of its own definition; an unknown field is an error here, though Kubernetes only drops it."""
     (jar,) = jars("crds").glob("*.jar")
     with zipfile.ZipFile(jar) as opened:
-        crd = yaml.load(opened.read("META-INF/fabric8/flinkdeployments.flink.apache.org-v1.yml"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        crd = yaml.load(
+            opened.read("META-INF/fabric8/flinkdeployments.flink.apache.org-v1.yml"),
+            getattr(yaml, "CSafeLoader", yaml.SafeLoader),
+        )
     (version,) = crd["spec"]["versions"]
     assert version["name"] == "v1beta1"
     schema = closed(version["schema"]["openAPIV3Schema"])
@@ -116,10 +139,15 @@ def test_the_operator_takes_it() -> None:
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects take no other properties than those that it names; numbers that may be texts may be either."""
+    """A schema whose objects take no other properties than those that it names; numbers that may be texts may be
+    either.
+    """
     if not isinstance(schema, Mapping):
         return schema
-    made = {key: closed(value) if key != "properties" else {name: closed(inner) for name, inner in value.items()} for key, value in schema.items()}
+    made = {
+        key: closed(value) if key != "properties" else {name: closed(inner) for name, inner in value.items()}
+        for key, value in schema.items()
+    }
     if "properties" in made and not made.get("x-kubernetes-preserve-unknown-fields"):
         made.setdefault("additionalProperties", False)
     if made.pop("x-kubernetes-int-or-string", False):

@@ -1,4 +1,6 @@
-"""Each engine in one process, with workers in processes of their own: the same bits as a local run, and a stop that is one."""
+"""Each engine in one process, with workers in processes of their own: the same bits as a local run, and a stop that is
+one.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,33 @@ def test_there_and_back(engine: Engine, source: Path, tmp_path: Path) -> None:
     ended(weightbeam("export", "--source", tmp_path / "ckpt", "--output", tmp_path / "hf", *engine.options))
     ended(weightbeam("export", "--source", tmp_path / "ckpt", "--output", tmp_path / "hf-local"))
     assert_same_bits(read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "hf-local"))
-    ended(weightbeam("reshard", "--source", tmp_path / "ckpt", "--output", tmp_path / "again", "--mesh", "fsdp=4", *engine.options))
+    ended(
+        weightbeam(
+            "reshard",
+            "--source",
+            tmp_path / "ckpt",
+            "--output",
+            tmp_path / "again",
+            "--mesh",
+            "fsdp=4",
+            *engine.options,
+        )
+    )
     assert_same_bits(restore(tmp_path / "again/0"), restore(tmp_path / "local/0"))
-    assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "local", "hf", "hf-local", "again"}  # no note, no lease
+    # no note, no lease
+    assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "local", "hf", "hf-local", "again"}
 
 
-@pytest.mark.parametrize("engine", [STARTS[0], pytest.param(*STARTS[1].values, id="spark", marks=LONG), STARTS[2]], indirect=True, scope="module")
+@pytest.mark.parametrize(
+    "engine",
+    [STARTS[0], pytest.param(*STARTS[1].values, id="spark", marks=LONG), STARTS[2]],
+    indirect=True,
+    scope="module",
+)
 def test_a_stop_ends_the_job(engine: Engine, large: Path, tmp_path: Path) -> None:
-    """The engine's job is over before the command is; what is done is kept, and nothing stands in the way of `--resume`."""
+    """The engine's job is over before the command is; what is done is kept, and nothing stands in the way of
+    `--resume`.
+    """
     process, words = begin(large, tmp_path / "out", *engine.options)
     process.send_signal(signal.SIGINT)
     assert "--resume goes on from there" in ended(process, 130)
@@ -60,7 +81,9 @@ def test_a_stop_ends_the_job(engine: Engine, large: Path, tmp_path: Path) -> Non
 
 @LONG
 def test_a_job_that_outlives_its_command(engine: Engine, large: Path, tmp_path: Path) -> None:
-    """Killed, the command can't end the job: `--resume` and `--overwrite` say so while it is at work; then it has published by itself."""
+    """Killed, the command can't end the job: `--resume` and `--overwrite` say so while it is at work; then it has
+    published by itself.
+    """
     process, words = begin(large, tmp_path / "out", *engine.options)
     os.killpg(engine.group, signal.SIGSTOP)  # the workers: so the job lasts
     try:
@@ -77,7 +100,11 @@ def test_a_job_that_outlives_its_command(engine: Engine, large: Path, tmp_path: 
 
 
 @LONG
-@pytest.mark.parametrize(("module", "says"), [(ABSENT, "lacks Weightbeam"), (OTHER, "has Weightbeam 0.0.1, and the command")], ids=["none", "another"])
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [(ABSENT, "lacks Weightbeam"), (OTHER, "has Weightbeam 0.0.1, and the command")],
+    ids=["none", "another"],
+)
 def test_workers_without_the_package(engine: Engine, source: Path, tmp_path: Path, module: str, says: str) -> None:
     """Told by host, where Flink alone would wait for minutes without a word."""
     port = free_port()
@@ -94,7 +121,18 @@ def test_workers_without_the_package(engine: Engine, source: Path, tmp_path: Pat
 def test_a_pool_that_isnt_there(engine: Engine, source: Path, tmp_path: Path) -> None:
     """Told within a minute, with where it should be; the job is over, and what is staged is kept."""
     port = free_port()
-    told = ended(weightbeam("convert", "--source", source, "--output", tmp_path / "out", *dataclasses.replace(engine, pool=f"localhost:{port}").options), 1, 90)
+    told = ended(
+        weightbeam(
+            "convert",
+            "--source",
+            source,
+            "--output",
+            tmp_path / "out",
+            *dataclasses.replace(engine, pool=f"localhost:{port}").options,
+        ),
+        1,
+        90,
+    )
     assert "no worker has come" in told
     assert f"is a worker pool there at localhost:{port} of each host of the engine" in told
     assert "--resume goes on from there" in told
@@ -112,5 +150,16 @@ def test_a_worker_that_cant_write(engine: Engine, source: Path, tmp_path: Path) 
     mounted = f"mount --bind {place} {place} && mount -o remount,ro,bind {place} && exec {pool}"
     with running(tmp_path / "pool.log", "unshare", "--mount", "sh", "-c", mounted):
         listening(port)
-        told = ended(weightbeam("convert", "--source", source, "--output", place, *dataclasses.replace(engine, pool=f"localhost:{port}").options), 1, 90)
+        told = ended(
+            weightbeam(
+                "convert",
+                "--source",
+                source,
+                "--output",
+                place,
+                *dataclasses.replace(engine, pool=f"localhost:{port}").options,
+            ),
+            1,
+            90,
+        )
     assert f"the worker on {socket.gethostname()} can't write to {place}" in told

@@ -44,20 +44,48 @@ def load_trees() -> dict[str, Tree]:
     return {name: Tree(**tree | {"arrays": _spread(tree["arrays"])}) for name, tree in trees.items()}
 
 
-MODEL_TYPES = {"llama": "llama", "mistral": "mistral", "kimi": "kimi_k2"}  # for MaxText's models whose Hugging Face config is sizes alone
+# for MaxText's models whose Hugging Face config is sizes alone
+MODEL_TYPES = {"llama": "llama", "mistral": "mistral", "kimi": "kimi_k2"}
 
 LLAMA4 = dict(
     hidden_size=5120, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8, head_dim=128, intermediate_size=8192,
     intermediate_size_mlp=16384, vocab_size=202048,
 )  # fmt: skip
-CONFIGS = {  # for MaxText's models that have none: what transformers' configuration and MaxText's src/maxtext/configs/models say
-    "llama4-17b-16e": {"model_type": "llama4", "text_config": LLAMA4 | dict(num_local_experts=16, interleave_moe_layer_step=1)},
-    "gemma-2b": dict(model_type="gemma", hidden_size=2048, intermediate_size=16384, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=1),
-    "gemma-7b": dict(model_type="gemma", hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=16),
-    "llama4-17b-128e": {"model_type": "llama4_text"} | LLAMA4 | dict(num_local_experts=128, interleave_moe_layer_step=2),
+# for MaxText's models that have none: what transformers' configuration and MaxText's src/maxtext/configs/models say
+CONFIGS = {
+    "llama4-17b-16e": {
+        "model_type": "llama4",
+        "text_config": LLAMA4 | dict(num_local_experts=16, interleave_moe_layer_step=1),
+    },
+    "gemma-2b": dict(
+        model_type="gemma",
+        hidden_size=2048,
+        intermediate_size=16384,
+        num_hidden_layers=18,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+    ),
+    "gemma-7b": dict(
+        model_type="gemma",
+        hidden_size=3072,
+        intermediate_size=24576,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+    ),
+    "llama4-17b-128e": {"model_type": "llama4_text"}
+    | LLAMA4
+    | dict(num_local_experts=128, interleave_moe_layer_step=2),
 }
 DEEPSEEK4_TINY = (  # MaxText keeps the sizes of the large model for it
-    dict(hidden_size=64, num_attention_heads=4, head_dim=32, moe_intermediate_size=64, n_routed_experts=16, num_experts_per_tok=4)
+    dict(
+        hidden_size=64,
+        num_attention_heads=4,
+        head_dim=32,
+        moe_intermediate_size=64,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+    )
     | dict(q_lora_rank=16, o_lora_rank=16, o_groups=4, index_n_heads=4, index_head_dim=32)
 )
 THINKER = {  # by part
@@ -75,7 +103,9 @@ def config_of(tree: Tree) -> dict:
     if tree.model.startswith("qwen3-vl-"):
         return config | {"model_type": "qwen3_vl_moe" if tree.model.endswith("-a3b") else "qwen3_vl"}
     if tree.model == "qwen3-omni-30b-a3b":  # transformers' defaults, but for some
-        return config | {"thinker_config": {part: config["thinker_config"][part] | sizes for part, sizes in THINKER.items()}}
+        return config | {
+            "thinker_config": {part: config["thinker_config"][part] | sizes for part, sizes in THINKER.items()}
+        }
     inferred = next((kind for prefix, kind in MODEL_TYPES.items() if tree.model.startswith(prefix)), None)
     return config if "model_type" in config else {"model_type": inferred} | config
 
@@ -106,7 +136,10 @@ class Headers:
 def load_headers() -> dict[str, Headers]:
     """Every checkpoint by its name."""
     found = json.loads(gzip.decompress((HERE / "headers.json.gz").read_bytes()))
-    return {name: Headers(entry["config"], {tensor: _spec(*header) for tensor, header in entry["tensors"].items()}) for name, entry in found.items()}
+    return {
+        name: Headers(entry["config"], {tensor: _spec(*header) for tensor, header in entry["tensors"].items()})
+        for name, entry in found.items()
+    }
 
 
 def _spec(dtype: str, *shape: int) -> TensorSpec:
@@ -114,7 +147,9 @@ def _spec(dtype: str, *shape: int) -> TensorSpec:
 
 
 def layouts_of(config: dict) -> dict[str, Layout]:
-    """Every layout that a model's family has, by name: `scanned`, `unscanned`, and both with the model's towers, if it has any."""
+    """Every layout that a model's family has, by name: `scanned`, `unscanned`, and both with the model's towers, if it
+    has any.
+    """
     family = family_of(Config(config))
     layouts = {name: Layout(scan=name == "scanned") for name in family.layouts}
     if family.towers and not {"vision_config", "thinker_config"}.isdisjoint(config):

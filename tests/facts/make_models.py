@@ -1,11 +1,12 @@
-"""Makes `model_mappings/maxtext_models.json`: what MaxText (e591f30) says of its models, as far as a forward pass depends on it.
+"""Makes `model_mappings/maxtext_models.json`: what MaxText (e591f30) says of its models, as far as a forward pass
+depends on it.
 
     python tests/facts/make_models.py MODELS.json
 
-`MODELS.json` holds `base`, the defaults of MaxText's `base.yml` for the keys that a model's file sets, and `models`, what each
-file says (`src/maxtext/configs/models`). Kept are the keys of the architecture, and of a model's what differs from the base.
-What no file of `MODELS.json` says is `OTHERS`: MaxText's remaining models, as changes of one that is like them, and names that
-Weightbeam takes for models that MaxText runs under another one's.
+`MODELS.json` holds `base`, the defaults of MaxText's `base.yml` for the keys that a model's file sets, and `models`,
+what each file says (`src/maxtext/configs/models`). Kept are the keys of the architecture, and of a model's what differs
+from the base. What no file of `MODELS.json` says is `OTHERS`: MaxText's remaining models, as changes of one that is
+like them, and names that Weightbeam takes for models that MaxText runs under another one's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 OUTPUT = Path(__file__).parents[2] / "model_mappings" / "maxtext_models.json"
-LEFT_OUT = re.compile(  # training, data, sharding, how a layer is computed; modes of a run; what only models without a release have
+# training, data, sharding, how a layer is computed; modes of a run; what only models without a release have
+LEFT_OUT = re.compile(
     r"adam_|opt_type|attention$|checkpoint_period|data_sharding|dataset|enable_dropout|.*eval|engram_|gradient_|image_placeholder"
     r"|load_balance|log(?:ical_axis|its_dot|_moe)|max_target|megablox|mesh_axes|override|remove_size|routed_bias_update|scan_layers|shard_mode"
     r"|sparse_matmul|tokenizer|use_(?:audio|batch|iota|multimodal)|gdn_chunk|trainable_position|sinkhorn"
@@ -26,7 +28,13 @@ UNSUPPORTED = re.compile(r"deepseek-custom|qwen3-custom")  # no release has thei
 VISION = "vision_encoder_block"  # MaxText's default is in its types, not in base.yml
 
 SIZES = ("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_num_decoder_layers")
-LLAMA32 = dict(vocab_size=128256, rope_max_timescale=500000, rope_type="llama3.1", logits_via_embedding=True, normalize_embedding_logits=False)
+LLAMA32 = dict(
+    vocab_size=128256,
+    rope_max_timescale=500000,
+    rope_type="llama3.1",
+    logits_via_embedding=True,
+    normalize_embedding_logits=False,
+)
 RUN_AS = {  # names that MaxText hasn't got, or under which its router is wrong (Kimi K2), and the one that serves
     "kimi-k2-1t": "deepseek3-671b", "llama3-405b": "llama3-70b", "llama3.2-1b": "llama3.1-8b", "llama3.2-3b": "llama3.1-8b",
     "qwen3-coder-480b-a35b": "qwen3-480b-a35b",
@@ -38,7 +46,8 @@ def sizes(*numbers: int, **others: Any) -> dict[str, Any]:
     return dict(zip(SIZES, numbers, strict=True)) | others
 
 
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {  # src/maxtext/configs/models of the name; Llama 3.2: its releases' config.json
+# src/maxtext/configs/models of the name; Llama 3.2: its releases' config.json
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2-236b": ("deepseek2-16b", sizes(5120, 128, 128, 12288, 60, base_moe_mlp_dim=1536, num_experts=160, q_lora_rank=1536, routed_scaling_factor=16.0)),
     "gemma3-27b": ("gemma3-12b", sizes(5376, 32, 16, 21504, 62, head_dim=128)),
     "gemma4-31b": ("gemma4-26b", sizes(5376, 32, 16, 21504, 60, global_num_kv_heads=4, num_experts=1, num_experts_per_tok=1, shared_experts=0,
@@ -69,14 +78,19 @@ def compact(found: dict[str, Any]) -> dict[str, Any]:
     """`base` and `models`, as the package holds them."""
     base = {key: clean(value) for key, value in found["base"].items() if not LEFT_OUT.match(key)} | {VISION: ""}
     full = {
-        name: base | {key: clean(value) for key, value in said.items() if key in base} for name, said in found["models"].items() if not UNSUPPORTED.match(name)
+        name: base | {key: clean(value) for key, value in said.items() if key in base}
+        for name, said in found["models"].items()
+        if not UNSUPPORTED.match(name)
     }
     for name, (like, changes) in OTHERS.items():
         full[name] = full[like] | changes
     for name in full:  # to MaxText the name says it
         if name.startswith("llama3.1-"):
             full[name]["rope_type"] = "llama3.1"
-    models = {name: {key: value for key, value in sorted(said.items()) if value != base[key]} for name, said in sorted(full.items())}
+    models = {
+        name: {key: value for key, value in sorted(said.items()) if value != base[key]}
+        for name, said in sorted(full.items())
+    }
     return {"base": dict(sorted(base.items())), "run_as": RUN_AS, "models": models}
 
 

@@ -2,9 +2,9 @@
 
     python tests/facts/make_trees.py FOLDER
 
-`FOLDER` holds `<model>--{scan,unscan}.json.gz`, each an abstract tree at full size, and `_base_rules.json`. Only facts are
-kept: paths, shapes, logical axes, and `config.json` where MaxText has it. Numbered layers that are alike are one entry with
-the ranges of their numbers. Models that no release needs (test models, GPT-3) are left out.
+`FOLDER` holds `<model>--{scan,unscan}.json.gz`, each an abstract tree at full size, and `_base_rules.json`. Only facts
+are kept: paths, shapes, logical axes, and `config.json` where MaxText has it. Numbered layers that are alike are one
+entry with the ranges of their numbers. Models that no release needs (test models, GPT-3) are left out.
 """
 
 from __future__ import annotations
@@ -36,12 +36,17 @@ def compact(params: dict) -> list[list]:
     numbers: dict[str, list[int]] = {}
     for param in params.values():
         path, shape, axes = param["path"], param["shape"], param["axes"] or []
-        if axes and len(axes) < len(shape):  # norms without logical axes, of which MaxText names only the stacked one: it stands behind theirs
+        # norms without logical axes, of which MaxText names only the stacked one: it stands behind theirs
+        if axes and len(axes) < len(shape):
             axes = [None] * (len(shape) - len(axes)) + axes
         found = LAYER.search(path)
         entry = json.dumps([LAYER.sub("{}", path, count=1), shape, axes])
         numbers.setdefault(entry, []).extend([int(found[0])] if found else [])
-    return [[path, ranges(numbers[entry]), shape, axes] for entry in sorted(numbers) for path, shape, axes in [json.loads(entry)]]
+    return [
+        [path, ranges(numbers[entry]), shape, axes]
+        for entry in sorted(numbers)
+        for path, shape, axes in [json.loads(entry)]
+    ]
 
 
 def read_tree(file: Path) -> dict:
@@ -63,12 +68,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the facts from a folder of MaxText's trees.")
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    trees = {file.name.removesuffix(".json.gz"): read_tree(file) for file in sorted(folder.glob("*.json.gz")) if not LEFT_OUT.match(file.name)}
+    trees = {
+        file.name.removesuffix(".json.gz"): read_tree(file)
+        for file in sorted(folder.glob("*.json.gz"))
+        if not LEFT_OUT.match(file.name)
+    }
     text = json.dumps(trees, separators=(",", ":"))
-    with (HERE / "trees.json.gz").open("wb") as raw, gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:  # no name, no time: the same bytes each time
+    # no name, no time: the same bytes each time
+    with (HERE / "trees.json.gz").open("wb") as raw, gzip.GzipFile("", "wb", mtime=0, fileobj=raw) as file:
         file.write(text.encode())
     rules = json.loads((folder / "_base_rules.json").read_text())["logical_axis_rules"]
-    (HERE / "logical_axis_rules.json").write_text("[\n" + ",\n".join(f"  {json.dumps(rule)}" for rule in rules) + "\n]\n")
+    (HERE / "logical_axis_rules.json").write_text(
+        "[\n" + ",\n".join(f"  {json.dumps(rule)}" for rule in rules) + "\n]\n"
+    )
     print(f"{len(trees)} trees")
 
 

@@ -1,7 +1,7 @@
 """Tiny checkpoints as the hub holds them: a `config.json` and the shape of each tensor.
 
-The names and shapes are those of transformers' modules (a linear layer's weight is (out, in)), written down here a second
-time on purpose: the tables are checked against them. Sizes differ, so that no axis can be taken for another.
+The names and shapes are those of transformers' modules (a linear layer's weight is (out, in)), written down here a
+second time on purpose: the tables are checked against them. Sizes differ, so that no axis can be taken for another.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ CONFIGS: dict[str, dict] = {
     "mistral": DENSE | dict(model_type="mistral"),
     "qwen2": DENSE | dict(model_type="qwen2"),
     "qwen3": DENSE | dict(model_type="qwen3"),
-    "qwen3_moe": DENSE | dict(model_type="qwen3_moe", num_experts=3, moe_intermediate_size=7, decoder_sparse_step=1, mlp_only_layers=[]),
+    "qwen3_moe": DENSE
+    | dict(model_type="qwen3_moe", num_experts=3, moe_intermediate_size=7, decoder_sparse_step=1, mlp_only_layers=[]),
     "mixtral": DENSE | dict(model_type="mixtral", num_local_experts=3),
     "deepseek_v2": LATENT | dict(model_type="deepseek_v2"),
     "deepseek_v2-lite": LATENT | dict(model_type="deepseek_v2", q_lora_rank=None),
     "deepseek_v3": LATENT | dict(model_type="deepseek_v3", num_nextn_predict_layers=1),
-    "deepseek_v32": LATENT | dict(model_type="deepseek_v32", num_nextn_predict_layers=1, index_n_heads=11, index_head_dim=8),
+    "deepseek_v32": LATENT
+    | dict(model_type="deepseek_v32", num_nextn_predict_layers=1, index_n_heads=11, index_head_dim=8),
     "kimi_k2": LATENT | dict(model_type="kimi_k2"),
 }
-PADDED = {"gemma": DENSE | dict(model_type="gemma", tie_word_embeddings=True)}  # MaxText has more rows of the vocabulary unless told otherwise
-FUSED = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")  # transformers v5 may hold their experts in one tensor
+# MaxText has more rows of the vocabulary unless told otherwise
+PADDED = {"gemma": DENSE | dict(model_type="gemma", tie_word_embeddings=True)}
+# transformers v5 may hold their experts in one tensor
+FUSED = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -50,7 +54,12 @@ def shapes(config: dict, fused: bool = False) -> Shapes:
         tensors |= latent_attention(config) if "kv_lora_rank" in config else attention(config)
         tensors |= feed_forward(config, layer, fused)
         if layer >= layers:
-            tensors |= {"enorm.weight": (embed,), "hnorm.weight": (embed,), "eh_proj.weight": (embed, 2 * embed), "shared_head.norm.weight": (embed,)}
+            tensors |= {
+                "enorm.weight": (embed,),
+                "hnorm.weight": (embed,),
+                "eh_proj.weight": (embed, 2 * embed),
+                "shared_head.norm.weight": (embed,),
+            }
             tensors |= {"embed_tokens.weight": (vocab, embed), "shared_head.head.weight": (vocab, embed)}
         out |= {f"model.layers.{layer}.{name}": shape for name, shape in tensors.items()}
     return out
@@ -59,7 +68,12 @@ def shapes(config: dict, fused: bool = False) -> Shapes:
 def attention(c: dict) -> Shapes:
     embed, dim = c["hidden_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
-    out = {"q_proj.weight": (q, embed), "k_proj.weight": (kv, embed), "v_proj.weight": (kv, embed), "o_proj.weight": (embed, q)}
+    out = {
+        "q_proj.weight": (q, embed),
+        "k_proj.weight": (kv, embed),
+        "v_proj.weight": (kv, embed),
+        "o_proj.weight": (embed, q),
+    }
     if c["model_type"] == "qwen2":
         out |= {"q_proj.bias": (q,), "k_proj.bias": (kv,), "v_proj.bias": (kv,)}
     if c["model_type"].startswith("qwen3"):
@@ -70,15 +84,27 @@ def attention(c: dict) -> Shapes:
 def latent_attention(c: dict) -> Shapes:
     embed, heads, q_lora, kv_lora = c["hidden_size"], c["num_attention_heads"], c["q_lora_rank"], c["kv_lora_rank"]
     nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-    out = {"kv_a_proj_with_mqa.weight": (kv_lora + rope, embed), "kv_a_layernorm.weight": (kv_lora,), "kv_b_proj.weight": (heads * (nope + value), kv_lora)}
+    out = {
+        "kv_a_proj_with_mqa.weight": (kv_lora + rope, embed),
+        "kv_a_layernorm.weight": (kv_lora,),
+        "kv_b_proj.weight": (heads * (nope + value), kv_lora),
+    }
     out["o_proj.weight"] = (embed, heads * value)
     if q_lora:
-        out |= {"q_a_proj.weight": (q_lora, embed), "q_a_layernorm.weight": (q_lora,), "q_b_proj.weight": (heads * (nope + rope), q_lora)}
+        out |= {
+            "q_a_proj.weight": (q_lora, embed),
+            "q_a_layernorm.weight": (q_lora,),
+            "q_b_proj.weight": (heads * (nope + rope), q_lora),
+        }
     else:
         out["q_proj.weight"] = (heads * (nope + rope), embed)
     if "index_n_heads" in c:
         n, dim = c["index_n_heads"], c["index_head_dim"]
-        out |= {"indexer.wq_b.weight": (n * dim, q_lora), "indexer.wk.weight": (dim, embed), "indexer.weights_proj.weight": (n, embed)}
+        out |= {
+            "indexer.wq_b.weight": (n * dim, q_lora),
+            "indexer.wk.weight": (dim, embed),
+            "indexer.weights_proj.weight": (n, embed),
+        }
         out |= {"indexer.k_norm.weight": (dim,), "indexer.k_norm.bias": (dim,)}
     return {f"self_attn.{name}": shape for name, shape in out.items()}
 
@@ -93,7 +119,10 @@ def feed_forward(c: dict, layer: int, fused: bool) -> Shapes:
     width = mlp if is_mixtral else c["moe_intermediate_size"]
     out: Shapes = {f"{block}.gate.weight": (count, embed)}
     if fused:
-        out |= {f"{block}.experts.gate_up_proj": (count, 2 * width, embed), f"{block}.experts.down_proj": (count, embed, width)}
+        out |= {
+            f"{block}.experts.gate_up_proj": (count, 2 * width, embed),
+            f"{block}.experts.down_proj": (count, embed, width),
+        }
     else:
         names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
         for expert in range(count):
@@ -105,6 +134,8 @@ def feed_forward(c: dict, layer: int, fused: bool) -> Shapes:
     return out
 
 
-def gated(prefix: str, embed: int, width: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Shapes:
+def gated(
+    prefix: str, embed: int, width: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Shapes:
     gate, up, down = (f"{prefix}.{name}.weight" for name in names)
     return {gate: (width, embed), up: (width, embed), down: (embed, width)}

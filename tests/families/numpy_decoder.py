@@ -1,7 +1,8 @@
-"""What MaxText's dense decoders compute, in numpy over arrays in MaxText's layout, to be compared with transformers' own forward.
+"""What MaxText's dense decoders compute, in numpy over arrays in MaxText's layout, to be compared with transformers'
+own forward.
 
-Written after MaxText's layers (src/maxtext/models/gemma2.py, gemma3.py, olmo3.py and layers/attentions.py, e591f30): a norm
-multiplies by its scale and adds nothing, and attention scales only where the layer asks for it.
+Written after MaxText's layers (src/maxtext/models/gemma2.py, gemma3.py, olmo3.py and layers/attentions.py, e591f30): a
+norm multiplies by its scale and adds nothing, and attention scales only where the layer asks for it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def rope(x: np.ndarray, theta: float) -> np.ndarray:
     half = x.shape[-1] // 2
     angles = np.arange(len(x))[:, None, None] * theta ** (-np.arange(half) / half)
     first, second = x[..., :half], x[..., half:]
-    return np.concatenate([first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1)
+    return np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1
+    )
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -61,8 +64,19 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def attend(x: np.ndarray, layer: Arrays, *, theta: float, window: int | None, epsilon: float, scale: float = 1.0, cap: float | None = None) -> np.ndarray:
-    """Causal attention of (length, embed) over the last `window` positions; `scale` is the layer's `query_pre_attn_scalar`."""
+def attend(
+    x: np.ndarray,
+    layer: Arrays,
+    *,
+    theta: float,
+    window: int | None,
+    epsilon: float,
+    scale: float = 1.0,
+    cap: float | None = None,
+) -> np.ndarray:
+    """Causal attention of (length, embed) over the last `window` positions; `scale` is the layer's
+    `query_pre_attn_scalar`.
+    """
     query, key, value = (np.einsum("le,ehd->lhd", x, layer[f"{name}.kernel"]) for name in ("query", "key", "value"))
 
     def prepared(states: np.ndarray, name: str) -> np.ndarray:

@@ -1,7 +1,9 @@
-"""MaxText's vision and audio towers of Qwen in numpy, on arrays in MaxText's layout, held against transformers' towers layer by layer.
+"""MaxText's vision and audio towers of Qwen in numpy, on arrays in MaxText's layout, held against transformers' towers
+layer by layer.
 
-After `Qwen3OmniMoeVision…` and `Qwen3OmniAudio…` of src/maxtext/models/qwen3.py and layers/embeddings.py, e591f30; one image, or one
-clip, without padding. Where MaxText takes the tanh form of GELU (mergers, audio) transformers takes the exact one, and so does this.
+After `Qwen3OmniMoeVision…` and `Qwen3OmniAudio…` of src/maxtext/models/qwen3.py and layers/embeddings.py, e591f30; one
+image, or one clip, without padding. Where MaxText takes the tanh form of GELU (mergers, audio) transformers takes the
+exact one, and so does this.
 """
 
 from __future__ import annotations
@@ -38,14 +40,16 @@ def attention(w: Arrays, turn: Layer = lambda states: states) -> Layer:
     """Every position attends to every other; `turn` is the rotary embedding of (length, heads, dim)."""
 
     def apply(x: np.ndarray) -> np.ndarray:
-        query, key, value = (np.einsum("le,ehd->lhd", x, w[f"{name}.kernel"]) + w[f"{name}.bias"] for name in ("query", "key", "value"))
+        query, key, value = (
+            np.einsum("le,ehd->lhd", x, w[f"{name}.kernel"]) + w[f"{name}.bias"] for name in ("query", "key", "value")
+        )
         scores = np.einsum("lhd,mhd->hlm", turn(query), turn(key)) * query.shape[-1] ** -0.5
         return np.einsum("hlm,mhd,hde->le", softmax(scores), value, w["out.kernel"]) + w["out.bias"]
 
     return apply
 
 
-# --- vision -------------------------------------------------------------------------------------------------------------------------------
+# --- vision -----------------------------------------------------------------------------------------------------------
 
 
 def coordinates(height: int, width: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
@@ -81,7 +85,9 @@ def rotary(height: int, width: int, merge: int) -> Layer:
         frequencies = THETA ** (-np.arange(quarter) / quarter)
         angles = np.concatenate([rows[:, None] * frequencies, columns[:, None] * frequencies], -1)[:, None]
         first, second = np.split(states, 2, axis=-1)
-        return np.concatenate([first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1)
+        return np.concatenate(
+            [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1
+        )
 
     return turn
 
@@ -103,22 +109,40 @@ def vision_layers(tower: Arrays, name: str, height: int, width: int, merge: int)
     made: dict[str, Layer] = {"patch_embed.proj": patch_embedding(below(w, "patch_embed.proj."))}
     for number in range(sum(key.endswith("ln1.bias") for key in w)):
         b = below(w, f"blocks_{number}.")
-        ln1, attend, ln2 = norm(below(b, "ln1."), 1e-6), attention(below(b, "attn.attn."), turn), norm(below(b, "ln2."), 1e-6)
+        ln1, attend, ln2 = (
+            norm(below(b, "ln1."), 1e-6),
+            attention(below(b, "attn.attn."), turn),
+            norm(below(b, "ln2."), 1e-6),
+        )
         into, out = linear(below(b, "mlp.")), linear(below(b, "mlp_out."))
 
-        def block(x: np.ndarray, ln1: Layer = ln1, attend: Layer = attend, ln2: Layer = ln2, into: Layer = into, out: Layer = out) -> np.ndarray:
+        def block(
+            x: np.ndarray,
+            ln1: Layer = ln1,
+            attend: Layer = attend,
+            ln2: Layer = ln2,
+            into: Layer = into,
+            out: Layer = out,
+        ) -> np.ndarray:
             x = x + attend(ln1(x))
             return x + out(gelu(into(ln2(x))))
 
         at = f"blocks.{number}"
-        made |= {f"{at}.norm1": ln1, f"{at}.attn": attend, f"{at}.norm2": ln2, f"{at}.mlp.linear_fc1": into, f"{at}.mlp.linear_fc2": out, at: block}
+        made |= {
+            f"{at}.norm1": ln1,
+            f"{at}.attn": attend,
+            f"{at}.norm2": ln2,
+            f"{at}.mlp.linear_fc1": into,
+            f"{at}.mlp.linear_fc2": out,
+            at: block,
+        }
     for number in range(sum(key.startswith("merger_") and key.endswith("ln_q.bias") for key in w)):
         made[f"deepstack_merger_list.{number}"] = merger(below(w, f"merger_{number}."), merge**2, behind=True)
     made["merger"] = merger(below(tower, f"{name}VisionProjector_0.merger."), merge**2, behind=False)
     return made
 
 
-# --- audio --------------------------------------------------------------------------------------------------------------------------------
+# --- audio ------------------------------------------------------------------------------------------------------------
 
 
 def convolution(w: Arrays) -> Layer:
@@ -127,7 +151,9 @@ def convolution(w: Arrays) -> Layer:
     def apply(x: np.ndarray) -> np.ndarray:
         padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
         bands, times = (-(-size // 2) for size in x.shape[1:3])
-        taps = [(i, j, padded[:, i : i + 2 * bands - 1 : 2, j : j + 2 * times - 1 : 2]) for i in range(3) for j in range(3)]
+        taps = [
+            (i, j, padded[:, i : i + 2 * bands - 1 : 2, j : j + 2 * times - 1 : 2]) for i in range(3) for j in range(3)
+        ]
         return sum(part @ w["kernel"][i, j] for i, j, part in taps) + w["bias"]
 
     return apply
@@ -151,7 +177,7 @@ def audio_layers(tower: Arrays) -> dict[str, Layer]:
     return made
 
 
-# --- against transformers -------------------------------------------------------------------------------------------------------------------
+# --- against transformers ---------------------------------------------------------------------------------------------
 
 
 def watch(tower: torch.nn.Module) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
@@ -176,7 +202,9 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
 
 
 def check_vision(tower: torch.nn.Module, arrays: Arrays, name: str) -> int:
-    """Runs transformers' tower on an image and holds the arrays below `vision_encoder.` against it: how many layers were compared."""
+    """Runs transformers' tower on an image and holds the arrays below `vision_encoder.` against it: how many layers
+    were compared.
+    """
     config, (height, width) = tower.config, (4, 6)
     size, frames, merge = config.patch_size, config.temporal_patch_size, config.spatial_merge_size
     patches = np.random.default_rng(0).standard_normal((height * width, 3 * frames * size**2))
@@ -225,7 +253,10 @@ def check_audio(tower: torch.nn.Module, arrays: Arrays) -> int:
     angles = np.arange(x.shape[1])[:, None] * THETA ** (-np.arange(half) / (half - 1))
     x = x + np.concatenate([np.sin(angles), np.cos(angles)], -1)
     for number in range(config.encoder_layers):
-        parts = [layers[f"layers.{number}.{name}"] for name in ("self_attn_layer_norm", "self_attn", "final_layer_norm", "fc1", "fc2")]
+        parts = [
+            layers[f"layers.{number}.{name}"]
+            for name in ("self_attn_layer_norm", "self_attn", "final_layer_norm", "fc1", "fc2")
+        ]
         ln1, attend, ln2, fc1, fc2 = parts
         x = np.stack([chunk + attend(ln1(chunk)) for chunk in x])
         x = x + fc2(exact_gelu(fc1(ln2(x))))

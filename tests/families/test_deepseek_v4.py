@@ -1,4 +1,5 @@
-"""DeepSeek V4: every spelling of its tensors, the variables that aren't parameters, and the layers that MaxText can scan.
+"""DeepSeek V4: every spelling of its tensors, the variables that aren't parameters, and the layers that MaxText can
+scan.
 
 That the arrays are MaxText's bit for bit is tested with the other cases (`tests/cases/test_maxtext_bits.py`).
 """
@@ -17,7 +18,11 @@ from facts import load_headers, load_trees
 from safetensors.numpy import save_file
 from support import assert_same_bits, call, convert, converted, read_config, read_file, read_tensors
 from transformers import DeepseekV4Config
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear, DeepseekV4HyperConnection, DeepseekV4HyperHead
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4GroupedLinear,
+    DeepseekV4HyperConnection,
+    DeepseekV4HyperHead,
+)
 
 from weightbeam.model_mappings.audit import audit
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
@@ -36,7 +41,7 @@ def arrays_of(config: dict[str, Any], **layout: Any) -> dict[str, Array]:
     return {array.key.removeprefix("params."): array for array in made}
 
 
-# --- spellings ------------------------------------------------------------------------------------------------------------------
+# --- spellings --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scan", ["true", "false"])
@@ -56,7 +61,9 @@ def test_every_spelling_makes_the_same_arrays(generated: Path, tmp_path: Path, s
 
 
 def test_names_that_transformers_keeps_in_memory_are_renamed_to_the_hubs(generated: Path) -> None:
-    """Tensor by tensor, by their values: an alias that points elsewhere would go unseen where two arrays have one shape."""
+    """Tensor by tensor, by their values: an alias that points elsewhere would go unseen where two arrays have one
+    shape.
+    """
     hub = read_tensors(generated / "models" / "deepseek_v4")
     aliases = family_of(Config(HUB.config)).aliases
     for name, values in read_file(generated / "models" / "deepseek_v4.state.safetensors").items():
@@ -68,7 +75,10 @@ def test_names_that_transformers_keeps_in_memory_are_renamed_to_the_hubs(generat
 def test_only_the_mtp_layer_is_left_out(scan: bool) -> None:
     """Every other tensor of the hub's files is used."""
     config = Config(HUB.config)
-    family, layout = family_of(config), Layout(scan=scan, shapes={name: spec.shape for name, spec in HUB.tensors.items()})
+    family, layout = (
+        family_of(config),
+        Layout(scan=scan, shapes={name: spec.shape for name, spec in HUB.tensors.items()}),
+    )
     arrays = make_arrays(expand(family, config, layout), HUB.tensors, np.dtype("float32"))
     dropped, problems = audit(arrays, HUB.tensors, family.drops(config, layout), family.name)
     assert problems == []
@@ -83,7 +93,7 @@ def test_mtp_is_refused(generated: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "MaxText's deepseek_v4 models have no multi-token-prediction layers" in capsys.readouterr().err
 
 
-# --- variables that aren't parameters --------------------------------------------------------------------------------------------
+# --- variables that aren't parameters ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [72, 80, 60])
@@ -98,7 +108,10 @@ def test_routing_tables_keep_their_integers(generated: Path, tmp_path: Path, sca
     assert restored["params"]["params"]["token_embedder"]["embedding"].shape[0] == vocab
     hub = read_tensors(source)
     for layer in (0, 1):
-        table, floats = (tree["params"]["Tid2EidVar"]["decoder"][f"layers_{layer}"]["mlp"]["MoeBlock_0"]["tid2eid"] for tree in (restored, as_float))
+        table, floats = (
+            tree["params"]["Tid2EidVar"]["decoder"][f"layers_{layer}"]["mlp"]["MoeBlock_0"]["tid2eid"]
+            for tree in (restored, as_float)
+        )
         wanted = hub[f"layers.{layer}.ffn.gate.tid2eid"]
         assert wanted.max() == 4  # of five experts
         assert (table.dtype, floats.dtype, table.shape) == (np.int64, np.float32, (vocab, 2))
@@ -114,16 +127,25 @@ def jax_tree_of(tree: Any, leaf: Any) -> Any:
 
 @pytest.mark.parametrize("axis", range(4))
 def test_biases_are_stacked_on_their_first_axis(axis: int) -> None:
-    """`param_scan_axis` is the axis of parameters; MaxText's scan stacks other variables on the first (layers/nnx_scan.py)."""
+    """`param_scan_axis` is the axis of parameters; MaxText's scan stacks other variables on the first
+    (layers/nnx_scan.py).
+    """
     arrays = arrays_of(FLASH, scan_axis=axis)
     biases = {key: (array.shape, array.logical_axes) for key, array in arrays.items() if key.startswith("MoEBiasVar.")}
-    assert biases == {f"MoEBiasVar.decoder.scanned_blocks.layers_{i}.mlp.MoeBlock_0.gate.bias": ((20, 256), ("scanned_blocks", None)) for i in (0, 1)}
+    assert biases == {
+        f"MoEBiasVar.decoder.scanned_blocks.layers_{i}.mlp.MoeBlock_0.gate.bias": ((20, 256), ("scanned_blocks", None))
+        for i in (0, 1)
+    }
     assert arrays["params.decoder.scanned_blocks.layers_0.mlp.MoeBlock_0.wi_0"].shape[axis] == 20
 
 
 def test_every_layer_has_a_table_or_a_bias() -> None:
     """At the size of DeepSeek-V4-Flash, unscanned: tables in the first three layers, biases in the others."""
-    variables = {key: (array.shape, array.logical_axes) for key, array in arrays_of(FLASH, scan=False).items() if not key.startswith("params.")}
+    variables = {
+        key: (array.shape, array.logical_axes)
+        for key, array in arrays_of(FLASH, scan=False).items()
+        if not key.startswith("params.")
+    }
     tables = {f"Tid2EidVar.decoder.layers_{i}.mlp.MoeBlock_0.tid2eid": ((129280, 6), (None, None)) for i in range(3)}
     biases = {f"MoEBiasVar.decoder.layers_{i}.mlp.MoeBlock_0.gate.bias": ((256,), (None,)) for i in range(3, 43)}
     assert variables == tables | biases
@@ -135,27 +157,41 @@ def test_biases_of_the_scanned_layers_are_in_order(generated: Path, tmp_path: Pa
     made, hub = converted(source, tmp_path / "out", "--save_dtype", "float32"), read_tensors(source)
     for place in (0, 1):
         wanted = np.stack([hub[f"layers.{layer}.ffn.gate.bias"] for layer in (2 + place, 4 + place)])
-        assert np.array_equal(made[f"MoEBiasVar.decoder.scanned_blocks.layers_{place}.mlp.MoeBlock_0.gate.bias"], wanted)
+        assert np.array_equal(
+            made[f"MoEBiasVar.decoder.scanned_blocks.layers_{place}.mlp.MoeBlock_0.gate.bias"], wanted
+        )
 
 
-# --- values, by the layers that use them -----------------------------------------------------------------------------------------
+# --- values, by the layers that use them ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def unscanned(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """The arrays of the hub's spelling in float32, an entry for each layer."""
-    return converted(generated / "models" / "deepseek_v4", tmp_path_factory.mktemp("v4"), "--scan_layers", "false", "--save_dtype", "float32")
+    return converted(
+        generated / "models" / "deepseek_v4",
+        tmp_path_factory.mktemp("v4"),
+        "--scan_layers",
+        "false",
+        "--save_dtype",
+        "float32",
+    )
 
 
 @pytest.fixture(scope="module")
 def state(generated: Path) -> dict[str, torch.Tensor]:
     """The weights of transformers' model."""
-    return {name: torch.from_numpy(values.astype(np.float32)) for name, values in read_file(generated / "models" / "deepseek_v4.state.safetensors").items()}
+    return {
+        name: torch.from_numpy(values.astype(np.float32))
+        for name, values in read_file(generated / "models" / "deepseek_v4.state.safetensors").items()
+    }
 
 
 def loaded(module: torch.nn.Module, state: dict[str, torch.Tensor], prefix: str) -> torch.nn.Module:
     """The module with the model's weights below `prefix`."""
-    module.load_state_dict({name.removeprefix(prefix): values for name, values in state.items() if name.startswith(prefix)})
+    module.load_state_dict(
+        {name.removeprefix(prefix): values for name, values in state.items() if name.startswith(prefix)}
+    )
     return module.float()
 
 
@@ -171,7 +207,11 @@ def normalised(streams: np.ndarray) -> np.ndarray:
 
 def streams_of(seed: int) -> np.ndarray:
     """(batch, length, stream, embed)"""
-    return np.random.default_rng(seed).standard_normal((2, 5, HUB.config["hc_mult"], HUB.config["hidden_size"])).astype(np.float32)
+    return (
+        np.random.default_rng(seed)
+        .standard_normal((2, 5, HUB.config["hc_mult"], HUB.config["hidden_size"]))
+        .astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("layer", [0, 5])
@@ -179,7 +219,9 @@ def streams_of(seed: int) -> np.ndarray:
 def test_hyper_connections_mix_streams_as_the_model_does(
     unscanned: dict[str, np.ndarray], state: dict[str, torch.Tensor], target: str, source: str, layer: int
 ) -> None:
-    """MaxText's formula (layers/mhc.py, e591f30) with our arrays, and transformers' module with its own weights: pre, post, residual."""
+    """MaxText's formula (layers/mhc.py, e591f30) with our arrays, and transformers' module with its own weights: pre,
+    post, residual.
+    """
     streams = streams_of(layer)
     module = loaded(DeepseekV4HyperConnection(DeepseekV4Config(**HUB.config)), state, f"model.layers.{layer}.{source}.")
     with torch.no_grad():
@@ -192,7 +234,9 @@ def test_hyper_connections_mix_streams_as_the_model_does(
     x = normalised(streams) * unscanned[f"decoder.layers_{layer}.{target}.mhc_norm.scale"]
     made_pre = sigmoid(w["pre_alpha_scale"] * (x @ w["pre_alpha"]) + w["pre_beta"]) + 1e-6
     np.testing.assert_allclose(np.einsum("bsk,bskd->bsd", made_pre, streams), collapsed, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(2 * sigmoid(w["post_alpha_scale"] * (x @ w["post_alpha"]) + w["post_beta"]), post, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        2 * sigmoid(w["post_alpha_scale"] * (x @ w["post_alpha"]) + w["post_beta"]), post, rtol=1e-4, atol=1e-5
+    )
     logits = w["res_alpha_scale"] * (x @ w["res_alpha"]).reshape(mixed.shape) + w["res_beta"]
     made = np.exp(logits - logits.max(-1, keepdims=True))
     made = made / made.sum(-1, keepdims=True) + 1e-6
@@ -203,7 +247,9 @@ def test_hyper_connections_mix_streams_as_the_model_does(
     np.testing.assert_allclose(made, mixed, rtol=1e-4, atol=1e-5)
 
 
-def test_hyper_head_collapses_streams_as_the_model_does(unscanned: dict[str, np.ndarray], state: dict[str, torch.Tensor]) -> None:
+def test_hyper_head_collapses_streams_as_the_model_does(
+    unscanned: dict[str, np.ndarray], state: dict[str, torch.Tensor]
+) -> None:
     """The last of them, in front of the final norm."""
     streams = streams_of(9)
     module = loaded(DeepseekV4HyperHead(DeepseekV4Config(**HUB.config)), state, "model.hc_head.")
@@ -214,18 +260,22 @@ def test_hyper_head_collapses_streams_as_the_model_does(unscanned: dict[str, np.
     np.testing.assert_allclose(np.einsum("bsk,bskd->bsd", made, streams), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_output_projection_keeps_its_groups_apart(unscanned: dict[str, np.ndarray], state: dict[str, torch.Tensor]) -> None:
+def test_output_projection_keeps_its_groups_apart(
+    unscanned: dict[str, np.ndarray], state: dict[str, torch.Tensor]
+) -> None:
     """Each group of heads has a kernel of its own, (group, in, out)."""
     groups, rank = HUB.config["o_groups"], HUB.config["o_lora_rank"]
     kernel = unscanned["decoder.layers_3.self_attention.o_a_proj.kernel"]
-    module = loaded(DeepseekV4GroupedLinear(kernel.shape[1], groups * rank, groups), state, "model.layers.3.self_attn.o_a_proj.")
+    module = loaded(
+        DeepseekV4GroupedLinear(kernel.shape[1], groups * rank, groups), state, "model.layers.3.self_attn.o_a_proj."
+    )
     heads = np.random.default_rng(3).standard_normal((2, 5, groups, kernel.shape[1])).astype(np.float32)
     with torch.no_grad():
         wanted = module(torch.from_numpy(heads)).numpy()
     np.testing.assert_allclose(np.einsum("bsgi,gio->bsgo", heads, kernel), wanted, rtol=1e-4, atol=1e-4)
 
 
-# --- which layers there are --------------------------------------------------------------------------------------------------------
+# --- which layers there are -------------------------------------------------------------------------------------------
 
 
 def kinds_of(config: dict[str, Any], **layout: Any) -> dict[str, str]:
@@ -239,10 +289,24 @@ def kinds_of(config: dict[str, Any], **layout: Any) -> dict[str, str]:
 
 
 def test_flash_and_pro_are_scanned() -> None:
-    """V4-Flash begins with two layers that compress nothing, V4-Pro with two HCA layers; the ratio of the MTP layer counts for nothing."""
+    """V4-Flash begins with two layers that compress nothing, V4-Pro with two HCA layers; the ratio of the MTP layer
+    counts for nothing.
+    """
     pro = FLASH | {"num_hidden_layers": 61, "compress_ratios": [128, *[128, 4] * 30, 0]}
-    assert kinds_of(FLASH) == {"layers_0": "", "layers_1": "", "layers_2": "csa", "scanned_blocks.layers_0": "hca", "scanned_blocks.layers_1": "csa"}
-    assert kinds_of(pro) == {"layers_0": "hca", "layers_1": "hca", "layers_2": "csa", "scanned_blocks.layers_0": "hca", "scanned_blocks.layers_1": "csa"}
+    assert kinds_of(FLASH) == {
+        "layers_0": "",
+        "layers_1": "",
+        "layers_2": "csa",
+        "scanned_blocks.layers_0": "hca",
+        "scanned_blocks.layers_1": "csa",
+    }
+    assert kinds_of(pro) == {
+        "layers_0": "hca",
+        "layers_1": "hca",
+        "layers_2": "csa",
+        "scanned_blocks.layers_0": "hca",
+        "scanned_blocks.layers_1": "csa",
+    }
     assert arrays_of(pro)["params.decoder.scanned_blocks.layers_1.self_attention.sinks"].shape == (64, 29)
 
 
@@ -258,26 +322,35 @@ def test_flash_and_pro_are_scanned() -> None:
     ],
 )
 def test_layers_that_maxtext_cannot_scan(change: dict[str, Any]) -> None:
-    """An odd layer, which MaxText would leave out without a word, and other pairs than 128 and 4: refused, but for an unscanned conversion."""
+    """An odd layer, which MaxText would leave out without a word, and other pairs than 128 and 4: refused, but for an
+    unscanned conversion.
+    """
     config = FLASH | change
     with pytest.raises(ConfigError, match=r"MaxText scans pairs with the compress ratios .* --scan_layers false"):
         arrays_of(config)
     kinds = kinds_of(config, scan=False)
-    assert list(kinds.values()) == [{0: "", 4: "csa"}.get(ratio, "hca") for ratio in config["compress_ratios"][: config["num_hidden_layers"]]]
+    assert list(kinds.values()) == [
+        {0: "", 4: "csa"}.get(ratio, "hca") for ratio in config["compress_ratios"][: config["num_hidden_layers"]]
+    ]
 
 
 def test_other_rates_of_hca() -> None:
     """A position bias has a row for each token of a window."""
     arrays = arrays_of(FLASH | {"compress_ratios": [0, 8, 64, *[128, 4] * 20]}, scan=False)
     shapes = [
-        arrays[f"params.decoder.layers_{i}.self_attention.{kind}_compressor.position_bias"].shape for i, kind in enumerate(("hca", "hca", "hca", "csa"), 1)
+        arrays[f"params.decoder.layers_{i}.self_attention.{kind}_compressor.position_bias"].shape
+        for i, kind in enumerate(("hca", "hca", "hca", "csa"), 1)
     ]
     assert shapes == [(8, 512), (64, 512), (128, 512), (4, 1024)]
 
 
 def test_transformers_config_says_the_same() -> None:
-    """`layer_types`, `compress_rates` and `mlp_layer_types` where the hub has `compress_ratios` and `num_hash_layers`; without any of them, three."""
-    written = DeepseekV4Config(**{key: value for key, value in FLASH.items() if key not in ("quantization_config", "expert_dtype")}).to_dict()
+    """`layer_types`, `compress_rates` and `mlp_layer_types` where the hub has `compress_ratios` and `num_hash_layers`;
+    without any of them, three.
+    """
+    written = DeepseekV4Config(
+        **{key: value for key, value in FLASH.items() if key not in ("quantization_config", "expert_dtype")}
+    ).to_dict()
     assert "compress_ratios" not in written
     assert written["layer_types"][:5] == [SLIDING, SLIDING, CSA, HCA, CSA]
     config = {key: value for key, value in FLASH.items() if key != "num_hash_layers"}

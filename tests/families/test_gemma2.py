@@ -29,20 +29,34 @@ def forward(arrays: dict, is_scanned: bool, c: transformers.Gemma2Config) -> np.
                 return rms_norm(x, layer[f"{name}_{kind}.scale"], c.rms_norm_eps)  # noqa: B023, called here
 
             attention = below(layer, f"self_attention_{kind}.")
-            attended = attend(norm(x, "pre_self_attention_norm"), attention, theta=10_000.0, window=window, epsilon=c.rms_norm_eps, cap=50.0)
+            attended = attend(
+                norm(x, "pre_self_attention_norm"),
+                attention,
+                theta=10_000.0,
+                window=window,
+                epsilon=c.rms_norm_eps,
+                cap=50.0,
+            )
             x = x + norm(attended, "post_self_attention_norm")
             x = x + norm(gated(norm(x, "pre_ffw_norm"), below(layer, f"mlp_{kind}."), gelu), "post_ffw_norm")
-    logits = rms_norm(x, arrays["decoder.decoder_norm.scale"], c.rms_norm_eps) @ embedding.T / np.sqrt(x.shape[-1])  # normalize_embedding_logits
+    # normalize_embedding_logits
+    logits = rms_norm(x, arrays["decoder.decoder_norm.scale"], c.rms_norm_eps) @ embedding.T / np.sqrt(x.shape[-1])
     return np.tanh(logits / 30.0) * 30.0
 
 
 @pytest.mark.parametrize("layout", ["scanned", "unscanned"])
 @pytest.mark.parametrize("model", ["cases/gemma2", "models/gemma2-27b"])
 def test_logits_are_those_of_transformers(generated: Path, tmp_path: Path, model: str, layout: str) -> None:
-    """The second has, like the 27B, heads of another size than `query_pre_attn_scalar`, for which MaxText's converter would be wrong."""
+    """The second has, like the 27B, heads of another size than `query_pre_attn_scalar`, for which MaxText's converter
+    would be wrong.
+    """
     scan = layout == "scanned"
-    arrays = converted(generated / model, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower())
-    hf = transformers.Gemma2ForCausalLM.from_pretrained(generated / model, dtype=torch.float32, attn_implementation="eager")
+    arrays = converted(
+        generated / model, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower()
+    )
+    hf = transformers.Gemma2ForCausalLM.from_pretrained(
+        generated / model, dtype=torch.float32, attn_implementation="eager"
+    )
     wanted = hf(torch.tensor(IDS)[None]).logits[0].detach().numpy()
     got = forward(arrays, scan, hf.config)
     assert got.shape[1] == 256
@@ -57,7 +71,9 @@ HUB = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("rows", "wanted"), [(256_000, 256_128), (256_001, 256_128), (256_127, 256_128), (256_128, 256_256)])
+@pytest.mark.parametrize(
+    ("rows", "wanted"), [(256_000, 256_128), (256_001, 256_128), (256_127, 256_128), (256_128, 256_256)]
+)
 def test_the_vocabulary_is_padded_to_the_next_multiple_of_128(rows: int, wanted: int) -> None:
     arrays = expand(gemma2.FAMILY, Config(HUB | dict(vocab_size=rows)), Layout())
     assert arrays["params/token_embedder/embedding"][0].shape == (wanted, 32)
@@ -76,4 +92,6 @@ def test_layers_that_dont_pair_are_refused(scan: bool) -> None:
     with pytest.raises(ConfigError, match="'num_hidden_layers' is 5; MaxText's Gemma 2 has layers in pairs"):
         gemma2.FAMILY.stacks(Config(HUB | dict(num_hidden_layers=5)), Layout(scan=scan))
     with pytest.raises(ConfigError, match="'layer_types' isn't the pattern"):
-        gemma2.FAMILY.stacks(Config(HUB | dict(layer_types=["full_attention", "sliding_attention"] * 2)), Layout(scan=scan))
+        gemma2.FAMILY.stacks(
+            Config(HUB | dict(layer_types=["full_attention", "sliding_attention"] * 2)), Layout(scan=scan)
+        )

@@ -1,4 +1,6 @@
-"""Gemma 3: what MaxText computes with the converted arrays is what transformers computes with the checkpoint, the vision tower's too."""
+"""Gemma 3: what MaxText computes with the converted arrays is what transformers computes with the checkpoint, the
+vision tower's too.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ MODEL_27B = ("--maxtext_model", "gemma3-27b")
 
 
 def forward(arrays: dict, is_scanned: bool, c: transformers.Gemma3TextConfig) -> np.ndarray:
-    """`Gemma3DecoderLayer` of gemma3-27b: every sixth layer sees everything and turns more slowly; the head is the embedding."""
+    """`Gemma3DecoderLayer` of gemma3-27b: every sixth layer sees everything and turns more slowly; the head is the
+    embedding.
+    """
     embedding = arrays["token_embedder.embedding"]
     x = embedding[IDS]
     for i, layer in enumerate(in_order(arrays, is_scanned)):
@@ -35,19 +39,30 @@ def forward(arrays: dict, is_scanned: bool, c: transformers.Gemma3TextConfig) ->
         window, theta = (None, 1_000_000.0) if i % 6 == 5 else (c.sliding_window, 10_000.0)
         scale = (c.hidden_size // c.num_attention_heads) ** -0.5
         attention = below(layer, "self_attention.")
-        attended = attend(norm(x, "pre_self_attention_norm"), attention, theta=theta, window=window, epsilon=c.rms_norm_eps, scale=scale)
+        attended = attend(
+            norm(x, "pre_self_attention_norm"),
+            attention,
+            theta=theta,
+            window=window,
+            epsilon=c.rms_norm_eps,
+            scale=scale,
+        )
         x = x + norm(attended, "post_self_attention_norm")
         x = x + norm(gated(norm(x, "pre_ffw_norm"), below(layer, "mlp."), gelu), "post_ffw_norm")
-    return rms_norm(x, arrays["decoder.decoder_norm.scale"], c.rms_norm_eps) @ embedding.T / np.sqrt(x.shape[-1])  # normalize_embedding_logits
+    # normalize_embedding_logits
+    return rms_norm(x, arrays["decoder.decoder_norm.scale"], c.rms_norm_eps) @ embedding.T / np.sqrt(x.shape[-1])
 
 
 @pytest.mark.parametrize("layout", ["scanned", "unscanned"])
 def test_logits_are_those_of_transformers(generated: Path, tmp_path: Path, layout: str) -> None:
-    """Two cycles and one layer more. Input and head share the embedding, which is scaled by √80 rounded to bfloat16, as the released
-    models scale their input; MaxText divides the logits by √80 itself, so that all of them are off by that rounding.
+    """Two cycles and one layer more. Input and head share the embedding, which is scaled by √80 rounded to bfloat16, as
+    the released models scale their input; MaxText divides the logits by √80 itself, so that all of them are off by that
+    rounding.
     """
     scan, source = layout == "scanned", generated / "models" / "gemma3-text"
-    arrays = converted(source, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower(), *MODEL_27B)
+    arrays = converted(
+        source, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower(), *MODEL_27B
+    )
     hf = transformers.Gemma3ForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
     rounded = float(ml_dtypes.bfloat16(80**0.5))
     hf.model.embed_tokens.embed_scale.fill_(rounded)
@@ -55,7 +70,7 @@ def test_logits_are_those_of_transformers(generated: Path, tmp_path: Path, layou
     np.testing.assert_allclose(forward(arrays, scan, hf.config), wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-# --- the vision tower -----------------------------------------------------------------------------------------------------------
+# --- the vision tower -------------------------------------------------------------------------------------------------
 
 
 def layer_norm(x: np.ndarray, layer: dict) -> np.ndarray:
@@ -71,13 +86,22 @@ def patches(images: np.ndarray, size: int) -> np.ndarray:
 
 
 def see(arrays: dict, images: np.ndarray, tokens: int) -> np.ndarray:
-    """`Gemma3VisionEncoderLayer` and `VisionEmbedder`: a patch embedding, encoder blocks, a pooling to `tokens`, and the projector."""
+    """`Gemma3VisionEncoderLayer` and `VisionEmbedder`: a patch embedding, encoder blocks, a pooling to `tokens`, and
+    the projector.
+    """
     tower = below(arrays, "vision_encoder.Gemma3VisionEncoderLayer_0.")
     kernel = tower["embedding.kernel"]
-    x = np.einsum("npijc,ijce->npe", patches(images, len(kernel)), kernel) + tower["embedding.bias"] + tower["pos_embedding"]
+    x = (
+        np.einsum("npijc,ijce->npe", patches(images, len(kernel)), kernel)
+        + tower["embedding.bias"]
+        + tower["pos_embedding"]
+    )
     for block in numbered(tower, "Transformer.encoderblock_"):
         attention, y = below(block, "MultiHeadDotProductAttention_0."), layer_norm(x, below(block, "LayerNorm_0."))
-        query, key, value = (np.einsum("npe,ehd->nphd", y, attention[f"{k}.kernel"]) + attention[f"{k}.bias"] for k in ("query", "key", "value"))
+        query, key, value = (
+            np.einsum("npe,ehd->nphd", y, attention[f"{k}.kernel"]) + attention[f"{k}.bias"]
+            for k in ("query", "key", "value")
+        )
         weights = softmax(np.einsum("nphd,nqhd->nhpq", query, key) * query.shape[-1] ** -0.5)
         x = x + np.einsum("nhpq,nqhd,hde->npe", weights, value, attention["out.kernel"]) + attention["out.bias"]
         mlp, y = below(block, "MlpBlockViT_0."), layer_norm(x, below(block, "LayerNorm_1."))
@@ -93,7 +117,9 @@ def see(arrays: dict, images: np.ndarray, tokens: int) -> np.ndarray:
 def test_the_vision_tower_sees_what_transformers_sees(generated: Path, tmp_path: Path) -> None:
     source = generated / "models" / "gemma3-vision"
     arrays = converted(source, tmp_path / "out", "--save_dtype", "float32", "--multimodal", "true", *MODEL_27B)
-    hf = transformers.Gemma3ForConditionalGeneration.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    hf = transformers.Gemma3ForConditionalGeneration.from_pretrained(
+        source, dtype=torch.float32, attn_implementation="eager"
+    )
     images = np.random.default_rng(4).standard_normal((2, 24, 24, 3), np.float32)
     wanted = hf.model.get_image_features(torch.tensor(images.transpose(0, 3, 1, 2))).pooler_output.detach().numpy()
     got = see(arrays, images, hf.config.mm_tokens_per_image)
@@ -101,7 +127,9 @@ def test_the_vision_tower_sees_what_transformers_sees(generated: Path, tmp_path:
     np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_without_multimodal_the_text_model_is_the_same_and_the_tower_is_named(generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_without_multimodal_the_text_model_is_the_same_and_the_tower_is_named(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     source = generated / "models" / "gemma3-vision"
     both = converted(source, tmp_path / "both", "--multimodal", "true")
     text = converted(source, tmp_path / "text")
@@ -111,9 +139,10 @@ def test_without_multimodal_the_text_model_is_the_same_and_the_tower_is_named(ge
     assert "vision tower, convert it with --multimodal true" in capsys.readouterr().out
 
 
-# --- spellings ------------------------------------------------------------------------------------------------------------------
+# --- spellings --------------------------------------------------------------------------------------------------------
 
-SPELLINGS = {  # transformers 5.23 writes `language_model.model.`, `multi_modal_projector.` and `vision_tower.` without `vision_model.`
+# transformers 5.23 writes `language_model.model.`, `multi_modal_projector.` and `vision_tower.` without `vision_model.`
+SPELLINGS = {
     "the hub": {"vision_tower.": "vision_tower.vision_model."},
     "in memory": {"language_model.model.": "model.language_model.", "vision_tower.": "model.vision_tower.", "multi_": "model.multi_"},
     "in memory before 5.8": {
@@ -140,10 +169,12 @@ def test_every_spelling_gives_the_same_arrays(generated: Path, tmp_path: Path, s
     (tmp_path / "source" / "config.json").write_text(json.dumps(read_config(source)))
     save_file(renamed, tmp_path / "source" / "model.safetensors")
     options = ("--multimodal", "true")
-    assert_same_bits(converted(tmp_path / "source", tmp_path / "respelt", *options), converted(source, tmp_path / "plain", *options))
+    assert_same_bits(
+        converted(tmp_path / "source", tmp_path / "respelt", *options), converted(source, tmp_path / "plain", *options)
+    )
 
 
-# --- config.json ----------------------------------------------------------------------------------------------------------------
+# --- config.json ------------------------------------------------------------------------------------------------------
 
 # what config.json of the hub's gemma-3-4b-it says of the text model: transformers' defaults do the rest
 HUB_4B = dict(
@@ -175,10 +206,15 @@ def test_the_hubs_config_is_completed_with_transformers_defaults() -> None:
 
 def test_rows_that_maxtexts_models_lack_are_kept_and_noted() -> None:
     """The hub's embedding has 64 rows more than MaxText's models."""
-    assert expand(gemma3.FAMILY, Config(HUB_4B), Layout())["params/token_embedder/embedding"][0].shape == (262_208, 2560)
+    assert expand(gemma3.FAMILY, Config(HUB_4B), Layout())["params/token_embedder/embedding"][0].shape == (
+        262_208,
+        2560,
+    )
     assert "--vocab_size 262144" in gemma3.FAMILY.note(Config(HUB_4B), Layout())
     assert gemma3.FAMILY.note(Config(HUB_4B), Layout(vocab=262_144)) == ""
-    assert "language_model.model.embed_tokens.weight[262144:]" in gemma3.FAMILY.drops(Config(HUB_4B), Layout(vocab=262_144))
+    assert "language_model.model.embed_tokens.weight[262144:]" in gemma3.FAMILY.drops(
+        Config(HUB_4B), Layout(vocab=262_144)
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,7 +235,10 @@ def test_the_query_is_scaled_by_the_layer_or_the_model_is_refused(scalar: int, m
     if fits:
         assert gemma3.FAMILY.stacks(config, layout)
     else:
-        with pytest.raises(ConfigError, match=rf"'query_pre_attn_scalar' is {scalar}, but {model or 'MaxText'} multiplies the query by 1/√(256|320)"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"'query_pre_attn_scalar' is {scalar}, but {model or 'MaxText'} multiplies the query by 1/√(256|320)",
+        ):
             gemma3.FAMILY.stacks(config, layout)
 
 
@@ -214,9 +253,13 @@ def test_another_pattern_of_layers_is_refused() -> None:
 def test_a_text_only_release_makes_maxtexts_tree(name: str) -> None:
     """`gemma3_text` has the fields of `text_config` on the outer level."""
     tree = load_trees()[name]
-    arrays = expand(gemma3.FAMILY, Config(tree.config["text_config"]), Layout(scan=tree.scan, vocab=tree.vocab, model=tree.model))
+    arrays = expand(
+        gemma3.FAMILY, Config(tree.config["text_config"]), Layout(scan=tree.scan, vocab=tree.vocab, model=tree.model)
+    )
     assert {f"params/{path}": (parts[0].shape, parts[0].logical_axes) for path, parts in arrays.items()} == tree.arrays
-    assert {cell.tensor.split(".")[0] for parts in arrays.values() for part in parts for cell in part.cells()} == {"model"}
+    assert {cell.tensor.split(".")[0] for parts in arrays.values() for part in parts for cell in part.cells()} == {
+        "model"
+    }
 
 
 def test_a_text_only_release_has_no_tower() -> None:

@@ -1,4 +1,6 @@
-"""Gemma 4 26B and 31B: what the layers compute, text and vision; the spellings of releases and of `config.json`; and what is refused."""
+"""Gemma 4 26B and 31B: what the layers compute, text and vision; the spellings of releases and of `config.json`; and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ def close(made: np.ndarray, wanted: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("scan", ["true", "false"], ids=["scanned", "unscanned"])
-@pytest.mark.parametrize("name", ["cases/gemma4-moe", "cases/gemma4-dense", "models/gemma4-vision", "models/gemma4-text"])
+@pytest.mark.parametrize(
+    "name", ["cases/gemma4-moe", "cases/gemma4-dense", "models/gemma4-vision", "models/gemma4-text"]
+)
 def test_text_model_computes_what_transformers_computes(generated: Path, tmp_path: Path, name: str, scan: str) -> None:
-    """Logits of 30 tokens, by transformers and by MaxText's formulas on our arrays: keys as values, experts beside the dense MLP, both RoPEs."""
+    """Logits of 30 tokens, by transformers and by MaxText's formulas on our arrays: keys as values, experts beside the
+    dense MLP, both RoPEs.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -41,8 +47,12 @@ def test_text_model_computes_what_transformers_computes(generated: Path, tmp_pat
 
 
 @pytest.mark.parametrize("scan", ["true", "false"], ids=["scanned", "unscanned"])
-@pytest.mark.parametrize("name", ["models/gemma4-vision", "cases/gemma4-dense"], ids=["standardized", "not standardized"])
-def test_vision_tower_computes_what_transformers_computes(generated: Path, tmp_path: Path, name: str, scan: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["models/gemma4-vision", "cases/gemma4-dense"], ids=["standardized", "not standardized"]
+)
+def test_vision_tower_computes_what_transformers_computes(
+    generated: Path, tmp_path: Path, name: str, scan: str
+) -> None:
     """An image that isn't square, patch embedding to projector: after each layer, and the text model's inputs."""
     import torch
     from transformers import AutoModelForImageTextToText
@@ -52,14 +62,21 @@ def test_vision_tower_computes_what_transformers_computes(generated: Path, tmp_p
     patch, rows, columns = config["patch_size"], 6, 12
     image = np.random.default_rng(1).random((rows * patch, columns * patch, 3))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).model
-    pixels = torch.tensor(image, dtype=torch.float32).permute(2, 0, 1).reshape(3, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
+    pixels = (
+        torch.tensor(image, dtype=torch.float32)
+        .permute(2, 0, 1)
+        .reshape(3, rows, patch, columns, patch)
+        .permute(1, 3, 2, 4, 0)
+    )
     xy = torch.stack(torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy"), -1).reshape(1, -1, 2)
     wanted: list[np.ndarray] = []
     for module in (model.vision_tower.patch_embedder, *model.vision_tower.encoder.layers):
         module.register_forward_hook(lambda module, inputs, output: wanted.append(output[0].numpy()))
     with torch.no_grad():
         wanted.append(model.get_image_features(pixels.reshape(1, rows * columns, -1), xy).pooler_output[0].numpy())
-    arrays = converted(folder, tmp_path / "out", "--scan_layers", scan, "--save_dtype", "float32", "--multimodal", "true")
+    arrays = converted(
+        folder, tmp_path / "out", "--scan_layers", scan, "--save_dtype", "float32", "--multimodal", "true"
+    )
     made = image_tokens(arrays, config, image)
     assert len(made) == len(wanted) == config["num_hidden_layers"] + 2
     for ours, theirs in zip(made, wanted, strict=True):
@@ -67,7 +84,9 @@ def test_vision_tower_computes_what_transformers_computes(generated: Path, tmp_p
 
 
 def test_towers_arrays_come_on_top(generated: Path, tmp_path: Path) -> None:
-    """The text model is the same with and without the tower; a tower that doesn't standardize has a scale of ones and a bias of zeros."""
+    """The text model is the same with and without the tower; a tower that doesn't standardize has a scale of ones and a
+    bias of zeros.
+    """
     text = converted(generated / "cases" / "gemma4-dense", tmp_path / "text")
     both = converted(generated / "cases" / "gemma4-dense", tmp_path / "both", "--multimodal", "true")
     assert_same_bits({key: values for key, values in both.items() if not key.startswith("vision_encoder.")}, text)
@@ -84,7 +103,11 @@ def one_tensor_each(tensors: dict[str, np.ndarray], parent: str) -> dict[str, np
             halves = dict(zip(("gate_proj", "up_proj"), np.split(values, 2, axis=1), strict=True))
         else:
             halves = {"down_proj": values} if last == "down_proj" else {}
-        made |= {f"{prefix}.{parent}.{i}.{part}.weight": one for part, stacked in halves.items() for i, one in enumerate(stacked)} or {name: values}
+        made |= {
+            f"{prefix}.{parent}.{i}.{part}.weight": one
+            for part, stacked in halves.items()
+            for i, one in enumerate(stacked)
+        } or {name: values}
     return made
 
 
@@ -100,7 +123,9 @@ def test_experts_in_one_tensor_each(generated: Path, tmp_path: Path, parent: str
 
 @pytest.mark.parametrize("case", ["gemma4-dense", "gemma4-moe"])
 def test_text_only_release(generated: Path, tmp_path: Path, case: str) -> None:
-    """`gemma4_text`: names and `config.json` without the outer level, as `Gemma4ForCausalLM` saves them; and experts below `moe.` there."""
+    """`gemma4_text`: names and `config.json` without the outer level, as `Gemma4ForCausalLM` saves them; and experts
+    below `moe.` there.
+    """
     source = generated / "cases" / case
     tensors = one_tensor_each(read_tensors(source), "moe.experts")
     renamed = {name.replace(HF, "model."): values for name, values in tensors.items() if name.startswith(HF)}
@@ -128,13 +153,18 @@ def facts(arrays: tuple[Array, ...]) -> dict[str, tuple]:
 
 
 # the hub's config.json, as src/maxtext/checkpoint_conversion/utils/hf_model_configs.py of MaxText e591f30 has it
-HUB = {"gemma4-26b": dict(global_head_dim=512, num_global_key_value_heads=2), "gemma4-31b": dict(global_head_dim=512, num_global_key_value_heads=4)}
+HUB = {
+    "gemma4-26b": dict(global_head_dim=512, num_global_key_value_heads=2),
+    "gemma4-31b": dict(global_head_dim=512, num_global_key_value_heads=4),
+}
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unscanned"])
 @pytest.mark.parametrize("model", HUB)
 def test_the_hubs_config(model: str, scan: bool) -> None:
-    """`global_head_dim` says what transformers 5 saves as `per_layer_config`; what is transformers' default may be left out."""
+    """`global_head_dim` says what transformers 5 saves as `per_layer_config`; what is transformers' default may be left
+    out.
+    """
     tree = load_trees()[f"{model}--{'scan' if scan else 'unscan'}"]
     left_out = ("per_layer_config", "layer_types", "head_dim", "tie_word_embeddings")
     text = {key: value for key, value in tree.config["text_config"].items() if key not in left_out}
@@ -147,18 +177,27 @@ def test_the_hubs_config(model: str, scan: bool) -> None:
 
 
 def test_global_layers_may_have_values() -> None:
-    """Without `attention_k_eq_v` they have a value projection and as many key heads as the local ones, whatever the field says."""
+    """Without `attention_k_eq_v` they have a value projection and as many key heads as the local ones, whatever the
+    field says.
+    """
     config = load_headers()["gemma4-dense"].config
     text = {key: value for key, value in config["text_config"].items() if key != "per_layer_config"}
     text |= dict(attention_k_eq_v=False, global_head_dim=48, num_global_key_value_heads=1)
     made = facts(arrays_of(config | {"text_config": text}))
     prefix = "params.params.decoder.scanned_blocks.global_layer.self_attention"
-    assert made[f"{prefix}.value.kernel"] == made[f"{prefix}.key.kernel"] == ((64, 2, 2, 48), ("embed", "layers", "kv_heads", "kv_head_dim"))
+    assert (
+        made[f"{prefix}.value.kernel"]
+        == made[f"{prefix}.key.kernel"]
+        == ((64, 2, 2, 48), ("embed", "layers", "kv_heads", "kv_head_dim"))
+    )
 
 
 def test_which_family() -> None:
     headers = load_headers()
-    for name, family, model, other in [("gemma4-dense", "gemma4", "gemma4-31b", "gemma4-e4b"), ("gemma4-e4b", "gemma4_small", "gemma4-e4b", "gemma4-31b")]:
+    for name, family, model, other in [
+        ("gemma4-dense", "gemma4", "gemma4-31b", "gemma4-e4b"),
+        ("gemma4-e4b", "gemma4_small", "gemma4-e4b", "gemma4-31b"),
+    ]:
         config = Config(headers[name].config)
         assert family_of(config).name == family_of(config, model).name == family
         with pytest.raises(UnknownFamilyError, match=f"--maxtext_model={other} is not"):
@@ -170,12 +209,26 @@ def change(part: str, **fields: Any) -> Callable[[dict[str, Any]], dict[str, Any
 
 
 WRONG = {
-    "another cycle": (change("text_config", layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 2 + ["sliding_attention"] * 2), "layer_types"),
+    "another cycle": (
+        change(
+            "text_config", layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 2 + ["sliding_attention"] * 2
+        ),
+        "layer_types",
+    ),
     "no whole cycles": (change("text_config", num_hidden_layers=14, layer_types=None), "num_hidden_layers' is 14"),
     "shared keys": (change("text_config", num_kv_shared_layers=6), "num_kv_shared_layers"),
-    "uneven layers": (change("text_config", per_layer_config={"05": {"head_dim": 32}, "11": {"head_dim": 64}}), "per_layer_config"),
-    "other layers": (change("text_config", per_layer_config={"04": {"head_dim": 32}, "11": {"head_dim": 32}}), "per_layer_config"),
-    "other fields": (change("text_config", per_layer_config={"05": {"intermediate_size": 32}, "11": {"intermediate_size": 32}}), "per_layer_config"),
+    "uneven layers": (
+        change("text_config", per_layer_config={"05": {"head_dim": 32}, "11": {"head_dim": 64}}),
+        "per_layer_config",
+    ),
+    "other layers": (
+        change("text_config", per_layer_config={"04": {"head_dim": 32}, "11": {"head_dim": 32}}),
+        "per_layer_config",
+    ),
+    "other fields": (
+        change("text_config", per_layer_config={"05": {"intermediate_size": 32}, "11": {"intermediate_size": 32}}),
+        "per_layer_config",
+    ),
     "no layer": (change("text_config", per_layer_config={"all": {"head_dim": 32}}), "per_layer_config"),
     "not an object": (change("text_config", per_layer_config={"05": 32, "11": 32}), "'05' should be an object"),
     "experts without a number": (change("text_config", enable_moe_block=True), "num_experts"),

@@ -21,7 +21,9 @@ HF = "model.language_model."
 
 @pytest.mark.parametrize("name", ["cases/gemma4-small", "models/gemma4-e4b"])
 def test_text_model_computes_what_transformers_computes(generated: Path, tmp_path: Path, name: str) -> None:
-    """Logits of 30 tokens, by transformers and by MaxText's formulas on our arrays: inputs of each layer, shared keys and values."""
+    """Logits of 30 tokens, by transformers and by MaxText's formulas on our arrays: inputs of each layer, shared keys
+    and values.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -36,14 +38,21 @@ def test_text_model_computes_what_transformers_computes(generated: Path, tmp_pat
 
 
 def unused_by_transformers(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the hub's E4B holds and transformers doesn't write: keys and values of the sharing layers, and the limits of clipped layers."""
+    """What the hub's E4B holds and transformers doesn't write: keys and values of the sharing layers, and the limits of
+    clipped layers.
+    """
     found = {}
     for layer in range(6, 12):
         for name in ("k_proj", "k_norm", "v_proj"):
-            found[f"{HF}layers.{layer}.self_attn.{name}.weight"] = tensors[f"{HF}layers.{layer - 6}.self_attn.{name}.weight"]
+            found[f"{HF}layers.{layer}.self_attn.{name}.weight"] = tensors[
+                f"{HF}layers.{layer - 6}.self_attn.{name}.weight"
+            ]
     for name in tensors:
         if name.endswith(".linear.weight"):
-            found |= {name.replace("linear.weight", limit): np.array(1, BF16) for limit in ("input_min", "input_max", "output_min", "output_max")}
+            found |= {
+                name.replace("linear.weight", limit): np.array(1, BF16)
+                for limit in ("input_min", "input_max", "output_min", "output_max")
+            }
     return found
 
 
@@ -65,7 +74,9 @@ def test_what_the_hubs_files_hold_besides(generated: Path, tmp_path: Path) -> No
     assert "model.audio_tower.layers.0.self_attn.q_proj.input_max" in towers
 
 
-def test_a_layer_that_does_not_share_needs_its_keys(generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layer_that_does_not_share_needs_its_keys(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = generated / "models" / "gemma4-e4b"
     tensors = read_tensors(source)
     del tensors[f"{HF}layers.5.self_attn.k_proj.weight"]
@@ -82,15 +93,28 @@ def test_a_layer_that_does_not_share_needs_its_keys(generated: Path, tmp_path: P
     ("options", "message"),
     [
         ((), "MaxText has gemma4_small models unscanned only; convert with --scan_layers false"),
-        (("--scan_layers", "false", "--multimodal", "true"), "MaxText's gemma4_small models have no vision or audio towers"),
-        (("--scan_layers", "false", "--maxtext_model", "gemma4-e4b"), "'layer_types' isn't the pattern that MaxText repeats"),
-        (("--scan_layers", "false", "--maxtext_model", "gemma4-31b"), "--maxtext_model=gemma4-31b is not a MaxText model"),
+        (
+            ("--scan_layers", "false", "--multimodal", "true"),
+            "MaxText's gemma4_small models have no vision or audio towers",
+        ),
+        (
+            ("--scan_layers", "false", "--maxtext_model", "gemma4-e4b"),
+            "'layer_types' isn't the pattern that MaxText repeats",
+        ),
+        (
+            ("--scan_layers", "false", "--maxtext_model", "gemma4-31b"),
+            "--maxtext_model=gemma4-31b is not a MaxText model",
+        ),
     ],
     ids=["scanned", "with towers", "another cycle", "a larger model"],
 )
-def test_refusals(generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str) -> None:
+def test_refusals(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
     """Before anything is written."""
-    assert call("convert", "--source", generated / "cases" / "gemma4-small", "--output", tmp_path / "out", *options) != 0
+    assert (
+        call("convert", "--source", generated / "cases" / "gemma4-small", "--output", tmp_path / "out", *options) != 0
+    )
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
 
@@ -102,18 +126,37 @@ def arrays_of(config: dict[str, Any], **layout: Any) -> dict[str, Array]:
 
 
 def test_e4b_at_full_size() -> None:
-    """The other model that MaxText has, of which there is no tree: 24 layers with keys and values, 18 that share, alike otherwise, one width."""
+    """The other model that MaxText has, of which there is no tree: 24 layers with keys and values, 18 that share, alike
+    otherwise, one width.
+    """
     tree = load_trees()["gemma4-e2b--unscan"]
-    text = {key: value for key, value in tree.config["text_config"].items() if key not in ("layer_types", "per_layer_config")}
+    text = {
+        key: value
+        for key, value in tree.config["text_config"].items()
+        if key not in ("layer_types", "per_layer_config")
+    }
     # src/maxtext/checkpoint_conversion/utils/hf_model_configs.py of MaxText e591f30
-    text |= dict(hidden_size=2560, intermediate_size=10240, num_hidden_layers=42, num_key_value_heads=2, num_kv_shared_layers=18, use_double_wide_mlp=False)
+    text |= dict(
+        hidden_size=2560,
+        intermediate_size=10240,
+        num_hidden_layers=42,
+        num_key_value_heads=2,
+        num_kv_shared_layers=18,
+        use_double_wide_mlp=False,
+    )
     made = arrays_of({"model_type": "gemma4", "text_config": text | dict(global_head_dim=512)}, model="gemma4-e4b")
-    e2b = {path.replace("/", ".").removeprefix("params.params.decoder."): names for path, (_, names) in tree.arrays.items()}
+    e2b = {
+        path.replace("/", ".").removeprefix("params.params.decoder."): names for path, (_, names) in tree.arrays.items()
+    }
     own = {key.removeprefix("layers_0."): names for key, names in e2b.items() if key.startswith("layers_0.")}
     shared = {key.removeprefix("layers_34."): names for key, names in e2b.items() if key.startswith("layers_34.")}
-    assert set(own) - set(shared) == {f"self_attention.{name}" for name in ("key.kernel", "key_norm.scale", "value.kernel")}
+    assert set(own) - set(shared) == {
+        f"self_attention.{name}" for name in ("key.kernel", "key_norm.scale", "value.kernel")
+    }
     wanted = {key: names for key, names in e2b.items() if not key.startswith("layers_")}
-    wanted |= {f"layers_{layer}.{key}": names for layer in range(42) for key, names in (own if layer < 24 else shared).items()}
+    wanted |= {
+        f"layers_{layer}.{key}": names for layer in range(42) for key, names in (own if layer < 24 else shared).items()
+    }
     assert {key: array.logical_axes for key, array in made.items()} == wanted
     assert made["layers_4.self_attention.key.kernel"].shape == (2560, 2, 256)
     assert made["layers_5.self_attention.key.kernel"].shape == (2560, 2, 512)

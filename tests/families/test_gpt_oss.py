@@ -1,4 +1,6 @@
-"""gpt-oss: what MaxText's converter made, in whatever way it is asked to work; what the experts compute; and that their bytes are read once."""
+"""gpt-oss: what MaxText's converter made, in whatever way it is asked to work; what the experts compute; and that their
+bytes are read once.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,37 @@ SIZES = dict(
 
 def shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of a release in bfloat16."""
-    embed, mlp, experts, heads = c["hidden_size"], c["intermediate_size"], c["num_local_experts"], c["num_attention_heads"]
-    rows = dict(q=heads * c["head_dim"], k=c["num_key_value_heads"] * c["head_dim"], v=c["num_key_value_heads"] * c["head_dim"])
+    embed, mlp, experts, heads = (
+        c["hidden_size"],
+        c["intermediate_size"],
+        c["num_local_experts"],
+        c["num_attention_heads"],
+    )
+    rows = dict(
+        q=heads * c["head_dim"], k=c["num_key_value_heads"] * c["head_dim"], v=c["num_key_value_heads"] * c["head_dim"]
+    )
     layer: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj.weight": (n, embed) for name, n in rows.items()}
     layer |= {f"self_attn.{name}_proj.bias": (n,) for name, n in rows.items()}
-    layer |= {"self_attn.o_proj.weight": (embed, rows["q"]), "self_attn.o_proj.bias": (embed,), "self_attn.sinks": (heads,)}
+    layer |= {
+        "self_attn.o_proj.weight": (embed, rows["q"]),
+        "self_attn.o_proj.bias": (embed,),
+        "self_attn.sinks": (heads,),
+    }
     layer |= {"input_layernorm.weight": (embed,), "post_attention_layernorm.weight": (embed,)}
     layer |= {"mlp.router.weight": (experts, embed), "mlp.router.bias": (experts,)}
-    layer |= {"mlp.experts.gate_up_proj": (experts, embed, 2 * mlp), "mlp.experts.gate_up_proj_bias": (experts, 2 * mlp)}
+    layer |= {
+        "mlp.experts.gate_up_proj": (experts, embed, 2 * mlp),
+        "mlp.experts.gate_up_proj_bias": (experts, 2 * mlp),
+    }
     layer |= {"mlp.experts.down_proj": (experts, mlp, embed), "mlp.experts.down_proj_bias": (experts, embed)}
-    top = {"model.embed_tokens.weight": (c["vocab_size"], embed), "model.norm.weight": (embed,), "lm_head.weight": (c["vocab_size"], embed)}
-    return top | {f"model.layers.{i}.{name}": shape for i in range(c["num_hidden_layers"]) for name, shape in layer.items()}
+    top = {
+        "model.embed_tokens.weight": (c["vocab_size"], embed),
+        "model.norm.weight": (embed,),
+        "lm_head.weight": (c["vocab_size"], embed),
+    }
+    return top | {
+        f"model.layers.{i}.{name}": shape for i in range(c["num_hidden_layers"]) for name, shape in layer.items()
+    }
 
 
 def plan(config: dict[str, Any], **options: Any) -> Conversion:
@@ -41,11 +63,15 @@ def plan(config: dict[str, Any], **options: Any) -> Conversion:
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unscanned"])
-@pytest.mark.parametrize("mesh", [(), ("fsdp=16",), ("tensor=8",), ("fsdp=4,expert=4",), ("fsdp=4,tensor=4", "expert=8")], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(), ("fsdp=16",), ("tensor=8",), ("fsdp=4,expert=4",), ("fsdp=4,tensor=4", "expert=8")], ids=str
+)
 @pytest.mark.parametrize("unit_mib", [32, 128])
 def test_each_byte_of_the_experts_is_read_once(mesh: tuple[str, ...], unit_mib: int, scan: bool) -> None:
     """At real sizes gate and up, which alternate element by element, are made in one unit, however small it is."""
-    conversion = plan(SIZES | dict(num_hidden_layers=4, num_local_experts=32), mesh=mesh, unit_bytes=unit_mib * MIB, scan_layers=scan)
+    conversion = plan(
+        SIZES | dict(num_hidden_layers=4, num_local_experts=32), mesh=mesh, unit_bytes=unit_mib * MIB, scan_layers=scan
+    )
     assert conversion.plan.problems == ()
     assert 1 <= conversion.read_bytes / conversion.source_bytes <= 1.02
     assert conversion.unit_working_bytes <= unit_mib * MIB
@@ -85,7 +111,9 @@ def test_equals_maxtexts_converter_in_every_way(generated: Path, tmp_path: Path,
 
 
 def maxtext_mlp(a: dict[str, np.ndarray], x: np.ndarray, k: int, limit: float) -> np.ndarray:
-    """(token, embed) through the router and its `k` experts, as MaxText computes it: layers/moe.py (`get_topk`, `apply_ffn_activation`), e591f30."""
+    """(token, embed) through the router and its `k` experts, as MaxText computes it: layers/moe.py (`get_topk`,
+    `apply_ffn_activation`), e591f30.
+    """
     logits = x @ a["gate.kernel"] + a["gate.bias"]
     out = np.zeros_like(x)
     for token, row in enumerate(logits):
@@ -109,7 +137,9 @@ def test_experts_compute_what_transformers_computes(generated: Path, tmp_path: P
     config = read_config(folder)
     arrays = converted(folder, tmp_path / "out", "--scan_layers", "false", "--save_dtype", "float32")
     prefix = f"decoder.layers_{layer}.GptOssMlp."
-    ours = {key.removeprefix(prefix): values.astype(np.float64) for key, values in arrays.items() if key.startswith(prefix)}
+    ours = {
+        key.removeprefix(prefix): values.astype(np.float64) for key, values in arrays.items() if key.startswith(prefix)
+    }
     x = 3 * np.random.default_rng(layer).standard_normal((40, config["hidden_size"]))
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.layers[layer].mlp
     with torch.no_grad():
@@ -117,7 +147,10 @@ def test_experts_compute_what_transformers_computes(generated: Path, tmp_path: P
     made = maxtext_mlp(ours, x, config["num_experts_per_tok"], config["swiglu_limit"])
     np.testing.assert_allclose(made, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
     swapped = ours | {"wi_0": ours["wi_1"], "wi_1": ours["wi_0"]}
-    assert np.abs(maxtext_mlp(swapped, x, config["num_experts_per_tok"], config["swiglu_limit"]) - wanted).max() > 0.1 * np.abs(wanted).max()
+    assert (
+        np.abs(maxtext_mlp(swapped, x, config["num_experts_per_tok"], config["swiglu_limit"]) - wanted).max()
+        > 0.1 * np.abs(wanted).max()
+    )
 
 
 def problems(config: dict[str, Any], **options: Any) -> tuple[Problem, ...]:

@@ -12,7 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from facts import load_trees
-from support import BF16, assert_same_bits, call, converted, digests, given_arrays, read_config, read_file, read_tensors, reference, save, split, unfuse
+from support import (
+    BF16,
+    assert_same_bits,
+    call,
+    converted,
+    digests,
+    given_arrays,
+    read_config,
+    read_file,
+    read_tensors,
+    reference,
+    save,
+    split,
+    unfuse,
+)
 
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.plan import expand, make_arrays
@@ -25,7 +39,12 @@ Tensors = dict[str, np.ndarray]
 
 def nested(config: dict[str, Any]) -> dict[str, Any]:
     """`config.json` of a text model as K2.5 has it."""
-    return {"model_type": "kimi_k25", "tie_word_embeddings": False, "text_config": config, "vision_config": {"model_type": "kimi_k25_vision"}}
+    return {
+        "model_type": "kimi_k25",
+        "tie_word_embeddings": False,
+        "text_config": config,
+        "vision_config": {"model_type": "kimi_k25_vision"},
+    }
 
 
 def hub_names(tensors: Tensors) -> Tensors:
@@ -53,7 +72,9 @@ def test_table_makes_maxtexts_tree(name: str) -> None:
     config = Config(nested({"model_type": "kimi_k2"} | tree.config))
     layout = Layout(scan=tree.scan, vocab=tree.vocab, model=tree.model)
     arrays = make_arrays(expand(family_of(config, tree.model), config, layout), {}, np.dtype("float32"))
-    assert {array.key: (array.shape, array.logical_axes) for array in arrays} == {path.replace("/", "."): fact for path, fact in tree.arrays.items()}
+    assert {array.key: (array.shape, array.logical_axes) for array in arrays} == {
+        path.replace("/", "."): fact for path, fact in tree.arrays.items()
+    }
 
 
 def test_equals_numpy_on_the_state_dict(generated: Path, tmp_path: Path) -> None:
@@ -65,7 +86,9 @@ def test_equals_numpy_on_the_state_dict(generated: Path, tmp_path: Path) -> None
         for name, values in state_of(generated).items()
         if "model.language_model." in name or name == "lm_head.weight"
     }
-    arrays = converted(folder, tmp_path / "out", "--maxtext_model", "kimi-k2-1t", "--mesh", "fsdp=4", "--unit_bytes", "60000")
+    arrays = converted(
+        folder, tmp_path / "out", "--maxtext_model", "kimi-k2-1t", "--mesh", "fsdp=4", "--unit_bytes", "60000"
+    )
     assert_same_bits(arrays, reference(text, unfuse(text, state), BF16))
 
 
@@ -95,14 +118,20 @@ def test_mtp_of_a_nested_model(generated: Path, tmp_path: Path) -> None:
     folder = generated / "cases" / "deepseek3-mtp-standalone"
     wrapped = {f"language_model.{name}": values for name, values in read_tensors(folder).items()}
     source = save(tmp_path / "hf", nested(read_config(folder)), wrapped)
-    assert_same_bits(converted(source, tmp_path / "a", "--mtp", "true"), converted(folder, tmp_path / "b", "--mtp", "true"))
+    assert_same_bits(
+        converted(source, tmp_path / "a", "--mtp", "true"), converted(folder, tmp_path / "b", "--mtp", "true")
+    )
 
 
 @pytest.mark.parametrize("spelling", ["saved", "hub", "memory"])
 def test_the_vision_tower_is_left_out_with_a_reason(generated: Path, tmp_path: Path, spelling: str) -> None:
     """Tower and projector, and nothing of the text model, are dropped, in each spelling."""
     folder = generated / "models" / "kimi_k25"
-    tensors = {"saved": read_tensors, "hub": lambda folder: hub_names(read_tensors(folder)), "memory": lambda _: state_of(generated)}[spelling](folder)
+    tensors = {
+        "saved": read_tensors,
+        "hub": lambda folder: hub_names(read_tensors(folder)),
+        "memory": lambda _: state_of(generated),
+    }[spelling](folder)
     source = save(tmp_path / "hf", read_config(folder), tensors)
     assert call("plan", "--source", source, "--json", tmp_path / "plan.json") == 0
     dropped = json.loads((tmp_path / "plan.json").read_text())["dropped"]
@@ -120,7 +149,9 @@ def test_the_vision_tower_is_left_out_with_a_reason(generated: Path, tmp_path: P
     ],
     ids=str,
 )
-def test_a_wrong_config_is_refused(generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str) -> None:
+def test_a_wrong_config_is_refused(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+) -> None:
     """With the field that is wrong."""
     folder = generated / "models" / "kimi_k25"
     source = save(tmp_path / "hf", read_config(folder) | change, read_tensors(folder))

@@ -1,4 +1,5 @@
-"""Llama 4, which MaxText's converter doesn't know: what its layers compute, what MaxText's stand-alone script lays out, and every spelling.
+"""Llama 4, which MaxText's converter doesn't know: what its layers compute, what MaxText's stand-alone script lays out,
+and every spelling.
 
 The layers are those of MaxText e591f30 in numpy (src/maxtext/models/llama4.py; layers/attentions.py, embeddings.py
 `LLaMARotaryEmbedding`, moe.py), on arrays that the command line made.
@@ -17,11 +18,12 @@ from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 
-MODELS = ["llama4", "llama4-dense"]  # as Scout: experts in every layer, normed query and key; as Maverick: in every second, not normed
+# as Scout: experts in every layer, normed query and key; as Maverick: in every second, not normed
+MODELS = ["llama4", "llama4-dense"]
 Arrays = dict[str, np.ndarray]
 
 
-# --- what MaxText computes ------------------------------------------------------------------------------------------------------
+# --- what MaxText computes --------------------------------------------------------------------------------------------
 
 
 def rms(x: np.ndarray, c: dict[str, Any]) -> np.ndarray:
@@ -43,7 +45,9 @@ def rotate(x: np.ndarray, c: dict[str, Any]) -> np.ndarray:
 
 
 def attention(a: Arrays, x: np.ndarray, c: dict[str, Any], layer: int) -> np.ndarray:
-    query, key, value = (np.einsum("te,ehd->thd", x, a[f"self_attention.{name}.kernel"]) for name in ("query", "key", "value"))
+    query, key, value = (
+        np.einsum("te,ehd->thd", x, a[f"self_attention.{name}.kernel"]) for name in ("query", "key", "value")
+    )
     at = np.arange(len(x))
     seen = at[:, None] >= at
     if (layer + 1) % 4:
@@ -72,7 +76,9 @@ def feed_forward(a: Arrays, x: np.ndarray) -> np.ndarray:
     logits = x @ a[f"{routed}.gate.kernel"]
     best = logits.argmax(-1)
     scaled = x / (1 + np.exp(-logits.max(-1, keepdims=True)))
-    return gated(a, "Llama4MoEBlock_0.shared_experts", x) + np.stack([gated(a, routed, row, "", expert) for row, expert in zip(scaled, best, strict=True)])
+    return gated(a, "Llama4MoEBlock_0.shared_experts", x) + np.stack(
+        [gated(a, routed, row, "", expert) for row, expert in zip(scaled, best, strict=True)]
+    )
 
 
 def layer_of(arrays: Arrays, layer: int, scanned: bool) -> Arrays:
@@ -81,7 +87,9 @@ def layer_of(arrays: Arrays, layer: int, scanned: bool) -> Arrays:
     return {key: values.take(layer // 4, 1) for key, values in found.items()} if scanned else found
 
 
-def forward(arrays: Arrays, c: dict[str, Any], tokens: np.ndarray, scanned: bool) -> tuple[list[np.ndarray], np.ndarray]:
+def forward(
+    arrays: Arrays, c: dict[str, Any], tokens: np.ndarray, scanned: bool
+) -> tuple[list[np.ndarray], np.ndarray]:
     """The states behind the embedding and each layer, and the logits."""
     states = [arrays["token_embedder.embedding"][tokens]]
     for number in range(c["num_hidden_layers"]):
@@ -100,21 +108,29 @@ def test_layers_compute_what_transformers_computes(generated: Path, tmp_path: Pa
 
     folder = generated / "models" / model
     c, tokens = read_config(folder)["text_config"], np.random.default_rng(1).integers(0, 256, 11)
-    reference = Llama4ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").language_model
+    reference = Llama4ForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).language_model
     with torch.no_grad():
         wanted = reference(input_ids=torch.tensor(tokens[None]), output_hidden_states=True)
     scan = str(layout == "scanned").lower()
     arrays = converted(folder, tmp_path / "out", "--scan_layers", scan, "--save_dtype", "float32")
-    states, logits = forward({key: values.astype(np.float64) for key, values in arrays.items()}, c, tokens, layout == "scanned")
-    for made, state in zip([*states[:-1], logits], [*wanted.hidden_states[: len(states) - 1], wanted.logits], strict=True):
+    states, logits = forward(
+        {key: values.astype(np.float64) for key, values in arrays.items()}, c, tokens, layout == "scanned"
+    )
+    for made, state in zip(
+        [*states[:-1], logits], [*wanted.hidden_states[: len(states) - 1], wanted.logits], strict=True
+    ):
         np.testing.assert_allclose(made, state[0].numpy(), rtol=1e-4, atol=1e-4 * float(state.abs().max()))
 
 
-# --- what MaxText's script lays out ---------------------------------------------------------------------------------------------
+# --- what MaxText's script lays out -----------------------------------------------------------------------------------
 
 
 def script_arrays(tensors: Arrays, c: dict[str, Any]) -> Arrays:
-    """Unscanned, as `_convert_huggingface_to_jax_weights` has them (standalone_scripts/llama4_ckpt_unscanned.py), the query not scaled."""
+    """Unscanned, as `_convert_huggingface_to_jax_weights` has them (standalone_scripts/llama4_ckpt_unscanned.py), the
+    query not scaled.
+    """
     heads, kv, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
 
     def get(name: str, *shape: int) -> np.ndarray:
@@ -131,38 +147,55 @@ def script_arrays(tensors: Arrays, c: dict[str, Any]) -> Arrays:
         ffn = f"{hf}.feed_forward"
         for norm, theirs in dict(pre="input", post="post_attention").items():
             made[f"{target}.{norm}_self_attention_layer_norm.scale"] = get(f"{hf}.{theirs}_layernorm")
-        for name, shape in dict(query=(-1, heads, dim), key=(-1, kv, dim), value=(-1, kv, dim), out=(heads, dim, -1)).items():
+        for name, shape in dict(
+            query=(-1, heads, dim), key=(-1, kv, dim), value=(-1, kv, dim), out=(heads, dim, -1)
+        ).items():
             made[f"{target}.self_attention.{name}.kernel"] = get(f"{hf}.self_attn.{name[0]}_proj", *shape)
         is_moe = (number + 1) % c["interleave_moe_layer_step"] == 0
-        mlp, theirs = (f"{target}.Llama4MoEBlock_0.shared_experts", f"{ffn}.shared_expert") if is_moe else (f"{target}.mlp", ffn)
-        made |= {f"{mlp}.{name}.kernel": get(f"{theirs}.{part}_proj") for name, part in dict(wi_0="gate", wi_1="up", wo="down").items()}
+        mlp, theirs = (
+            (f"{target}.Llama4MoEBlock_0.shared_experts", f"{ffn}.shared_expert") if is_moe else (f"{target}.mlp", ffn)
+        )
+        made |= {
+            f"{mlp}.{name}.kernel": get(f"{theirs}.{part}_proj")
+            for name, part in dict(wi_0="gate", wi_1="up", wo="down").items()
+        }
         if is_moe:
             routed = f"{target}.Llama4MoEBlock_0.MoeBlock_0"
             made[f"{routed}.gate.kernel"] = get(f"{ffn}.router")
-            made[f"{routed}.wi_0"], made[f"{routed}.wi_1"] = np.split(tensors[f"language_model.{ffn}.experts.gate_up_proj"], 2, axis=-1)
+            made[f"{routed}.wi_0"], made[f"{routed}.wi_1"] = np.split(
+                tensors[f"language_model.{ffn}.experts.gate_up_proj"], 2, axis=-1
+            )
             made[f"{routed}.wo"] = tensors[f"language_model.{ffn}.experts.down_proj"]
     return made
 
 
-@pytest.mark.parametrize("options", ["", "--mesh fsdp=4,expert=2 --unit_bytes 40000", "--mesh tensor=8 --unit_bytes 40000"])
+@pytest.mark.parametrize(
+    "options", ["", "--mesh fsdp=4,expert=2 --unit_bytes 40000", "--mesh tensor=8 --unit_bytes 40000"]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_bits_are_laid_out_as_by_maxtexts_script(generated: Path, tmp_path: Path, model: str, options: str) -> None:
-    """Not a bit changes, however the arrays are cut; scanned, the arrays of the same place in the cycle of four are stacked."""
+    """Not a bit changes, however the arrays are cut; scanned, the arrays of the same place in the cycle of four are
+    stacked.
+    """
     folder = generated / "models" / model
     wanted = script_arrays(read_tensors(folder), read_config(folder)["text_config"])
     assert_same_bits(converted(folder, tmp_path / "a", "--scan_layers", "false", *options.split()), wanted)
     stacked = {key: values for key, values in wanted.items() if ".layers_" not in key}
     for place in range(4):
         cycles = [layer_of(wanted, number, scanned=False) for number in (place, place + 4)]
-        stacked |= {f"decoder.layers.layers_{place}.{key}": np.stack([cycle[key] for cycle in cycles], 1) for key in cycles[0]}
+        stacked |= {
+            f"decoder.layers.layers_{place}.{key}": np.stack([cycle[key] for cycle in cycles], 1) for key in cycles[0]
+        }
     assert_same_bits(converted(folder, tmp_path / "b", *options.split()), stacked)
 
 
-# --- spellings, towers, patterns ------------------------------------------------------------------------------------------------
+# --- spellings, towers, patterns --------------------------------------------------------------------------------------
 
 
 def linear_experts(tensors: Arrays) -> Arrays:
-    """A linear layer for each expert, as quantised releases have them (transformers, quantizers/base.py `SequentialLlama4TextExperts`)."""
+    """A linear layer for each expert, as quantised releases have them (transformers, quantizers/base.py
+    `SequentialLlama4TextExperts`).
+    """
     made = {}
     for name, values in tensors.items():
         prefix, _, part = name.rpartition(".")
@@ -173,13 +206,21 @@ def linear_experts(tensors: Arrays) -> Arrays:
         else:
             made[name] = values
             continue
-        made |= {f"{prefix}.{i}.{each}.weight": np.ascontiguousarray(matrix.T) for each, stacked in parts.items() for i, matrix in enumerate(stacked)}
+        made |= {
+            f"{prefix}.{i}.{each}.weight": np.ascontiguousarray(matrix.T)
+            for each, stacked in parts.items()
+            for i, matrix in enumerate(stacked)
+        }
     return made
 
 
 def text_only(tensors: Arrays) -> Arrays:
     """What transformers' `Llama4ForCausalLM` saves."""
-    return {name.removeprefix("language_model."): values for name, values in tensors.items() if name.startswith("language_model.")}
+    return {
+        name.removeprefix("language_model."): values
+        for name, values in tensors.items()
+        if name.startswith("language_model.")
+    }
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -188,10 +229,15 @@ def test_every_spelling_gives_the_same_arrays(generated: Path, tmp_path: Path, m
     folder = generated / "models" / model
     config, tensors = read_config(folder), read_tensors(folder)
     wanted = converted(folder, tmp_path / "out")
-    text, linear = save(tmp_path / "text", config["text_config"], text_only(tensors)), save(tmp_path / "linear", config, linear_experts(tensors))
+    text, linear = (
+        save(tmp_path / "text", config["text_config"], text_only(tensors)),
+        save(tmp_path / "linear", config, linear_experts(tensors)),
+    )
     both = save(tmp_path / "both", config["text_config"], linear_experts(text_only(tensors)))
     for source in (text, linear, both):
-        assert_same_bits(converted(source, tmp_path / f"{source.name}-out", "--maxtext_model", "llama4-17b-16e"), wanted)
+        assert_same_bits(
+            converted(source, tmp_path / f"{source.name}-out", "--maxtext_model", "llama4-17b-16e"), wanted
+        )
 
 
 TEXT = dict(
@@ -203,17 +249,34 @@ TEXT = dict(
 def shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The text model's tensors, as a release has them, and one of its vision tower."""
     embed, vocab, experts, width = c["hidden_size"], c["vocab_size"], c["num_local_experts"], c["intermediate_size"]
-    rows = dict(q=c["num_attention_heads"] * c["head_dim"], k=c["num_key_value_heads"] * c["head_dim"], v=c["num_key_value_heads"] * c["head_dim"])
-    made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, embed), "model.norm.weight": (embed,), "lm_head.weight": (vocab, embed)}
+    rows = dict(
+        q=c["num_attention_heads"] * c["head_dim"],
+        k=c["num_key_value_heads"] * c["head_dim"],
+        v=c["num_key_value_heads"] * c["head_dim"],
+    )
+    made: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, embed),
+        "model.norm.weight": (embed,),
+        "lm_head.weight": (vocab, embed),
+    }
     for number in range(c["num_hidden_layers"]):
-        layer = {f"self_attn.{name}_proj.weight": (n, embed) for name, n in rows.items()} | {"self_attn.o_proj.weight": (embed, rows["q"])}
+        layer = {f"self_attn.{name}_proj.weight": (n, embed) for name, n in rows.items()} | {
+            "self_attn.o_proj.weight": (embed, rows["q"])
+        }
         layer |= {"input_layernorm.weight": (embed,), "post_attention_layernorm.weight": (embed,)}
         mlp, n = "feed_forward", c["intermediate_size_mlp"]
         if (number + 1) % c["interleave_moe_layer_step"] == 0:
-            layer |= {"feed_forward.experts.gate_up_proj": (experts, embed, 2 * width), "feed_forward.experts.down_proj": (experts, width, embed)}
+            layer |= {
+                "feed_forward.experts.gate_up_proj": (experts, embed, 2 * width),
+                "feed_forward.experts.down_proj": (experts, width, embed),
+            }
             layer |= {"feed_forward.router.weight": (experts, embed)}
             mlp, n = "feed_forward.shared_expert", width
-        layer |= {f"{mlp}.gate_proj.weight": (n, embed), f"{mlp}.up_proj.weight": (n, embed), f"{mlp}.down_proj.weight": (embed, n)}
+        layer |= {
+            f"{mlp}.gate_proj.weight": (n, embed),
+            f"{mlp}.up_proj.weight": (n, embed),
+            f"{mlp}.down_proj.weight": (embed, n),
+        }
         made |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     return {f"language_model.{name}": shape for name, shape in made.items()} | {"vision_model.class_embedding": (1408,)}
 
@@ -234,7 +297,9 @@ def test_each_byte_is_read_once(mesh: tuple[str, ...], scan: bool) -> None:
 def test_the_vision_tower_is_left_out_with_a_reason(generated: Path) -> None:
     """Nothing else is."""
     conversion = plan(TEXT)
-    assert conversion.plan.dropped == {"vision_model.class_embedding": "vision tower; Weightbeam converts Llama 4's text model"}
+    assert conversion.plan.dropped == {
+        "vision_model.class_embedding": "vision tower; Weightbeam converts Llama 4's text model"
+    }
     towers = {name for name in read_tensors(generated / "models" / "llama4") if not name.startswith("language_model.")}
     assert {name.split(".")[0] for name in towers} == {"vision_model", "multi_modal_projector"}
 
@@ -242,7 +307,10 @@ def test_the_vision_tower_is_left_out_with_a_reason(generated: Path) -> None:
 def test_the_vocabulary_may_be_padded(generated: Path, tmp_path: Path) -> None:
     """`--vocab_size` reaches the nested model's embedding and head."""
     arrays = converted(generated / "models" / "llama4", tmp_path / "out", "--vocab_size", "260")
-    assert (arrays["token_embedder.embedding"].shape, arrays["decoder.logits_dense.kernel"].shape) == ((260, 64), (64, 260))
+    assert (arrays["token_embedder.embedding"].shape, arrays["decoder.logits_dense.kernel"].shape) == (
+        (260, 64),
+        (64, 260),
+    )
     assert not arrays["token_embedder.embedding"][256:].astype(np.float32).any()
     assert {values.dtype for values in arrays.values()} == {BF16}
 
@@ -271,7 +339,9 @@ def test_other_patterns_are_refused(change: dict[str, Any], hint: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        dict(moe_layers=[1, 3], no_rope_layers=[1, 1, 1, 0], layer_types=[CHUNKED] * 3 + [FULL], no_rope_layer_interval=4),
+        dict(
+            moe_layers=[1, 3], no_rope_layers=[1, 1, 1, 0], layer_types=[CHUNKED] * 3 + [FULL], no_rope_layer_interval=4
+        ),
         dict(moe_layers=None, no_rope_layers=[]),
         dict(interleave_moe_layer_step=1),
         dict(interleave_moe_layer_step=4),

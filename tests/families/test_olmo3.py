@@ -23,7 +23,9 @@ def forward(arrays: dict, is_scanned: bool, epsilon: float, window: int) -> np.n
     for i, layer in enumerate(in_order(arrays, is_scanned)):
         attention = below(layer, "attention.")
         dim = attention["query.kernel"].shape[-1]
-        attended = attend(x, attention, theta=500_000.0, window=None if i % 4 == 3 else window, epsilon=epsilon, scale=dim**-0.5)
+        attended = attend(
+            x, attention, theta=500_000.0, window=None if i % 4 == 3 else window, epsilon=epsilon, scale=dim**-0.5
+        )
         x = x + rms_norm(attended, layer["post_self_attention_layer_norm.scale"], epsilon)
         x = x + rms_norm(gated(x, below(layer, "mlp."), silu), layer["post_mlp_layer_norm.scale"], epsilon)
     return rms_norm(x, arrays["decoder.decoder_norm.scale"], epsilon) @ arrays["decoder.logits_dense.kernel"]
@@ -34,8 +36,12 @@ def forward(arrays: dict, is_scanned: bool, epsilon: float, window: int) -> np.n
 def test_logits_are_those_of_transformers(generated: Path, tmp_path: Path, model: str, layout: str) -> None:
     """Eight layers with as many key as query heads, as in the 7B, and four with half as many, as in the 32B."""
     scan = layout == "scanned"
-    arrays = converted(generated / model, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower())
-    hf = transformers.Olmo3ForCausalLM.from_pretrained(generated / model, dtype=torch.float32, attn_implementation="eager")
+    arrays = converted(
+        generated / model, tmp_path / "out", "--save_dtype", "float32", "--scan_layers", str(scan).lower()
+    )
+    hf = transformers.Olmo3ForCausalLM.from_pretrained(
+        generated / model, dtype=torch.float32, attn_implementation="eager"
+    )
     wanted = hf(torch.tensor(IDS)[None]).logits[0].detach().numpy()
     got = forward(arrays, scan, hf.config.rms_norm_eps, hf.config.sliding_window)
     np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())

@@ -27,7 +27,7 @@ HF = "model.language_model.layers."
 EPSILON = 1e-6
 
 
-# --- MaxText's layers in numpy: `Qwen3NextGatedDeltaNet` and `Qwen3NextFullAttention`, src/maxtext/models/qwen3.py, e591f30 ----------------
+# --- MaxText's layers in numpy: `Qwen3NextGatedDeltaNet` and `Qwen3NextFullAttention`, src/maxtext/models/qwen3.py, e59
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -36,7 +36,9 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 def delta_net_inputs(c: Mapping[str, Any], w: Arrays, x: np.ndarray) -> dict[str, np.ndarray]:
     """Step A, projections of x (time, embed): by key head first, then into q, k, v, z and b, a."""
-    key_heads, heads, key_dim, dim = (c[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+    key_heads, heads, key_dim, dim = (
+        c[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    )
     each = heads // key_heads
     qkvz = (x @ w["in_proj_qkvz.kernel"]).reshape(len(x), key_heads, 2 * key_dim + 2 * dim * each)
     q, k, v, z = np.split(qkvz, [key_dim, 2 * key_dim, 2 * key_dim + each * dim], axis=2)
@@ -46,7 +48,9 @@ def delta_net_inputs(c: Mapping[str, Any], w: Arrays, x: np.ndarray) -> dict[str
 
 def delta_net(c: Mapping[str, Any], w: Arrays, x: np.ndarray) -> np.ndarray:
     """The whole layer on x (time, embed), one step at a time where MaxText takes chunks."""
-    key_heads, heads, key_dim, dim = (c[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+    key_heads, heads, key_dim, dim = (
+        c[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    )
     made = delta_net_inputs(c, w, x)
     kernel = w["conv1d.kernel"][:, 0]  # (taps, channels)
     qkv = np.concatenate([made["q"], made["k"], made["v"]], -1)
@@ -68,7 +72,9 @@ def delta_net(c: Mapping[str, Any], w: Arrays, x: np.ndarray) -> np.ndarray:
 
 
 def full_attention(c: Mapping[str, Any], w: Arrays, x: np.ndarray) -> np.ndarray:
-    """The whole layer on x (time, embed): half of a query head's columns are its gate; a quarter of a head turns, in halves kept apart."""
+    """The whole layer on x (time, embed): half of a query head's columns are its gate; a quarter of a head turns, in
+    halves kept apart.
+    """
     dim, (heads, kv) = c["head_dim"], (c["num_attention_heads"], c["num_key_value_heads"])
     q, gate = np.split(np.einsum("te,ehd->thd", x, w["query.kernel"]), 2, axis=-1)
     k, v = (np.einsum("te,ehd->thd", x, w[f"{name}.kernel"]) for name in ("key", "value"))
@@ -93,20 +99,32 @@ def moe(c: Mapping[str, Any], w: Arrays, x: np.ndarray) -> np.ndarray:
     probabilities = np.exp(x @ w["routed_experts.gate.kernel"])
     least = np.sort(probabilities)[:, -c["num_experts_per_tok"], None]
     chosen = np.where(probabilities >= least, probabilities, 0)
-    routed = np.stack([mlp(*(w[f"routed_experts.{name}"][e] for name in ("wi_0", "wi_1", "wo"))) for e in range(c["num_experts"])], -1)
+    routed = np.stack(
+        [mlp(*(w[f"routed_experts.{name}"][e] for name in ("wi_0", "wi_1", "wo"))) for e in range(c["num_experts"])], -1
+    )
     shared = mlp(*(w[f"shared_expert.{name}.kernel"] for name in ("wi_0", "wi_1", "wo")))
     share = chosen / chosen.sum(-1, keepdims=True)
     return (routed * share[:, None]).sum(-1) + sigmoid(x @ w["shared_expert_gate.kernel"]) * shared
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def both(generated: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[dict, Any, Arrays]:
-    """The text model's config, transformers' layers, and the converted arrays: scanned, in float32, of the files' bfloat16."""
+def both(
+    generated: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[dict, Any, Arrays]:
+    """The text model's config, transformers' layers, and the converted arrays: scanned, in float32, of the files'
+    bfloat16.
+    """
     folder = generated / request.param
-    model = getattr(transformers, MODELS[request.param]).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = getattr(transformers, MODELS[request.param]).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     config = read_config(folder)
     text = model.model if "text_config" not in config else model.model.language_model
-    return config.get("text_config", config), text, converted(folder, tmp_path_factory.mktemp("scanned"), "--save_dtype", "float32")
+    return (
+        config.get("text_config", config),
+        text,
+        converted(folder, tmp_path_factory.mktemp("scanned"), "--save_dtype", "float32"),
+    )
 
 
 def layer_of(arrays: Arrays, number: int, part: str) -> dict[str, np.ndarray]:
@@ -132,7 +150,10 @@ def test_maxtext_splits_the_delta_nets_projections_into_hugging_faces(both: tupl
     """q, k, v, z, b and a of each delta net, as each side's layer takes them out of its projections."""
     c, model, arrays = both
     x, batch = inputs(c["hidden_size"])
-    keys, values = c["linear_num_key_heads"] * c["linear_key_head_dim"], c["linear_num_value_heads"] * c["linear_value_head_dim"]
+    keys, values = (
+        c["linear_num_key_heads"] * c["linear_key_head_dim"],
+        c["linear_num_value_heads"] * c["linear_value_head_dim"],
+    )
     checked = 0
     for number, layer in enumerate(model.layers):
         if number % 4 == 3:
@@ -142,7 +163,13 @@ def test_maxtext_splits_the_delta_nets_projections_into_hugging_faces(both: tupl
             theirs = dict(zip("qkv", net.in_proj_qkv(batch).split([keys, keys, values], -1), strict=True))
             theirs |= {name: getattr(net, f"in_proj_{name}")(batch) for name in "zba"}
         else:
-            theirs = dict(zip("qkvzba", net.fix_query_key_value_ordering(net.in_proj_qkvz(batch), net.in_proj_ba(batch)), strict=True))
+            theirs = dict(
+                zip(
+                    "qkvzba",
+                    net.fix_query_key_value_ordering(net.in_proj_qkvz(batch), net.in_proj_ba(batch)),
+                    strict=True,
+                )
+            )
         ours = delta_net_inputs(c, layer_of(arrays, number, "attention"), x)
         assert set(ours) == set(theirs)
         for name, projected in ours.items():
@@ -171,7 +198,7 @@ def test_layers_compute_what_transformers_do(both: tuple[dict, Any, Arrays]) -> 
     close(rms_norm(x, 1 + arrays["decoder.decoder_norm.scale"], EPSILON), model.norm(batch))
 
 
-# --- the spellings of the files -----------------------------------------------------------------------------------------------------------
+# --- the spellings of the files ---------------------------------------------------------------------------------------
 
 
 def load(generated: Path, model: str) -> tuple[dict, dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -188,9 +215,16 @@ def test_fused_experts_and_one_tensor_each_make_the_same(generated: Path, tmp_pa
     arrays = converted(save(tmp_path / "fused", config, state), tmp_path / "from_fused")
     assert_same_bits(arrays, converted(save(tmp_path / "apart", config, tensors), tmp_path / "from_apart"))
     for number in range(4):
-        gate_up, down = (state[f"{HF}{number}.mlp.experts.{name}"].transpose(0, 2, 1) for name in ("gate_up_proj", "down_proj"))
-        experts = {name: arrays[f"decoder.layers.layer_{number}.mlp.routed_experts.{name}"][:, 0] for name in ("wi_0", "wi_1", "wo")}
-        assert_same_bits(experts, dict(zip(("wi_0", "wi_1"), np.split(gate_up, 2, axis=-1), strict=True)) | {"wo": down})
+        gate_up, down = (
+            state[f"{HF}{number}.mlp.experts.{name}"].transpose(0, 2, 1) for name in ("gate_up_proj", "down_proj")
+        )
+        experts = {
+            name: arrays[f"decoder.layers.layer_{number}.mlp.routed_experts.{name}"][:, 0]
+            for name in ("wi_0", "wi_1", "wo")
+        }
+        assert_same_bits(
+            experts, dict(zip(("wi_0", "wi_1"), np.split(gate_up, 2, axis=-1), strict=True)) | {"wo": down}
+        )
 
 
 def test_a_text_model_saved_alone_is_the_same_model(generated: Path, tmp_path: Path) -> None:
@@ -200,10 +234,16 @@ def test_a_text_model_saved_alone_is_the_same_model(generated: Path, tmp_path: P
     assert "model.layers.0.input_layernorm.weight" in tensors
     alone = converted(generated / "models" / "qwen3_5-text", tmp_path / "alone")
     assert "decoder.logits_dense.kernel" not in alone
-    nested = {"model_type": "qwen3_5_moe", "text_config": {**config, "tie_word_embeddings": False}, "tie_word_embeddings": True}
+    nested = {
+        "model_type": "qwen3_5_moe",
+        "text_config": {**config, "tie_word_embeddings": False},
+        "tie_word_embeddings": True,
+    }
     named = {re.sub(r"^model\.", "model.language_model.", name): values for name, values in tensors.items()}
     assert_same_bits(alone, converted(save(tmp_path / "whole", nested, named), tmp_path / "from_whole"))
-    assert_same_bits({"embedding": alone["token_embedder.embedding"]}, {"embedding": state["model.embed_tokens.weight"]})
+    assert_same_bits(
+        {"embedding": alone["token_embedder.embedding"]}, {"embedding": state["model.embed_tokens.weight"]}
+    )
 
 
 def quantise(tensors: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -221,22 +261,33 @@ def quantise(tensors: Arrays) -> tuple[dict[str, np.ndarray], dict[str, np.ndarr
 
 
 def test_fp8_releases(generated: Path, tmp_path: Path) -> None:
-    """Their windows and segments don't fall on the blocks' borders; their multi-token prediction, in FP8 too, is left out."""
+    """Their windows and segments don't fall on the blocks' borders; their multi-token prediction, in FP8 too, is left
+    out.
+    """
     config, tensors, _ = load(generated, "qwen3_5")
     tensors = {name: values for name, values in tensors.items() if "visual" not in name}
     tensors["mtp.layers.0.self_attn.q_proj.weight"] = tensors[f"{HF}3.self_attn.q_proj.weight"]
     stored, values = quantise(tensors)
     assert len(stored) > len(values) > 100
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
-    arrays = converted(save(tmp_path / "fp8", config | {"quantization_config": fp8}, stored), tmp_path / "from_fp8", "--save_dtype", "float32")
-    assert_same_bits(arrays, converted(save(tmp_path / "plain", config, values), tmp_path / "from_plain", "--save_dtype", "float32"))
+    arrays = converted(
+        save(tmp_path / "fp8", config | {"quantization_config": fp8}, stored),
+        tmp_path / "from_fp8",
+        "--save_dtype",
+        "float32",
+    )
+    assert_same_bits(
+        arrays, converted(save(tmp_path / "plain", config, values), tmp_path / "from_plain", "--save_dtype", "float32")
+    )
 
 
-# --- the vision tower ---------------------------------------------------------------------------------------------------------------------
+# --- the vision tower -------------------------------------------------------------------------------------------------
 
 
 def test_the_tower_comes_beside_the_same_text_model(generated: Path, tmp_path: Path) -> None:
-    """One fused qkv and the patch embedding by value; the layers of the tower as such are tested with Qwen 3 VL, which shares it."""
+    """One fused qkv and the patch embedding by value; the layers of the tower as such are tested with Qwen 3 VL, which
+    shares it.
+    """
     folder = generated / "models" / "qwen3_5"
     _, tensors, _ = load(generated, "qwen3_5")
     arrays, text = converted(folder, tmp_path / "whole", "--multimodal", "true"), converted(folder, tmp_path / "text")
@@ -248,25 +299,32 @@ def test_the_tower_comes_beside_the_same_text_model(generated: Path, tmp_path: P
         kernel, bias = (tower[f"{prefix}blocks_0.attn.attn.{name}.{kind}"] for kind in ("kernel", "bias"))
         rows = slice(third * heads * dim, (third + 1) * heads * dim)
         weight = tensors["model.visual.blocks.0.attn.qkv.weight"][rows].reshape(heads, dim, heads * dim)
-        wanted = {"kernel": weight.transpose(2, 0, 1), "bias": tensors["model.visual.blocks.0.attn.qkv.bias"][rows].reshape(heads, dim)}
+        wanted = {
+            "kernel": weight.transpose(2, 0, 1),
+            "bias": tensors["model.visual.blocks.0.attn.qkv.bias"][rows].reshape(heads, dim),
+        }
         assert_same_bits({"kernel": kernel, "bias": bias}, wanted)
     patch = tensors["model.visual.patch_embed.proj.weight"]
     assert patch.shape == (48, 3, 2, 4, 4)
     assert_same_bits({"patch": tower[f"{prefix}patch_embed.proj.kernel"]}, {"patch": patch.transpose(2, 3, 4, 1, 0)})
 
 
-# --- what is left out, and what is refused --------------------------------------------------------------------------------------------------
+# --- what is left out, and what is refused ----------------------------------------------------------------------------
 
 
 def test_multi_token_prediction_and_the_tower_are_left_out_by_name(generated: Path, tmp_path: Path) -> None:
     """Both with their reason, and `--mtp true` is refused."""
     config, tensors, _ = load(generated, "qwen3_5")
     mtp = {"mtp.fc.weight": (64, 128), "mtp.norm.weight": (64,), "mtp.layers.0.self_attn.q_proj.weight": (128, 64)}
-    folder = save(tmp_path / "in", config, tensors | {name: np.zeros(shape, ml_dtypes.bfloat16) for name, shape in mtp.items()})
+    folder = save(
+        tmp_path / "in", config, tensors | {name: np.zeros(shape, ml_dtypes.bfloat16) for name, shape in mtp.items()}
+    )
     assert call("plan", "--source", folder, "--json", tmp_path / "plan.json") == 0
     dropped = json.loads((tmp_path / "plan.json").read_text())["dropped"]
     reasons = dict.fromkeys(mtp, "multi-token prediction, MaxText has no block for this model's")
-    reasons |= {name: "vision tower, convert it with --multimodal true" for name in tensors if name.startswith("model.visual.")}
+    reasons |= {
+        name: "vision tower, convert it with --multimodal true" for name in tensors if name.startswith("model.visual.")
+    }
     assert len(reasons) > 20
     assert dropped == reasons
     assert call("plan", "--source", folder, "--mtp", "true") != 0
@@ -277,9 +335,15 @@ def test_multi_token_prediction_and_the_tower_are_left_out_by_name(generated: Pa
     ("change", "message"),
     [
         (dict(layer_types=["full_attention"] * 4), "'layer_types' isn't the pattern that MaxText repeats"),
-        (dict(full_attention_interval=2, layer_types=None), "full attention is one layer in 2, in MaxText's model one in 4"),
+        (
+            dict(full_attention_interval=2, layer_types=None),
+            "full attention is one layer in 2, in MaxText's model one in 4",
+        ),
         (dict(num_hidden_layers=6, layer_types=None), "6 layers, but MaxText scans this model in cycles of 4"),
-        (dict(shared_expert_intermediate_size=96), "the shared expert's size is 96, a routed one's 48; MaxText gives both the same"),
+        (
+            dict(shared_expert_intermediate_size=96),
+            "the shared expert's size is 96, a routed one's 48; MaxText gives both the same",
+        ),
         (dict(mlp_only_layers=[0]), "mixes dense and MoE layers"),
         (dict(linear_num_value_heads=5), "5 value heads can't be shared out among 2 key heads"),
         (dict(linear_key_head_dim=None), "'linear_key_head_dim' should be a positive integer, but is None"),

@@ -1,4 +1,6 @@
-"""Qwen 3 Next: other spellings, ties, and what is left out. What its layers compute is tested with Qwen 3.5's, in test_qwen3_5.py."""
+"""Qwen 3 Next: other spellings, ties, and what is left out. What its layers compute is tested with Qwen 3.5's, in
+test_qwen3_5.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def fuse(tensors: dict[str, np.ndarray], layers: int, experts: int) -> dict[str,
     """The experts of a layer in two tensors, as transformers holds them in memory."""
     fused = {name: values for name, values in tensors.items() if ".experts." not in name}
     for prefix in map(MOE.format, range(layers)):
-        gate, up, down = (np.stack([tensors[f"{prefix}{e}.{name}_proj.weight"] for e in range(experts)]) for name in ("gate", "up", "down"))
+        gate, up, down = (
+            np.stack([tensors[f"{prefix}{e}.{name}_proj.weight"] for e in range(experts)])
+            for name in ("gate", "up", "down")
+        )
         fused |= {f"{prefix}gate_up_proj": np.concatenate([gate, up], 1), f"{prefix}down_proj": down}
     return fused
 
@@ -41,7 +46,11 @@ def test_fused_experts_make_the_same(folder: Path, tmp_path: Path, scan: str) ->
 def test_a_tied_head_and_multi_token_prediction_are_left_out(folder: Path, tmp_path: Path) -> None:
     """The same arrays without the head; `--mtp true` is refused."""
     config, tensors = read_config(folder) | {"tie_word_embeddings": True}, read_tensors(folder)
-    mtp = {"mtp.fc.weight": (64, 128), "mtp.pre_fc_norm_hidden.weight": (64,), "mtp.layers.0.mlp.experts.0.up_proj.weight": (48, 64)}
+    mtp = {
+        "mtp.fc.weight": (64, 128),
+        "mtp.pre_fc_norm_hidden.weight": (64,),
+        "mtp.layers.0.mlp.experts.0.up_proj.weight": (48, 64),
+    }
     source = save(tmp_path / "in", config, tensors | {name: np.zeros(shape, BF16) for name, shape in mtp.items()})
     assert call("plan", "--source", source, "--json", tmp_path / "plan.json") == 0
     dropped = json.loads((tmp_path / "plan.json").read_text())["dropped"]
@@ -58,11 +67,15 @@ def test_another_vocabulary(folder: Path, tmp_path: Path) -> None:
     arrays, wanted = (converted(folder, tmp_path / str(rows), "--vocab_size", str(rows)) for rows in (260, 256))
     assert arrays["token_embedder.embedding"].shape == (260, 64)
     assert not arrays["token_embedder.embedding"][256:].any()
-    assert_same_bits({"head": arrays["decoder.logits_dense.kernel"][:, :256]}, {"head": wanted["decoder.logits_dense.kernel"]})
+    assert_same_bits(
+        {"head": arrays["decoder.logits_dense.kernel"][:, :256]}, {"head": wanted["decoder.logits_dense.kernel"]}
+    )
 
 
 def test_who_reads_stacked_layers_is_said(folder: Path) -> None:
-    """MaxText 0.2.5 stacks the linear-attention layers apart: run in it, a scanned checkpoint was refused and an unscanned one loaded."""
+    """MaxText 0.2.5 stacks the linear-attention layers apart: run in it, a scanned checkpoint was refused and an
+    unscanned one loaded.
+    """
     scanned, apart = (FAMILY.note(Config(read_config(folder)), Layout(scan=scan)) for scan in (True, False))
     assert "0.2.5" in scanned
     assert "--scan_layers false" in scanned

@@ -26,8 +26,12 @@ SPEECH = "makes speech; MaxText has the thinker alone"
 def both(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Arrays]:
     """transformers' thinker, and the converted arrays, in float32, of the files' bfloat16."""
     folder = generated / "models" / "qwen3_omni"
-    model = transformers.Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return model.thinker.model, converted(folder, tmp_path_factory.mktemp("all"), *UNSCANNED, *TOWERS, "--save_dtype", "float32")
+    model = transformers.Qwen3OmniMoeForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.thinker.model, converted(
+        folder, tmp_path_factory.mktemp("all"), *UNSCANNED, *TOWERS, "--save_dtype", "float32"
+    )
 
 
 @torch.no_grad()
@@ -51,10 +55,16 @@ def load(generated: Path) -> tuple[dict, dict[str, np.ndarray], dict[str, np.nda
 
 @pytest.mark.parametrize("vocab", [256, 300, 200])
 def test_the_text_model_is_qwen_3_moes(generated: Path, tmp_path: Path, vocab: int) -> None:
-    """The same arrays as from its tensors alone, spelled as Qwen 3 MoE's, of which MaxText's own bits are known; also padded and cut."""
+    """The same arrays as from its tensors alone, spelled as Qwen 3 MoE's, of which MaxText's own bits are known; also
+    padded and cut.
+    """
     config, tensors, _ = load(generated)
     alone = config["thinker_config"]["text_config"] | {"model_type": "qwen3_moe", "tie_word_embeddings": False}
-    text = {re.sub(r"^thinker\.", "", name): values for name, values in tensors.items() if name.startswith(("thinker.model.", "thinker.lm_head."))}
+    text = {
+        re.sub(r"^thinker\.", "", name): values
+        for name, values in tensors.items()
+        if name.startswith(("thinker.model.", "thinker.lm_head."))
+    }
     options = (*UNSCANNED, "--vocab_size", str(vocab))
     wanted = converted(save(tmp_path / "alone", alone, text), tmp_path / "wanted", *options)
     assert wanted["decoder.logits_dense.kernel"].shape == (64, vocab)
@@ -64,26 +74,49 @@ def test_the_text_model_is_qwen_3_moes(generated: Path, tmp_path: Path, vocab: i
 def test_every_spelling_makes_the_same(generated: Path, tmp_path: Path) -> None:
     """The hub's names, those of transformers' memory, and a thinker saved alone, in either."""
     config, tensors, state = load(generated)
-    assert {"thinker.visual.merger.ln_q.bias", "thinker.model.layers.0.mlp.experts.4.up_proj.weight"} <= tensors.keys() - state.keys()
-    assert {"thinker.model.visual.merger.ln_q.bias", "thinker.model.language_model.layers.0.mlp.experts.gate_up_proj"} <= state.keys() - tensors.keys()
+    assert {
+        "thinker.visual.merger.ln_q.bias",
+        "thinker.model.layers.0.mlp.experts.4.up_proj.weight",
+    } <= tensors.keys() - state.keys()
+    assert {
+        "thinker.model.visual.merger.ln_q.bias",
+        "thinker.model.language_model.layers.0.mlp.experts.gate_up_proj",
+    } <= state.keys() - tensors.keys()
 
     def alone(spelled: Arrays) -> dict[str, np.ndarray]:
-        return {name.removeprefix("thinker."): values for name, values in spelled.items() if name.startswith("thinker.")}
+        return {
+            name.removeprefix("thinker."): values for name, values in spelled.items() if name.startswith("thinker.")
+        }
 
     spellings = {"hub": (config, tensors), "memory": (config, state)}
-    spellings |= {f"{name}-alone": (config["thinker_config"], alone(spelled)) for name, (_, spelled) in spellings.items()}
+    spellings |= {
+        f"{name}-alone": (config["thinker_config"], alone(spelled)) for name, (_, spelled) in spellings.items()
+    }
     made = {}
     for name, (settings, spelled) in spellings.items():
         made[name] = converted(save(tmp_path / name, settings, spelled), tmp_path / f"from_{name}", *UNSCANNED, *TOWERS)
         assert_same_bits(made[name], made["hub"])
-    assert Counter(key.partition(".")[0] for key in made["hub"]) == dict(token_embedder=1, decoder=2 + 2 * 12, vision_encoder=69, audio_encoder=45)
+    assert Counter(key.partition(".")[0] for key in made["hub"]) == dict(
+        token_embedder=1, decoder=2 + 2 * 12, vision_encoder=69, audio_encoder=45
+    )
 
 
 @pytest.mark.parametrize("multimodal", [False, True])
 def test_what_is_left_out_is_named(generated: Path, tmp_path: Path, multimodal: bool) -> None:
     _, tensors, _ = load(generated)
     options = TOWERS if multimodal else ()
-    assert call("plan", "--source", generated / "models" / "qwen3_omni", *UNSCANNED, *options, "--json", tmp_path / "plan.json") == 0
+    assert (
+        call(
+            "plan",
+            "--source",
+            generated / "models" / "qwen3_omni",
+            *UNSCANNED,
+            *options,
+            "--json",
+            tmp_path / "plan.json",
+        )
+        == 0
+    )
     reasons = {"talker.": SPEECH, "code2wav.": SPEECH}
     if not multimodal:
         reasons["thinker.visual."] = "vision tower, convert it with --multimodal true"
@@ -97,7 +130,11 @@ def test_what_is_left_out_is_named(generated: Path, tmp_path: Path, multimodal: 
     ("part", "fields", "message"),
     [
         ("text_config", dict(mlp_only_layers=[1]), "mixes dense and MoE layers"),
-        ("vision_config", dict(deepstack_visual_indexes="0, 2"), "'deepstack_visual_indexes' should be a list of the tower's layers, but is '0, 2'"),
+        (
+            "vision_config",
+            dict(deepstack_visual_indexes="0, 2"),
+            "'deepstack_visual_indexes' should be a list of the tower's layers, but is '0, 2'",
+        ),
         ("audio_config", dict(encoder_layers=0), "'encoder_layers' should be a positive integer, but is 0"),
         ("audio_config", dict(num_mel_bins=None), "'num_mel_bins' should be a positive integer, but is None"),
     ],

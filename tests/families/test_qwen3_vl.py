@@ -1,4 +1,6 @@
-"""Qwen 3 VL: the tower computes what transformers' does, the text model is Qwen 3's, and experts are read in every spelling."""
+"""Qwen 3 VL: the tower computes what transformers' does, the text model is Qwen 3's, and experts are read in every
+spelling.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ HF = "model.language_model.layers.0.mlp.experts."
 
 
 @pytest.fixture(scope="module", params=CLASSES)
-def both(generated: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[torch.nn.Module, Arrays]:
+def both(
+    generated: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[torch.nn.Module, Arrays]:
     """transformers' model, and the converted arrays, in float32, of the files' bfloat16."""
     folder = generated / "models" / request.param
-    model = getattr(transformers, CLASSES[request.param]).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = getattr(transformers, CLASSES[request.param]).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     return model.model, converted(folder, tmp_path_factory.mktemp("all"), *UNSCANNED, *TOWER, *FLOAT32)
 
 
@@ -64,12 +70,21 @@ def load(generated: Path, model: str) -> tuple[dict, dict[str, np.ndarray], dict
 
 @pytest.mark.parametrize("model", CLASSES)
 def test_the_text_model_is_qwen_3s(generated: Path, tmp_path: Path, model: str) -> None:
-    """The same arrays as from its tensors alone, spelled as Qwen 3's or Qwen 3 MoE's, of which MaxText's own bits are known."""
+    """The same arrays as from its tensors alone, spelled as Qwen 3's or Qwen 3 MoE's, of which MaxText's own bits are
+    known.
+    """
     config, _, state = load(generated, model)
-    alone = config["text_config"] | {"model_type": "qwen3_moe" if "moe" in model else "qwen3", "tie_word_embeddings": config["tie_word_embeddings"]}
+    alone = config["text_config"] | {
+        "model_type": "qwen3_moe" if "moe" in model else "qwen3",
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
     if is_tied := config["tie_word_embeddings"]:
         del state["lm_head.weight"]
-    text = {name.replace("model.language_model.", "model."): values for name, values in state.items() if "visual" not in name}
+    text = {
+        name.replace("model.language_model.", "model."): values
+        for name, values in state.items()
+        if "visual" not in name
+    }
     wanted = converted(save(tmp_path / "alone", alone, unfuse(alone, text)), tmp_path / "wanted", *UNSCANNED)
     assert ("decoder.logits_dense.kernel" in wanted) != is_tied
     assert_same_bits(converted(generated / "models" / model, tmp_path / "made", *UNSCANNED), wanted)
@@ -85,7 +100,9 @@ def test_the_outer_flag_says_whether_the_head_is_tied(generated: Path) -> None:
 
 @pytest.mark.parametrize("embed_is_two_experts", [False, True])
 def test_experts_in_every_spelling(generated: Path, tmp_path: Path, embed_is_two_experts: bool) -> None:
-    """As the hub's files fuse them, as transformers v5 saves them, and one tensor each; also where a tensor alone would fit two ways."""
+    """As the hub's files fuse them, as transformers v5 saves them, and one tensor each; also where a tensor alone would
+    fit two ways.
+    """
     config, tensors, state = load(generated, "qwen3_vl_moe")
     fused = [f"{HF}gate_up_proj", f"{HF}down_proj"]
     assert_same_bits({name: tensors[name] for name in fused}, {name: state[name].swapaxes(1, 2) for name in fused})
@@ -98,7 +115,10 @@ def test_experts_in_every_spelling(generated: Path, tmp_path: Path, embed_is_two
             state[name], tensors[name] = values, np.ascontiguousarray(values.swapaxes(1, 2))
     spellings = {"hub": tensors, "v5": state, "apart": unfuse({"model_type": "qwen3_vl_moe"}, state)}
     assert f"{HF}4.up_proj.weight" in spellings["apart"]
-    made = {name: converted(save(tmp_path / name, config, spelled), tmp_path / f"from_{name}", *UNSCANNED) for name, spelled in spellings.items()}
+    made = {
+        name: converted(save(tmp_path / name, config, spelled), tmp_path / f"from_{name}", *UNSCANNED)
+        for name, spelled in spellings.items()
+    }
     for arrays in made.values():
         assert_same_bits(arrays, made["hub"])
     gate, up = np.split(state[f"{HF}gate_up_proj"].swapaxes(1, 2), 2, axis=-1)
@@ -106,7 +126,9 @@ def test_experts_in_every_spelling(generated: Path, tmp_path: Path, embed_is_two
     assert_same_bits({name: made["v5"][f"decoder.layers_0.moe_block.{name}"] for name in wanted}, wanted)
 
 
-def test_experts_of_neither_shape_are_refused(generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_of_neither_shape_are_refused(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One tensor transposed and the other not is no spelling."""
     config, tensors, state = load(generated, "qwen3_vl_moe")
     folder = save(tmp_path / "in", config, tensors | {f"{HF}down_proj": state[f"{HF}down_proj"]})
@@ -138,9 +160,18 @@ def test_scanned_is_refused(generated: Path, capsys: pytest.CaptureFixture[str])
         (dict(text_config=dict(mlp_only_layers=[0])), "mixes dense and MoE layers"),
         (dict(text_config=dict(decoder_sparse_step=2)), "mixes dense and MoE layers"),
         (dict(text_config=dict(num_local_experts=0)), "config.json has no 'num_experts'"),
-        (dict(text_config=dict(moe_intermediate_size="48")), "'moe_intermediate_size' should be a positive integer, but is '48'"),
-        (dict(vision_config=dict(deepstack_visual_indexes=None)), "'deepstack_visual_indexes' should be a list of the tower's layers, but is None"),
-        (dict(vision_config=dict(deepstack_visual_indexes=[0, 3])), "'deepstack_visual_indexes' should be a list of the tower's layers, but is [0, 3]"),
+        (
+            dict(text_config=dict(moe_intermediate_size="48")),
+            "'moe_intermediate_size' should be a positive integer, but is '48'",
+        ),
+        (
+            dict(vision_config=dict(deepstack_visual_indexes=None)),
+            "'deepstack_visual_indexes' should be a list of the tower's layers, but is None",
+        ),
+        (
+            dict(vision_config=dict(deepstack_visual_indexes=[0, 3])),
+            "'deepstack_visual_indexes' should be a list of the tower's layers, but is [0, 3]",
+        ),
         (dict(vision_config=dict(patch_size=[4, 4])), "'patch_size' should be a positive integer, but is [4, 4]"),
         (dict(vision_config=dict(depth=True)), "'depth' should be a positive integer, but is True"),
     ],

@@ -1,4 +1,6 @@
-"""bitsandbytes' 4 and 8 bits, against formulas in plain Python for boxes that cut bytes and blocks anywhere, and against bitsandbytes itself."""
+"""bitsandbytes' 4 and 8 bits, against formulas in plain Python for boxes that cut bytes and blocks anywhere, and
+against bitsandbytes itself.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,20 @@ def state(shape: tuple[int, ...], block: int, kind: str = "nf4", **nested: Any) 
     return np.frombuffer(text.encode(), np.uint8)
 
 
-def magnitudes(rng: np.random.Generator, blocks: int, nested: int | None) -> tuple[dict[str, np.ndarray], dict[str, Any], np.ndarray]:
-    """Tensors, fields of the JSON, and what they mean: one magnitude for each block, quantised in blocks of `nested`, or not."""
+def magnitudes(
+    rng: np.random.Generator, blocks: int, nested: int | None
+) -> tuple[dict[str, np.ndarray], dict[str, Any], np.ndarray]:
+    """Tensors, fields of the JSON, and what they mean: one magnitude for each block, quantised in blocks of `nested`,
+    or not.
+    """
     if nested is None:
         plain = rng.uniform(0.01, 2, blocks).astype(np.float32)
         return {"x.weight.absmax": plain}, {}, plain
     codes, meanings = rng.integers(0, 256, blocks).astype(np.uint8), rng.uniform(-1, 1, 256).astype(np.float32)
     scale, offset = rng.uniform(0.01, 2, -(-blocks // nested)).astype(np.float32), 0.3
-    meant = np.array([meanings[code] * scale[block // nested] + np.float32(offset) for block, code in enumerate(codes)], np.float32)
+    meant = np.array(
+        [meanings[code] * scale[block // nested] + np.float32(offset) for block, code in enumerate(codes)], np.float32
+    )
     tensors = {"x.weight.absmax": codes, "x.weight.nested_absmax": scale, "x.weight.nested_quant_map": meanings}
     return tensors, {"nested_blocksize": nested, "nested_dtype": "float32", "nested_offset": offset}, meant
 
@@ -61,7 +69,9 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=250, deadline=None)
 @given(case=cases())
 def test_four_bits(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any]) -> None:
-    """Any box is the slice of `meanings[code] · magnitude`, whatever the rank, the dtype that the bytes hide in, and the magnitudes' own quantisation."""
+    """Any box is the slice of `meanings[code] · magnitude`, whatever the rank, the dtype that the bytes hide in, and
+    the magnitudes' own quantisation.
+    """
     rng = np.random.default_rng(case["seed"])
     shape, block = case["shape"], case["block"]
     elements = math.prod(shape)
@@ -91,9 +101,13 @@ def test_eight_bits_equal_bitsandbytes(tmp_path: Path) -> None:
     """With the layout said and not said."""
     tensors = golden()["int8"]
     values = tensors.pop("values")
-    assert_decodes(encoding_of(tmp_path / "said", tensors, {"quant_method": "bitsandbytes"}), values, ((3, 11), (5, 68)))
+    assert_decodes(
+        encoding_of(tmp_path / "said", tensors, {"quant_method": "bitsandbytes"}), values, ((3, 11), (5, 68))
+    )
     del tensors["x.weight_format"]
-    assert_decodes(encoding_of(tmp_path / "silent", tensors, {"quant_method": "bitsandbytes"}), values, ((0, 19), (69, 70)))
+    assert_decodes(
+        encoding_of(tmp_path / "silent", tensors, {"quant_method": "bitsandbytes"}), values, ((0, 19), (69, 70))
+    )
 
 
 def test_every_code_of_eight_bits(tmp_path: Path) -> None:
@@ -115,7 +129,9 @@ def test_every_byte(tmp_path: Path) -> None:
         "x.weight.absmax": np.array([1, -2, 1e-38, 3e38, 0, 1e-45, 0.1, 7], np.float32),
         "x.weight.quant_state.bitsandbytes__nf4": state((512,), 64),
     }
-    wanted = np.array([meanings[code] for byte in range(256) for code in (byte >> 4, byte & 15)], np.float32) * np.repeat(tensors["x.weight.absmax"], 64)
+    wanted = np.array(
+        [meanings[code] for byte in range(256) for code in (byte >> 4, byte & 15)], np.float32
+    ) * np.repeat(tensors["x.weight.absmax"], 64)
     assert_decodes(encoding_of(tmp_path, tensors, SAID), wanted, ((63, 450),))
 
 
@@ -137,7 +153,9 @@ def test_a_box_reads_its_own_bytes_and_blocks_alone(tmp_path: Path) -> None:
         ("nested_absmax", ((1, 2),)),
     ]
     for box, wanted in ((((10, 20), (0, 128)), whole_rows), (((10, 12), (63, 67)), cut_rows)):
-        reads = [(read.tensor.name.removeprefix("x.weight").removeprefix("."), read.box) for read in encoding.reads(box)]
+        reads = [
+            (read.tensor.name.removeprefix("x.weight").removeprefix("."), read.box) for read in encoding.reads(box)
+        ]
         assert reads == [*maps, *wanted]
 
 
@@ -158,9 +176,15 @@ def int8() -> dict[str, np.ndarray]:
 STATE = "x.weight.quant_state.bitsandbytes__nf4"
 REFUSED: dict[str, tuple[dict[str, np.ndarray], str]] = {
     "no JSON": (nf4() | {STATE: np.zeros(9, np.uint8)}, "isn't JSON with a shape and a blocksize"),
-    "no shape": (nf4() | {STATE: np.frombuffer(b'{"blocksize": 64}', np.uint8)}, "isn't JSON with a shape and a blocksize"),
+    "no shape": (
+        nf4() | {STATE: np.frombuffer(b'{"blocksize": 64}', np.uint8)},
+        "isn't JSON with a shape and a blocksize",
+    ),
     "half a million brackets": (nf4() | {STATE: np.frombuffer(b"[" * 500_000, np.uint8)}, "500,000 bytes"),
-    "brackets that fit": (nf4() | {STATE: np.frombuffer(b"[" * 60_000, np.uint8)}, "isn't JSON with a shape and a blocksize"),
+    "brackets that fit": (
+        nf4() | {STATE: np.frombuffer(b"[" * 60_000, np.uint8)},
+        "isn't JSON with a shape and a blocksize",
+    ),
     "a block of no axis": (nf4() | {STATE: state((4, 64), 2**31)}, "an even blocksize"),
     "a shape of no tensor": (nf4() | {STATE: state((2**31, 64), 64)}, "expected quant_type nf4, a shape"),
     "an odd block": (nf4() | {STATE: state((4, 64), 63)}, "an even blocksize"),
@@ -169,15 +193,24 @@ REFUSED: dict[str, tuple[dict[str, np.ndarray], str]] = {
     "a row": (nf4() | {"x.weight": np.zeros((1, 128), np.uint8)}, "should be a column of 128 bytes"),
     "other blocks": (nf4() | {STATE: state((4, 64), 32)}, "needs 8 magnitudes"),
     "too few meanings": (nf4() | {"x.weight.quant_map": np.zeros(8, np.float32)}, "16 meanings"),
-    "magnitudes that are codes of nothing": (nf4() | {"x.weight.absmax": np.ones(4, np.uint8)}, "is uint8; in 8 bits it needs nested_absmax"),
-    "no magnitudes": ({name: values for name, values in nf4().items() if name != "x.weight.absmax"}, "x.weight.absmax is missing"),
+    "magnitudes that are codes of nothing": (
+        nf4() | {"x.weight.absmax": np.ones(4, np.uint8)},
+        "is uint8; in 8 bits it needs nested_absmax",
+    ),
+    "no magnitudes": (
+        {name: values for name, values in nf4().items() if name != "x.weight.absmax"},
+        "x.weight.absmax is missing",
+    ),
     "8 bits laid out for Turing": (int8() | {"x.weight_format": np.array(2, np.uint8)}, "laid out as col_turing"),
     "8 bits with other magnitudes": (int8() | {"x.SCB": np.ones(8, np.float32)}, "a magnitude for each row"),
     "8 bits with magnitudes of float16": (int8() | {"x.SCB": np.ones(4, np.float16)}, "x.SCB is float16"),
 }
 
 
-@pytest.mark.parametrize(("fields", "message"), [({"nested_offset": 1e300}, "nested_offset 1e+300"), ({"nested_blocksize": 2**63}, "nested_blocksize")])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"nested_offset": 1e300}, "nested_offset 1e+300"), ({"nested_blocksize": 2**63}, "nested_blocksize")],
+)
 def test_nested_fields_that_make_no_sense(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     tensors, nested, _ = magnitudes(np.random.default_rng(0), 4, 256)
     assert message in message_of(tmp_path, nf4() | tensors | {STATE: state((4, 64), 64, **nested | fields)}, SAID)

@@ -1,4 +1,6 @@
-"""Releases that are made to take a planner's time or memory: planned or refused, within the bounds that docs/promises.md names."""
+"""Releases that are made to take a planner's time or memory: planned or refused, within the bounds that
+docs/promises.md names.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from measured import runner
 
 from weightbeam.model_mappings.audit import _apart
 
-SECONDS, MEGABYTES, CHARACTERS = 20, 1024, 400_000  # of the processor's time; on a machine with nothing else to do that is about the time
+# of the processor's time; on a machine with nothing else to do that is about the time
+SECONDS, MEGABYTES, CHARACTERS = 20, 1024, 400_000
 
 
 Run = Callable[[Sequence[object], Path], dict[str, Any]]
@@ -42,7 +45,9 @@ def check(run: Run, folder: Path, command: str, *options: str) -> dict[str, Any]
 MANY = ("240,000", "450,000", "million", "1.7 TiB")  # these take seconds to tens of them
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * any(size in name for size in MANY)) for name in FOLDERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * any(size in name for size in MANY)) for name in FOLDERS]
+)
 def test_bombs_are_planned_or_refused_in_time(name: str, tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "hf"
     FOLDERS[name](folder)
@@ -52,7 +57,12 @@ def test_bombs_are_planned_or_refused_in_time(name: str, tmp_path: Path, run: Ru
     shutil.rmtree(folder)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
 @given(releases())
 def test_any_bomb(run: Run, tmp_path: Path, made: tuple[dict[str, Any], dict[str, Any], int]) -> None:
     """Sizes of any order of magnitude, tensors that fit them or don't."""

@@ -1,4 +1,6 @@
-"""E2M1 codes, two in a byte: MXFP4 and NVFP4 as each writer has them, against the formula and against the writers' libraries."""
+"""E2M1 codes, two in a byte: MXFP4 and NVFP4 as each writer has them, against the formula and against the writers'
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,14 @@ def mxfp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def test_the_values_of_all_codes() -> None:
-    """As the specification lists them, so that the formula of this file is right (OCP Microscaling Formats 1.0, table 5)."""
+    """As the specification lists them, so that the formula of this file is right (OCP Microscaling Formats 1.0, table
+    5).
+    """
     wanted = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], F32)
     assert_bits(e2m1(np.arange(16)), wanted)
 
 
-# --- every byte with every scale ----------------------------------------------------------------------------------------------
+# --- every byte with every scale --------------------------------------------------------------------------------------
 
 
 def all_bytes(scales: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,7 +71,9 @@ def all_bytes(scales: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 def test_mxfp4_every_byte_with_every_exponent(tmp_path: Path, dtype: Any) -> None:
-    """65,280 pairs, to the bit: signed zeros, subnormals. Nothing is rounded in bfloat16 either, but what is too large is infinite."""
+    """65,280 pairs, to the bit: signed zeros, subnormals. Nothing is rounded in bfloat16 either, but what is too large
+    is infinite.
+    """
     packed, scale = all_bytes(np.arange(255, dtype=np.uint8), 32)
     encoding = only(source_of(tmp_path, {"x.weight_packed": packed, "x.weight_scale": scale}, CT_MXFP4))
     with np.errstate(over="ignore"):
@@ -80,7 +86,9 @@ def test_mxfp4_every_byte_with_every_exponent(tmp_path: Path, dtype: Any) -> Non
 @pytest.mark.parametrize("divides", [True, False], ids=["compressed-tensors", "ModelOpt"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 def test_nvfp4_every_byte_with_every_scale(tmp_path: Path, dtype: Any, divides: bool) -> None:
-    """All bytes with all 254 E4M3 scales that are numbers: E2M1 · (scale / global), and E2M1 · (scale · scale_2), in float32."""
+    """All bytes with all 254 E4M3 scales that are numbers: E2M1 · (scale / global), and E2M1 · (scale · scale_2), in
+    float32.
+    """
     scales = np.setdiff1d(np.arange(256), [0x7F, 0xFF]).astype(np.uint8)
     packed, scale = all_bytes(scales, 16)
     scale, second = scale.view(E4M3), np.array([2688 / 3.7], F32)
@@ -98,7 +106,9 @@ def test_nvfp4_every_byte_with_every_scale(tmp_path: Path, dtype: Any, divides: 
 
 
 def test_the_two_nvfp4_agree(tmp_path: Path) -> None:
-    """One weight as both write it, the second scale a power of two: the same bits. Mixed up they would differ by its square."""
+    """One weight as both write it, the second scale a power of two: the same bits. Mixed up they would differ by its
+    square.
+    """
     packed, scale = codes((64, 48)), np.random.default_rng(0).uniform(1, 448, (64, 6)).astype(E4M3)
     theirs = {"x.weight_packed": packed, "x.weight_scale": scale, "x.weight_global_scale": np.array([512], F32)}
     nvidia = {"x.weight": packed, "x.weight_scale": scale, "x.weight_scale_2": np.array(1 / 512, F32)}
@@ -107,7 +117,7 @@ def test_the_two_nvfp4_agree(tmp_path: Path) -> None:
     assert np.abs(divided).max() <= 6 * 448 / 512
 
 
-# --- layouts ------------------------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 def nvfp4(packed: np.ndarray, scale: np.ndarray, second: np.ndarray | float, divide: bool) -> np.ndarray:
@@ -117,7 +127,11 @@ def nvfp4(packed: np.ndarray, scale: np.ndarray, second: np.ndarray | float, div
 
 def random_scale(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     rng = np.random.default_rng(1)
-    return rng.integers(100, 140, shape, np.uint8).view(dtype) if np.dtype(dtype).name != "float8_e4m3fn" else rng.uniform(-9, 448, shape).astype(dtype)
+    return (
+        rng.integers(100, 140, shape, np.uint8).view(dtype)
+        if np.dtype(dtype).name != "float8_e4m3fn"
+        else rng.uniform(-9, 448, shape).astype(dtype)
+    )
 
 
 def build(folder: Path, name: str) -> tuple[Source, np.ndarray]:
@@ -131,11 +145,19 @@ def build(folder: Path, name: str) -> tuple[Source, np.ndarray]:
         return source_of(folder, {"x.w1.weight": packed, "x.w1.scale": scale}, DEEPSEEK_V4), mxfp4(packed, scale)
     if name == "NVFP4, ModelOpt, fused":  # (experts, pairs of inputs, outputs)
         packed, scale, second = codes((3, 72, 129)), random_scale((3, 9, 129), E4M3), np.array(77.7, F32)
-        tensors = {"x.experts.down_proj": packed, "x.experts.down_proj_weight_scale": scale, "x.experts.down_proj_weight_scale_2": second}
+        tensors = {
+            "x.experts.down_proj": packed,
+            "x.experts.down_proj_weight_scale": scale,
+            "x.experts.down_proj_weight_scale_2": second,
+        }
         wanted = nvfp4(np.ascontiguousarray(packed.transpose(0, 2, 1)), scale.transpose(0, 2, 1), second, divide=False)
         return source_of(folder, tensors, MODELOPT), wanted.transpose(0, 2, 1)
     if name.startswith("MXFP4"):
-        shape, dtype = {"MXFP4": ((129, 288), np.uint8), "MXFP4, E8M0": ((1, 16), E8M0), "MXFP4, experts": ((3, 127, 64), np.uint8)}[name]
+        shape, dtype = {
+            "MXFP4": ((129, 288), np.uint8),
+            "MXFP4, E8M0": ((1, 16), E8M0),
+            "MXFP4, experts": ((3, 127, 64), np.uint8),
+        }[name]
         packed, scale = codes(shape), random_scale((*shape[:-1], shape[-1] // 16), dtype)
         return source_of(folder, {"x.weight_packed": packed, "x.weight_scale": scale}, CT_MXFP4), mxfp4(packed, scale)
     divide = "ModelOpt" not in name
@@ -144,7 +166,9 @@ def build(folder: Path, name: str) -> tuple[Source, np.ndarray]:
     second = np.array([700, 300, 5], F32) if "experts" in name else np.array(77.7, F32)
     stem = "x.weight_packed" if divide else "x.weight"
     tensors = {stem: packed, "x.weight_scale": scale, "x.weight_global_scale" if divide else "x.weight_scale_2": second}
-    return source_of(folder, tensors, CT_NVFP4 if divide else MODELOPT), nvfp4(packed, scale, second.reshape((-1, 1, 1)[-packed.ndim :]), divide)
+    return source_of(folder, tensors, CT_NVFP4 if divide else MODELOPT), nvfp4(
+        packed, scale, second.reshape((-1, 1, 1)[-packed.ndim :]), divide
+    )
 
 
 LAYOUTS = [
@@ -174,7 +198,11 @@ def test_layouts(tmp_path: Path, name: str) -> None:
     assert_bits(decode(encoding, dtype=BF16), wanted.astype(BF16))
     assert pickle.loads(pickle.dumps(encoding)) == encoding
     assert [*source.encodings] == [
-        {"gpt-oss": "x.experts.up_proj", "DeepSeek-V4": "x.w1.weight", "NVFP4, ModelOpt, fused": "x.experts.down_proj"}.get(name, "x.weight")
+        {
+            "gpt-oss": "x.experts.up_proj",
+            "DeepSeek-V4": "x.w1.weight",
+            "NVFP4, ModelOpt, fused": "x.experts.down_proj",
+        }.get(name, "x.weight")
     ]
     assert encoding.order == ((0, 2, 1) if name == "gpt-oss" else tuple(range(wanted.ndim)))
 
@@ -182,7 +210,9 @@ def test_layouts(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from([F32, BF16]))
-def test_a_box_is_the_slice_of_the_whole(tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject, dtype: Any) -> None:
+def test_a_box_is_the_slice_of_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject, dtype: Any
+) -> None:
     """Wherever a box cuts through groups and bytes."""
     encoding = encoding_of(tmp_path_factory.mktemp("box"), name)
     assert_boxes_are_slices(encoding, data.draw(st.lists(boxes(encoding.shape), min_size=1, max_size=4)), dtype)
@@ -202,10 +232,15 @@ def test_values_are_laid_out_as_stored(tmp_path: Path) -> None:
     assert values.transpose(0, 2, 1).flags.c_contiguous
 
 
-@pytest.mark.parametrize(("name", "place"), [("MXFP4", "x.weight_scale"), ("gpt-oss", "x.experts.up_proj_scales"), ("DeepSeek-V4", "x.w1.scale")])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("MXFP4", "x.weight_scale"), ("gpt-oss", "x.experts.up_proj_scales"), ("DeepSeek-V4", "x.w1.scale")],
+)
 def test_exponent_255_is_refused(tmp_path: Path, name: str, place: str) -> None:
     """It is E8M0's NaN."""
-    packed = codes((2, 2, 2, 16) if name == "gpt-oss" else (2, 32), dtype=np.int8 if name == "DeepSeek-V4" else np.uint8)
+    packed = codes(
+        (2, 2, 2, 16) if name == "gpt-oss" else (2, 32), dtype=np.int8 if name == "DeepSeek-V4" else np.uint8
+    )
     scale = np.full((2, 2, 2) if name == "gpt-oss" else (2, 2), 255, np.uint8)
     stem = {"MXFP4": "x.weight_packed", "gpt-oss": "x.experts.up_proj_blocks", "DeepSeek-V4": "x.w1.weight"}[name]
     encoding = only(source_of(tmp_path, {stem: packed, place: scale.view(E8M0) if name == "DeepSeek-V4" else scale}))
@@ -222,9 +257,15 @@ def test_exponent_255_is_refused(tmp_path: Path, name: str, place: str) -> None:
         ((3, 8, 5), (3, 1, 5), (3,), "one number"),
     ],
 )
-def test_fused_experts_that_do_not_fit(tmp_path: Path, codes_shape: tuple[int, ...], scale: tuple[int, ...], second: tuple[int, ...], message: str) -> None:
+def test_fused_experts_that_do_not_fit(
+    tmp_path: Path, codes_shape: tuple[int, ...], scale: tuple[int, ...], second: tuple[int, ...], message: str
+) -> None:
     """Other axes than ModelOpt's, or groups that aren't whole."""
-    tensors = {"x.up": codes(codes_shape), "x.up_weight_scale": np.ones(scale, E4M3), "x.up_weight_scale_2": np.ones(second, F32)}
+    tensors = {
+        "x.up": codes(codes_shape),
+        "x.up_weight_scale": np.ones(scale, E4M3),
+        "x.up_weight_scale_2": np.ones(second, F32),
+    }
     source = source_of(tmp_path, tensors, MODELOPT)
     assert [problem.subject for problem in source.problems] == ["x.up"]
     assert message in source.problems[0].message
@@ -233,12 +274,16 @@ def test_fused_experts_that_do_not_fit(tmp_path: Path, codes_shape: tuple[int, .
 @pytest.mark.parametrize("second", [0.0, np.nan, np.inf])
 def test_a_second_scale_that_is_no_number(tmp_path: Path, second: float) -> None:
     """Also one of 0, by which nothing can be divided."""
-    tensors = {"x.weight_packed": codes((2, 16)), "x.weight_scale": np.ones((2, 2), E4M3), "x.weight_global_scale": np.array([second], F32)}
+    tensors = {
+        "x.weight_packed": codes((2, 16)),
+        "x.weight_scale": np.ones((2, 2), E4M3),
+        "x.weight_global_scale": np.array([second], F32),
+    }
     with pytest.raises(ScaleError, match="weight_global_scale"):
         decode(only(source_of(tmp_path, tensors)))
 
 
-# --- other people's libraries -------------------------------------------------------------------------------------------------
+# --- other people's libraries -----------------------------------------------------------------------------------------
 
 
 def to_torch(array: np.ndarray) -> Any:
@@ -248,22 +293,30 @@ def to_torch(array: np.ndarray) -> Any:
 def from_torch(tensor: Any) -> np.ndarray:
     """A torch bfloat16 or float32 tensor with the same bits."""
     torch = pytest.importorskip("torch")
-    return tensor.contiguous().view(torch.uint16).numpy().view(BF16) if tensor.dtype == torch.bfloat16 else tensor.contiguous().numpy()
+    return (
+        tensor.contiguous().view(torch.uint16).numpy().view(BF16)
+        if tensor.dtype == torch.bfloat16
+        else tensor.contiguous().numpy()
+    )
 
 
 @pytest.mark.parametrize("kind", ["mxfp4-pack-quantized", "nvfp4-pack-quantized"])
 def test_what_compressed_tensors_writes(tmp_path: Path, kind: str) -> None:
     """A file of its compressor, and what its decompressor makes of it.
 
-    MXFP4 is exact in its bfloat16: the same bits. For NVFP4 it divides and multiplies in float32 (the global scale's dtype) and
-    rounds to bfloat16 once, as we do: the same bits.
+    MXFP4 is exact in its bfloat16: the same bits. For NVFP4 it divides and multiplies in float32 (the global scale's
+    dtype) and rounds to bfloat16 once, as we do: the same bits.
     """
     torch = pytest.importorskip("torch")
     base = pytest.importorskip("compressed_tensors.compressors.base")
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
     mx, random = kind.startswith("mx"), torch.Generator().manual_seed(0)
-    arguments = dict(strategy="group", group_size=32, scale_dtype=torch.uint8) if mx else dict(strategy="tensor_group", group_size=16)
+    arguments = (
+        dict(strategy="group", group_size=32, scale_dtype=torch.uint8)
+        if mx
+        else dict(strategy="tensor_group", group_size=16)
+    )
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(num_bits=4, type="float", **arguments))
     state = {"weight": torch.randn(96, 160, generator=random)}
     if mx:
@@ -276,13 +329,20 @@ def test_what_compressed_tensors_writes(tmp_path: Path, kind: str) -> None:
     wanted = compressor.decompress(stored, scheme)["weight"]
     assert wanted.dtype == torch.bfloat16
 
-    tensors = {f"x.{key}": v.view(torch.uint8).numpy().view(E4M3) if v.dtype == torch.float8_e4m3fn else v.numpy() for key, v in stored.items()}
-    said = QuantizationConfig(config_groups={"group_0": scheme}, format=kind, quantization_status="compressed").to_dict()
+    tensors = {
+        f"x.{key}": v.view(torch.uint8).numpy().view(E4M3) if v.dtype == torch.float8_e4m3fn else v.numpy()
+        for key, v in stored.items()
+    }
+    said = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=kind, quantization_status="compressed"
+    ).to_dict()
     assert_bits(decode(only(source_of(tmp_path, tensors, said)), dtype=BF16), from_torch(wanted))
 
 
 def test_gpt_oss_equals_transformers(tmp_path: Path) -> None:
-    """The same bits as `convert_moe_packed_tensors`, which multiplies by powers of two in bfloat16 and transposes, -0 and all."""
+    """The same bits as `convert_moe_packed_tensors`, which multiplies by powers of two in bfloat16 and transposes, -0
+    and all.
+    """
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks, scale = codes((4, 96, 6, 16)), random_scale((4, 96, 6), np.uint8)
     wanted = mxfp4.convert_moe_packed_tensors(to_torch(blocks), to_torch(scale))
@@ -295,7 +355,9 @@ def test_deepseek_v4_equals_transformers(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     packed, scale = codes((64, 96), dtype=np.int8), random_scale((64, 6), E8M0)
-    wanted = fp8.Fp8Dequantize(None)._dequantize_one(to_torch(packed), to_torch(scale.view(np.uint8)).view(torch.float8_e8m0fnu), torch.float32)
+    wanted = fp8.Fp8Dequantize(None)._dequantize_one(
+        to_torch(packed), to_torch(scale.view(np.uint8)).view(torch.float8_e8m0fnu), torch.float32
+    )
     encoding = only(source_of(tmp_path, {"x.w1.weight": packed, "x.w1.scale": scale}, DEEPSEEK_V4))
     assert_bits(decode(encoding), from_torch(wanted))
     assert_bits(decode(encoding, dtype=BF16), from_torch(wanted.to(torch.bfloat16)))

@@ -1,4 +1,6 @@
-"""One-byte codes with scales: every format of FP8, MXFP8 and int8, against formulas written out here and against its writers' libraries."""
+"""One-byte codes with scales: every format of FP8, MXFP8 and int8, against formulas written out here and against its
+writers' libraries.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def modelopt(algorithm: str) -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": algorithm}
 
 
-# --- what a code means --------------------------------------------------------------------------------------------------------
+# --- what a code means ------------------------------------------------------------------------------------------------
 
 
 def meaning(code: int, exponent_bits: int, bias: int, special: str) -> float:
@@ -55,12 +57,16 @@ def meaning(code: int, exponent_bits: int, bias: int, special: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "exponent_bits", "bias", "special"), [(E4M3, 4, 7, "fn"), (E5M2, 5, 15, "ieee"), (E4M3_FNUZ, 4, 8, "fnuz"), (E5M2_FNUZ, 5, 16, "fnuz")]
+    ("dtype", "exponent_bits", "bias", "special"),
+    [(E4M3, 4, 7, "fn"), (E5M2, 5, 15, "ieee"), (E4M3_FNUZ, 4, 8, "fnuz"), (E5M2_FNUZ, 5, 16, "fnuz")],
 )
 def test_every_code(tmp_path: Path, dtype: Any, exponent_bits: int, bias: int, special: str) -> None:
     """All 256 of each 8-bit float. The same bits are half as much in AMD's FNUZ as in FN, and are read so."""
     tensors = {"x.weight": codes((2, 128), dtype=dtype), "x.weight_scale": np.array([1, -2], F32)[:, None]}
-    wanted = np.array([meaning(code, exponent_bits, bias, special) for code in range(256)], F32).reshape(2, 128) * tensors["x.weight_scale"]
+    wanted = (
+        np.array([meaning(code, exponent_bits, bias, special) for code in range(256)], F32).reshape(2, 128)
+        * tensors["x.weight_scale"]
+    )
     assert_bits(decode(only(source_of(tmp_path, tensors))), wanted)
 
 
@@ -72,9 +78,14 @@ def exponent(byte: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stored", [np.uint8, E8M0], ids=["U8", "F8_E8M0"])
 def test_every_code_with_every_exponent(tmp_path: Path, stored: Any, dtype: Any) -> None:
-    """256 codes times 255 exponents, subnormal and huge ones too. In bfloat16 a product is exact, unless it is too small or too large for it."""
+    """256 codes times 255 exponents, subnormal and huge ones too. In bfloat16 a product is exact, unless it is too
+    small or too large for it.
+    """
     exponents = np.repeat(np.arange(255, dtype=np.uint8)[:, None], 8, 1)
-    tensors = {"x.weight": np.tile(np.arange(256, dtype=np.uint8), (255, 1)).view(E4M3), "x.weight_scale": exponents.view(stored)}
+    tensors = {
+        "x.weight": np.tile(np.arange(256, dtype=np.uint8), (255, 1)).view(E4M3),
+        "x.weight_scale": exponents.view(stored),
+    }
     exact = np.array([meaning(code, 4, 7, "fn") for code in range(256)]) * exponent(exponents[:, :1])
     values = decode(only(source_of(tmp_path, tensors, MXFP8)), dtype=dtype)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -83,7 +94,7 @@ def test_every_code_with_every_exponent(tmp_path: Path, stored: Any, dtype: Any)
     np.testing.assert_array_equal(values.astype(np.float64)[normal], exact[normal])
 
 
-# --- where scales lie ---------------------------------------------------------------------------------------------------------
+# --- where scales lie -------------------------------------------------------------------------------------------------
 
 
 def ceil(n: int, size: int) -> int:
@@ -97,10 +108,15 @@ def in_blocks(rows: int, columns: int) -> Callable[..., tuple[np.ndarray, ...]]:
 
 def config_of(weights: Mapping[str, Any], kind: str = "float-quantized") -> dict[str, Any]:
     """`quantization_config` as compressed-tensors writes it."""
-    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": {"targets": ["Linear"], "weights": dict(weights)}}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": dict(weights)}},
+    }
 
 
-# name: (codes' dtype, shape, scale's suffix, its shape, quantization_config, index of an element's scale, part of the label)
+# name: (codes' dtype, shape, scale's suffix, its shape, quantization_config, index of an element's scale, part of the
+# label)
 Layout = tuple[Any, tuple[int, ...], str, tuple[int, ...], dict[str, Any], Callable[..., Any], str]
 LAYOUTS: dict[str, Layout] = {
     "128 x 128": (E4M3, (576, 129), "_scale_inv", (5, 2), BLOCKS_128, in_blocks(128, 128), "FP8 in blocks of 128 × 128"),
@@ -139,13 +155,18 @@ LAYOUTS: dict[str, Layout] = {
 def make(folder: Path, name: str, scale_dtype: Any = F32, seed: int = 0) -> tuple[Any, np.ndarray]:
     """An encoding of this layout, and the values in float32 by the formula."""
     dtype, shape, suffix, scale_shape, config, index, label = LAYOUTS[name]
-    scale = np.exp2(np.random.default_rng(seed).integers(-9, 3, scale_shape)) if scale_dtype in (E8M0, np.uint8) else None
+    scale = (
+        np.exp2(np.random.default_rng(seed).integers(-9, 3, scale_shape)) if scale_dtype in (E8M0, np.uint8) else None
+    )
     scale = np.random.default_rng(seed).uniform(1e-4, 2e-2, scale_shape).astype(F32) if scale is None else scale
     stored = scale.astype(E8M0 if scale_dtype == np.uint8 else scale_dtype)
     weight = codes(shape, seed, dtype)
     fused = len(shape) == 3
     stem = "x.experts.up_proj" if fused else "x" if suffix == ".scale" else "x.weight"
-    tensors = {stem if fused else "x.weight": weight, stem + suffix: np.asarray(stored).view(scale_dtype).reshape(scale_shape)}
+    tensors = {
+        stem if fused else "x.weight": weight,
+        stem + suffix: np.asarray(stored).view(scale_dtype).reshape(scale_shape),
+    }
     if scale_dtype == np.uint8:
         config = config | {"scale_fmt": "ue8m0"}
     encoding = only(source_of(folder, tensors, config))
@@ -164,7 +185,9 @@ def test_layouts(tmp_path: Path, name: str) -> None:
     assert pickle.loads(pickle.dumps(encoding)) == encoding
 
 
-@pytest.mark.parametrize("scale_dtype", [F32, BF16, F16, E8M0, np.uint8], ids=["float32", "bfloat16", "float16", "e8m0", "uint8"])
+@pytest.mark.parametrize(
+    "scale_dtype", [F32, BF16, F16, E8M0, np.uint8], ids=["float32", "bfloat16", "float16", "e8m0", "uint8"]
+)
 @pytest.mark.parametrize("name", ["128 x 128", "blocks, DeepSeek-V4", "a scale for each row", "groups"])
 def test_dtypes_of_scales(tmp_path: Path, name: str, scale_dtype: Any) -> None:
     """Each is widened to float32 before it is multiplied; bytes are exponents where the config says `ue8m0`."""
@@ -175,7 +198,9 @@ def test_dtypes_of_scales(tmp_path: Path, name: str, scale_dtype: Any) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from([F32, BF16]))
-def test_a_box_is_the_slice_of_the_whole(tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject, dtype: Any) -> None:
+def test_a_box_is_the_slice_of_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject, dtype: Any
+) -> None:
     """Wherever a box cuts through blocks."""
     encoding, _ = make(tmp_path_factory.mktemp("box"), name)
     assert_boxes_are_slices(encoding, data.draw(st.lists(boxes(encoding.shape), min_size=1, max_size=4)), dtype)
@@ -184,7 +209,11 @@ def test_a_box_is_the_slice_of_the_whole(tmp_path_factory: pytest.TempPathFactor
 def test_int8_with_zeros(tmp_path: Path) -> None:
     """(code - zero) · scale, the difference exact."""
     rng = np.random.default_rng(0)
-    weight, zero, scale = rng.integers(-128, 128, (65, 96), np.int8), rng.integers(-128, 128, (65, 3), np.int8), rng.uniform(0.01, 1, (65, 3)).astype(F32)
+    weight, zero, scale = (
+        rng.integers(-128, 128, (65, 96), np.int8),
+        rng.integers(-128, 128, (65, 3), np.int8),
+        rng.uniform(0.01, 1, (65, 3)).astype(F32),
+    )
     tensors = {"x.weight": weight, "x.weight_scale": scale, "x.weight_zero_point": zero}
     encoding = only(source_of(tmp_path, tensors, config_of({"symmetric": False}, "int-quantized")))
     wanted = (weight.astype(F32) - np.repeat(zero, 32, 1).astype(F32)) * np.repeat(scale, 32, 1)
@@ -192,7 +221,9 @@ def test_int8_with_zeros(tmp_path: Path) -> None:
     assert_boxes_are_slices(encoding, [((3, 60), (5, 90)), ((64, 65), (95, 96))], BF16)
 
 
-@pytest.mark.parametrize("name", ["128 x 128", "blocks of a fused tensor", "groups", "a scale for each row", "blocks, ModelOpt"])
+@pytest.mark.parametrize(
+    "name", ["128 x 128", "blocks of a fused tensor", "groups", "a scale for each row", "blocks, ModelOpt"]
+)
 def test_a_box_reads_what_it_needs_alone(tmp_path: Path, name: str) -> None:
     """One element is one code and one scale."""
     encoding, _ = make(tmp_path, name)
@@ -200,7 +231,9 @@ def test_a_box_reads_what_it_needs_alone(tmp_path: Path, name: str) -> None:
     assert (weight.nbytes, scale.nbytes) == (1, 4)
 
 
-@pytest.mark.parametrize(("stored", "bad"), [(F32, np.nan), (F32, np.inf), (BF16, -np.inf), (np.uint8, 255), (E8M0, np.nan)])
+@pytest.mark.parametrize(
+    ("stored", "bad"), [(F32, np.nan), (F32, np.inf), (BF16, -np.inf), (np.uint8, 255), (E8M0, np.nan)]
+)
 def test_a_scale_that_is_no_number(tmp_path: Path, stored: Any, bad: float) -> None:
     """It is refused by its name when it is met: exponent 255 is E8M0's NaN. Elsewhere the tensor can be read."""
     scale = np.ones((2, 2), stored)
@@ -267,18 +300,33 @@ def test_a_scale_of_zero(tmp_path: Path) -> None:
         assert_bits(decode(only(source_of(tmp_path, tensors, CT))), tensors["x.weight"].astype(F32) * F32(0))
 
 
-# --- other people's libraries -------------------------------------------------------------------------------------------------
+# --- other people's libraries -----------------------------------------------------------------------------------------
 
 # name: (format, arguments of the weights, shape of the scales, their dtype)
 WRITTEN = {
     "tensor": ("float-quantized", {"type": "float", "strategy": "tensor"}, (1,), "bfloat16"),
     "channel": ("naive-quantized", {"type": "float", "strategy": "channel"}, (160, 1), "bfloat16"),
     "group": ("float-quantized", {"type": "float", "strategy": "group", "group_size": 32}, (160, 6), "float32"),
-    "block": ("float-quantized", {"type": "float", "strategy": "block", "block_structure": [128, 128]}, (2, 2), "float32"),
+    "block": (
+        "float-quantized",
+        {"type": "float", "strategy": "block", "block_structure": [128, 128]},
+        (2, 2),
+        "float32",
+    ),
     "int8 channel": ("int-quantized", {"type": "int", "strategy": "channel"}, (160, 1), "float32"),
     "int8 channel, bfloat16": ("int-quantized", {"type": "int", "strategy": "channel"}, (160, 1), "bfloat16"),
-    "int8 asymmetric": ("int-quantized", {"type": "int", "strategy": "channel", "symmetric": False}, (160, 1), "float32"),
-    "mxfp8": ("mxfp8-quantized", {"type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}, (160, 6), "float32"),
+    "int8 asymmetric": (
+        "int-quantized",
+        {"type": "int", "strategy": "channel", "symmetric": False},
+        (160, 1),
+        "float32",
+    ),
+    "mxfp8": (
+        "mxfp8-quantized",
+        {"type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        (160, 6),
+        "float32",
+    ),
 }
 
 
@@ -286,8 +334,8 @@ WRITTEN = {
 def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
     """A file of its compressor, and `quantization_config` as its own class writes it.
 
-    The library computes in the scale's dtype. Where that is float32 (and for exponents, where nothing rounds) bits agree; in
-    bfloat16 its product is rounded to bfloat16, as ours is in the end: bits agree in bfloat16.
+    The library computes in the scale's dtype. Where that is float32 (and for exponents, where nothing rounds) bits
+    agree; in bfloat16 its product is rounded to bfloat16, as ours is in the end: bits agree in bfloat16.
     """
     torch = pytest.importorskip("torch")
     base = pytest.importorskip("compressed_tensors.compressors.base")
@@ -309,7 +357,11 @@ def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
     stored = compressor.compress(state, scheme)
     wanted = compressor.decompress(stored, scheme)["weight"]
 
-    source_of(tmp_path, {}, QuantizationConfig(config_groups={"group_0": scheme}, format=kind, quantization_status="compressed").to_dict())
+    source_of(
+        tmp_path,
+        {},
+        QuantizationConfig(config_groups={"group_0": scheme}, format=kind, quantization_status="compressed").to_dict(),
+    )
     save_torch({f"x.{key}": value.contiguous() for key, value in stored.items()}, tmp_path / "model.safetensors")
     encoding = only(open_source(open_hf(tmp_path)))
     if wanted.dtype == torch.float32:
@@ -322,14 +374,20 @@ def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("scale_dtype", [F32, BF16, np.uint8], ids=["float32", "bfloat16", "uint8"])
 @pytest.mark.parametrize("shape", [(256, 384), (3, 128, 256)], ids=str)
 def test_equals_transformers(tmp_path: Path, shape: tuple[int, ...], scale_dtype: Any) -> None:
-    """The same bits as transformers' own FP8 dequantisation, which also multiplies in float32 (integrations/finegrained_fp8.py)."""
+    """The same bits as transformers' own FP8 dequantisation, which also multiplies in float32
+    (integrations/finegrained_fp8.py).
+    """
     torch = pytest.importorskip("torch")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 
     weight = codes(shape, dtype=E4M3)
     grid = (*shape[:-2], shape[-2] // 128, shape[-1] // 128)
     rng = np.random.default_rng(0)
-    scale = rng.integers(100, 140, grid, np.uint8) if scale_dtype == np.uint8 else rng.uniform(1e-4, 1e-2, grid).astype(scale_dtype)
+    scale = (
+        rng.integers(100, 140, grid, np.uint8)
+        if scale_dtype == np.uint8
+        else rng.uniform(1e-4, 1e-2, grid).astype(scale_dtype)
+    )
     said = BLOCKS_128 | {"scale_fmt": "ue8m0"}
     ours = decode(only(source_of(tmp_path, {"x.weight": weight, "x.weight_scale_inv": scale}, said)))
 
@@ -337,5 +395,7 @@ def test_equals_transformers(tmp_path: Path, shape: tuple[int, ...], scale_dtype
         return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8)).view(dtype).reshape(array.shape)
 
     kinds = {F32: torch.float32, BF16: torch.bfloat16, np.uint8: torch.uint8}
-    theirs = fp8.Fp8Dequantize(None)._dequantize_one(to_torch(weight, torch.float8_e4m3fn), to_torch(scale, kinds[scale_dtype]), torch.float32)
+    theirs = fp8.Fp8Dequantize(None)._dequantize_one(
+        to_torch(weight, torch.float8_e4m3fn), to_torch(scale, kinds[scale_dtype]), torch.float32
+    )
     assert_bits(ours, theirs.numpy())

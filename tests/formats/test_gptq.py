@@ -1,4 +1,6 @@
-"""GPTQ and AWQ, against formulas in plain Python, for boxes that cut words and groups anywhere; how they are told apart; what is refused."""
+"""GPTQ and AWQ, against formulas in plain Python, for boxes that cut words and groups anywhere; how they are told
+apart; what is refused.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ def pack_down(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def dequantise(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """(code - zero) · scale with the group of each input, rounded to float32 once; (O, I), from what is stored as (I, O)."""
-    return np.ascontiguousarray(((codes.astype(np.int64) - zeros[group]).astype(np.float32) * scales.astype(np.float32)[group]).T)
+    """(code - zero) · scale with the group of each input, rounded to float32 once; (O, I), from what is stored as (I,
+    O).
+    """
+    return np.ascontiguousarray(
+        ((codes.astype(np.int64) - zeros[group]).astype(np.float32) * scales.astype(np.float32)[group]).T
+    )
 
 
 def gptq(**fields: Any) -> dict[str, Any]:
@@ -37,7 +43,7 @@ def awq(**fields: Any) -> dict[str, Any]:
     return {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"} | fields
 
 
-# --- any box --------------------------------------------------------------------------------------------------------------------
+# --- any box ----------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -54,7 +60,9 @@ def gptq_cases(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=200, deadline=None)
 @given(case=gptq_cases())
 def test_gptq(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any]) -> None:
-    """Both versions, 1 to 8 bits, groups and one group, with and without `desc_act`, symmetric and not: any box is the formula's slice."""
+    """Both versions, 1 to 8 bits, groups and one group, with and without `desc_act`, symmetric and not: any box is the
+    formula's slice.
+    """
     rng = np.random.default_rng(case["seed"])
     bits, inputs, outputs = case["bits"], case["inputs"], case["outputs"]
     size = case["group"] if case["group"] > 0 else inputs
@@ -121,20 +129,27 @@ def test_every_byte(tmp_path: Path, method: str) -> None:
         tensors = {"x.qweight": words[:, None].view(np.int32), "x.qzeros": pack_awq(np.full((1, 8), 7))}
         config = awq(group_size=-1)
     wanted = dequantise(codes, np.full((1, 8), 7), scales[None], np.zeros(len(codes), int))
-    assert_decodes(encoding_of(tmp_path, tensors | {"x.scales": scales[None]}, config), wanted, ((3, 6), (5, len(codes) - 3)))
+    assert_decodes(
+        encoding_of(tmp_path, tensors | {"x.scales": scales[None]}, config), wanted, ((3, 6), (5, len(codes) - 3))
+    )
 
 
 def test_boxes_read_their_own_words_and_groups_alone(tmp_path: Path) -> None:
     box = ((9, 17), (60, 70))  # outputs, inputs
     encoding = encoding_of(tmp_path / "gptq", gptq_tensors(128, 64, index=True), gptq())
     reads = {read.tensor.name: read.box for read in encoding.reads(box)}
-    assert reads == {"x.qweight": ((7, 9), (9, 17)), "x.scales": ((1, 3), (9, 17)), "x.qzeros": ((1, 3), (1, 3)), "x.g_idx": ((60, 70),)}
+    assert reads == {
+        "x.qweight": ((7, 9), (9, 17)),
+        "x.scales": ((1, 3), (9, 17)),
+        "x.qzeros": ((1, 3), (1, 3)),
+        "x.g_idx": ((60, 70),),
+    }
     encoding = encoding_of(tmp_path / "awq", awq_tensors(128, 64), awq())
     reads = {read.tensor.name: read.box for read in encoding.reads(box)}
     assert reads == {"x.qweight": ((60, 70), (1, 3)), "x.scales": ((1, 3), (9, 17)), "x.qzeros": ((1, 3), (1, 3))}
 
 
-# --- zeros ----------------------------------------------------------------------------------------------------------------------
+# --- zeros ------------------------------------------------------------------------------------------------------------
 
 
 def gptq_tensors(inputs: int = 64, outputs: int = 16, zero: int = 7, index: bool = False) -> dict[str, np.ndarray]:
@@ -156,9 +171,13 @@ def awq_tensors(inputs: int = 64, outputs: int = 16) -> dict[str, np.ndarray]:
 
 
 def test_symmetric_zeros_of_the_second_version_under_the_name_of_the_first(tmp_path: Path) -> None:
-    """As in releases made by GPTQModel 5 (vllm-project/vllm#38966): stored as 8, and `checkpoint_format` says gptq. They mean 8, not 9."""
+    """As in releases made by GPTQModel 5 (vllm-project/vllm#38966): stored as 8, and `checkpoint_format` says gptq.
+    They mean 8, not 9.
+    """
     for stored in (7, 8):
-        encoding = encoding_of(tmp_path / str(stored), gptq_tensors(zero=stored), gptq(sym=True, checkpoint_format="gptq"))
+        encoding = encoding_of(
+            tmp_path / str(stored), gptq_tensors(zero=stored), gptq(sym=True, checkpoint_format="gptq")
+        )
         assert (decode(encoding) == -8).all()
     with pytest.raises(PackedError, match=r"x\.qzeros has other zeros than 7 and 8"):
         decode(encoding_of(tmp_path / "6", gptq_tensors(zero=6), gptq(sym=True)))
@@ -171,11 +190,13 @@ def test_a_zero_that_readers_disagree_about_is_refused_when_met(tmp_path: Path) 
     assert (decode(encoding_of(tmp_path / "2", gptq_tensors(zero=15), gptq(checkpoint_format="gptq_v2"))) == -15).all()
 
 
-# --- biases of zeros ------------------------------------------------------------------------------------------------------------
+# --- biases of zeros --------------------------------------------------------------------------------------------------
 
 
 def test_biases_of_zeros_are_dropped_where_nobody_uses_them(tmp_path: Path) -> None:
-    """AutoGPTQ stores them for every layer (AutoGPTQ/AutoGPTQ#555). The tables may use them; else zeros are dropped, and others are a problem."""
+    """AutoGPTQ stores them for every layer (AutoGPTQ/AutoGPTQ#555). The tables may use them; else zeros are dropped,
+    and others are a problem.
+    """
     biases = {"x.bias": np.zeros(16, np.float16), "y.bias": np.r_[np.zeros(15), -6e-8].astype(np.float16)}
     y = {name.replace("x.", "y."): values for name, values in gptq_tensors().items()}
     source = source_of(tmp_path / "gptq", gptq_tensors() | y | biases | {"z.bias": np.zeros(4, np.float16)}, gptq())
@@ -191,13 +212,17 @@ def test_biases_of_zeros_are_dropped_where_nobody_uses_them(tmp_path: Path) -> N
     assert awq_source.drop_zero_biases(["x.bias"]) == ({}, [])
 
 
-# --- where it is described ------------------------------------------------------------------------------------------------------
+# --- where it is described --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("file", "tensors", "fields"),
     [
-        ("quantize_config.json", gptq_tensors(), dict(bits=4, group_size=32, damp_percent=0.1, desc_act=False, sym=True, model_name_or_path=None)),
+        (
+            "quantize_config.json",
+            gptq_tensors(),
+            dict(bits=4, group_size=32, damp_percent=0.1, desc_act=False, sym=True, model_name_or_path=None),
+        ),
         ("quant_config.json", awq_tensors(), dict(zero_point=True, q_group_size=32, w_bit=4, version="GEMM")),
         ("quantize_config.json", awq_tensors(), dict(zero_point=True, q_group_size=32, w_bit=4, version="GEMM")),
     ],
@@ -220,7 +245,7 @@ def test_groups_in_any_order_are_not_cut(tmp_path: Path) -> None:
     assert encoding_of(tmp_path / "order", gptq_tensors(index=True), gptq()).indivisible == frozenset()
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_an_index_must_agree(tmp_path: Path) -> None:
@@ -236,7 +261,9 @@ def test_an_index_must_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tensors", "config"), [(gptq_tensors(), gptq()), (awq_tensors(), awq())], ids=["gptq", "awq"])
-def test_scales_that_are_no_numbers_are_refused_when_met(tmp_path: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+def test_scales_that_are_no_numbers_are_refused_when_met(
+    tmp_path: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]
+) -> None:
     tensors["x.scales"][1, 3] = np.inf
     encoding = encoding_of(tmp_path, tensors, config)
     assert decode(encoding, ((0, 16), (0, 32))).shape == (16, 32)
@@ -271,7 +298,11 @@ REFUSED: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     "AWQ for Marlin": (awq_tensors(), awq(version="marlin"), "'marlin'"),
     "AWQ with 8 bits": (awq_tensors(), awq(bits=8), "codes of 8 bits"),
     "AWQ with an index": (awq_tensors() | {"x.g_idx": np.zeros(64, np.int32)}, awq(), "AWQ has no x.g_idx"),
-    "no scales": ({name: values for name, values in gptq_tensors().items() if name != "x.scales"}, gptq(), "x.scales is missing"),
+    "no scales": (
+        {name: values for name, values in gptq_tensors().items() if name != "x.scales"},
+        gptq(),
+        "x.scales is missing",
+    ),
     "words of 16 bits": (gptq_tensors() | {"x.qweight": np.zeros((16, 16), np.int16)}, gptq(), "x.qzeros"),
 }
 
@@ -287,8 +318,15 @@ def test_modules_may_have_bits_and_groups_of_their_own(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     codes, zeros, group = rng.integers(0, 256, (64, 8)), rng.integers(0, 256, (4, 8)), np.arange(64) // 16
     scales = rng.uniform(-2, 2, zeros.shape).astype(np.float16)
-    tensors = {"x.qweight": pack_down(codes, 8), "x.qzeros": pack(zeros, 8), "x.scales": scales, "x.g_idx": group.astype(np.int32)}
+    tensors = {
+        "x.qweight": pack_down(codes, 8),
+        "x.qzeros": pack(zeros, 8),
+        "x.scales": scales,
+        "x.g_idx": group.astype(np.int32),
+    }
     config = gptq(group_size=128, checkpoint_format="gptq_v2", dynamic={".*x": {"bits": 8, "group_size": 16}})
-    assert_decodes(encoding_of(tmp_path / "index", tensors, config), dequantise(codes, zeros, scales, group), ((1, 7), (15, 50)))
+    assert_decodes(
+        encoding_of(tmp_path / "index", tensors, config), dequantise(codes, zeros, scales, group), ((1, 7), (15, 50))
+    )
     del tensors["x.g_idx"]
     assert "group_size 128" in message_of(tmp_path / "without", tensors, config)

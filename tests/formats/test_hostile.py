@@ -24,7 +24,9 @@ CORPUS = sorted((HERE / "corpus" / "inputs").iterdir())
 
 
 def measured(path: Path) -> tuple[int | None, float, int]:
-    """Reads a header: its tensors (None where it is refused), the processor's seconds, and the most bytes of memory on the way."""
+    """Reads a header: its tensors (None where it is refused), the processor's seconds, and the most bytes of memory on
+    the way.
+    """
     start = time.process_time()
     tracemalloc.start()
     try:
@@ -40,7 +42,9 @@ def measured(path: Path) -> tuple[int | None, float, int]:
 @pytest.mark.parametrize("tensors", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_header_of_many_tensors(tmp_path: Path, tensors: int) -> None:
     """Legal, though larger than any model's: read in seconds, with memory for what it holds."""
-    entries = {f"model.layers.{i}.weight": {"dtype": "U8", "shape": [1, 1], "data_offsets": [i, i + 1]} for i in range(tensors)}
+    entries = {
+        f"model.layers.{i}.weight": {"dtype": "U8", "shape": [1, 1], "data_offsets": [i, i + 1]} for i in range(tensors)
+    }
     with_header(tmp_path / "x.safetensors", json.dumps(entries).encode(), tensors)
     count, seconds, memory = measured(tmp_path / "x.safetensors")
     assert count == tensors
@@ -58,7 +62,9 @@ LARGE = {
 
 @pytest.mark.parametrize("kind", LARGE)
 def test_a_header_with_as_many_values_as_are_allowed(tmp_path: Path, kind: str) -> None:
-    """A tenth of them, for the sake of time: whatever the values are, they take less than 200 bytes each; so all take less than 1 GB."""
+    """A tenth of them, for the sake of time: whatever the values are, they take less than 200 bytes each; so all take
+    less than 1 GB.
+    """
     header = LARGE[kind](MAX_VALUES // 10)
     with_header(tmp_path / "x.safetensors", header)
     count, seconds, memory = measured(tmp_path / "x.safetensors")
@@ -76,11 +82,23 @@ def test_a_header_with_more_values_than_are_allowed(tmp_path: Path) -> None:
     assert memory < 3 * len(header)
 
 
-# --- structures at random: valid, nearly valid, and not at all -------------------------------------------------------------------------
+# --- structures at random: valid, nearly valid, and not at all --------------------------------------------------------
 
-names = st.one_of(st.sampled_from(["x", "y", "model.norm.weight", "../x", "/x", "", "__metadata__", "a\x00", "é", "\u202e", "a\\u0000"]), st.text(max_size=3))
-numbers = st.one_of(st.integers(0, 30), st.sampled_from([-1, -0.0, True, None, 1.0, 2**31, 2**63 - 1, 2**63, 2**64, "1", 10**30, [], {}]))
-dtypes = st.one_of(st.sampled_from(["U8", "F32", "BF16", "BOOL", "C64", "F8_E8M0", "F8_E4M3FNUZ", "F4", "F6_E2M3", "f32", "I128", "", 1, None]))
+names = st.one_of(
+    st.sampled_from(
+        ["x", "y", "model.norm.weight", "../x", "/x", "", "__metadata__", "a\x00", "é", "\u202e", "a\\u0000"]
+    ),
+    st.text(max_size=3),
+)
+numbers = st.one_of(
+    st.integers(0, 30),
+    st.sampled_from([-1, -0.0, True, None, 1.0, 2**31, 2**63 - 1, 2**63, 2**64, "1", 10**30, [], {}]),
+)
+dtypes = st.one_of(
+    st.sampled_from(
+        ["U8", "F32", "BF16", "BOOL", "C64", "F8_E8M0", "F8_E4M3FNUZ", "F4", "F6_E2M3", "f32", "I128", "", 1, None]
+    )
+)
 ITEMSIZE = {"U8": 1, "BOOL": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "BF16": 2, "F32": 4, "C64": 8}
 
 
@@ -99,12 +117,27 @@ def headers(draw: st.DrawFn) -> str:
     for _ in range(draw(st.integers(0, 2)) if entries else 0):
         entry = draw(st.sampled_from(entries))[1]
         field = draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
-        wrong = {"dtype": dtypes, "shape": st.lists(numbers, max_size=3), "data_offsets": st.lists(numbers, min_size=1, max_size=3), "more": numbers}[field]
+        wrong = {
+            "dtype": dtypes,
+            "shape": st.lists(numbers, max_size=3),
+            "data_offsets": st.lists(numbers, min_size=1, max_size=3),
+            "more": numbers,
+        }[field]
         entry[field] = draw(st.one_of(wrong, numbers))
     if draw(st.booleans()):
-        entries.append(("__metadata__", draw(st.one_of(st.dictionaries(st.text(max_size=2), st.text(max_size=2), max_size=2), numbers))))
+        entries.append(
+            (
+                "__metadata__",
+                draw(st.one_of(st.dictionaries(st.text(max_size=2), st.text(max_size=2), max_size=2), numbers)),
+            )
+        )
     entries = draw(st.permutations(entries))
-    return "{" + ",".join(f"{json.dumps(name)}:{json.dumps(entry)}" for name, entry in entries) + "}" + draw(st.sampled_from(["", "", " ", "\n", "x", "\0"]))
+    return (
+        "{"
+        + ",".join(f"{json.dumps(name)}:{json.dumps(entry)}" for name, entry in entries)
+        + "}"
+        + draw(st.sampled_from(["", "", " ", "\n", "x", "\0"]))
+    )
 
 
 @settings(max_examples=800, deadline=None)
@@ -115,9 +148,18 @@ def test_headers_at_random_agree_with_the_library(tmp_path_factory: pytest.TempP
 
 
 files = st.one_of(
-    st.sampled_from(["a.safetensors", "b.safetensors", "c.safetensors", "../a.safetensors", "/a.safetensors", ".", "", None, 3]), st.text(max_size=9)
+    st.sampled_from(
+        ["a.safetensors", "b.safetensors", "c.safetensors", "../a.safetensors", "/a.safetensors", ".", "", None, 3]
+    ),
+    st.text(max_size=9),
 )
-indexes = st.fixed_dictionaries({}, optional={"metadata": numbers, "weight_map": st.dictionaries(st.one_of(st.sampled_from("ab"), names), files, max_size=4)})
+indexes = st.fixed_dictionaries(
+    {},
+    optional={
+        "metadata": numbers,
+        "weight_map": st.dictionaries(st.one_of(st.sampled_from("ab"), names), files, max_size=4),
+    },
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -127,11 +169,13 @@ def test_indexes_at_random(tmp_path_factory: pytest.TempPathFactory, index: Any)
     check(SHARDS + json.dumps(index).encode(), tmp_path_factory.getbasetemp())
 
 
-# --- the fuzzer's corpus ----------------------------------------------------------------------------------------------------------------
+# --- the fuzzer's corpus ----------------------------------------------------------------------------------------------
 
 
 def test_the_corpus_of_the_fuzzer(tmp_path: Path) -> None:
-    """What atheris found in ten minutes, an input for each way through the parser: still treated as the library treats it."""
+    """What atheris found in ten minutes, an input for each way through the parser: still treated as the library treats
+    it.
+    """
     became = Counter(check(path.read_bytes(), tmp_path) for path in CORPUS)
     became.update(check(seed, tmp_path) for seed in seeds())
     print(f"{len(CORPUS)} inputs, {len(became)} answers")
@@ -151,7 +195,7 @@ def test_what_the_fuzzer_checks_can_fail(tmp_path: Path, monkeypatch: pytest.Mon
         check(hole, tmp_path)
 
 
-# --- what else a folder may hold --------------------------------------------------------------------------------------------------------
+# --- what else a folder may hold --------------------------------------------------------------------------------------
 
 
 def test_names_are_never_printed_raw(tmp_path: Path) -> None:
@@ -170,4 +214,8 @@ def test_files_with_names_that_no_index_can_have_are_left_alone(tmp_path: Path) 
     for name in (b"a\nb.safetensors", b"\xff.safetensors"):
         (Path(str(tmp_path)) / name.decode(errors="surrogateescape")).write_bytes(b"")
     checkpoint = open_hf(tmp_path)
-    assert ([shard.name for shard in checkpoint.shards], checkpoint.ignored, checkpoint.problems) == (["x.safetensors"], (), ())
+    assert ([shard.name for shard in checkpoint.shards], checkpoint.ignored, checkpoint.problems) == (
+        ["x.safetensors"],
+        (),
+        (),
+    )

@@ -90,7 +90,9 @@ def test_a_file_of_another_size_is_not_taken(hub: FakeHub, tmp_path: Path, monke
     assert call("convert", f"hf://{REPO}", tmp_path / "other", *OPTIONS) == 2
 
 
-def test_a_rotten_blob_is_found(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rotten_blob_is_found(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A small file always, by git's hash; a large one with --check_source true, by its sha256."""
     snapshot = download(hub, tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -106,7 +108,9 @@ def test_a_rotten_blob_is_found(hub: FakeHub, tmp_path: Path, monkeypatch: pytes
     assert "config.json: isn't what the hub's cache holds it for" in capsys.readouterr().err
 
 
-def test_offline_and_not_in_the_cache(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offline_and_not_in_the_cache(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Refused with where it was looked for."""
     commit = download(hub, tmp_path).name
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,6 @@
-"""A folder on the hub as one commit: what arrives, what a reader sees meanwhile, refusals, races and faults. Stock huggingface_hub reads it."""
+"""A folder on the hub as one commit: what arrives, what a reader sees meanwhile, refusals, races and faults. Stock
+huggingface_hub reads it.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,13 @@ def test_the_same_again(hub: FakeHub, folder: Path) -> None:
 
 def test_weights_that_were_there_are_replaced(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     """Loaders would read them too. A card and other files of the repository stay."""
-    old = {"model.safetensors": b"old", "pytorch_model.bin": b"old", "README.md": b"mine", "notes.txt": b"mine", "config.json": b"{}"}
+    old = {
+        "model.safetensors": b"old",
+        "pytorch_model.bin": b"old",
+        "README.md": b"mine",
+        "notes.txt": b"mine",
+        "config.json": b"{}",
+    }
     (tmp_path / "old").mkdir()
     for name, data in old.items():
         (tmp_path / "old" / name).write_bytes(data)
@@ -151,7 +159,9 @@ def test_someone_else_was_faster(hub: FakeHub, folder: Path, tmp_path: Path, mon
             done.append(hub.commit(REPO, tmp_path / "theirs", title="theirs"))
         return receive(*arguments)
 
-    hub._routes = [(methods, pattern, late if function == receive else function) for methods, pattern, function in hub._routes]
+    hub._routes = [
+        (methods, pattern, late if function == receive else function) for methods, pattern, function in hub._routes
+    ]
     with pytest.raises(StorageError, match="someone else committed there"):
         publish_folder(folder, URL, "export 1234")
     assert held(hub) == {"notes.txt": b"theirs"}
@@ -160,7 +170,10 @@ def test_someone_else_was_faster(hub: FakeHub, folder: Path, tmp_path: Path, mon
 def test_refusals(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What to do, without a traceback's words and without the token."""
     hub.add("other/model", private=False)
-    cases = {"hf://other/model": "may not write there; it needs the role `write`, and its owner access to other", "hf://a": "should be hf://owner/name"}
+    cases = {
+        "hf://other/model": "may not write there; it needs the role `write`, and its owner access to other",
+        "hf://a": "should be hf://owner/name",
+    }
     for url, said in cases.items():
         with pytest.raises(StorageError, match=said) as told:
             publish_folder(folder, url, "x")
@@ -181,7 +194,9 @@ def test_a_card_that_the_hub_refuses(hub: FakeHub, folder: Path) -> None:
     assert held(hub) == {}
 
 
-@pytest.mark.parametrize(("url", "target"), [(URL, Target(REPO)), (f"{URL}@a/b", Target(REPO, "a/b")), ("hf://o-1/n.2", Target("o-1/n.2"))])
+@pytest.mark.parametrize(
+    ("url", "target"), [(URL, Target(REPO)), (f"{URL}@a/b", Target(REPO, "a/b")), ("hf://o-1/n.2", Target("o-1/n.2"))]
+)
 def test_addresses(url: str, target: Target) -> None:
     assert Target.parse(url) == target
     assert str(target) == url

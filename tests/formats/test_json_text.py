@@ -13,10 +13,29 @@ from hypothesis import strategies as st
 from weightbeam.formats import json_text
 
 KEYS = st.sampled_from(["a", "b", "c", "ä", 'q"', "\\", ""])
-LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5), st.lists(st.integers(), max_size=3))
-OBJECTS = st.recursive(st.dictionaries(KEYS, LEAVES, max_size=4), lambda child: st.dictionaries(KEYS, st.one_of(LEAVES, child), max_size=4), max_leaves=20)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+    st.lists(st.integers(), max_size=3),
+)
+OBJECTS = st.recursive(
+    st.dictionaries(KEYS, LEAVES, max_size=4),
+    lambda child: st.dictionaries(KEYS, st.one_of(LEAVES, child), max_size=4),
+    max_leaves=20,
+)
 STYLES = st.sampled_from(
-    [dict(indent=2), dict(indent=4), dict(indent="\t"), dict(), dict(separators=(",", ":")), dict(indent=1, separators=(" ,", " : ")), dict(ensure_ascii=False)]
+    [
+        dict(indent=2),
+        dict(indent=4),
+        dict(indent="\t"),
+        dict(),
+        dict(separators=(",", ":")),
+        dict(indent=1, separators=(" ,", " : ")),
+        dict(ensure_ascii=False),
+    ]
 )
 PATHS = st.lists(KEYS, min_size=1, max_size=3).map(tuple)
 
@@ -29,7 +48,9 @@ def parent_of(tree: Any, path: json_text.Path) -> dict[str, Any] | None:
 
 @given(OBJECTS, STYLES, PATHS, st.one_of(LEAVES, OBJECTS), st.one_of(st.none(), KEYS), st.booleans())
 @settings(deadline=None)
-def test_the_same_as_on_dicts(tree: dict, style: dict, path: json_text.Path, value: Any, after: str | None, crlf: bool) -> None:
+def test_the_same_as_on_dicts(
+    tree: dict, style: dict, path: json_text.Path, value: Any, after: str | None, crlf: bool
+) -> None:
     text = json.dumps(tree, **style) + "\n"
     text = " " + text.replace("\n", "\r\n") if crlf else text
     edited = copy.deepcopy(tree)

@@ -1,4 +1,6 @@
-"""Sources as they come: what isn't a model in safetensors files is named, with what to do; and what is nearly one is read."""
+"""Sources as they come: what isn't a model in safetensors files is named, with what to do; and what is nearly one is
+read.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,10 @@ def test_an_adapter_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     (folder / "adapter_config.json").write_text("{}")
     save_file({"base_model.model.x.lora_A.weight": np.zeros((2, 2), np.float32)}, folder / "adapter_model.safetensors")
     assert call("convert", folder, tmp_path / "out", "--maxtext_model", "llama2-7b") == 0
-    assert f"warning: adapter_model.safetensors lies beside the model, and isn't merged into it; --lora {folder} merges it" in capsys.readouterr().err
+    assert (
+        f"warning: adapter_model.safetensors lies beside the model, and isn't merged into it; --lora {folder} merges it"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_resized_embedding_names_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

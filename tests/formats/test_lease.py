@@ -52,7 +52,8 @@ def test_a_living_owner_keeps_everyone_out(tmp_path: Path) -> None:
             pass
     finally:
         process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still among the processes until its parent looks
+        # dead, and still among the processes until its parent looks
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert path.is_symlink()
     with hold(path):
         assert path.is_symlink()
@@ -109,7 +110,8 @@ def test_another_lease_is_not_renewed(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_of_many_racers_for_a_stale_lease_one_wins(tmp_path: Path) -> None:
     """Ten times eight processes that all find it stale at the same time."""
     race = (
-        TAKE + "sys.stdin.readline()\ntry:\n    with taken: print('won', flush=True); sys.stdin.readline()\nexcept lease.HeldError: print('lost', flush=True)\n"
+        TAKE
+        + "sys.stdin.readline()\ntry:\n    with taken: print('won', flush=True); sys.stdin.readline()\nexcept lease.HeldError: print('lost', flush=True)\n"
     )
     for number in range(10):
         path = tmp_path / str(number)

@@ -1,4 +1,6 @@
-"""Writing a checkpoint in units, and assembling it: attempts that count once, attempts that don't count, and deaths in between."""
+"""Writing a checkpoint in units, and assembling it: attempts that count once, attempts that don't count, and deaths in
+between.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ SPECS = [
     ArraySpec("params.params.b.d", (8,), BF16, (8,), (8,)),
 ]
 DEFAULT = Format()
-FORMATS = [Format(ocdbt, zarr3, compression) for ocdbt in (True, False) for zarr3 in (True, False) for compression in ("none", "zstd")]
+FORMATS = [
+    Format(ocdbt, zarr3, compression)
+    for ocdbt in (True, False)
+    for zarr3 in (True, False)
+    for compression in ("none", "zstd")
+]
 
 
 def values(spec: ArraySpec) -> np.ndarray:
@@ -63,12 +70,20 @@ def write_all(staging: Staging, format: Format, done: tuple[int, ...] = ()) -> N
 
 
 def finish(staging: Staging, format: Format = DEFAULT, overwrite: bool = False) -> None:
-    assemble(staging, Contents(SPECS, format, len(units()), True, {"source": "here", "dropped": {"a": "why", "b": "why"}}), overwrite)
+    assemble(
+        staging,
+        Contents(SPECS, format, len(units()), True, {"source": "here", "dropped": {"a": "why", "b": "why"}}),
+        overwrite,
+    )
 
 
 def restored(staging: Staging) -> dict[str, np.ndarray]:
     params = ocp.PyTreeCheckpointer().restore(Path(staging.final) / "items")["params"]["params"]
-    return {"params.params.a": params["a"], "params.params.b.c": params["b"]["c"], "params.params.b.d": params["b"]["d"]}
+    return {
+        "params.params.a": params["a"],
+        "params.params.b.c": params["b"]["c"],
+        "params.params.b.d": params["b"]["d"],
+    }
 
 
 def assert_whole(staging: Staging) -> None:
@@ -77,7 +92,12 @@ def assert_whole(staging: Staging) -> None:
         got = restored(staging)[spec.key]
         assert (got.dtype, got.shape, got.tobytes()) == (spec.dtype, spec.shape, values(spec).tobytes())
     assert [path.name for path in Path(staging.output).iterdir()] == ["0"]
-    assert {path.name for path in Path(staging.final).iterdir()} == {"items", "_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json"}
+    assert {path.name for path in Path(staging.final).iterdir()} == {
+        "items",
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+        "conversion.json",
+    }
     assert (Path(staging.final) / "items" / "commit_success.txt").exists()
 
 
@@ -173,7 +193,9 @@ def test_an_array_that_nobody_asked_for_is_refused(tmp_path: Path, format: Forma
 
 
 def test_a_lost_database_is_noticed(tmp_path: Path) -> None:
-    """A database that the ledger names but that is gone merges as empty, silently, in TensorStore: the keys are missing here."""
+    """A database that the ledger names but that is gone merges as empty, silently, in TensorStore: the keys are missing
+    here.
+    """
     staging = start(tmp_path / "out")
     write_all(staging, Format())
     lost = Path(staging.items) / f"{ATTEMPT}{staging.ledger()[2]['attempt']}"
@@ -217,7 +239,9 @@ def test_overwrite_leaves_nothing_of_the_old_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False)], ids=str)
 def test_a_late_unit_of_another_plan_doesnt_count(tmp_path: Path, format: Format) -> None:
-    """A worker that wakes after another plan was staged in the same place: its unit isn't entered, and isn't in the checkpoint."""
+    """A worker that wakes after another plan was staged in the same place: its unit isn't entered, and isn't in the
+    checkpoint.
+    """
     old, new = (staging_at(tmp_path / "out", 0, plan) for plan in ("old", "new"))
     old.create(b"the old plan")
     new.create(b"the new plan")
@@ -229,7 +253,7 @@ def test_a_late_unit_of_another_plan_doesnt_count(tmp_path: Path, format: Format
     assert_whole(new)
 
 
-# --- deaths ---------------------------------------------------------------------------------------------------------------------
+# --- deaths -----------------------------------------------------------------------------------------------------------
 
 # Forks a process for each death: TensorStore is used in them alone.
 WRITER = """
@@ -267,7 +291,9 @@ MOMENTS = [None, 0.0, 0.003, 0.01, 0.02, 0.05]  # seconds after the first unit; 
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["ocdbt", "folders"])
-def dead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Format, dict[float | None, Staging]]:
+def dead(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Format, dict[float | None, Staging]]:
     """What processes left behind that wrote a unit, and then others without end, until they died at a moment."""
     folder = tmp_path_factory.mktemp("dead")
     left = {moment: staging_at(folder / str(moment), 0) for moment in MOMENTS}
@@ -280,7 +306,9 @@ def dead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Format(use_ocdbt=request.param), left
 
 
-def test_an_attempt_that_dies_before_its_ledger_entry_doesnt_count(dead: tuple[Format, dict[float | None, Staging]]) -> None:
+def test_an_attempt_that_dies_before_its_ledger_entry_doesnt_count(
+    dead: tuple[Format, dict[float | None, Staging]],
+) -> None:
     """Its data was written and nothing entered: the unit is missing, and its remains are deleted in the end."""
     format, staging = dead[0], dead[1][None]
     assert staging.done() == {}
@@ -296,7 +324,9 @@ def test_an_attempt_that_dies_before_its_ledger_entry_doesnt_count(dead: tuple[F
 
 
 @pytest.mark.parametrize("moment", MOMENTS[1:])
-def test_kills_at_any_moment_leave_nothing_that_counts_halfway(dead: tuple[Format, dict[float | None, Staging]], moment: float) -> None:
+def test_kills_at_any_moment_leave_nothing_that_counts_halfway(
+    dead: tuple[Format, dict[float | None, Staging]], moment: float
+) -> None:
     """Whatever the ledger names after a SIGKILL is whole."""
     format, staging = dead[0], dead[1][moment]
     done = staging.done()
@@ -317,7 +347,7 @@ def test_a_file_is_created_at_most_once(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-# --- reading --------------------------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)

@@ -1,4 +1,6 @@
-"""Who may publish: conversions that sleep, wake, are taken over and killed at any operation, in a folder and in a bucket."""
+"""Who may publish: conversions that sleep, wake, are taken over and killed at any operation, in a folder and in a
+bucket.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ FLAGS = st.sampled_from([(False, False), (True, False), (False, True), (True, Tr
 
 
 class Conversions(RuleBasedStateMachine):
-    """What is published is whole, of one plan, and only replaced by one that was asked to; `World.check` sees to it after every operation."""
+    """What is published is whole, of one plan, and only replaced by one that was asked to; `World.check` sees to it
+    after every operation.
+    """
 
     kind = "folder"
 
@@ -66,13 +70,22 @@ class Conversions(RuleBasedStateMachine):
 @pytest.mark.parametrize("kind", KINDS)
 def test_conversions_that_sleep_and_wake(kind: str) -> None:
     machine = type("Machine", (Conversions,), {"kind": kind})
-    few = settings(max_examples=30, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    few = settings(
+        max_examples=30,
+        stateful_step_count=10,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        database=None,
+    )
     run_state_machine_as_test(machine, settings=few)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_invariant_would_notice(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a claim, a late process publishes what isn't its own, or destroys what another one has published: some schedule shows it."""
+    """Without a claim, a late process publishes what isn't its own, or destroys what another one has published: some
+    schedule shows it.
+    """
     monkeypatch.setattr("weightbeam.formats.staging.FolderStaging._new_name", lambda self: f"{self.name}.0{GROWING}")
     monkeypatch.setattr("weightbeam.formats.staging.BucketStaging.check_claim", lambda self: None)
     monkeypatch.setattr("uuid.uuid4", lambda: type("Same", (), {"hex": "0" * 32}))
@@ -80,7 +93,7 @@ def test_the_invariant_would_notice(kind: str, monkeypatch: pytest.MonkeyPatch) 
         list(schedules(kind, range(200)))
 
 
-# --- the lease ----------------------------------------------------------------------------------------------------------------------
+# --- the lease --------------------------------------------------------------------------------------------------------
 
 
 def test_a_lease_is_judged_by_the_file_systems_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +110,10 @@ def test_a_lease_without_symbolic_links(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "symlink", _refuse)
     with lease.hold(open_store(tmp_path), "lease"):
         assert (tmp_path / "lease").is_file()
-        with pytest.raises(lease.HeldError, match=f"process {os.getpid()} on "), lease.hold(open_store(tmp_path), "lease"):
+        with (
+            pytest.raises(lease.HeldError, match=f"process {os.getpid()} on "),
+            lease.hold(open_store(tmp_path), "lease"),
+        ):
             pass
     assert list(tmp_path.iterdir()) == []
 
@@ -106,7 +122,7 @@ def _refuse(*_: Any, **__: Any) -> None:
     raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-# --- renames ------------------------------------------------------------------------------------------------------------------------
+# --- renames ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -145,7 +161,7 @@ def test_a_file_that_is_created_without_hard_links(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "x").read_bytes() == b"first"
 
 
-# --- places -------------------------------------------------------------------------------------------------------------------------
+# --- places -----------------------------------------------------------------------------------------------------------
 
 
 def complete(staging: FolderStaging) -> Path:

@@ -1,4 +1,6 @@
-"""Packed integers, against formulas in plain Python, for boxes that cut words, bytes, groups and rows anywhere; and against compressed-tensors."""
+"""Packed integers, against formulas in plain Python, for boxes that cut words, bytes, groups and rows anywhere; and
+against compressed-tensors.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from weightbeam.model_mappings.boxes import Box
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-# --- the formulas ---------------------------------------------------------------------------------------------------------------
+# --- the formulas -----------------------------------------------------------------------------------------------------
 
 
 def dequantise(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: np.ndarray) -> np.ndarray:
@@ -36,16 +38,34 @@ def dequantise(codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: 
 
 def scheme(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
     """`quantization_config` as llm-compressor writes it."""
-    weights = dict(num_bits=bits, type="int", strategy="group" if group else "channel", group_size=group, symmetric=symmetric, actorder=None)
+    weights = dict(
+        num_bits=bits,
+        type="int",
+        strategy="group" if group else "channel",
+        group_size=group,
+        symmetric=symmetric,
+        actorder=None,
+    )
     return COMPRESSED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
 
-# --- any box --------------------------------------------------------------------------------------------------------------------
+# --- any box ----------------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def packed_rows(draw: st.DrawFn) -> dict[str, Any]:
-    bits, dense = draw(st.sampled_from([(1, True), (2, True), (4, True), (4, True), (8, True), *((b, d) for b in (3, 5, 6, 7) for d in (True, False))]))
+    bits, dense = draw(
+        st.sampled_from(
+            [
+                (1, True),
+                (2, True),
+                (4, True),
+                (4, True),
+                (8, True),
+                *((b, d) for b in (3, 5, 6, 7) for d in (True, False)),
+            ]
+        )
+    )
     grouped, size = draw(st.booleans()), draw(st.integers(1, 40))
     rows, columns = draw(st.integers(1, 20)), size * draw(st.integers(1, 5)) if grouped else draw(st.integers(1, 90))
     shape = (*draw(st.sampled_from([(), (), (3,)])), rows, columns)
@@ -65,7 +85,9 @@ def told_apart(bits: int, lengths: list[int]) -> bool:
 @settings(max_examples=250, deadline=None)
 @given(case=packed_rows())
 def test_pack_quantized(tmp_path_factory: pytest.TempPathFactory, case: dict[str, Any]) -> None:
-    """Any number of bits, dense and padded, groups and channels, with zeros, groups out of order and stacks of matrices: any box is the formula's slice."""
+    """Any number of bits, dense and padded, groups and channels, with zeros, groups out of order and stacks of
+    matrices: any box is the formula's slice.
+    """
     bits, shape, (*lead, rows, columns) = case["bits"], case["shape"], case["shape"]
     rng = np.random.default_rng(case["seed"])
     size = case["group"] or columns
@@ -80,7 +102,11 @@ def test_pack_quantized(tmp_path_factory: pytest.TempPathFactory, case: dict[str
         matrices = [pack(matrix, bits, case["dense"]) for matrix in codes.reshape(-1, *codes.shape[-2:])]
         return np.stack(matrices).reshape(*lead, *matrices[0].shape)
 
-    tensors = {"x.weight_packed": stacked(codes), "x.weight_scale": scales, "x.weight_shape": np.array(shape, case["said"])}
+    tensors = {
+        "x.weight_packed": stacked(codes),
+        "x.weight_scale": scales,
+        "x.weight_shape": np.array(shape, case["said"]),
+    }
     if case["zeros"]:
         tensors["x.weight_zero_point"] = np.swapaxes(stacked(np.swapaxes(zeros, -1, -2)), -1, -2)
     if case["index"]:
@@ -100,7 +126,9 @@ def test_every_byte(tmp_path: Path, bits: int, zero: int | None) -> None:
     scales = np.array([[1], [-1], [1e-45], [1e-38], [3e38], [0], [-0.0], [0.1], [2.0**-127]], np.float32)
     packed = np.broadcast_to(np.arange(256, dtype=np.uint8), (len(scales), 256)).copy().view(np.int32)
     columns = 256 * 8 // bits
-    codes = np.array([[byte >> bits * k & (1 << bits) - 1 for byte in range(256) for k in range(8 // bits)]] * len(scales))
+    codes = np.array(
+        [[byte >> bits * k & (1 << bits) - 1 for byte in range(256) for k in range(8 // bits)]] * len(scales)
+    )
     zeros = np.full(scales.shape, 1 << bits - 1 if zero is None else min(zero, (1 << bits) - 1))
     tensors = {"x.weight_packed": packed, "x.weight_scale": scales, "x.weight_shape": np.array([len(scales), columns])}
     if zero is not None:
@@ -120,14 +148,21 @@ def test_a_box_reads_its_own_words_and_groups_alone(tmp_path: Path) -> None:
     }
     encoding = encoding_of(tmp_path, tensors, scheme(4, 32, symmetric=False))
     reads = {read.tensor.name.removeprefix("x.weight_"): read.box for read in encoding.reads(((3, 17), (60, 70)))}
-    assert reads == {"packed": ((3, 17), (7, 9)), "scale": ((3, 17), (1, 3)), "zero_point": ((0, 3), (1, 3)), "shape": ((0, 2),)}
+    assert reads == {
+        "packed": ((3, 17), (7, 9)),
+        "scale": ((3, 17), (1, 3)),
+        "zero_point": ((0, 3), (1, 3)),
+        "shape": ((0, 2),),
+    }
     assert encoding.label == "int4 in groups of 32 and zeros"
 
 
-# --- what compressed-tensors writes ---------------------------------------------------------------------------------------------
+# --- what compressed-tensors writes -----------------------------------------------------------------------------------
 
 
-def compressed(shape: tuple[int, ...], args: QuantizationArgs, dtype: torch.dtype, seed: int = 0) -> tuple[dict[str, np.ndarray], torch.Tensor]:
+def compressed(
+    shape: tuple[int, ...], args: QuantizationArgs, dtype: torch.dtype, seed: int = 0
+) -> tuple[dict[str, np.ndarray], torch.Tensor]:
     """The tensors that its compressor writes, and what it decompresses them to."""
     torch.manual_seed(seed)
     groups = shape[-1] // args.group_size if args.strategy == "group" else 1
@@ -145,13 +180,23 @@ def compressed(shape: tuple[int, ...], args: QuantizationArgs, dtype: torch.dtyp
 
 CT_CASES = [
     pytest.param((48, 160), dict(num_bits=4, strategy="group", group_size=32), id="int4, groups of 32, as Kimi-K2"),
-    pytest.param((48, 256), dict(num_bits=4, strategy="group", group_size=128, symmetric=False), id="int4, groups, zeros"),
+    pytest.param(
+        (48, 256), dict(num_bits=4, strategy="group", group_size=128, symmetric=False), id="int4, groups, zeros"
+    ),
     pytest.param((37, 133), dict(num_bits=4, strategy="channel"), id="int4, channels, odd sizes"),
-    pytest.param((37, 133), dict(num_bits=4, strategy="channel", symmetric=False), id="int4, channels, zeros, odd sizes"),
+    pytest.param(
+        (37, 133), dict(num_bits=4, strategy="channel", symmetric=False), id="int4, channels, zeros, odd sizes"
+    ),
     pytest.param((31, 96), dict(num_bits=8, strategy="group", group_size=32), id="int8, groups"),
     pytest.param((31, 97), dict(num_bits=8, strategy="channel", symmetric=False), id="int8, channels, zeros"),
-    pytest.param((31, 96), dict(num_bits=2, strategy="group", group_size=16, symmetric=False), id="int2, groups, zeros"),
-    pytest.param((31, 96), dict(num_bits=3, strategy="group", group_size=32, symmetric=False), id="int3, groups, zeros: straddling words"),
+    pytest.param(
+        (31, 96), dict(num_bits=2, strategy="group", group_size=16, symmetric=False), id="int2, groups, zeros"
+    ),
+    pytest.param(
+        (31, 96),
+        dict(num_bits=3, strategy="group", group_size=32, symmetric=False),
+        id="int3, groups, zeros: straddling words",
+    ),
     pytest.param((31, 96), dict(num_bits=6, strategy="group", group_size=32), id="int6, groups: straddling words"),
     pytest.param((4, 16, 64), dict(num_bits=4, strategy="group", group_size=32), id="int4, fused experts"),
 ]
@@ -168,7 +213,9 @@ def test_equals_compressed_tensors(tmp_path: Path, shape: tuple[int, ...], args:
 
 
 def test_bfloat16_scales_differ_from_compressed_tensors_by_one_rounding_at_most(tmp_path: Path) -> None:
-    """The library multiplies in the scale's dtype. A code of 4 bits by a bfloat16 is rounded once there and once here: the same bits."""
+    """The library multiplies in the scale's dtype. A code of 4 bits by a bfloat16 is rounded once there and once here:
+    the same bits.
+    """
     args = QuantizationArgs(type="int", num_bits=4, strategy="group", group_size=32)
     tensors, values = compressed((64, 256), args, torch.bfloat16)
     config = COMPRESSED | {"config_groups": {"group_0": {"weights": args.model_dump(mode="json")}}}
@@ -176,7 +223,7 @@ def test_bfloat16_scales_differ_from_compressed_tensors_by_one_rounding_at_most(
     np.testing.assert_array_equal(got.view(np.uint16), values.view(torch.int16).numpy().view(np.uint16))
 
 
-# --- what settles the layout ----------------------------------------------------------------------------------------------------
+# --- what settles the layout ------------------------------------------------------------------------------------------
 
 
 def int4(rows: int = 8, columns: int = 64, group: int = 32) -> dict[str, np.ndarray]:
@@ -193,7 +240,8 @@ def test_the_scheme_that_fits_is_taken(tmp_path: Path) -> None:
     two = scheme(4, 32)["config_groups"] | {"group_1": scheme(8, 32)["config_groups"]["group_0"]}
     encoding = encoding_of(tmp_path / "shapes", int4(), COMPRESSED | {"config_groups": two})
     assert (encoding.shape, encoding.label) == ((8, 64), "int4 in groups of 32")
-    alike = scheme(4, 32)["config_groups"] | {"group_1": scheme(8, 16)["config_groups"]["group_0"]}  # 8 words, 2 scales: 64 or 32 columns
+    # 8 words, 2 scales: 64 or 32 columns
+    alike = scheme(4, 32)["config_groups"] | {"group_1": scheme(8, 16)["config_groups"]["group_0"]}
     for columns, label in ((64, "int4 in groups of 32"), (32, "int8 in groups of 16")):
         tensors = int4() | {"x.weight_shape": np.array([8, columns])}
         encoding = encoding_of(tmp_path / label, tensors, COMPRESSED | {"config_groups": alike})
@@ -213,7 +261,10 @@ def test_the_config_may_stand_in_text_config(tmp_path: Path) -> None:
 
 def test_a_group_index_of_minus_ones_means_none(tmp_path: Path) -> None:
     """Older writers fill `weight_g_idx` with -1 where groups lie side by side."""
-    tensors = int4() | {"x.weight_g_idx": np.full(64, -1, np.int32), "x.weight_scale": np.array([[1, 2]] * 8, np.float32)}
+    tensors = int4() | {
+        "x.weight_g_idx": np.full(64, -1, np.int32),
+        "x.weight_scale": np.array([[1, 2]] * 8, np.float32),
+    }
     tensors["x.weight_packed"][...] = 0x11111111
     box = ((2, 5), (30, 34))
     np.testing.assert_array_equal(decode(encoding_of(tmp_path, tensors, scheme(4, 32)), box), [[-7, -7, -14, -14]] * 3)
@@ -226,7 +277,11 @@ def with_field(field: str, value: Any) -> dict[str, Any]:
     return config
 
 
-FIELDS = [(field, value) for field in ("num_bits", "group_size", "symmetric") for value in ([], {}, "4", 4.0, 2**31, 2**64, float("nan"))]
+FIELDS = [
+    (field, value)
+    for field in ("num_bits", "group_size", "symmetric")
+    for value in ([], {}, "4", 4.0, 2**31, 2**64, float("nan"))
+]
 
 
 @pytest.mark.parametrize(("field", "value"), [*FIELDS, ("num_bits", True), ("group_size", True), ("symmetric", 1)])
@@ -244,10 +299,18 @@ def test_groups_in_any_order_are_not_cut(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
     "no config": ({}, {}, "no integers in groups or channels"),
-    "floats only": ({}, COMPRESSED | {"config_groups": {"g": {"weights": {"type": "float", "num_bits": 4}}}}, "no integers in groups or channels"),
+    "floats only": (
+        {},
+        COMPRESSED | {"config_groups": {"g": {"weights": {"type": "float", "num_bits": 4}}}},
+        "no integers in groups or channels",
+    ),
     "another size of groups": ({}, scheme(4, 64), "can't be read by"),
     "3 bits of a width that both layouts have": (
-        {"x.weight_packed": np.zeros((8, 2), np.int32), "x.weight_scale": np.ones((8, 1), BF16), "x.weight_shape": np.array([8, 20])},
+        {
+            "x.weight_packed": np.zeros((8, 2), np.int32),
+            "x.weight_scale": np.ones((8, 1), BF16),
+            "x.weight_shape": np.array([8, 20]),
+        },
         scheme(3, 20),
         "several ways",
     ),
@@ -258,7 +321,11 @@ REFUSED: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str]] = {
         scheme(4, 32, symmetric=False),
         "(8, 2) can't be read",
     ),
-    "zeros of other groups": ({"x.weight_zero_point": np.zeros((1, 3), np.int32)}, scheme(4, 32, symmetric=False), "as many zeros in a row"),
+    "zeros of other groups": (
+        {"x.weight_zero_point": np.zeros((1, 3), np.int32)},
+        scheme(4, 32, symmetric=False),
+        "as many zeros in a row",
+    ),
     "an index of another length": ({"x.weight_g_idx": np.zeros(63, np.int32)}, scheme(4, 32), "63"),
     "a shape of three sizes": ({"x.weight_shape": np.array([1, 8, 64])}, scheme(4, 32), "should hold 2 sizes"),
     "float64 scales": ({"x.weight_scale": np.ones((8, 2))}, scheme(4, 32), "float64"),
@@ -275,7 +342,10 @@ def test_channels_need_the_shape(tmp_path: Path) -> None:
     """A row of 2 words may hold 9 to 16 codes."""
     tensors = {"x.weight_packed": np.zeros((8, 2), np.int32), "x.weight_scale": np.ones((8, 1), BF16)}
     assert "x.weight_shape, which would tell, is missing" in message_of(tmp_path / "without", tensors, scheme(4, None))
-    assert encoding_of(tmp_path / "with", tensors | {"x.weight_shape": np.array([8, 13])}, scheme(4, None)).shape == (8, 13)
+    assert encoding_of(tmp_path / "with", tensors | {"x.weight_shape": np.array([8, 13])}, scheme(4, None)).shape == (
+        8,
+        13,
+    )
 
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
@@ -293,12 +363,14 @@ def test_contradictions_of_the_contents_are_refused_when_met(tmp_path: Path) -> 
     with pytest.raises(PackedError, match=r"x\.weight_shape says \(8, 63\)"):
         decode(said)
     for index in (np.r_[np.zeros(63), 2], np.r_[np.zeros(63), -1]):
-        encoding = encoding_of(tmp_path / f"index {index[-1]}", int4() | {"x.weight_g_idx": index.astype(np.int32)}, scheme(4, 32))
+        encoding = encoding_of(
+            tmp_path / f"index {index[-1]}", int4() | {"x.weight_g_idx": index.astype(np.int32)}, scheme(4, 32)
+        )
         with pytest.raises(PackedError, match="names groups from"):
             decode(encoding, ((0, 1), (0, 1)))
 
 
-# --- the kernel -----------------------------------------------------------------------------------------------------------------
+# --- the kernel -------------------------------------------------------------------------------------------------------
 
 
 def test_byte_tables() -> None:
@@ -322,5 +394,7 @@ def test_runs_cut_at_the_groups(start: int, length: int, group: int) -> None:
         count = groups.stop - groups.start
         assert (these.stop - these.start) % count == 0
         share = (these.stop - these.start) // count
-        columns += [(column, groups.start + (column - these.start) // share) for column in range(these.start, these.stop)]
+        columns += [
+            (column, groups.start + (column - these.start) // share) for column in range(these.start, these.stop)
+        ]
     assert columns == [(column, (start + column) // group - start // group) for column in range(length)]

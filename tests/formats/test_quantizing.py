@@ -1,4 +1,6 @@
-"""FP8 in blocks, written: codes and scales against torch and against the formulas on scalars, and read back by our own decoder."""
+"""FP8 in blocks, written: codes and scales against torch and against the formulas on scalars, and read back by our own
+decoder.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from stored import source_of
 from support import BF16, F32, FP8
 
 from weightbeam.formats.encodings import ContentError
-from weightbeam.formats.encodings.quantizing import FORMULAS, not_converted, quantization_config, quantize, scale_shape, to_codes, why_kept
+from weightbeam.formats.encodings.quantizing import (
+    FORMULAS,
+    not_converted,
+    quantization_config,
+    quantize,
+    scale_shape,
+    to_codes,
+    why_kept,
+)
 from weightbeam.model_mappings.boxes import whole
 
 RNG = np.random.default_rng(7)
@@ -27,7 +37,9 @@ def weights(shape: tuple[int, ...], dtype: np.dtype = BF16, spread: float = 0.02
 
 
 def test_every_rounding_to_a_code() -> None:
-    """Every half of a float32 with every kind of rest: below, at and above each tie. torch rounds alike, but makes NaN of what is too large."""
+    """Every half of a float32 with every kind of rest: below, at and above each tie. torch rounds alike, but makes NaN
+    of what is too large.
+    """
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     for rest in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
         values = (upper | rest).view(np.float32)
@@ -47,7 +59,9 @@ def by_torch(values: np.ndarray, formula: str) -> tuple[np.ndarray, np.ndarray]:
             if formula == "deepseek":  # deepseek-ai/DeepSeek-V3, inference/kernel.py: s = max / 448, y = x / s
                 scale = amax / 448.0
                 code = x[at] / scale
-            elif formula == "vllm":  # vllm, deep_gemm.py, per_block_cast_to_fp8: clamp(1e-4), x * (448 / amax), amax / 448
+            elif (
+                formula == "vllm"
+            ):  # vllm, deep_gemm.py, per_block_cast_to_fp8: clamp(1e-4), x * (448 / amax), amax / 448
                 amax = amax.clamp(1e-4)
                 scale, code = amax / 448.0, x[at] * (448.0 / amax)
             else:  # transformers 5.23, integrations/finegrained_fp8.py: scales = 448 / amax, stored as their reciprocal
@@ -119,7 +133,9 @@ SOURCES = st.sampled_from([(BF16, 1.0), (F32, 1.0), (F32, 1e-6), (BF16, 300.0)])
 @given(hnp.array_shapes(min_dims=2, max_dims=2, max_side=200), SOURCES, st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
 def test_codes_come_back(shape: tuple[int, int], source: tuple[np.dtype, float], seed: int) -> None:
-    """FP8 -> bfloat16 -> FP8: the same codes. Through float32, or with the scales kept, the same scales too, and from bfloat16 values as well."""
+    """FP8 -> bfloat16 -> FP8: the same codes. Through float32, or with the scales kept, the same scales too, and from
+    bfloat16 values as well.
+    """
     dtype, spread = source
     values = (np.random.default_rng(seed).standard_normal(shape) * spread).astype(dtype)
     codes, scales = quantize(values, "x")
@@ -153,7 +169,10 @@ def test_given_scales_that_do_not_fit(bad: float) -> None:
 
 def test_our_decoder_reads_it(tmp_path: Path) -> None:
     """Partial blocks and fused experts; the values differ from the original by at most half a step of the codes."""
-    given = {"model.layers.0.mlp.up_proj.weight": weights((300, 200)), "model.layers.0.mlp.experts.down_proj": weights((3, 130, 256))}
+    given = {
+        "model.layers.0.mlp.up_proj.weight": weights((300, 200)),
+        "model.layers.0.mlp.experts.down_proj": weights((3, 130, 256)),
+    }
     stored = {}
     for name, values in given.items():
         stored[name], stored[f"{name}_scale_inv"] = quantize(values, name)
@@ -208,10 +227,20 @@ def test_which_weights() -> None:
 
 
 def test_transformers_loads_it(tmp_path: Path) -> None:
-    """A tiny Qwen 3, quantised by these rules: transformers dequantises it by its own code, and leaves the same modules alone."""
+    """A tiny Qwen 3, quantised by these rules: transformers dequantises it by its own code, and leaves the same modules
+    alone.
+    """
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(vocab_size=64, hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=128)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+    )
     config.tie_word_embeddings = False
     model = Qwen3ForCausalLM(config).bfloat16()
     state = {name: value.detach().view(torch.uint16).numpy().view(BF16) for name, value in model.state_dict().items()}
@@ -233,4 +262,6 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
             wanted = stored[name].astype(np.float32) * stored[f"{name}_scale_inv"][rows][:, columns]
         else:
             wanted = stored[name].astype(np.float32)
-        np.testing.assert_array_equal(value.to(torch.float32).numpy().astype(ml_dtypes.bfloat16), wanted.astype(ml_dtypes.bfloat16), name)
+        np.testing.assert_array_equal(
+            value.to(torch.float32).numpy().astype(ml_dtypes.bfloat16), wanted.astype(ml_dtypes.bfloat16), name
+        )

@@ -27,19 +27,28 @@ def merged(items: Path, references: list[Reference]) -> ts.KvStore:
     for name in FILES:
         folder.write(name, DATA)
     write_database(folder, references)
-    ocdbt.merge(open_store(items), [folder], [("step/c", b"0")], [("k", [reference.key for reference in references]), ("step", ["step/c"])])
+    ocdbt.merge(
+        open_store(items),
+        [folder],
+        [("step/c", b"0")],
+        [("k", [reference.key for reference in references]), ("step", ["step/c"])],
+    )
     remove_database(folder)
     assert folder.entries() == sorted(FILES)
     return ts.KvStore.open(ocdbt.database(open_store(items)), context=ocdbt.context()).result()
 
 
 KEYS = st.text("abc/.019é", min_size=1, max_size=30).map("k/".__add__)
-RANGES = st.tuples(st.sampled_from(FILES), st.integers(0, len(DATA) - 1), st.integers(1, 3000)).map(lambda r: (r[0], r[1], min(r[2], len(DATA) - r[1])))
+RANGES = st.tuples(st.sampled_from(FILES), st.integers(0, len(DATA) - 1), st.integers(1, 3000)).map(
+    lambda r: (r[0], r[1], min(r[2], len(DATA) - r[1]))
+)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(KEYS, RANGES, min_size=1, max_size=60))
-def test_tensorstore_reads_the_bytes_that_are_referred_to(tmp_path_factory: pytest.TempPathFactory, ranges: dict[str, tuple[str, int, int]]) -> None:
+def test_tensorstore_reads_the_bytes_that_are_referred_to(
+    tmp_path_factory: pytest.TempPathFactory, ranges: dict[str, tuple[str, int, int]]
+) -> None:
     """Any keys, any files, any ranges; listed, read, and told by TensorStore's own dump."""
     items = tmp_path_factory.mktemp("items")
     references = [Reference(key, *where) for key, where in ranges.items()]
@@ -58,7 +67,10 @@ def test_a_hundred_thousand_references_and_files_of_many_gigabytes(tmp_path: Pat
     os.truncate(tmp_path / "big.safetensors", 1 << 40)  # sparse
     references = [Reference(f"array/c/{i}/0", "big.safetensors", i << 23, 1 << 23) for i in range(100_000)]
     write_database(open_store(tmp_path), references)
-    assert len(ts.KvStore.open(ocdbt.database(open_store(tmp_path)), context=ocdbt.context()).result().list().result()) == 100_000
+    assert (
+        len(ts.KvStore.open(ocdbt.database(open_store(tmp_path)), context=ocdbt.context()).result().list().result())
+        == 100_000
+    )
     assert not list(find_faults(open_store(tmp_path), references))
     assert (tmp_path / "d" / "references").stat().st_size < 2_000_000
 
@@ -73,9 +85,13 @@ def test_faults_are_found(tmp_path: Path) -> None:
     (missing,) = find_faults(open_store(tmp_path), [*moved, Reference("c", "x", 0, 1)])
     assert missing.endswith("but is None")
     (tmp_path / "source" / FILES[1]).write_bytes(DATA[:299])
-    assert list(find_faults(open_store(tmp_path), moved)) == [f"k/b is source/{FILES[1]}, bytes 200 to 300, but the file has 299 bytes"]
+    assert list(find_faults(open_store(tmp_path), moved)) == [
+        f"k/b is source/{FILES[1]}, bytes 200 to 300, but the file has 299 bytes"
+    ]
     (tmp_path / "source" / FILES[0]).unlink()
-    assert f"k/a is source/{FILES[0]}, bytes 0 to 100, but the file isn't there" in list(find_faults(open_store(tmp_path), moved))
+    assert f"k/a is source/{FILES[0]}, bytes 0 to 100, but the file isn't there" in list(
+        find_faults(open_store(tmp_path), moved)
+    )
 
 
 def test_the_hand_made_node_carries_a_checksum(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The small files of a release, its config.json edited, and its model card, as transformers and huggingface_hub read them."""
+"""The small files of a release, its config.json edited, and its model card, as transformers and huggingface_hub read
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,19 @@ LEFT = [
 
 
 def test_roles_by_name() -> None:
-    assert {role: [name for name in names if role_of(name) != role] for role, names in TAKEN.items()} == {role: [] for role in TAKEN}
+    assert {role: [name for name in names if role_of(name) != role] for role, names in TAKEN.items()} == {
+        role: [] for role in TAKEN
+    }
     assert [name for name in LEFT if role_of(name)] == []
 
 
 def test_small_files_of_a_folder(tmp_path: Path) -> None:
-    for name in [*(name for names in TAKEN.values() for name in names), "model.safetensors", "inference/model.py", "pytorch_model.bin"]:
+    for name in [
+        *(name for names in TAKEN.values() for name in names),
+        "model.safetensors",
+        "inference/model.py",
+        "pytorch_model.bin",
+    ]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode())
     outside = tmp_path.parent / f"{tmp_path.name}-secret"
@@ -63,7 +72,14 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release, "MAX_FILE_BYTES", 100)
     monkeypatch.setattr(release, "MAX_BYTES", 150)
     monkeypatch.setattr(release, "MAX_FILES", 3)
-    for name, size in {"config.json": 90, "LICENSE": 50, "a.py": 1, "b.py": 1, "tokenizer.json": 101, "README.md": 30}.items():
+    for name, size in {
+        "config.json": 90,
+        "LICENSE": 50,
+        "a.py": 1,
+        "b.py": 1,
+        "tokenizer.json": 101,
+        "README.md": 30,
+    }.items():
         (tmp_path / name).write_bytes(b" " * size)
     files = small_files(open_store(tmp_path))
     left = files.left
@@ -100,7 +116,9 @@ LLAMA = """{
 
 def test_nothing_else_changes() -> None:
     text, edits = edit_config(LLAMA, dtype="bfloat16")
-    assert text == LLAMA.replace('  "torch_dtype": "bfloat16",\n', '  "torch_dtype": "bfloat16",\n  "dtype": "bfloat16",\n')
+    assert text == LLAMA.replace(
+        '  "torch_dtype": "bfloat16",\n', '  "torch_dtype": "bfloat16",\n  "dtype": "bfloat16",\n'
+    )
     assert edits == ['dtype: "bfloat16" added']
     assert edit_config(text, dtype="bfloat16", vocab_size=128256, drop_quantization=True, nextn=0) == (text, [])
     text, edits = edit_config(LLAMA, dtype="float32", vocab_size=128000)
@@ -115,19 +133,46 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     ("config", "options", "expected", "edits"),
     [
         (
-            {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "dtype": "x"}, "compression_config": {}},
+            {
+                "dtype": "bfloat16",
+                "quantization_config": {"quant_method": "fp8", "dtype": "x"},
+                "compression_config": {},
+            },
             dict(dtype="float16", drop_quantization=True),
             {"dtype": "float16", "torch_dtype": "float16"},
-            ["quantization_config removed", "compression_config removed", 'dtype: "bfloat16" -> "float16"', 'torch_dtype: "float16" added'],
+            [
+                "quantization_config removed",
+                "compression_config removed",
+                'dtype: "bfloat16" -> "float16"',
+                'torch_dtype: "float16" added',
+            ],
         ),
         (
-            {"text_config": {"dtype": "bfloat16", "vocab_size": 8, "quantization_config": {"bits": 4}}, "vision_config": {"dtype": "float32"}},
+            {
+                "text_config": {"dtype": "bfloat16", "vocab_size": 8, "quantization_config": {"bits": 4}},
+                "vision_config": {"dtype": "float32"},
+            },
             dict(drop_quantization=True, vocab_size=7),
-            {"text_config": {"dtype": "bfloat16", "vocab_size": 7}, "vision_config": {"dtype": "float32"}, "dtype": "bfloat16", "torch_dtype": "bfloat16"},
-            ["text_config.quantization_config removed", 'dtype: "bfloat16" added', 'torch_dtype: "bfloat16" added', "text_config.vocab_size: 8 -> 7"],
+            {
+                "text_config": {"dtype": "bfloat16", "vocab_size": 7},
+                "vision_config": {"dtype": "float32"},
+                "dtype": "bfloat16",
+                "torch_dtype": "bfloat16",
+            },
+            [
+                "text_config.quantization_config removed",
+                'dtype: "bfloat16" added',
+                'torch_dtype: "bfloat16" added',
+                "text_config.vocab_size: 8 -> 7",
+            ],
         ),
         (
-            {"torch_dtype": None, "vocab_size": 8, "text_config": {"vocab_size": 8}, "vision_config": {"vocab_size": 8, "torch_dtype": "float32"}},
+            {
+                "torch_dtype": None,
+                "vocab_size": 8,
+                "text_config": {"vocab_size": 8},
+                "vision_config": {"vocab_size": 8, "torch_dtype": "float32"},
+            },
             dict(dtype="float32", vocab_size=9),
             {
                 "torch_dtype": "float32",
@@ -136,7 +181,12 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
                 "text_config": {"vocab_size": 9},
                 "vision_config": {"vocab_size": 8, "torch_dtype": "float32"},
             },
-            ['torch_dtype: null -> "float32"', 'dtype: "float32" added', "vocab_size: 8 -> 9", "text_config.vocab_size: 8 -> 9"],
+            [
+                'torch_dtype: null -> "float32"',
+                'dtype: "float32" added',
+                "vocab_size: 8 -> 9",
+                "text_config.vocab_size: 8 -> 9",
+            ],
         ),
         (
             {"num_nextn_predict_layers": 1, "compression_config": {"a": 1}, "quantization_config": {"bits": 4}},
@@ -144,10 +194,23 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
             {"num_nextn_predict_layers": 0, "quantization_config": FP8},
             ["compression_config removed", "quantization_config: {…} -> {…}", "num_nextn_predict_layers: 1 -> 0"],
         ),
-        ({"text_config": {}}, dict(vocab_size=5), {"text_config": {"vocab_size": 5}}, ["text_config.vocab_size: 5 added"]),
-        ({"tie_word_embeddings": True}, dict(tie_word_embeddings=False), {"tie_word_embeddings": False}, ["tie_word_embeddings: true -> false"]),
         (
-            {"thinker_config": {"text_config": {"dtype": "bfloat16", "tie_word_embeddings": True}}, "talker_config": {"dtype": "bfloat16"}},
+            {"text_config": {}},
+            dict(vocab_size=5),
+            {"text_config": {"vocab_size": 5}},
+            ["text_config.vocab_size: 5 added"],
+        ),
+        (
+            {"tie_word_embeddings": True},
+            dict(tie_word_embeddings=False),
+            {"tie_word_embeddings": False},
+            ["tie_word_embeddings: true -> false"],
+        ),
+        (
+            {
+                "thinker_config": {"text_config": {"dtype": "bfloat16", "tie_word_embeddings": True}},
+                "talker_config": {"dtype": "bfloat16"},
+            },
             dict(dtype="float32", tie_word_embeddings=True),
             {
                 "thinker_config": {"text_config": {"dtype": "float32", "tie_word_embeddings": True}},
@@ -180,7 +243,12 @@ def test_what_is_no_config(text: str) -> None:
 
 
 def test_transformers_reads_the_dtype(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float16", "quantization_config": FP8}
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "float16",
+        "quantization_config": FP8,
+    }
     (tmp_path / "config.json").write_text(edit_config(json.dumps(config), dtype="bfloat16", drop_quantization=True)[0])
     found = AutoConfig.from_pretrained(tmp_path)
     assert (str(found.dtype), hasattr(found, "quantization_config")) == ("torch.bfloat16", False)
@@ -205,7 +273,12 @@ def test_model_card() -> None:
     text = model_card("tuned", facts, ['dtype: "bfloat16" added'], base_model="org/base", card=CARD)
     card = ModelCard(text)
     expected = dict(
-        library_name="transformers", base_model="org/base", license="other", license_name="deepseek", license_link="LICENSE-MODEL", language=["en", "no"]
+        library_name="transformers",
+        base_model="org/base",
+        license="other",
+        license_name="deepseek",
+        license_link="LICENSE-MODEL",
+        language=["en", "no"],
     )
     assert card.data.to_dict() == expected
     assert r"| config, tokenizer | hf://org/base@abc \| x |" in card.text
@@ -215,7 +288,16 @@ def test_model_card() -> None:
 LEVELS = "".join(f"b{n + 1}: &b{n + 1} [*b{n}, *b{n}]\n" for n in range(40))
 BOMB = f"---\nb0: &b0 [x, x]\n{LEVELS}license: *b40\n---\n"
 OBJECT = "---\nlicense: !!python/object/apply:os.getcwd {}\n---\n"
-BAD = ["", "no head", "---\n- a\n---\n", "---\nlicense: {a: b}\n---\n", "---\n: : :\n---\n", "---\nlicense: [[a]]\n---", BOMB, OBJECT]
+BAD = [
+    "",
+    "no head",
+    "---\n- a\n---\n",
+    "---\nlicense: {a: b}\n---\n",
+    "---\n: : :\n---\n",
+    "---\nlicense: [[a]]\n---",
+    BOMB,
+    OBJECT,
+]
 
 
 @pytest.mark.parametrize("card", BAD)

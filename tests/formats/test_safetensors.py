@@ -1,4 +1,6 @@
-"""Reading safetensors files: every rule of a header has its broken file, valid files read as the safetensors library reads them."""
+"""Reading safetensors files: every rule of a header has its broken file, valid files read as the safetensors library
+reads them.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +75,17 @@ BROKEN: dict[str, tuple[Any, int, str]] = {
     "has offsets in order": (entry(data_offsets=[24, 0]), 24, "24 bytes"),
     "has as many bytes as its shape": (entry(shape=[2, 4]), 24, "32 bytes"),
     "has a product of sizes without overflow": (entry(shape=[2**32, 2**32, 4]), 24, "overflow"),
-    "has a product of sizes without overflow, a zero behind it": (entry(shape=[2**62, 2**62, 0], data_offsets=[0, 0]), 0, "x: "),
+    "has a product of sizes without overflow, a zero behind it": (
+        entry(shape=[2**62, 2**62, 0], data_offsets=[0, 0]),
+        0,
+        "x: ",
+    ),
     "has sizes that fit 64 bits": (entry(shape=[2**64, 0], data_offsets=[0, 0]), 0, "shape"),
-    "has sizes of a sane number of digits": ('{"x":{"dtype":"F32","shape":[' + "9" * 5000 + '],"data_offsets":[0,24]}}', 24, "header"),
+    "has sizes of a sane number of digits": (
+        '{"x":{"dtype":"F32","shape":[' + "9" * 5000 + '],"data_offsets":[0,24]}}',
+        24,
+        "header",
+    ),
     "has a sane rank": (entry(shape=[1] * 2000 + [6]), 24, "shape"),
     "has no hole in front": (entry(data_offsets=[4, 28]), 28, "hole"),
     "has no hole in between": (TWO | {"y": {"dtype": "U8", "shape": [4], "data_offsets": [25, 29]}}, 29, "hole"),
@@ -99,7 +109,9 @@ STRICTER = {
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_every_rule_of_a_header(tmp_path: Path, rule: str) -> None:
-    """A file that breaks the rule is refused with a message that says so; the safetensors library refuses it too, where it checks."""
+    """A file that breaks the rule is refused with a message that says so; the safetensors library refuses it too, where
+    it checks.
+    """
     header, data, message = BROKEN[rule]
     path = write(tmp_path, header, data)
     with pytest.raises(HeaderError, match=re.escape(message)):
@@ -112,8 +124,8 @@ def test_every_rule_of_a_header(tmp_path: Path, rule: str) -> None:
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_a_header_with_random_damage(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Bytes of a good file changed, put in or taken out: it is refused as a header error and in no other way, or else the library reads
-    the same tensors.
+    """Bytes of a good file changed, put in or taken out: it is refused as a header error and in no other way, or else
+    the library reads the same tensors.
     """
     raw = bytearray(json.dumps({"__metadata__": {"format": "pt"}, **TWO}).encode())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -127,7 +139,9 @@ def test_a_header_with_random_damage(tmp_path_factory: pytest.TempPathFactory, d
     except HeaderError:
         return
     with safe_open(path, "np") as opened:
-        assert {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()} == {tensor.name: tensor.shape for tensor in read}  # noqa: SIM118
+        assert {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()} == {  # noqa: SIM118, safetensors has no other way
+            tensor.name: tensor.shape for tensor in read
+        }
 
 
 @pytest.mark.parametrize(
@@ -175,7 +189,16 @@ def test_a_huge_header_is_refused_by_its_length_alone(tmp_path: Path) -> None:
         ({"x": PLAIN, "e": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}, 24, {"x": (2, 3), "e": (0,)}),
         ({"größe.weight": PLAIN}, 24, {"größe.weight": (2, 3)}),
     ],
-    ids=["spaces at the end", "metadata alone", "nothing", "a scalar", "empty", "in another order", "an empty one among others", "a name beyond ASCII"],
+    ids=[
+        "spaces at the end",
+        "metadata alone",
+        "nothing",
+        "a scalar",
+        "empty",
+        "in another order",
+        "an empty one among others",
+        "a name beyond ASCII",
+    ],
 )
 def test_what_is_legal(tmp_path: Path, header: Any, data: int, shapes: dict[str, tuple[int, ...]]) -> None:
     """Corners of the format that the library accepts, and so do we."""
@@ -185,7 +208,21 @@ def test_what_is_legal(tmp_path: Path, header: Any, data: int, shapes: dict[str,
     assert {tensor.name: tensor.shape for tensor in read_header(str(path))} == shapes
 
 
-DTYPES = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "complex64"]
+DTYPES = [
+    "float64",
+    "float32",
+    "float16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint64",
+    "uint32",
+    "uint16",
+    "uint8",
+    "bool",
+    "complex64",
+]
 DTYPES += ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 
 
@@ -197,12 +234,18 @@ def bits(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
 
 
 small_shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-names = st.text(st.characters(codec="utf-8", exclude_categories=["C"], exclude_characters="/\\"), min_size=1, max_size=12).filter(lambda n: n != "__metadata__")
+names = st.text(
+    st.characters(codec="utf-8", exclude_categories=["C"], exclude_characters="/\\"), min_size=1, max_size=12
+).filter(lambda n: n != "__metadata__")
 
 
 @settings(max_examples=60, deadline=None)
-@given(tensors=st.dictionaries(names, st.tuples(small_shapes, st.sampled_from(DTYPES), st.integers(0, 999)), max_size=6))
-def test_agrees_with_the_library(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[tuple[int, ...], str, int]]) -> None:
+@given(
+    tensors=st.dictionaries(names, st.tuples(small_shapes, st.sampled_from(DTYPES), st.integers(0, 999)), max_size=6)
+)
+def test_agrees_with_the_library(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, tuple[tuple[int, ...], str, int]]
+) -> None:
     """Files that the library writes: the same names, dtypes, shapes and bits, scalars and empty tensors among them."""
     arrays = {name: bits(*spec) for name, spec in tensors.items()}
     path = tmp_path_factory.mktemp("library") / "x.safetensors"
@@ -236,8 +279,8 @@ def boxes(draw: st.DrawFn) -> list[tuple[tuple[int, ...], str, list[tuple[tuple[
 @settings(max_examples=150, deadline=None)
 @given(case=boxes())
 def test_a_box_is_a_slice(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
-    """Any boxes of any tensors, read at once, overlapping or not, equal numpy's slices; no byte of the file is read in vain but for gaps
-    of less than a page.
+    """Any boxes of any tensors, read at once, overlapping or not, equal numpy's slices; no byte of the file is read in
+    vain but for gaps of less than a page.
     """
     arrays = {f"t{i}": bits(shape, dtype, i) for i, (shape, dtype, _) in enumerate(case)}
     path = tmp_path_factory.mktemp("boxes") / "x.safetensors"
@@ -290,7 +333,7 @@ def test_a_file_that_shrank_after_it_was_planned(tmp_path: Path) -> None:
         read_boxes([BoxRead(tensor, ((0, 100), (0, 100)))])
 
 
-# --- folders --------------------------------------------------------------------------------------------------------------------
+# --- folders ----------------------------------------------------------------------------------------------------------
 
 
 def sharded(folder: Path) -> Path:
@@ -316,7 +359,9 @@ def test_single_and_sharded_checkpoints_hold_the_same(tmp_path: Path) -> None:
     for folder in (single, several):
         checkpoint = open_hf(folder)
         assert not checkpoint.problems
-        assert {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()} == {n: (v.shape, v.dtype) for n, v in tensors.items()}
+        assert {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.tensors.items()} == {
+            n: (v.shape, v.dtype) for n, v in tensors.items()
+        }
     assert open_hf(several).ignored == ("consolidated.safetensors",)
 
 
@@ -325,14 +370,29 @@ INDEX_RULES: dict[str, tuple[Callable[[Path], object], str]] = {
     "names files that are there": (lambda f: (f / FIRST).unlink(), f"missing: {FIRST}"),
     "names tensors that their file holds": (lambda f: change_index(f, lambda m: m.update({"ghost": FIRST})), "ghost"),
     "names every tensor": (lambda f: change_index(f, lambda m: m.pop("model.norm.weight")), "model.norm.weight"),
-    "says the right file": (lambda f: change_index(f, lambda m: m.update({"model.norm.weight": FIRST})), "model.norm.weight"),
-    "has no path that climbs": (lambda f: change_index(f, lambda m: m.update({"a": "../x.safetensors"})), "../x.safetensors"),
-    "has no absolute path": (lambda f: change_index(f, lambda m: m.update({"a": "/etc/x.safetensors"})), "/etc/x.safetensors"),
-    "has no path into a folder": (lambda f: change_index(f, lambda m: m.update({"a": "sub/x.safetensors"})), "sub/x.safetensors"),
+    "says the right file": (
+        lambda f: change_index(f, lambda m: m.update({"model.norm.weight": FIRST})),
+        "model.norm.weight",
+    ),
+    "has no path that climbs": (
+        lambda f: change_index(f, lambda m: m.update({"a": "../x.safetensors"})),
+        "../x.safetensors",
+    ),
+    "has no absolute path": (
+        lambda f: change_index(f, lambda m: m.update({"a": "/etc/x.safetensors"})),
+        "/etc/x.safetensors",
+    ),
+    "has no path into a folder": (
+        lambda f: change_index(f, lambda m: m.update({"a": "sub/x.safetensors"})),
+        "sub/x.safetensors",
+    ),
     "has no backslashes": (lambda f: change_index(f, lambda m: m.update({"a": "..\\x.safetensors"})), "x.safetensors"),
     "has names that are strings": (lambda f: change_index(f, lambda m: m.update({"a": 3})), "3"),
     "names no pickle": (lambda f: change_index(f, lambda m: m.update({"a": "model.bin"})), "model.bin"),
-    "names a tensor once": (lambda f: (f / INDEX).write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'), "twice"),
+    "names a tensor once": (
+        lambda f: (f / INDEX).write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'),
+        "twice",
+    ),
     "has a weight_map": (lambda f: (f / INDEX).write_text('{"metadata": {}}'), "weight_map"),
     "has a weight_map that is an object": (lambda f: (f / INDEX).write_text('{"weight_map": ["a"]}'), "weight_map"),
     "is an object": (lambda f: (f / INDEX).write_text("[1]"), INDEX),
@@ -392,8 +452,8 @@ def test_links_inside_the_folder_and_from_a_hub_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["../outside.safetensors", "absolute", "../../blobs/x", "nowhere"])
 def test_links_out_of_the_folder_are_refused(tmp_path: Path, target: str) -> None:
-    """A link elsewhere is a problem with its name, even where the file behind it is a good one, and even to a folder `blobs` where the
-    checkpoint isn't a hub cache's `snapshots/<revision>`.
+    """A link elsewhere is a problem with its name, even where the file behind it is a good one, and even to a folder
+    `blobs` where the checkpoint isn't a hub cache's `snapshots/<revision>`.
     """
     folder = sharded(tmp_path / "a" / "hf")
     outside = tmp_path / "a" / "outside.safetensors"

@@ -1,4 +1,6 @@
-"""Which tensors belong together, and everything that is refused: by headers and names, with `quantization_config` as a check."""
+"""Which tensors belong together, and everything that is refused: by headers and names, with `quantization_config` as a
+check.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,13 @@ def told(source: Source) -> dict[str, str]:
     return {f"{problem.kind}: {problem.subject}": problem.message for problem in source.problems}
 
 
-# --- what is found ------------------------------------------------------------------------------------------------------------
+# --- what is found ----------------------------------------------------------------------------------------------------
 
 
 def test_plain_tensors_are_themselves(tmp_path: Path) -> None:
-    """Also those that have a scale's name: models have weights called so (DeepSeek-V4's hc_attn_scale, Gemma 4's router.scale)."""
+    """Also those that have a scale's name: models have weights called so (DeepSeek-V4's hc_attn_scale, Gemma 4's
+    router.scale).
+    """
     tensors = {
         "x.weight": ones(4, 4, dtype=BF16),
         "layers.0.hc_attn_scale": ones(3),
@@ -64,7 +68,11 @@ def test_weights_that_have_a_scales_name_in_a_quantised_model(tmp_path: Path) ->
 
 MIXED: dict[str, Tensors] = {
     "FP8": FP8,
-    "NVFP4": {"n.weight_packed": ones(8, 16, dtype=np.uint8), "n.weight_scale": ones(8, 2, dtype=E4M3), "n.weight_global_scale": ones(1)},
+    "NVFP4": {
+        "n.weight_packed": ones(8, 16, dtype=np.uint8),
+        "n.weight_scale": ones(8, 2, dtype=E4M3),
+        "n.weight_global_scale": ones(1),
+    },
     "MXFP4": {"m.weight_packed": ones(8, 16, dtype=np.uint8), "m.weight_scale": np.full((8, 1), 127, np.uint8)},
     "int8": {"i.weight": ones(8, 16, dtype=np.int8), "i.weight_scale": ones(8, 1, dtype=BF16)},
     "V4": {"e.weight": ones(8, 16, dtype=np.int8), "e.scale": ones(8, 1, dtype=E8M0)},
@@ -94,13 +102,19 @@ def test_each_weight_is_of_its_own_format(tmp_path: Path) -> None:
 
 
 def test_scales_may_lie_in_another_file(tmp_path: Path) -> None:
-    folder = save(tmp_path / "hf", {"quantization_config": SAID}, {"x.weight_scale_inv": FP8["x.weight_scale_inv"]}, {"x.weight": FP8["x.weight"]})
+    folder = save(
+        tmp_path / "hf",
+        {"quantization_config": SAID},
+        {"x.weight_scale_inv": FP8["x.weight_scale_inv"]},
+        {"x.weight": FP8["x.weight"]},
+    )
     encoding = only(open_source(open_hf(folder)))
     assert len({read.tensor.path for read in encoding.reads(((0, 1), (0, 1)))}) == 2
     assert (decode(encoding) == 1).all()
 
 
-BLOCK = {"x.weight": ones(48, 64, dtype=E4M3), "x.weight_scale_inv": np.arange(6, dtype=F32).reshape(2, 3)}  # 24 × 22 to 31: no powers of two
+# 24 × 22 to 31: no powers of two
+BLOCK = {"x.weight": ones(48, 64, dtype=E4M3), "x.weight_scale_inv": np.arange(6, dtype=F32).reshape(2, 3)}
 PLACES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "at the top": lambda said: {"quantization_config": said},
     "in text_config": lambda said: {"text_config": {"quantization_config": said}},
@@ -113,14 +127,25 @@ def test_where_the_quantisation_is_described(tmp_path: Path, place: str) -> None
     """Wherever it stands, what only it can tell is read."""
     folder = save(tmp_path / "hf", PLACES[place]({"quant_method": "fp8", "weight_block_size": [24, 28]}), BLOCK)
     values = decode(only(open_source(open_hf(folder))))
-    np.testing.assert_array_equal(values, np.arange(6, dtype=F32).reshape(2, 3)[np.arange(48) // 24][:, np.arange(64) // 28])
+    np.testing.assert_array_equal(
+        values, np.arange(6, dtype=F32).reshape(2, 3)[np.arange(48) // 24][:, np.arange(64) // 28]
+    )
 
 
 def test_modelopts_own_file(tmp_path: Path) -> None:
-    """`hf_quant_config.json` beside a config that says nothing: the algorithm tells that bytes are exponents. Without it they are refused."""
-    folder = save(tmp_path / "hf", {"model_type": "x"}, {"x.weight": ones(4, 64, dtype=E4M3), "x.weight_scale": np.full((4, 2), 128, np.uint8)})
+    """`hf_quant_config.json` beside a config that says nothing: the algorithm tells that bytes are exponents. Without
+    it they are refused.
+    """
+    folder = save(
+        tmp_path / "hf",
+        {"model_type": "x"},
+        {"x.weight": ones(4, 64, dtype=E4M3), "x.weight_scale": np.full((4, 2), 128, np.uint8)},
+    )
     assert "uint8" in told(open_source(open_hf(folder)))["scale: x.weight"]
-    said = {"producer": {"name": "modelopt", "version": "0.39"}, "quantization": {"quant_algo": "MXFP8", "kv_cache_quant_algo": None}}
+    said = {
+        "producer": {"name": "modelopt", "version": "0.39"},
+        "quantization": {"quant_algo": "MXFP8", "kv_cache_quant_algo": None},
+    }
     (folder / "hf_quant_config.json").write_text(json.dumps(said))
     assert (decode(only(open_source(open_hf(folder)))) == 2).all()
     (folder / "hf_quant_config.json").write_text("{nonsense")
@@ -131,11 +156,15 @@ def test_the_scales_dtype_settles_who_wrote_packed_bytes(tmp_path: Path) -> None
     """`weight_packed` in uint8 is NVFP4 with E4M3 scales, MXFP4 with bytes: the same file otherwise."""
     packed = {"x.weight_packed": ones(4, 32, dtype=np.uint8)}
     mx = only(source_of(tmp_path / "mx", packed | {"x.weight_scale": np.full((4, 2), 127, np.uint8)}))
-    nv = only(source_of(tmp_path / "nv", packed | {"x.weight_scale": ones(4, 4, dtype=E4M3), "x.weight_global_scale": ones(1)}))
+    nv = only(
+        source_of(
+            tmp_path / "nv", packed | {"x.weight_scale": ones(4, 4, dtype=E4M3), "x.weight_global_scale": ones(1)}
+        )
+    )
     assert (mx.label, nv.label) == ("MXFP4", "NVFP4")
 
 
-# --- what is left out ---------------------------------------------------------------------------------------------------------
+# --- what is left out -------------------------------------------------------------------------------------------------
 
 ACTIVATIONS = [
     "x.input_scale", "x.input_global_scale", "x.activation_scale", "x.experts.gate_up_proj_activation_scale", "x.qscale_act", "self_attn.k_scale",
@@ -160,15 +189,21 @@ def test_the_plan_lists_what_is_dropped(tmp_path: Path) -> None:
     """A model with activation scales converts; `plan --json` says what was left out and why."""
     tensors = random_tensors(LLAMA)
     name = "model.layers.1.mlp.up_proj.weight"
-    stored = tensors | {name: tensors[name].astype(E4M3), name.replace("weight", "weight_scale"): ones(), name.replace("weight", "input_scale"): ones()}
-    source = save(tmp_path / "hf", LLAMA | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, stored)
+    stored = tensors | {
+        name: tensors[name].astype(E4M3),
+        name.replace("weight", "weight_scale"): ones(),
+        name.replace("weight", "input_scale"): ones(),
+    }
+    source = save(
+        tmp_path / "hf", LLAMA | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, stored
+    )
     assert call("plan", "--source", source, "--json", tmp_path / "plan.json") == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["dropped"] == {name.replace("weight", "input_scale"): "a scale of the activations"}
     assert "FP8 with one scale" in plan["arrays"]["params.params.decoder.layers.mlp.wi_1.kernel"]["lossy"]
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 U8, I8, I32 = np.uint8, np.int8, np.int32
 REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, list[str]]] = {
@@ -227,7 +262,9 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, list[str]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(tmp_path: Path, name: str) -> None:
-    """Each by its kind and its tensor, with what was found. No encoding is made of it, and the tables aren't told that it is missing."""
+    """Each by its kind and its tensor, with what was found. No encoding is made of it, and the tables aren't told that
+    it is missing.
+    """
     tensors, said, key, words = REFUSED[name]
     source = source_of(tmp_path, tensors, said)
     problems = told(source)
@@ -249,7 +286,9 @@ METHODS_REFUSED = [
 def test_methods_that_are_refused(tmp_path: Path, method: str) -> None:
     """By the config's word, whatever the tensors look like; the message says what is supported."""
     assert method not in METHODS
-    message = told(source_of(tmp_path, {"x.weight": ones(4, 4, dtype=BF16)}, {"quant_method": method}))["quantised: config.json"]
+    message = told(source_of(tmp_path, {"x.weight": ones(4, 4, dtype=BF16)}, {"quant_method": method}))[
+        "quantised: config.json"
+    ]
     assert "isn't supported" in message
     assert "compressed-tensors" in message
     assert method.replace("_", "-").split("-")[0].lower() in message.lower()
@@ -258,7 +297,9 @@ def test_methods_that_are_refused(tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize("kind", REFUSED_NAMES)
 def test_names_that_are_refused(tmp_path: Path, kind: str) -> None:
     """Where the config is silent, names give a format away; a thousand such tensors are one problem."""
-    tensors = {f"model.layers.{i}.x{ending}": ones(2, 2, dtype=BF16) for i in range(3) for ending in REFUSED_NAMES[kind]}
+    tensors = {
+        f"model.layers.{i}.x{ending}": ones(2, 2, dtype=BF16) for i in range(3) for ending in REFUSED_NAMES[kind]
+    }
     problems = [problem for problem in source_of(tmp_path, tensors).problems if problem.kind == "quantised"]
     assert len(problems) == 1
     assert kind in problems[0].message
@@ -269,17 +310,33 @@ def test_names_that_are_refused(tmp_path: Path, kind: str) -> None:
 def test_formats_of_compressed_tensors_that_are_refused(tmp_path: Path, kind: str) -> None:
     """By the config's `format`, of one group too."""
     groups = {"g": {"format": kind, "weights": {"num_bits": 4}}}
-    for said in ({"format": kind}, {"format": "mixed-precision", "config_groups": groups}, {"format": "dense", "sparsity_config": {"format": kind}}):
-        message = told(source_of(tmp_path, {"x.weight": ones(4, 4)}, said | {"quant_method": "compressed-tensors"}))["quantised: config.json"]
+    for said in (
+        {"format": kind},
+        {"format": "mixed-precision", "config_groups": groups},
+        {"format": "dense", "sparsity_config": {"format": kind}},
+    ):
+        message = told(source_of(tmp_path, {"x.weight": ones(4, 4)}, said | {"quant_method": "compressed-tensors"}))[
+            "quantised: config.json"
+        ]
         assert kind in message
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
     """Five faults in one checkpoint are five problems, and what is sound is decoded."""
-    tensors = FP8 | MIXED["V4"] | {"a.weight": ones(4, 4, dtype=E4M3), "b.weight_scale": ones(4, 1), "c.weight_packed": ones(4, 4, dtype=U8)}
+    tensors = (
+        FP8
+        | MIXED["V4"]
+        | {"a.weight": ones(4, 4, dtype=E4M3), "b.weight_scale": ones(4, 1), "c.weight_packed": ones(4, 4, dtype=U8)}
+    )
     tensors |= {"d.weight": ones(4, 4, dtype=E4M3), "d.weight_scale": ones(3), "e.weight_scale": ones(8, 1)}
     source = source_of(tmp_path, tensors, SAID)
-    assert set(told(source)) == {"unscaled: a.weight", "orphan scale: b.weight_scale", "unscaled: c.weight_packed", "scale: d.weight", "scale: e.weight"}
+    assert set(told(source)) == {
+        "unscaled: a.weight",
+        "orphan scale: b.weight_scale",
+        "unscaled: c.weight_packed",
+        "scale: d.weight",
+        "scale: e.weight",
+    }
     assert set(source.encodings) == {"x.weight"}
     assert source.lost >= {"a.weight", "c.weight", "d.weight", "e.weight"}
     assert "x.weight" not in source.lost
@@ -287,7 +344,15 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [3, "fp8", [], {"quant_method": 5}, {"quant_method": "fp8", "config_groups": 3}, {"config_groups": {"a": None, "b": {"weights": 3}}}, {"format": {}}],
+    [
+        3,
+        "fp8",
+        [],
+        {"quant_method": 5},
+        {"quant_method": "fp8", "config_groups": 3},
+        {"config_groups": {"a": None, "b": {"weights": 3}}},
+        {"format": {}},
+    ],
 )
 def test_a_config_that_makes_no_sense(tmp_path: Path, said: Any) -> None:
     """It raises nothing; at most it is a problem."""
@@ -309,15 +374,22 @@ def test_a_problem_of_a_weight_is_told_once(tmp_path: Path, capsys: pytest.Captu
     assert call("plan", "--source", save(tmp_path / "one", LLAMA, packed)) == 2
     assert "1 problem" in "".join(capsys.readouterr())
     stored = {key.replace(".weight", ".W_q"): values for key, values in tensors.items()}
-    assert call("plan", "--source", save(tmp_path / "hqq", LLAMA | {"quantization_config": {"quant_method": "hqq"}}, stored)) == 2
+    assert (
+        call(
+            "plan", "--source", save(tmp_path / "hqq", LLAMA | {"quantization_config": {"quant_method": "hqq"}}, stored)
+        )
+        == 2
+    )
     assert "2 problems" in "".join(capsys.readouterr())
 
 
-# --- the table of formats -----------------------------------------------------------------------------------------------------
+# --- the table of formats ---------------------------------------------------------------------------------------------
 
 
 def test_entries_are_named_and_told_apart() -> None:
-    """Every entry has its own name, requires something, and no two have the same codes with the same required companions."""
+    """Every entry has its own name, requires something, and no two have the same codes with the same required
+    companions.
+    """
     assert len({entry.name for entry in FORMATS}) == len(FORMATS)
     seen: dict[tuple, str] = {}
     for entry in FORMATS:

@@ -74,16 +74,31 @@ def fetch(store: Store, name: str, *ranges: tuple[int, int]) -> list[bytes]:
 
 def outside(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs Python in a process of its own, without this one's credentials and servers."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GOOGLE_", "GCE_", "STORAGE_", "TENSORSTORE_", "HF_", "CLOUDSDK_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("GOOGLE_", "GCE_", "STORAGE_", "TENSORSTORE_", "HF_", "CLOUDSDK_"))
+    }
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=kept | env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command,
+        env=kept | env,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeGcs]:
     with FakeGcs("bucket", "other") as server, asking(server) as patch:
         patch.setattr(buckets, "RETRY", DEFAULT_RETRY.with_delay(0.01, 0.02).with_timeout(2.0))
-        patch.setitem(buckets.CONTEXT, "gcs_request_retries", {"max_retries": 6, "initial_delay": "10ms", "max_delay": "10ms"})
+        patch.setitem(
+            buckets.CONTEXT, "gcs_request_retries", {"max_retries": 6, "initial_delay": "10ms", "max_delay": "10ms"}
+        )
         yield server
 
 
@@ -106,7 +121,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return made
 
 
-# --- what all of them do ---------------------------------------------------------------------------------------------------------
+# --- what all of them do ----------------------------------------------------------------------------------------------
 
 
 def test_names(store: Store) -> None:
@@ -122,7 +137,11 @@ def test_names(store: Store) -> None:
     assert {"a", "ba"} <= set(store.entries())
     below = store / "b"
     assert [file.name for file in below.list()] == ["c", "d/e"]
-    assert (below.read("c"), (below / "d").read("e"), store.read("z ü%2F+?#")) == (b"b/c", b"b/d/e", "z ü%2F+?#".encode())
+    assert (below.read("c"), (below / "d").read("e"), store.read("z ü%2F+?#")) == (
+        b"b/c",
+        b"b/d/e",
+        "z ü%2F+?#".encode(),
+    )
     assert below.path("c") == f"{store.url}/b/c"
 
 
@@ -146,7 +165,16 @@ def test_what_is_known_of_a_file(store: Store) -> None:
 def test_ranges(store: Store) -> None:
     store.write("x", DATA)
     store.write("empty", b"")
-    for start, stop in ((0, None), (0, 10), (500, None), (7, 7), (9, 7), (len(DATA) - 5, len(DATA) + 5), (len(DATA), None), (len(DATA) + 9, len(DATA) + 99)):
+    for start, stop in (
+        (0, None),
+        (0, 10),
+        (500, None),
+        (7, 7),
+        (9, 7),
+        (len(DATA) - 5, len(DATA) + 5),
+        (len(DATA), None),
+        (len(DATA) + 9, len(DATA) + 99),
+    ):
         assert store.read("x", start, stop) == (b"" if stop is not None and stop < start else DATA[start:stop])
     assert store.read("empty") == store.read("empty", 0, 10) == b""
     assert fetch(store, "x") == []
@@ -227,7 +255,7 @@ def test_what_is_no_store(url: str, message: str) -> None:
         open_store(url)
 
 
-# --- requests --------------------------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 700)), max_size=40)
@@ -235,7 +263,9 @@ RANGES = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 700)), max_size
 
 @given(RANGES, st.integers(1, 3000))
 def test_requests(ranges: list[tuple[int, int]], most: int) -> None:
-    """Every byte, in requests that aren't too long; at most 1/64 more than was asked for, and none twice but where ranges overlap."""
+    """Every byte, in requests that aren't too long; at most 1/64 more than was asked for, and none twice but where
+    ranges overlap.
+    """
     data = DATA[:6000]
     buffers = [(start, memoryview(bytearray(size))) for start, size in ranges]
     requests = list(make_requests(buffers, most))
@@ -244,7 +274,9 @@ def test_requests(ranges: list[tuple[int, int]], most: int) -> None:
         for at in range(request.start, request.stop, 100):  # as it arrives
             request.scatter(at, memoryview(data)[at : min(at + 100, request.stop)])
     assert [bytes(buffer) for _, buffer in buffers] == [data[start : start + size] for start, size in ranges]
-    assert 64 * (sum(request.stop - request.start for request in requests) - sum(size for _, size in ranges)) <= sum(size for _, size in ranges)
+    assert 64 * (sum(request.stop - request.start for request in requests) - sum(size for _, size in ranges)) <= sum(
+        size for _, size in ranges
+    )
     if all(a + n <= b for (a, n), (b, _) in itertools.pairwise(sorted(ranges))):
         assert all(one.stop <= other.start for one, other in itertools.pairwise(requests))
 
@@ -291,7 +323,9 @@ def test_what_is_counted(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pyte
 
 
 def test_threads_share_the_requests(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many are under way as there may be, however many threads read; those of a read that failed are there for others again."""
+    """As many are under way as there may be, however many threads read; those of a read that failed are there for
+    others again.
+    """
     monkeypatch.setattr(buckets, "MAX_REQUEST_BYTES", 10_000)
     bucket.write("x", DATA)
     with pytest.raises(StorageError, match="ends before byte"):
@@ -304,7 +338,7 @@ def test_threads_share_the_requests(bucket: buckets.Bucket, gcs: FakeGcs, monkey
     buckets._REQUESTS.release(buckets.MAX_REQUESTS)
 
 
-# --- buckets ---------------------------------------------------------------------------------------------------------------------
+# --- buckets ----------------------------------------------------------------------------------------------------------
 
 
 def test_more_names_than_a_page_holds(bucket: buckets.Bucket, gcs: FakeGcs) -> None:
@@ -317,7 +351,9 @@ def test_more_names_than_a_page_holds(bucket: buckets.Bucket, gcs: FakeGcs) -> N
 
 
 def test_a_lost_answer(bucket: buckets.Bucket, gcs: FakeGcs) -> None:
-    """What was done is told as done, though the repetition is refused; and another's work isn't taken for ours, though it is the same."""
+    """What was done is told as done, though the repetition is refused; and another's work isn't taken for ours, though
+    it is the same.
+    """
     gcs.fail("lost", times=1, matching="^POST .*upload")
     assert bucket.create("a", b"1")
     assert not bucket.create("a", b"1")
@@ -345,7 +381,11 @@ def test_another_generation_isnt_deleted(bucket: buckets.Bucket) -> None:
     assert bucket.exists("x")
 
 
-@pytest.mark.parametrize("fault", [dict(kind="status", status=429), dict(kind="status", status=503), dict(kind="reset"), dict(kind="cut")], ids=str)
+@pytest.mark.parametrize(
+    "fault",
+    [dict(kind="status", status=429), dict(kind="status", status=503), dict(kind="reset"), dict(kind="cut")],
+    ids=str,
+)
 def test_a_bucket_that_fails_now_and_then(bucket: buckets.Bucket, gcs: FakeGcs, fault: dict[str, Any]) -> None:
     """Every other answer of what either client asks for."""
     made = gcs.fail(**fault, every=2)
@@ -365,7 +405,13 @@ def test_a_bucket_that_always_fails(bucket: buckets.Bucket, gcs: FakeGcs, monkey
     bucket.write("x", DATA)
     gcs.fail("status", status=503)
     began = time.monotonic()
-    for ask in (bucket.list, lambda: bucket.stat("x"), lambda: bucket.read("x"), lambda: bucket.write("y", b""), lambda: fetch(bucket, "x", (0, 10))):
+    for ask in (
+        bucket.list,
+        lambda: bucket.stat("x"),
+        lambda: bucket.read("x"),
+        lambda: bucket.write("y", b""),
+        lambda: fetch(bucket, "x", (0, 10)),
+    ):
         with pytest.raises(StorageError, match=f"{bucket.url}.*503|{bucket.url}.*a fault that was asked for"):
             ask()
     assert time.monotonic() - began < 20
@@ -377,12 +423,23 @@ def test_what_is_forbidden(bucket: buckets.Bucket, gcs: FakeGcs) -> None:
     gcs.read_only = ["bucket"]
     gcs.log.clear()
     assert bucket.read("x") == DATA
-    for ask in (bucket.check_writable, lambda: bucket.create("y", b""), lambda: bucket.delete("x"), bucket.delete_folder):
+    for ask in (
+        bucket.check_writable,
+        lambda: bucket.create("y", b""),
+        lambda: bucket.delete("x"),
+        bucket.delete_folder,
+    ):
         with pytest.raises(StorageError, match=f"{bucket.url}.*roles/storage.objectUser"):
             ask()
     gcs.forbidden = ["bucket"]
     gcs.log.clear()
-    asks = (bucket.check_readable, bucket.list, lambda: bucket.stat("x"), lambda: bucket.read("x"), lambda: fetch(bucket, "x", (0, 10)))
+    asks = (
+        bucket.check_readable,
+        bucket.list,
+        lambda: bucket.stat("x"),
+        lambda: bucket.read("x"),
+        lambda: fetch(bucket, "x", (0, 10)),
+    )
     for ask in asks:
         with pytest.raises(StorageError, match=f"{bucket.url}.*roles/storage.objectUser") as error:
             ask()
@@ -416,7 +473,8 @@ def test_a_stalled_bucket_is_timed_out(gcs: FakeGcs, bucket: buckets.Bucket) -> 
     bucket.write("x", DATA[:2000])
     gcs.fail("stall", times=1, seconds=60, matching="^GET")
     code = (
-        "import sys; from formats.storage import open_store; b = bytearray(2000); open_store(sys.argv[1]).read_into('x', [(0, memoryview(b))]); print(b.hex())"
+        "import sys; from formats.storage import open_store; b = bytearray(2000); "
+        "open_store(sys.argv[1]).read_into('x', [(0, memoryview(b))]); print(b.hex())"
     )
     began = time.monotonic()
     told = outside(code, bucket.url, **gcs.env(), TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS="1")
@@ -441,7 +499,9 @@ def test_no_credentials(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = f"127.0.0.1:{silent.getsockname()[1]}"
         began = time.monotonic()
-        metadata = dict(GCE_METADATA_IP=where, GCE_METADATA_HOST=where, GCE_METADATA_TIMEOUT="1", GCE_METADATA_DETECT_RETRIES="1")
+        metadata = dict(
+            GCE_METADATA_IP=where, GCE_METADATA_HOST=where, GCE_METADATA_TIMEOUT="1", GCE_METADATA_DETECT_RETRIES="1"
+        )
         told = outside(ASK, HOME=str(tmp_path), CLOUDSDK_CONFIG=str(tmp_path), **metadata)
     assert time.monotonic() - began < 20
     assert [line.partition(":")[2][:31] for line in told.stdout.splitlines()] == ["// needs Google credentials: Yo"] * 3
@@ -450,11 +510,13 @@ def test_no_credentials(tmp_path: Path) -> None:
 def test_credentials_that_are_refused(tmp_path: Path) -> None:
     with FakeDataflow() as google:
         google.fail("status", status=400)
-        told = outside("from formats.storage import open_store; open_store('gs://bucket/x').list()", **google.env(tmp_path))
+        told = outside(
+            "from formats.storage import open_store; open_store('gs://bucket/x').list()", **google.env(tmp_path)
+        )
     assert told.stdout.splitlines()[-1].startswith("weightbeam.formats.storage.store.StorageError: gs://bucket/x: ")
 
 
-# --- a lease in a bucket ---------------------------------------------------------------------------------------------------------
+# --- a lease in a bucket ----------------------------------------------------------------------------------------------
 
 
 OTHER = json.dumps({"owner": "o", "host": "elsewhere", "boot": "b", "pid": 1, "process": "1"}).encode()
@@ -512,7 +574,9 @@ def test_a_lease_that_was_lost_is_left_alone(bucket: buckets.Bucket) -> None:
     assert bucket.read("lease") == OTHER
 
 
-def test_a_lease_is_judged_by_the_buckets_clock(bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_is_judged_by_the_buckets_clock(
+    bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever this machine's says."""
     gcs.clock = lambda: time.time() - 2 * lease.STALE
     bucket.write("lease", OTHER)
@@ -533,7 +597,7 @@ def test_a_lease_that_cant_be_released(bucket: buckets.Bucket, gcs: FakeGcs) -> 
     assert bucket.exists("lease")
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------------------
+# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["hub", "folder", "bucket"])
@@ -598,7 +662,7 @@ def test_what_comes_is_checked(bucket: buckets.Bucket) -> None:
         list(stretches(bucket, "x", len(DATA), sha256=hashlib.sha256(DATA).hexdigest()))
 
 
-# --- the hub ---------------------------------------------------------------------------------------------------------------------
+# --- the hub ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -636,7 +700,9 @@ def change(hub: FakeHub, tmp_path: Path, **how: Any) -> str:
 
 def test_what_a_repository_holds(model: hubs.Repository, hub: FakeHub) -> None:
     files = {file.name: file for file in model.list()}
-    assert {name: file.size for name, file in files.items() if name in FILES} == {name: len(data) for name, data in FILES.items()}
+    assert {name: file.size for name, file in files.items() if name in FILES} == {
+        name: len(data) for name, data in FILES.items()
+    }
     assert files[SHARD].sha256 == hashlib.sha256(DATA).hexdigest()
     assert files["config.json"].sha256 is None
     assert files[SHARD].version == files[SHARD].sha256
@@ -655,7 +721,9 @@ def test_what_a_repository_holds(model: hubs.Repository, hub: FakeHub) -> None:
     assert pickle.loads(pickle.dumps(model)).read("config.json") == b"{}"
 
 
-def test_a_file_that_a_commit_leaves_alone_keeps_its_version(model: hubs.Repository, hub: FakeHub, tmp_path: Path) -> None:
+def test_a_file_that_a_commit_leaves_alone_keeps_its_version(
+    model: hubs.Repository, hub: FakeHub, tmp_path: Path
+) -> None:
     """So a new model card doesn't make another plan."""
     change(hub, tmp_path)
     again = open_store(f"hf://{REPO}")
@@ -682,7 +750,12 @@ def test_a_revision_is_resolved_once(model: hubs.Repository, hub: FakeHub, tmp_p
     third = change(hub, tmp_path, branch="refs/pr/1", title="A proposal")
     hub.repositories[REPO].tags["v1"] = hub.repositories[REPO].commits[first]
     assert (model.url, model.read(SHARD)) == (f"hf://{REPO}@{first}", DATA)
-    for revision, commit, data in (("main", second, DATA[::-1]), ("v1", first, DATA), ("refs/pr/1", third, DATA[::-1]), (first, first, DATA)):
+    for revision, commit, data in (
+        ("main", second, DATA[::-1]),
+        ("v1", first, DATA),
+        ("refs/pr/1", third, DATA[::-1]),
+        (first, first, DATA),
+    ):
         found = open_store(f"hf://{REPO}@{revision}")
         assert found.url == f"hf://{REPO}@{commit}"
         assert found.read(SHARD) == data
@@ -690,10 +763,18 @@ def test_a_revision_is_resolved_once(model: hubs.Repository, hub: FakeHub, tmp_p
 
 @pytest.mark.parametrize(
     "fault",
-    [dict(kind="cut"), dict(kind="reset"), dict(kind="stall", seconds=30), dict(kind="status", status=503), dict(kind="status", status=429, retry_after=0)],
+    [
+        dict(kind="cut"),
+        dict(kind="reset"),
+        dict(kind="stall", seconds=30),
+        dict(kind="status", status=503),
+        dict(kind="status", status=429, retry_after=0),
+    ],
     ids=lambda fault: fault["kind"] + str(fault.get("status", "")),
 )
-def test_a_hub_that_fails_now_and_then(model: hubs.Repository, hub: FakeHub, fault: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_fails_now_and_then(
+    model: hubs.Repository, hub: FakeHub, fault: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A range goes on where it broke: no byte comes twice."""
     monkeypatch.setattr(hubs, "MAX_REQUEST_BYTES", 70_000)
     made = hub.cdn.fail(**fault, every=2, times=3)
@@ -713,7 +794,9 @@ def test_a_hub_whose_metadata_fails_now_and_then(hub: FakeHub) -> None:
     assert open_store(f"hf://{REPO}").read(SHARD) == DATA
 
 
-def test_what_the_hub_asks_for_is_waited_for(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_asks_for_is_waited_for(
+    model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for server in (hub, hub.cdn):
         server.fail("status", status=429, retry_after=1, times=1)
         began = time.monotonic()
@@ -779,7 +862,9 @@ def test_a_signature_that_expires(model: hubs.Repository, hub: FakeHub) -> None:
     assert hub.log.counts()["resolve"] == 2
 
 
-def test_a_file_that_isnt_what_the_hub_said(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_isnt_what_the_hub_said(
+    model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shorter; or sent whole, or from elsewhere, whatever was asked for."""
     blob = hub.repositories[REPO].head.files[SHARD]
     model.read(SHARD, 0, 1)
@@ -803,7 +888,9 @@ def test_a_file_that_isnt_what_the_hub_said(model: hubs.Repository, hub: FakeHub
             model.read(SHARD, 10, 20)
 
 
-def test_after_a_failure_no_buffer_is_written(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_no_buffer_is_written(
+    model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its memory may belong to another read by then."""
     monkeypatch.setattr(hubs, "MAX_REQUEST_BYTES", 10_000)
     monkeypatch.setattr(hubs, "STALL_SECONDS", 30.0)
@@ -830,7 +917,9 @@ def test_after_a_failure_no_buffer_is_written(model: hubs.Repository, hub: FakeH
     assert bytes(buffer) == left
 
 
-def test_after_a_failure_few_requests_are_made(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_few_requests_are_made(
+    model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What still waits, because the hub limits it, asks no more."""
     monkeypatch.setattr(hubs, "MAX_REQUEST_BYTES", 50_000)
     monkeypatch.setattr(hubs, "MAX_REQUEST_SECONDS", 6.0)
@@ -853,7 +942,8 @@ def test_after_a_failure_few_requests_are_made(model: hubs.Repository, hub: Fake
 def test_few_connections_at_a_time(model: hubs.Repository, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of threads and requests."""
     monkeypatch.setattr(hubs, "MAX_REQUEST_BYTES", 5000)
-    monkeypatch.setattr(hubs, "STALL_SECONDS", 30.0)  # a busy machine is slow to answer, and would still count what the client gave up
+    # a busy machine is slow to answer, and would still count what the client gave up
+    monkeypatch.setattr(hubs, "STALL_SECONDS", 30.0)
     answer, lock, now, most = hub.cdn.answer, threading.Lock(), 0, 0
 
     def counted(call: Call) -> Reply:
@@ -919,16 +1009,38 @@ for url in sys.argv[2:]:
 
 
 def test_secrets_are_never_told(hub: FakeHub, tmp_path: Path) -> None:
-    """The token goes to the hub only; neither it nor a signed address is in a log, a message or a traceback, whatever happens."""
+    """The token goes to the hub only; neither it nor a signed address is in a log, a message or a traceback, whatever
+    happens.
+    """
     hub.allow(TOKEN)
     hub.add("org/gated", tmp_path / "model", gated="manual")
-    faults: dict[str, dict[str, Any]] = {"m404": dict(status=404), "m403": dict(status=403), "m503": dict(status=503), "reset": {}}
+    faults: dict[str, dict[str, Any]] = {
+        "m404": dict(status=404),
+        "m403": dict(status=403),
+        "m503": dict(status=503),
+        "reset": {},
+    }
     for name, fault in faults.items():
         hub.add(f"org/{name}", tmp_path / "model")
         hub.cdn.fail("status" if fault else "reset", matching=f"org/{name}/", **fault)
-    urls = [f"hf://{REPO}", "hf://org/gated", "hf://org/none", f"hf://{REPO}@none", *(f"hf://org/{name}" for name in faults)]
+    urls = [
+        f"hf://{REPO}",
+        "hf://org/gated",
+        "hf://org/none",
+        f"hf://{REPO}@none",
+        *(f"hf://org/{name}" for name in faults),
+    ]
     output = outside(LOUD, SHARD, *urls, **hub.env(TOKEN), HF_HOME=str(tmp_path / "home")).stdout
-    for told in ("200000", "is gated", "no such repository", "no such revision", "404 Not Found", "403 Forbidden", "503 Service", "can't be reached"):
+    for told in (
+        "200000",
+        "is gated",
+        "no such repository",
+        "no such revision",
+        "404 Not Found",
+        "403 Forbidden",
+        "503 Service",
+        "can't be reached",
+    ):
         assert told in output
     for secret in (TOKEN[3:], base64.b64encode(TOKEN.encode()).decode(), "Signature="):
         assert secret not in output

@@ -29,7 +29,11 @@ class FakeSecrets(Server):
         if call.method != "GET" or match is None:
             raise NotImplementedError
         if (data := self.versions.get(match[1])) is None:
-            error = {"code": 404, "message": f"Secret [{match[1]}] not found or has no versions.", "status": "NOT_FOUND"}
+            error = {
+                "code": 404,
+                "message": f"Secret [{match[1]}] not found or has no versions.",
+                "status": "NOT_FOUND",
+            }
             return json_reply(404, {"error": error}, kind="read")
         return json_reply(200, {"name": match[1], "payload": {"data": base64.b64encode(data).decode()}}, kind="read")
 
@@ -48,7 +52,9 @@ def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSec
 
 
 def test_the_first_that_is_there(secrets: FakeSecrets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment, then the hub's login, then the secret; which isn't asked before it is needed, and once in a process."""
+    """The environment, then the hub's login, then the secret; which isn't asked before it is needed, and once in a
+    process.
+    """
     assert token() is None
     name_secret(None)
     assert not secret()
@@ -65,7 +71,10 @@ def test_the_first_that_is_there(secrets: FakeSecrets, tmp_path: Path, monkeypat
 
 def test_a_secret_that_is_not_there() -> None:
     name_secret(NAME.replace("hub", "other"))
-    with pytest.raises(StorageError, match=r"projects/1234/secrets/other/versions/latest: the hub's token can't be read from Secret Manager: 404 .*not found"):
+    with pytest.raises(
+        StorageError,
+        match=r"projects/1234/secrets/other/versions/latest: the hub's token can't be read from Secret Manager: 404 .*not found",
+    ):
         token()
 
 
@@ -79,7 +88,10 @@ def test_no_secret_manager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_installation_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "google.cloud.secretmanager", None)
     name_secret(NAME)
-    with pytest.raises(StorageError, match=re.escape(f"{NAME}: the hub's token can't be read from Secret Manager: pip install 'weightbeam[gcp]'")):
+    with pytest.raises(
+        StorageError,
+        match=re.escape(f"{NAME}: the hub's token can't be read from Secret Manager: pip install 'weightbeam[gcp]'"),
+    ):
         token()
 
 

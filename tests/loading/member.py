@@ -1,10 +1,12 @@
-"""One process of a job that loads: `python member.py PROCESS PROCESSES PORT REQUEST`, where a request is a file of JSON.
+"""One process of a job that loads: `python member.py PROCESS PROCESSES PORT REQUEST`, where a request is a file of
+JSON.
 
-    {"devices": of all processes, "loads": [{"source": …, "mesh": [names, sizes], "options": {…}, "fault": [process, kind], "values": false}, …]}
+    {"devices": of all processes, "loads": [{"source": …, "mesh": [names, sizes], "options": {…}, "fault": [process,
+    kind], "values": false}, …]}
 
-Prints JSON, a line for each load, of what this process holds of each array, `{"shards": {key: [[index, digest], …]}, "read": bytes,
-"programs": …}`, or `{"refused": message}`, `{"failed": message}`; with `values` the bytes of a shard in place of its digest.
-A process of its own, since the number of devices is settled when JAX starts.
+Prints JSON, a line for each load, of what this process holds of each array, `{"shards": {key: [[index, digest], …]},
+"read": bytes, "programs": …}`, or `{"refused": message}`, `{"failed": message}`; with `values` the bytes of a shard in
+place of its digest. A process of its own, since the number of devices is settled when JAX starts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # programs are compiled in a third of the time
+# programs are compiled in a third of the time
+FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 PROGRAMS: list[str] = []  # that were compiled
 
 
@@ -47,7 +50,9 @@ def main(process: int, processes: int, port: str, request: dict[str, Any]) -> It
 
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=100)
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=100
+        )
     jax.monitoring.register_event_duration_secs_listener(note_program)
     return (run(process, wanted) for wanted in request["loads"])
 
@@ -85,7 +90,10 @@ def run(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
     keys = [target.key for target in read_tree(tree).targets]
     tell = values if wanted.get("values") else digest
     shards = {
-        key: [[[[cut.start or 0, cut.stop] for cut in shard.index], tell(np.asarray(shard.data))] for shard in array.addressable_shards]
+        key: [
+            [[[cut.start or 0, cut.stop] for cut in shard.index], tell(np.asarray(shard.data))]
+            for shard in array.addressable_shards
+        ]
         for key, array in zip(keys, jax.tree.leaves(tree), strict=True)
     }
     return {"shards": shards, "read": read, "programs": compiled}

@@ -15,7 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from stored import boxes, slices
-from support import BF16, DEEPSEEK, F32, FP8, LLAMA, QWEN3_MOE, assert_same_bits, flatten, random_tensors, reference, save
+from support import (
+    BF16,
+    DEEPSEEK,
+    F32,
+    FP8,
+    LLAMA,
+    QWEN3_MOE,
+    assert_same_bits,
+    flatten,
+    random_tensors,
+    reference,
+    save,
+)
 
 import weightbeam as wb
 from weightbeam.formats.encodings import Scaled
@@ -42,18 +54,23 @@ def as_one(rows: int, columns: int) -> Blocks:
     return "_scale", (1, 1), (rows, columns)
 
 
-WIDE = dict(hidden_size=64, head_dim=24, intermediate_size=80, moe_intermediate_size=40, vocab_size=100)  # blocks of 32 rows end within heads
-LATENT = dict(num_hidden_layers=2, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
+# blocks of 32 rows end within heads
+WIDE = dict(hidden_size=64, head_dim=24, intermediate_size=80, moe_intermediate_size=40, vocab_size=100)
+LATENT = dict(
+    num_hidden_layers=2, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24
+)
 BLOCKS = dict(quantization_config=dict(quant_method="fp8", weight_block_size=[32, 16]))
 PLAIN = dict(quantization_config=dict(quant_method="compressed-tensors", format="float-quantized"))
-CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Blocks], str]] = {  # a model, its scales, and what of it is FP8
+# a model, its scales, and what of it is FP8
+CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Blocks], str]] = {
     "DeepSeek": (DEEPSEEK | WIDE | LATENT | BLOCKS, in_blocks, LINEAR),
     "MoE": (QWEN3_MOE | WIDE | BLOCKS, in_blocks, LINEAR),
     "one scale": (QWEN3_MOE | WIDE | PLAIN, as_one, LINEAR),
     "rows": (LLAMA | WIDE | PLAIN, in_rows, LINEAR),
     "mixed": (QWEN3_MOE | WIDE | BLOCKS, in_blocks, r"experts|layers\.1\.self_attn\.q_proj"),
 }
-BY_HOST = ("rows", "mixed")  # whose query the host decodes: Llama's is scaled by its table, the other one is FP8 in one layer
+# whose query the host decodes: Llama's is scaled by its table, the other one is FP8 in one layer
+BY_HOST = ("rows", "mixed")
 
 
 def write(folder: Path, case: str, dtype: np.dtype = BF16, scale: float = 1) -> tuple[Path, Arrays]:
@@ -121,7 +138,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_any_box(folder: Path, data: st.DataObject) -> None:
-    """Codes times scales, by numpy. Where a scale would belong to few elements the box is decoded already. Either way it is read once."""
+    """Codes times scales, by numpy. Where a scale would belong to few elements the box is decoded already. Either way
+    it is read once.
+    """
     release, wanted = opened(folder, data.draw(st.sampled_from(list(CASES))))
     key = data.draw(st.sampled_from(sorted(release.coded)))
     box = data.draw(boxes(release.arrays[key].shape))
@@ -142,7 +161,10 @@ def test_an_adapter_is_merged_on_the_host(tmp_path: Path, by_host: set[str]) -> 
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     factors = {"A": rng.standard_normal((4, 96), F32), "B": rng.standard_normal((64, 4), F32)}
-    save_file({f"base_model.model.{name}.lora_{side}.weight": values for side, values in factors.items()}, adapter / "adapter_model.safetensors")
+    save_file(
+        {f"base_model.model.{name}.lora_{side}.weight": values for side, values in factors.items()},
+        adapter / "adapter_model.safetensors",
+    )
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
     merged = load(source, lora=str(adapter))
     by_host.clear()

@@ -11,6 +11,13 @@ from support import HERE
 
 def test_load_nnx() -> None:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run([sys.executable, "-m", "examples.load_nnx"], cwd=HERE.parent, env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-m", "examples.load_nnx"],
+        cwd=HERE.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert "32 arrays on 4 devices; token 7 begins with [" in ran.stdout

@@ -25,7 +25,15 @@ def kind(before: Assignment, after: Assignment) -> str:
     if len(changed) == 1:
         (axis,) = changed
         old, new = before[axis], after[axis]
-        return "gather" if new == old[:-1] else "cut" if new[:-1] == old else "renumber" if sorted(new) == sorted(old) else "other"
+        return (
+            "gather"
+            if new == old[:-1]
+            else "cut"
+            if new[:-1] == old
+            else "renumber"
+            if sorted(new) == sorted(old)
+            else "other"
+        )
     if len(changed) == 2:
         for a, b in (changed, changed[::-1]):
             if before[a][:-1] == after[a] and after[b] == (*before[b], *before[a][-1:]):
@@ -40,13 +48,18 @@ def test_a_route_ends_where_it_should_in_steps_that_xla_knows(ways: tuple[int, .
     assert route is not None
     assert cuts(route, route.steps[0]) == ways
     assert cuts(route, route.steps[-1]) == counts
-    assert [digit for digits in route.steps[-1] for digit in digits] == sorted(digit for digits in route.steps[-1] for digit in digits)
+    assert [digit for digits in route.steps[-1] for digit in digits] == sorted(
+        digit for digits in route.steps[-1] for digit in digits
+    )
     kinds = [kind(before, after) for before, after in itertools.pairwise(route.steps)]
     assert set(kinds) <= {"exchange", "gather", "cut", "renumber"}
     assert kinds.count("gather") == 0 or math.prod(counts) < 8  # only replicas gather
 
 
-@given(st.lists(st.sampled_from([1, 2, 4, 3]), min_size=3, max_size=3), st.lists(st.sampled_from([1, 2, 4, 3]), min_size=3, max_size=3))
+@given(
+    st.lists(st.sampled_from([1, 2, 4, 3]), min_size=3, max_size=3),
+    st.lists(st.sampled_from([1, 2, 4, 3]), min_size=3, max_size=3),
+)
 def test_any_two_cuts(ways: list[int], counts: list[int]) -> None:
     """Whatever they are, the ends are right; where the groups of devices don't lie within each other there is no route."""
     devices = math.lcm(math.prod(ways), math.prod(counts))

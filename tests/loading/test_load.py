@@ -1,6 +1,8 @@
-"""`load`: the bits of a conversion on every mesh, by one process and by several, each byte read once; and no process waits for one that failed.
+"""`load`: the bits of a conversion on every mesh, by one process and by several, each byte read once; and no process
+waits for one that failed.
 
-A job of one, two or four processes starts once and has all the loads that are asked of it, so that JAX starts seven times in all.
+A job of one, two or four processes starts once and has all the loads that are asked of it, so that JAX starts seven
+times in all.
 """
 
 from __future__ import annotations
@@ -22,7 +24,23 @@ from typing import Any
 import numpy as np
 import pytest
 import support
-from support import BF16, DEEPSEEK, F32, FP8, HERE, QWEN3_MOE, convert, digest, given, given_arrays, random_tensors, reference, restore, save, split
+from support import (
+    BF16,
+    DEEPSEEK,
+    F32,
+    FP8,
+    HERE,
+    QWEN3_MOE,
+    convert,
+    digest,
+    given,
+    given_arrays,
+    random_tensors,
+    reference,
+    restore,
+    save,
+    split,
+)
 
 from weightbeam.model_mappings.plan import PARAMETERS
 
@@ -32,7 +50,10 @@ UNEVEN = QWEN3_MOE | dict(  # large enough to be read in shares; sizes that eigh
     num_hidden_layers=3,
 )  # fmt: skip
 QUANTISED = QWEN3_MOE | dict(
-    hidden_size=128, vocab_size=500, moe_intermediate_size=96, quantization_config=dict(quant_method="fp8", weight_block_size=[32, 32])
+    hidden_size=128,
+    vocab_size=500,
+    moe_intermediate_size=96,
+    quantization_config=dict(quant_method="fp8", weight_block_size=[32, 32]),
 )
 DEEP = DEEPSEEK | dict(num_hidden_layers=61, first_k_dense_replace=3, n_routed_experts=8)
 STEPS = dict(unit_bytes=600_000)  # many of them
@@ -40,7 +61,9 @@ STEPS = dict(unit_bytes=600_000)  # many of them
 Told = dict[str, list[dict[str, Any]]]  # for each load, by its name, what each process told; one that died told nothing
 
 
-def run_job(processes: int, loads: Mapping[str, Mapping[str, Any]], folder: Path) -> tuple[Told, list[subprocess.CompletedProcess[str]]]:
+def run_job(
+    processes: int, loads: Mapping[str, Mapping[str, Any]], folder: Path
+) -> tuple[Told, list[subprocess.CompletedProcess[str]]]:
     """What the processes of a job tell of each load, and how they ended."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -91,12 +114,26 @@ class Job:
         source, arrays = _uneven(folder)
         self.stored = sum(path.stat().st_size for path in source.iterdir())
         for mesh in MESHES if processes == 1 else MESHES[1:]:
-            self._add(f"uneven on {mesh[1]}", arrays, source=source, mesh=mesh, options=STEPS if mesh == MESHES[2] else {})
+            self._add(
+                f"uneven on {mesh[1]}", arrays, source=source, mesh=mesh, options=STEPS if mesh == MESHES[2] else {}
+            )
         self._add("uneven again", arrays, source=source, mesh=MESHES[2], options=STEPS)
         if processes == 2:
             quantised, step, stored = _quantised(folder)
-            self._add("quantised", stored, source=quantised, mesh=MESHES[2], options=dict(unit_bytes=1_000_000, vocab_size=512))
-            self._add("decoded by devices", stored, source=quantised, mesh=MESHES[2], options=dict(unit_bytes=1_000_000, vocab_size=512, dequantize="device"))
+            self._add(
+                "quantised",
+                stored,
+                source=quantised,
+                mesh=MESHES[2],
+                options=dict(unit_bytes=1_000_000, vocab_size=512),
+            )
+            self._add(
+                "decoded by devices",
+                stored,
+                source=quantised,
+                mesh=MESHES[2],
+                options=dict(unit_bytes=1_000_000, vocab_size=512, dequantize="device"),
+            )
             self._add("stored", stored, source=step, mesh=MESHES[3], options=dict(unit_bytes=1_000_000))
             deep = save(folder / "deep", DEEP, random_tensors(DEEP))
             self._add("deep", {}, source=deep, mesh=MESHES[1], options=dict(unit_bytes=200_000))
@@ -110,17 +147,27 @@ class Job:
         if processes == 1:
             quantised, wanted = _fp8(folder)
             for mesh in MESHES[1:]:
-                self._add(f"decoded by devices on {mesh[1]}", wanted, source=quantised, mesh=mesh, options=dict(unit_bytes=1_000_000, dequantize="device"))
+                self._add(
+                    f"decoded by devices on {mesh[1]}",
+                    wanted,
+                    source=quantised,
+                    mesh=mesh,
+                    options=dict(unit_bytes=1_000_000, dequantize="device"),
+                )
         self.told, self.ended = run_job(processes, self._loads, folder)
 
     def _add(self, name: str, wanted: Mapping[str, np.ndarray], **load: Any) -> None:
         self._loads[name], self.wanted[name] = load, wanted
 
     def _add_cases(self, folder: Path) -> None:
-        """Cases and meshes are dealt out; four processes have a quarter of them, since each takes them a program to compile."""
+        """Cases and meshes are dealt out; four processes have a quarter of them, since each takes them a program to
+        compile.
+        """
         number = 0
         for case, about in given().items():
-            for layout in [layout for layout in ("scanned", "unscanned") if layout in about and case != "deepseek3-mtp-standalone"]:
+            for layout in [
+                layout for layout in ("scanned", "unscanned") if layout in about and case != "deepseek3-mtp-standalone"
+            ]:
                 options = dict(
                     maxtext_model=about["maxtext_model"],
                     vocab_size=about["vocab"],
@@ -138,7 +185,8 @@ class Job:
 def _uneven(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
     tensors = random_tensors(UNEVEN)
     rng = np.random.default_rng(1)
-    for name in ("model.layers.2.mlp.experts.3.up_proj.weight", "lm_head.weight"):  # every pattern, NaNs of every kind among them
+    # every pattern, NaNs of every kind among them
+    for name in ("model.layers.2.mlp.experts.3.up_proj.weight", "lm_head.weight"):
         tensors[name] = rng.integers(0, 1 << 16, tensors[name].shape, np.uint16).view(BF16)
     source = save(folder / "uneven", UNEVEN, *split(tensors, 2))
     with np.errstate(invalid="ignore"):
@@ -191,7 +239,9 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def of(*processes: int) -> pytest.MarkDecorator:
     """The jobs that a test looks at."""
     slow = {4: [pytest.mark.slow]}
-    return pytest.mark.parametrize("job", [pytest.param(number, marks=slow.get(number, [])) for number in processes], indirect=True)
+    return pytest.mark.parametrize(
+        "job", [pytest.param(number, marks=slow.get(number, [])) for number in processes], indirect=True
+    )
 
 
 @of(1, 2, 4)
@@ -218,7 +268,9 @@ def test_all_cases_have_maxtexts_bits(job: Job) -> None:
         wanted, stored = given_arrays(case, layout), "float32" if case.endswith("-fp32") else "bfloat16"
         members = job.told[name]
         assert len(members) == job.processes, (name, members)
-        assert {key.removeprefix(PARAMETERS) for key in members[0]["shards"] if key.startswith(PARAMETERS)} == set(wanted), name
+        assert {key.removeprefix(PARAMETERS) for key in members[0]["shards"] if key.startswith(PARAMETERS)} == set(
+            wanted
+        ), name
         for key, (shape, dtype, sha256) in wanted.items():
             if dtype == stored:
                 shards = [shard for member in members for shard in member["shards"][PARAMETERS + key]]
@@ -235,7 +287,9 @@ def put_together(shape: list[int], shards: list[Any]) -> np.ndarray:
 
 @of(2)
 def test_compiled_programs(job: Job) -> None:
-    """61 layers, dense ones and experts: a program for each kind of block, not for each block; and none that gathers an array on each device."""
+    """61 layers, dense ones and experts: a program for each kind of block, not for each block; and none that gathers an
+    array on each device.
+    """
     for told in job.told["deep"]:
         assert 5 < told["programs"] <= 20
     assert all(told["programs"] == 0 for told in job.told["uneven again"])  # those of the first are there

@@ -10,7 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from support import BF16, DEEPSEEK, F32, FP8, LLAMA, assert_same_bits, convert, random_tensors, read_tensors, reference, restore, save, split
+from support import (
+    BF16,
+    DEEPSEEK,
+    F32,
+    FP8,
+    LLAMA,
+    assert_same_bits,
+    convert,
+    random_tensors,
+    read_tensors,
+    reference,
+    restore,
+    save,
+    split,
+)
 
 from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import PARAMETERS
@@ -33,7 +47,11 @@ def names(tree: LazyTree) -> dict[str, np.ndarray]:
 @given(st.data())
 def test_a_box_and_the_rest_are_numpys_index(data: st.DataObject) -> None:
     shape = data.draw(arrays.array_shapes(min_dims=0, max_dims=4, max_side=6))
-    index = data.draw(arrays.basic_indices(shape, allow_newaxis=True, allow_ellipsis=True)) if shape else data.draw(st.sampled_from([(), ..., None]))
+    index = (
+        data.draw(arrays.basic_indices(shape, allow_newaxis=True, allow_ellipsis=True))
+        if shape
+        else data.draw(st.sampled_from([(), ..., None]))
+    )
     values = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     box, rest = find_box(index, shape)
     part = values[tuple(slice(*span) for span in box)]
@@ -75,7 +93,9 @@ def test_a_release_as_it_is(tmp_path: Path) -> None:
             rows, columns = (-(-size // 16) for size in plain.shape)
             scales = rng.random((rows, columns), F32)
             tensors[name], tensors[f"{name}_scale_inv"] = plain.astype(FP8), scales
-            values[name] = tensors[name].astype(F32) * scales.repeat(16, 0).repeat(16, 1)[: plain.shape[0], : plain.shape[1]]
+            values[name] = (
+                tensors[name].astype(F32) * scales.repeat(16, 0).repeat(16, 1)[: plain.shape[0], : plain.shape[1]]
+            )
     folder = save(tmp_path / "hf", config, tensors)
     tree = open_tree(str(folder), as_is=True)
     assert_same_bits({name: np.asarray(array) for name, array in tree.items()}, values)
@@ -90,7 +110,9 @@ def test_an_orbax_checkpoint(tmp_path: Path) -> None:
     tree, release = open_tree(str(tmp_path / "out")), open_tree(str(folder), vocab_size=72)
     assert tree["step"][()] == 0
     assert_same_bits({key: value for key, value in names(tree).items() if key != "step"}, restore(step))
-    assert {key: array.logical_axes for key, array in tree.items() if key != "step"} == {key: array.logical_axes for key, array in release.items()}
+    assert {key: array.logical_axes for key, array in tree.items() if key != "step"} == {
+        key: array.logical_axes for key, array in release.items()
+    }
     kernel = tree[f"{PARAMETERS}decoder.layers.mlp.wo.kernel"]
     assert_same_bits({"": kernel[7, 1]}, {"": restore(step)["decoder.layers.mlp.wo.kernel"][7, 1]})
 

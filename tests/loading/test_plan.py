@@ -1,4 +1,6 @@
-"""`plan --load`: how each array would be read, and the schedule's arithmetic: each element is read once, by one process."""
+"""`plan --load`: how each array would be read, and the schedule's arithmetic: each element is read once, by one
+process.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,26 @@ from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.units import fetches_for
 
-QUANTISED = QWEN3_MOE | dict(hidden_size=48, moe_intermediate_size=40, quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16]))
+QUANTISED = QWEN3_MOE | dict(
+    hidden_size=48, moe_intermediate_size=40, quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16])
+)
 
 
-@pytest.mark.parametrize(("mesh", "hosts"), [("fsdp=8", 2), ("fsdp=4,tensor=2", 4), ("tensor=2,fsdp=2,expert=2", 8), ("fsdp=6", 3)])
+@pytest.mark.parametrize(
+    ("mesh", "hosts"), [("fsdp=8", 2), ("fsdp=4,tensor=2", 4), ("tensor=2,fsdp=2,expert=2", 8), ("fsdp=6", 3)]
+)
 @pytest.mark.parametrize("unit_bytes", [1 << 27, 300_000])
 def test_exchanged_arrays_are_tiled_by_the_hosts(mesh: str, hosts: int, unit_bytes: int) -> None:
     """Whatever the sizes, all hosts together read as many elements of an exchanged array as it has."""
-    config = QWEN3_MOE | dict(hidden_size=256, vocab_size=1001, num_experts=6, moe_intermediate_size=136, num_attention_heads=12, head_dim=48)
+    config = QWEN3_MOE | dict(
+        hidden_size=256, vocab_size=1001, num_experts=6, moe_intermediate_size=136, num_attention_heads=12, head_dim=48
+    )
     source = Release(prepare(Options(), headers_only(config)))
     parsed = Mesh.parse(mesh)
-    layouts = {key: layout_on(array.shape, partition_spec(array.axes, rules_of(Options())), parsed, hosts) for key, array in source.arrays.items()}
+    layouts = {
+        key: layout_on(array.shape, partition_spec(array.axes, rules_of(Options())), parsed, hosts)
+        for key, array in source.arrays.items()
+    }
     read = dict.fromkeys(layouts, 0)
     exchanged = set()
     for step in make_steps(source, layouts, unit_bytes):
@@ -68,14 +79,25 @@ def test_the_cost_of_boxes_is_that_of_their_reads(tmp_path: Path, mixed: bool) -
     for array in conversion.plan.arrays:
         for shard in (1, 2, 3):
             box = tuple((size // (shard + 1), max(size // shard, size // (shard + 1) + 1)) for size in array.shape)
-            reads = [read for fetch in plan_boxes([(array, box)], conversion.encodings)[0] for read in fetch.encoding.reads(fetch.box)]
-            assert source.cost(array.key, [box]) == (sum(read.nbytes for read in reads), sum(read.runs for read in reads)), (array.key, box)
+            reads = [
+                read
+                for fetch in plan_boxes([(array, box)], conversion.encodings)[0]
+                for read in fetch.encoding.reads(fetch.box)
+            ]
+            assert source.cost(array.key, [box]) == (
+                sum(read.nbytes for read in reads),
+                sum(read.runs for read in reads),
+            ), (array.key, box)
 
 
 def test_a_full_size_mixture_of_experts_is_planned_by_kinds_of_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight layers of DeepSeek-V3 have 3,840 tensors of experts; what reading them costs is spelled out for a few dozen boxes of one each."""
+    """Eight layers of DeepSeek-V3 have 3,840 tensors of experts; what reading them costs is spelled out for a few dozen
+    boxes of one each.
+    """
     spelled_out: list[int] = []
-    monkeypatch.setattr(release, "fetches_for", lambda wanted: spelled_out.append(len(boxes := list(wanted))) or fetches_for(boxes))
+    monkeypatch.setattr(
+        release, "fetches_for", lambda wanted: spelled_out.append(len(boxes := list(wanted))) or fetches_for(boxes)
+    )
     conversion = prepare(Options(), headers_only(DEEPSEEK_V3 | dict(num_hidden_layers=8)))
     planned = plan_load(conversion, Mesh.parse("fsdp=64"), 16)
     assert planned.host_bytes * 16 < 1.01 * conversion.source_bytes

@@ -1,4 +1,6 @@
-"""Orbax checkpoints of any writer, virtual ones, buckets and the hub: `open` and `load` have the same arrays of all of them."""
+"""Orbax checkpoints of any writer, virtual ones, buckets and the hub: `open` and `load` have the same arrays of all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,20 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import SingleDeviceSharding
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
-from support import BF16, HERE, LLAMA, assert_same_bits, convert, digest, flatten, random_tensors, reference, restore, save, split
+from support import (
+    BF16,
+    HERE,
+    LLAMA,
+    assert_same_bits,
+    convert,
+    digest,
+    flatten,
+    random_tensors,
+    reference,
+    restore,
+    save,
+    split,
+)
 
 import weightbeam as wb
 
@@ -58,7 +73,9 @@ WRITERS = {  # whose trees have the weights below this, and what lies beside the
 def test_anyones_checkpoint_has_maxtexts_names(tmp_path: Path, writer: str) -> None:
     """As stock Orbax saves each of the trees that MaxText and its tools write; `as_is` keeps their own keys."""
     name, beside = WRITERS[writer]
-    tree = {name.format(key): values for key, values in wanted().items()} | {key: np.array([value]) for key, value in beside.items()}
+    tree = {name.format(key): values for key, values in wanted().items()} | {
+        key: np.array([value]) for key, value in beside.items()
+    }
     ocp.PyTreeCheckpointer().save(tmp_path / "ckpt", nested(tree))
     opened = wb.open(tmp_path / "ckpt")
     assert {f"params.params.{key}" for key in wanted()} <= set(opened)
@@ -88,14 +105,19 @@ def test_a_chunk_that_is_gone_is_no_zeros(tmp_path: Path) -> None:
 
 def test_leaves_of_a_strangers_checkpoint_need_shardings(tmp_path: Path) -> None:
     """Nothing is replicated by default: logical axes are known of our checkpoints only."""
-    ocp.PyTreeCheckpointer().save(tmp_path / "ckpt", nested({f"params.params.{key}": values for key, values in wanted().items()}))
+    ocp.PyTreeCheckpointer().save(
+        tmp_path / "ckpt", nested({f"params.params.{key}": values for key, values in wanted().items()})
+    )
     leaves = {key: jax.ShapeDtypeStruct(values.shape, values.dtype) for key, values in wanted().items()}
     with pytest.raises(wb.Refused, match=r"embedding: its logical axes aren't known"):
         wb.load(str(tmp_path / "ckpt"), nested(leaves))
 
 
 @pytest.mark.skipif(not TRAINED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
-@pytest.mark.parametrize("run", ["llama-fsdp8", "llama-fsdp8-paramonly-unscanned", "llama-linen-paramonly-unscanned", "qwen3moe-fsdp4-tensor2"])
+@pytest.mark.parametrize(
+    "run",
+    ["llama-fsdp8", "llama-fsdp8-paramonly-unscanned", "llama-linen-paramonly-unscanned", "qwen3moe-fsdp4-tensor2"],
+)
 def test_what_maxtexts_training_wrote(run: str) -> None:
     """The bits of the parameters, by MaxText's names; a state's optimizer is there, too."""
     told = json.loads((TRAINED / run / "digests.json").read_text())["params"]
@@ -113,7 +135,17 @@ def wb_name(key: str) -> str:
 def test_a_virtual_checkpoint(tmp_path: Path) -> None:
     """Its chunks are ranges of the release's files."""
     source = save(tmp_path / "hf", MODEL, *split(random_tensors(MODEL), 2))
-    step = convert(source, tmp_path / "out", "--virtual", "--link", "copy", "--scan_layers", "false", "--maxtext_model", "llama2-7b")
+    step = convert(
+        source,
+        tmp_path / "out",
+        "--virtual",
+        "--link",
+        "copy",
+        "--scan_layers",
+        "false",
+        "--maxtext_model",
+        "llama2-7b",
+    )
     arrays = restore(step)
     assert_same_bits(loaded(tmp_path / "out", arrays), arrays)
 
@@ -137,8 +169,12 @@ def test_buckets_and_the_hub(tmp_path: Path) -> None:
     source = save(tmp_path / "hf", MODEL, *split(random_tensors(MODEL), 2))
     with FakeGcs("bucket") as gcs, FakeHub() as hub:
         hub.add("org/model", source)
-        environment = os.environ | gcs.env() | hub.env() | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "JAX_PLATFORMS": "cpu"}
-        ran = subprocess.run([sys.executable, "-c", REMOTE], env=environment, capture_output=True, text=True, check=False)
+        environment = (
+            os.environ | gcs.env() | hub.env() | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "JAX_PLATFORMS": "cpu"}
+        )
+        ran = subprocess.run(
+            [sys.executable, "-c", REMOTE], env=environment, capture_output=True, text=True, check=False
+        )
         assert ran.returncode == 0, ran.stderr[-3000:]
         stored = sum(path.stat().st_size for path in source.glob("*.safetensors"))
         assert hub.cdn.log.sent < 2 * stored * 1.01  # by the conversion, and by the load

@@ -1,4 +1,6 @@
-"""The trees that programs ask for: every kind of Flax's, dtypes of their own, what doesn't fit, and MaxText's place for a loader."""
+"""The trees that programs ask for: every kind of Flax's, dtypes of their own, what doesn't fit, and MaxText's place for
+a loader.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def numpy(tree: Any) -> dict[str, np.ndarray]:
 
 def test_linen(folder: Path) -> None:
     """The collection, boxed as Flax boxes partitioned variables; the boxes stay."""
-    boxed = jax.tree.map(lambda leaf: nn.LogicallyPartitioned(leaf, ("a",) * len(leaf.shape)), nested(abstract(wanted())))
+    boxed = jax.tree.map(
+        lambda leaf: nn.LogicallyPartitioned(leaf, ("a",) * len(leaf.shape)), nested(abstract(wanted()))
+    )
     loaded = wb.load(str(folder), {"params": boxed})
     assert isinstance(loaded["params"]["decoder"]["decoder_norm"]["scale"], nn.LogicallyPartitioned)
     assert_same_bits(numpy(nn.unbox(loaded)["params"]), wanted())
@@ -77,11 +81,16 @@ def test_dicts(folder: Path, prefix: str) -> None:
 def test_trees_of_other_programs(folder: Path, name: str) -> None:
     """What nnx states are as plain dicts, alone and in the states of trainers; the tree stays what it is."""
     loaded = wb.load(str(folder), {name.format(key): value for key, value in abstract(wanted()).items()})
-    assert_same_bits({key: np.asarray(value) for key, value in loaded.items()}, {name.format(key): values for key, values in wanted().items()})
+    assert_same_bits(
+        {key: np.asarray(value) for key, value in loaded.items()},
+        {name.format(key): values for key, values in wanted().items()},
+    )
 
 
 def test_the_trees_dtypes_and_vocabulary_count(folder: Path) -> None:
-    """float32 without a detour through bfloat16, float16 too, and a padded vocabulary, as the leaves have them; the layout is the sharding's."""
+    """float32 without a detour through bfloat16, float16 too, and a padded vocabulary, as the leaves have them; the
+    layout is the sharding's.
+    """
     arrays = wanted(F32)
     arrays["token_embedder.embedding"] = np.pad(arrays["token_embedder.embedding"], ((0, 4), (0, 0)))
     arrays["decoder.logits_dense.kernel"] = np.pad(arrays["decoder.logits_dense.kernel"], ((0, 0), (0, 4)))
@@ -94,12 +103,18 @@ def test_all_mismatches_at_once(folder: Path) -> None:
     leaves = abstract(wanted())
     del leaves["decoder.layers.mlp.wi_0.kernel"]
     leaves["decoder.layers.mlp.wi_7.kernel"] = leaves["decoder.decoder_norm.scale"]
-    leaves["decoder.logits_dense.kernel"] = jax.ShapeDtypeStruct((3, 5), jnp.bfloat16, sharding=leaves["decoder.decoder_norm.scale"].sharding)
-    leaves["decoder.layers.mlp.wo.kernel"] = jax.ShapeDtypeStruct((48, 2, 32), jnp.int32, sharding=leaves["decoder.decoder_norm.scale"].sharding)
+    leaves["decoder.logits_dense.kernel"] = jax.ShapeDtypeStruct(
+        (3, 5), jnp.bfloat16, sharding=leaves["decoder.decoder_norm.scale"].sharding
+    )
+    leaves["decoder.layers.mlp.wo.kernel"] = jax.ShapeDtypeStruct(
+        (48, 2, 32), jnp.int32, sharding=leaves["decoder.decoder_norm.scale"].sharding
+    )
     leaves["decoder.decoder_norm.scale"] = jax.ShapeDtypeStruct((32,), jnp.bfloat16)
     with pytest.raises(wb.Refused) as refused:
         wb.load(str(folder), leaves)
-    kinds = {(problem.kind, problem.subject.removeprefix("params.params.decoder.")) for problem in refused.value.problems}
+    kinds = {
+        (problem.kind, problem.subject.removeprefix("params.params.decoder.")) for problem in refused.value.problems
+    }
     assert kinds == {
         ("missing", "layers.mlp.wi_7.kernel"),
         ("unused", "layers.mlp.wi_0.kernel"),
@@ -127,7 +142,9 @@ def test_a_file_that_is_cut_short_fails_in_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_maxtexts_loader(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """MaxText's caller gets None and Linen's collection, whatever it asks with; a stand-in of its module shows that the function is put there."""
+    """MaxText's caller gets None and Linen's collection, whatever it asks with; a stand-in of its module shows that the
+    function is put there.
+    """
     modules = {name: types.ModuleType(name) for name in ("maxtext", "maxtext.common", "maxtext.common.checkpointing")}
     checkpointing = modules["maxtext.common.checkpointing"]
     with pytest.raises(wb.Refused, match="can't be imported"):
@@ -140,7 +157,9 @@ def test_maxtexts_loader(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: st
     wb.maxtext.install()
     leaves = nested(abstract(wanted()))
     asked = nnx.State(jax.tree.map(nnx.Param, leaves)) if kind == "nnx" else {"params": leaves}
-    config = types.SimpleNamespace(scan_layers=True, param_scan_axis=1, hf_access_token="", base_output_directory="gs://nowhere")
+    config = types.SimpleNamespace(
+        scan_layers=True, param_scan_axis=1, hf_access_token="", base_output_directory="gs://nowhere"
+    )
     state, loaded = checkpointing.load_safetensors_dynamic_state(str(folder), asked, config)
     assert state is None
     assert set(loaded) == {"params"}

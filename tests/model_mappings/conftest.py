@@ -33,7 +33,12 @@ class Checked:
     problems: list[Problem]
 
 
-def _check(config: Mapping, tensors: Mapping[str, TensorSpec], layout: Layout = Layout(), family: Family | None = None) -> Checked:  # noqa: B008, it is frozen
+def _check(
+    config: Mapping,
+    tensors: Mapping[str, TensorSpec],
+    layout: Layout = Layout(),  # noqa: B008, it is frozen
+    family: Family | None = None,
+) -> Checked:
     config = Config(config)
     family = family or family_of(config, layout.model)
     tensors = {rename(name, family.aliases): spec for name, spec in tensors.items()}
@@ -69,5 +74,7 @@ def check() -> Callable[..., Checked]:
 
 @pytest.fixture(scope="session")
 def assemble() -> Callable[..., None]:
-    """`assemble(made, tensors, out, box)`: makes a box of an array as a worker does, from the boxes that the pieces name and nothing else."""
+    """`assemble(made, tensors, out, box)`: makes a box of an array as a worker does, from the boxes that the pieces
+    name and nothing else.
+    """
     return _assemble

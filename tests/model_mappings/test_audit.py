@@ -20,20 +20,33 @@ NORM = "model.layers.0.input_layernorm.weight"
 
 @pytest.fixture
 def audit_table(check, make_specs):
-    """`audit_table(rules, shapes, drops, **dims)`: a table made by hand against plain tensors; the problems as `(kind, subject)`."""
+    """`audit_table(rules, shapes, drops, **dims)`: a table made by hand against plain tensors; the problems as `(kind,
+    subject)`.
+    """
 
     def audit_table(rules, tensors, drops=(), **dims):
-        family = Family("made-up", {}, lambda c, layout: dims, lambda c, layout: [stack("", "", 0, rules)], lambda c, layout: dict(drops), "")
+        family = Family(
+            "made-up",
+            {},
+            lambda c, layout: dims,
+            lambda c, layout: [stack("", "", 0, rules)],
+            lambda c, layout: dict(drops),
+            "",
+        )
         return [(problem.kind, problem.subject) for problem in check({}, make_specs(tensors), family=family).problems]
 
     return audit_table
 
 
 def test_all_problems_in_one_run(check, make_specs):
-    """A missing, an unused, a transposed, a flattened and an integer tensor: one report names each once, and nothing else."""
+    """A missing, an unused, a transposed, a flattened and an integer tensor: one report names each once, and nothing
+    else.
+    """
     specs = make_specs(shapes(LLAMA))
     del specs[K]
-    specs |= make_specs({"model.layers.1.adapter.weight": (3, 4), UP: (10, 14), NORM: (10, 1)}) | make_specs({DOWN: (10, 14)}, np.dtype("int8"))
+    specs |= make_specs({"model.layers.1.adapter.weight": (3, 4), UP: (10, 14), NORM: (10, 1)}) | make_specs(
+        {DOWN: (10, 14)}, np.dtype("int8")
+    )
     problems = check(LLAMA, specs).problems
     assert {(problem.kind, problem.subject) for problem in problems} == {
         ("missing", K),
@@ -50,19 +63,36 @@ def test_messages_say_what_was_expected_and_found(check, make_specs):
     """The array or the table's line, the shape or dtype that was found, and the file."""
     specs = make_specs(shapes(LLAMA))
     del specs[K]
-    specs |= {UP: TensorSpec((10, 14), np.dtype(ml_dtypes.bfloat16), "model-00002.safetensors")} | make_specs({DOWN: (10, 14)}, np.dtype("int8"))
+    specs |= {UP: TensorSpec((10, 14), np.dtype(ml_dtypes.bfloat16), "model-00002.safetensors")} | make_specs(
+        {DOWN: (10, 14)}, np.dtype("int8")
+    )
     specs |= make_specs({"adapter": (3, 4)})
     text = {problem.kind: str(problem) for problem in check(LLAMA, specs).problems}
-    assert text["missing"] == f"missing: {K}: the llama table makes params.params.decoder.layers.self_attention.key.kernel of it, but no file holds it"
-    assert text["shape"] == f'shape: {UP}: (10, 14) in model-00002.safetensors, the llama table says "mlp embed" = (14, 10)'
-    assert text["dtype"] == f"dtype: {DOWN}: int8 in model.safetensors, but params.params.decoder.layers.mlp.wo.kernel is made of floating-point weights"
-    assert text["unused"] == "unused: adapter: bfloat16 (3, 4) in model.safetensors: the llama table has no place for it, and doesn't drop it"
+    assert (
+        text["missing"]
+        == f"missing: {K}: the llama table makes params.params.decoder.layers.self_attention.key.kernel of it, but no file holds it"
+    )
+    assert (
+        text["shape"]
+        == f'shape: {UP}: (10, 14) in model-00002.safetensors, the llama table says "mlp embed" = (14, 10)'
+    )
+    assert (
+        text["dtype"]
+        == f"dtype: {DOWN}: int8 in model.safetensors, but params.params.decoder.layers.mlp.wo.kernel is made of floating-point weights"
+    )
+    assert (
+        text["unused"]
+        == "unused: adapter: bfloat16 (3, 4) in model.safetensors: the llama table has no place for it, and doesn't drop it"
+    )
 
 
 def test_merged_axes_in_a_shape_message(check, make_specs):
     """Merged axes are shown as the table writes them, so that the reader sees heads x dim."""
     (problem,) = check(LLAMA, make_specs(shapes(LLAMA) | {Q: (48, 10)})).problems
-    assert str(problem) == f'shape: {Q}: (48, 10) in model.safetensors, the llama table says "(heads dim) embed" = (24, 10)'
+    assert (
+        str(problem)
+        == f'shape: {Q}: (48, 10) in model.safetensors, the llama table says "(heads dim) embed" = (24, 10)'
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32"])
@@ -81,7 +111,9 @@ def test_dtypes_that_are_weights(check, make_specs, dtype):
 
 @pytest.mark.parametrize("shape", [(3, 16, 10), (3, 12, 10), (4, 14, 10), (3, 10, 14), (14, 10), ()])
 def test_fused_experts_of_another_size(check, make_specs, shape):
-    """gate_up_proj is (expert, 2 x 7, embed) = (3, 14, 10): longer than both windows, shorter, another number of experts, transposed, another rank."""
+    """gate_up_proj is (expert, 2 x 7, embed) = (3, 14, 10): longer than both windows, shorter, another number of
+    experts, transposed, another rank.
+    """
     config, name = CONFIGS["qwen3_moe"], "model.layers.0.mlp.experts.gate_up_proj"
     problems = check(config, make_specs(shapes(config, fused=True) | {name: shape})).problems
     assert {(problem.kind, problem.subject) for problem in problems} == {("shape", name)}
@@ -94,7 +126,9 @@ def test_experts_that_config_json_does_not_count(check, make_specs):
         gates = {f"model.layers.{layer}.mlp.gate.weight": (count, 10) for layer in range(2)}
         problems = check(config | {"num_experts": count}, make_specs(shapes(config) | gates)).problems
         assert {(problem.kind, problem.subject) for problem in problems} == {
-            (kind, f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight") for layer in range(2) for name in ("gate", "up", "down")
+            (kind, f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight")
+            for layer in range(2)
+            for name in ("gate", "up", "down")
         }
 
 
@@ -111,7 +145,9 @@ def test_overlap_in_a_tensor(audit_table):
     """Two lines that take the same elements, side by side or alternating; alternating lines that don't are fine."""
 
     def audit(first, second):
-        return audit_table([rule("gate", f"w[{first}]", "mlp", ""), rule("up", f"w[{second}]", "mlp", "")], {"w": (8,)}, mlp=4)
+        return audit_table(
+            [rule("gate", f"w[{first}]", "mlp", ""), rule("up", f"w[{second}]", "mlp", "")], {"w": (8,)}, mlp=4
+        )
 
     assert audit("0::2", "1::2") == audit("1::2", "0::2") == audit(":4", "4:") == []
     assert audit(":4", ":4") == audit(":4", "3:7") == audit("0::2", "0::2") == audit("0::2", "4:") == [("overlap", "w")]
@@ -123,7 +159,10 @@ def test_overlap_and_gap_in_an_array(audit_table):
     """Two lines that make the same elements of an array; elements that no line makes, unless a fill pads them."""
 
     def audit(first, second, **fill):
-        rules = [rule("kernel", name, "mlp embed", "", mlp=segment, **fill) for name, segment in (("a", first), ("b", second))]
+        rules = [
+            rule("kernel", name, "mlp embed", "", mlp=segment, **fill)
+            for name, segment in (("a", first), ("b", second))
+        ]
         return audit_table(rules, {"a": (first.size, 3), "b": (second.size, 3)}, embed=3)
 
     one, two, three = segments(2, 3, 4)
@@ -147,7 +186,9 @@ def test_window_dropped_of_a_tensor_that_no_line_uses(audit_table):
 
 
 def test_reasons_of_what_is_dropped(check, make_specs):
-    """Rotary tables, a tied head and rows beyond a truncated vocabulary are listed with their reasons, and nothing else is."""
+    """Rotary tables, a tied head and rows beyond a truncated vocabulary are listed with their reasons, and nothing else
+    is.
+    """
     names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]
     config = LLAMA | {"tie_word_embeddings": True}
     tensors = shapes(config) | dict.fromkeys(names, (3,)) | {"lm_head.weight": (16, 10)}
@@ -160,7 +201,9 @@ def test_reasons_of_what_is_dropped(check, make_specs):
 
 
 def test_reasons_of_dropped_mtp_layers(check, make_specs):
-    """Without --mtp the whole layer is dropped, and the reason names the option; with it only the copies that MaxText shares."""
+    """Without --mtp the whole layer is dropped, and the reason names the option; with it only the copies that MaxText
+    shares.
+    """
     config = CONFIGS["deepseek_v3"]
     specs = make_specs(shapes(config))
     mtp = {name for name in specs if name.startswith("model.layers.3.")}
@@ -183,10 +226,14 @@ def test_mtp_of_a_checkpoint_without_it(check, make_specs):
 
 @pytest.mark.parametrize(("rows", "dropped"), [(18, 2), (11, 0)])
 def test_rows_of_a_truncated_vocabulary(check, make_specs, rows, dropped):
-    """A file with more or fewer rows than config.json's 16: an error when all are asked for; beyond a truncated vocabulary they don't matter."""
+    """A file with more or fewer rows than config.json's 16: an error when all are asked for; beyond a truncated
+    vocabulary they don't matter.
+    """
     names = ("model.embed_tokens.weight", "lm_head.weight")
     specs = make_specs(shapes(LLAMA) | dict.fromkeys(names, (rows, 10)))
-    assert [(problem.kind, problem.subject) for problem in check(LLAMA, specs).problems] == [("shape", name) for name in names]
+    assert [(problem.kind, problem.subject) for problem in check(LLAMA, specs).problems] == [
+        ("shape", name) for name in names
+    ]
     truncated = check(LLAMA, specs, Layout(vocab=11))
     assert truncated.problems == []
     assert len(truncated.dropped) == dropped

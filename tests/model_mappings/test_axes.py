@@ -35,7 +35,9 @@ def factors(most):
 @QUICK
 @given(st.data())
 def test_factor_boxes_cover_a_range_once_and_in_order(data):
-    """Disjoint, in order, covering exactly the range; each box is one range of the merged axis; never more than two for each factor, less one."""
+    """Disjoint, in order, covering exactly the range; each box is one range of the merged axis; never more than two for
+    each factor, less one.
+    """
     sizes = data.draw(factors(5))
     ((start, stop),) = data.draw(boxes([math.prod(sizes)]))
     found = list(factor_boxes((start, stop), sizes))
@@ -60,20 +62,27 @@ def test_factor_boxes_of_heads():
 @QUICK
 @given(st.data())
 def test_hull_is_the_smallest_range_around_a_box(data):
-    """A superset that is one range of the merged axis, the range that is said; and of all such boxes, found by trying them, none is smaller."""
+    """A superset that is one range of the merged axis, the range that is said; and of all such boxes, found by trying
+    them, none is smaller.
+    """
     sizes = data.draw(factors(3))
     box = data.draw(boxes(sizes))
     widened, (start, stop) = hull(box, sizes)
     assert set(elements(widened, sizes)) >= set(elements(box, sizes))
     assert elements(widened, sizes) == list(range(start, stop))
-    around = [[(a, b) for a in range(low + 1) for b in range(high, size + 1)] for (low, high), size in zip(box, sizes, strict=True)]
+    around = [
+        [(a, b) for a in range(low + 1) for b in range(high, size + 1)]
+        for (low, high), size in zip(box, sizes, strict=True)
+    ]
     candidates = (elements(candidate, sizes) for candidate in itertools.product(*around))
     assert stop - start == min(len(places) for places in candidates if places[-1] - places[0] == len(places) - 1)
 
 
 def test_axes_parse():
     """Both sides as tuples of factors; without an arrow they are alike; `1` is an axis without factors."""
-    assert Axes.parse("(heads dim) embed -> embed heads dim") == Axes((("heads", "dim"), ("embed",)), (("embed",), ("heads",), ("dim",)))
+    assert Axes.parse("(heads dim) embed -> embed heads dim") == Axes(
+        (("heads", "dim"), ("embed",)), (("embed",), ("heads",), ("dim",))
+    )
     assert Axes.parse("vocab embed").right == (("vocab",), ("embed",))
     assert Axes.parse("conv 1 taps -> taps 1 conv").left == (("conv",), (), ("taps",))
 

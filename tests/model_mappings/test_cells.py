@@ -39,7 +39,12 @@ class Table:
         cuts = ", ".join(_bounds(cut) for cut in self.window)
         name = "w" + "".join(f".{{{axis}}}" for axis in self.named) + (f"[{cuts}]" if cuts else "")
         line = rule("kernel", name, f"{left} -> {' '.join(map(_axis, self.right))}", "", **self.segments)
-        return Part(stack("decoder", "layer{layer}.", self.layers, [line], " ".join("ab"[: self.layers.ndim])), line[0], self.sizes, self.scan_axis)
+        return Part(
+            stack("decoder", "layer{layer}.", self.layers, [line], " ".join("ab"[: self.layers.ndim])),
+            line[0],
+            self.sizes,
+            self.scan_axis,
+        )
 
     def total(self, factor: str) -> int:
         """The size of a factor in the array."""
@@ -52,11 +57,17 @@ class Table:
         """What one layer makes, by numpy alone: stack the experts, split, transpose, pad, merge."""
         names = list(np.ndindex(*(self.sizes[axis] for axis in self.named)))
         flat = [*self.named, *itertools.chain(*self.left)]
-        split = np.stack([self.tensor(number, name)[self.window] for name in names]).reshape([self.sizes[factor] for factor in flat])
+        split = np.stack([self.tensor(number, name)[self.window] for name in names]).reshape(
+            [self.sizes[factor] for factor in flat]
+        )
         order = list(itertools.chain(*self.right))
         padded = np.full([self.total(factor) for factor in order], FILL)
-        inside = {factor: slice(segment.start, segment.start + segment.size) for factor, segment in self.segments.items()}
-        padded[tuple(inside.get(factor, slice(None)) for factor in order)] = split.transpose([flat.index(factor) for factor in order])
+        inside = {
+            factor: slice(segment.start, segment.start + segment.size) for factor, segment in self.segments.items()
+        }
+        padded[tuple(inside.get(factor, slice(None)) for factor in order)] = split.transpose(
+            [flat.index(factor) for factor in order]
+        )
         return padded.reshape([math.prod(self.total(factor) for factor in axis) for axis in self.right])
 
     def array(self) -> np.ndarray:
@@ -122,7 +133,9 @@ def tables(draw):
     for number in layers.ravel():
         for name in np.ndindex(*(sizes[axis] for axis in named)):
             lengths = [length for _, length in cuts]
-            tensors[".".join(map(str, [f"layer{number}.w", *name]))] = np.arange(first, first := first + math.prod(lengths)).reshape(lengths)
+            tensors[".".join(map(str, [f"layer{number}.w", *name]))] = np.arange(
+                first, first := first + math.prod(lengths)
+            ).reshape(lengths)
     window = tuple(cut for cut, _ in cuts[:whole_from])
     return Table(left, right, named, sizes, segments, window, layers, draw(st.integers(0, 4)), tensors)
 
@@ -138,7 +151,14 @@ def boxes(draw, shape):
 def grids(draw, shape):
     """The boxes of a chunk grid over an array."""
     chunks = [draw(st.integers(1, size)) for size in shape]
-    return list(itertools.product(*([(at, min(at + chunk, size)) for at in range(0, size, chunk)] for size, chunk in zip(shape, chunks, strict=True))))
+    return list(
+        itertools.product(
+            *(
+                [(at, min(at + chunk, size)) for at in range(0, size, chunk)]
+                for size, chunk in zip(shape, chunks, strict=True)
+            )
+        )
+    )
 
 
 @QUICK
@@ -166,7 +186,9 @@ def test_pieces_of_a_box_make_that_box(assemble, table, data):
 @QUICK
 @given(tables(), st.data())
 def test_pieces_backward_give_the_tensors_back(table, data):
-    """Written back through the same pieces, chunk by chunk, the array gives each tensor's window bit for bit and touches nothing else."""
+    """Written back through the same pieces, chunk by chunk, the array gives each tensor's window bit for bit and
+    touches nothing else.
+    """
     part, array = table.part, table.array()
     back = {name: np.full_like(tensor, FILL) for name, tensor in table.tensors.items()}
     for box in data.draw(grids(part.shape)):
@@ -185,7 +207,9 @@ def test_pieces_backward_give_the_tensors_back(table, data):
 @QUICK
 @given(tables(), st.data())
 def test_a_box_of_a_tensor_is_read_back_from_the_array_alone(table, data):
-    """Read the other way, any box of any tensor comes from the boxes of the array that its pieces name; what no rule takes stays."""
+    """Read the other way, any box of any tensor comes from the boxes of the array that its pieces name; what no rule
+    takes stays.
+    """
     part, array = table.part, table.array()
     cell = data.draw(st.sampled_from(list(part.cells())))
     tensor = table.tensors[cell.tensor]
@@ -206,7 +230,9 @@ def test_a_box_of_a_tensor_is_read_back_from_the_array_alone(table, data):
 @QUICK
 @given(tables(), st.data())
 def test_every_element_once(table, data):
-    """Over any chunk grid the pieces make each element of the array once, but for padding, and take each element of each window once."""
+    """Over any chunk grid the pieces make each element of the array once, but for padding, and take each element of
+    each window once.
+    """
     part = table.part
     made = np.zeros(part.shape, int)
     taken = {name: np.zeros(tensor.shape, int) for name, tensor in table.tensors.items()}
@@ -251,7 +277,9 @@ def test_axes_that_select_tensors_and_axes_of_a_tensors_axis():
 
 
 def test_names_of_the_stacked_axes():
-    """A stack's words stand where its axes stand, at the end of an array with fewer axes; without names no axis has one, the stack's neither."""
+    """A stack's words stand where its axes stand, at the end of an array with fewer axes; without names no axis has
+    one, the stack's neither.
+    """
 
     def names(words, axes, scan_axis):
         (line,) = rule("wi", "w", axes, words)

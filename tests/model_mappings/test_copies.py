@@ -28,7 +28,9 @@ def test_a_copy_is_dropped_and_its_original_is_read(name, tied):
     family = family_for(config)
     for layout in layouts_of(HEADERS[name].config).values():
         copies = family.copies(config, layout)
-        read = {tensor for parts in expand(family, config, layout).values() for part in parts for tensor in part.tensors}
+        read = {
+            tensor for parts in expand(family, config, layout).values() for part in parts for tensor in part.tensors
+        }
         assert bool(copies) >= tied
         for copy, original in copies.items():
             assert drop_reason(copy, family.drops(config, layout))
@@ -41,6 +43,9 @@ def test_the_copies_of_multi_token_prediction():
     config, layout = Config(CONFIGS["deepseek_v3"]), Layout(mtp=True)
     copies = family_for(config).copies(config, layout)
     n = config["num_hidden_layers"]
-    assert copies == {f"model.layers.{n}.embed_tokens.weight": "model.embed_tokens.weight", f"model.layers.{n}.shared_head.head.weight": "lm_head.weight"}
+    assert copies == {
+        f"model.layers.{n}.embed_tokens.weight": "model.embed_tokens.weight",
+        f"model.layers.{n}.shared_head.head.weight": "lm_head.weight",
+    }
     tensors = shapes(config)
     assert all(tensors[copy] == tensors[original] for copy, original in copies.items())

@@ -11,7 +11,8 @@ from weightbeam.model_mappings.plan import expand, make_arrays
 from weightbeam.model_mappings.registry import FAMILIES, family_of
 
 TREES = load_trees()
-COLLECTIONS = {"deepseek4": {"MoEBiasVar", "Tid2EidVar"}}  # of variables that aren't parameters, which the trees don't describe
+# of variables that aren't parameters, which the trees don't describe
+COLLECTIONS = {"deepseek4": {"MoEBiasVar", "Tid2EidVar"}}
 NO_TREES = {  # their family's trees, from a config.json that is nested, or isn't: tests/families
     *("kimi_k25", "qwen3_5_moe_text", "gemma3_text", "gemma4_text", "qwen3_omni_moe_thinker"),
 }
@@ -19,7 +20,9 @@ NO_TREES = {  # their family's trees, from a config.json that is nested, or isn'
 
 @pytest.mark.parametrize("name", TREES)
 def test_table_makes_maxtexts_tree(name):
-    """The same paths, shapes and logical axes, none more and none less, and variables of other collections where MaxText has them."""
+    """The same paths, shapes and logical axes, none more and none less, and variables of other collections where
+    MaxText has them.
+    """
     tree = TREES[name]
     config = Config(config_of(tree))
     layout = Layout(scan=tree.scan, mtp=tree.mtp, multimodal=tree.multimodal, model=tree.model, vocab=tree.vocab)

@@ -21,9 +21,14 @@ print(json.dumps([sorted(names), sorted(roots)]))
 
 
 def test_importing_every_module_pulls_in_numpy_alone():
-    """In a fresh interpreter: no jax, torch, apache_beam, orbax or tensorstore, and no formats, transforms or pipelines either."""
+    """In a fresh interpreter: no jax, torch, apache_beam, orbax or tensorstore, and no formats, transforms or pipelines
+    either.
+    """
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=True)
     names, roots = json.loads(done.stdout)
-    files = {"weightbeam." + ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in (ROOT / "model_mappings").rglob("*.py")}
+    files = {
+        "weightbeam." + ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        for file in (ROOT / "model_mappings").rglob("*.py")
+    }
     assert set(names) == {name.removesuffix(".__init__") for name in files} - {"weightbeam.model_mappings"}
     assert roots == ["ml_dtypes", "numpy", "weightbeam"]

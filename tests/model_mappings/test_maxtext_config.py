@@ -18,17 +18,30 @@ from weightbeam.model_mappings.naming import Naming, name_model
 from weightbeam.model_mappings.registry import FAMILIES, UnknownFamilyError
 
 TREES = {tree.model: config_of(tree) for tree in load_trees().values()}
-BARE = {"llama2-7b", "llama2-70b", "llama3-8b", "llama3.3-70b", "mistral-7b", "kimi-k2-1t", "llama4-17b-16e", "llama4-17b-128e"}  # a config.json of sizes alone
+# a config.json of sizes alone
+BARE = {
+    "llama2-7b",
+    "llama2-70b",
+    "llama3-8b",
+    "llama3.3-70b",
+    "mistral-7b",
+    "kimi-k2-1t",
+    "llama4-17b-16e",
+    "llama4-17b-128e",
+}
 ON_PURPOSE = {  # what is made and what MaxText's file says, with the reason
-    "deepseek3-671b": {"n_routing_groups": (8, -1), "topk_routing_group": (4, -1)},  # the release routes in groups, MaxText's file leaves them off
+    # the release routes in groups, MaxText's file leaves them off
+    "deepseek3-671b": {"n_routing_groups": (8, -1), "topk_routing_group": (4, -1)},
     "deepseek3.2-671b": {"n_routing_groups": (8, -1), "topk_routing_group": (4, -1)},
-    "gemma3-4b": {"rope_max_timescale": (10_000, 1_000_000)},  # of the config.json that MaxText has for them; the releases say 1,000,000
+    # of the config.json that MaxText has for them; the releases say 1,000,000
+    "gemma3-4b": {"rope_max_timescale": (10_000, 1_000_000)},
     "gemma3-27b": {"rope_max_timescale": (10_000, 1_000_000)},
     "olmo3-7b": {"rope_type": ("default", "yarn")},  # likewise: the release has YaRN
     "qwen3-4b-thinking-2507": {"rope_max_timescale": (1_000_000, 5_000_000)},  # likewise
     "qwen3-omni-30b-a3b": {"position_id_per_seconds": (25, 13)},  # likewise: transformers' defaults
     "deepseek4-tiny": {"qk_rope_head_dim": (64, 32), "indexer_topk": (512, 16), "sliding_window_size": (128, 32), "routed_scaling_factor": (1.5, 1),
-                       "norm_topk_prob": (True, False), "original_max_position_embeddings": (65536, 4096)},  # a test model with the large one's config.json
+                       # a test model with the large one's config.json
+                       "norm_topk_prob": (True, False), "original_max_position_embeddings": (65536, 4096)},
 }  # fmt: skip
 
 
@@ -62,11 +75,13 @@ def test_there_and_back(name):
     assert read == made.to_dict() == dict(made)
     back = config_json(read)
     again = made_for(back.config, made.model)
-    padded = {"vocab_size"} if made.settings["decoder_block"] in ("gemma", "gemma2") else set()  # its rows don't say how many of them are tokens
+    # its rows don't say how many of them are tokens
+    padded = {"vocab_size"} if made.settings["decoder_block"] in ("gemma", "gemma2") else set()
     for key in again.settings.keys() - padded - {"scan_layers"}:
         assert again.settings[key] == made.settings[key], key
     assert all(
-        key.endswith(("_for_vit", "_for_audio")) or key in ("vision_encoder_block", "vision_output_length", "use_mrope", "mrope_section")
+        key.endswith(("_for_vit", "_for_audio"))
+        or key in ("vision_encoder_block", "vision_output_length", "use_mrope", "mrope_section")
         for key in back.unknown
     )
 
@@ -80,7 +95,15 @@ def test_transformers_reads_what_is_made(name):
     if config["model_type"] in ("deepseek_v4",):
         return  # its class takes other spellings
     built = AutoConfig.for_model(**config).to_dict()
-    for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps", "tie_word_embeddings", "num_experts_per_tok"):
+    for field in (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "num_experts_per_tok",
+    ):
         assert built.get(field) == config.get(field, built.get(field)), field
 
 
@@ -88,9 +111,19 @@ def test_overrides_are_what_differs():
     """A model of MaxText's needs its name and the layout; another one its sizes too, in one line for a shell."""
     same = made_for(TREES["qwen3-8b"])
     assert same.command_line() == "model_name=qwen3-8b override_model_config=true scan_layers=true"
-    other = made_for(TREES["qwen3-8b"] | {"hidden_size": 96, "rms_norm_eps": 3e-5, "hidden_act": "gelu_pytorch_tanh"}, scan=False, scan_axis=0)
+    other = made_for(
+        TREES["qwen3-8b"] | {"hidden_size": 96, "rms_norm_eps": 3e-5, "hidden_act": "gelu_pytorch_tanh"},
+        scan=False,
+        scan_axis=0,
+    )
     line = other.command_line()
-    for part in ("base_emb_dim=96", "normalization_layer_epsilon=3.0e-05", "'mlp_activations=[gelu,linear]'", "scan_layers=false", "param_scan_axis=0"):
+    for part in (
+        "base_emb_dim=96",
+        "normalization_layer_epsilon=3.0e-05",
+        "'mlp_activations=[gelu,linear]'",
+        "scan_layers=false",
+        "param_scan_axis=0",
+    ):
         assert f" {part}" in line
     assert "head_dim" not in line
 
@@ -121,10 +154,22 @@ def test_what_maxtext_cannot_express(config, model, words):
 def test_kimi_runs_as_deepseek():
     """MaxText's router takes Kimi K2's scores as they should be only under another name."""
     config = TREES["kimi-k2-1t"] | dict(
-        model_type="kimi_k2", num_experts_per_tok=8, routed_scaling_factor=2.827, rope_theta=50_000.0, max_position_embeddings=131_072
+        model_type="kimi_k2",
+        num_experts_per_tok=8,
+        routed_scaling_factor=2.827,
+        rope_theta=50_000.0,
+        max_position_embeddings=131_072,
     )
     config |= {
-        "rope_scaling": dict(type="yarn", factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096)
+        "rope_scaling": dict(
+            type="yarn",
+            factor=32.0,
+            beta_fast=1.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            original_max_position_embeddings=4096,
+        )
     }
     made = made_for(config)
     assert made.model == "deepseek3-671b"
@@ -143,7 +188,9 @@ def test_kimi_runs_as_deepseek():
 
 @pytest.mark.parametrize(("model", "head"), [("qwen3-vl-2b", 20), ("qwen3-omni-30b-a3b", 16), ("qwen3.5-35b-a3b", 72)])
 def test_sections_are_as_many_as_frequencies_turn(model, head):
-    """MaxText refuses others; transformers takes the release's sections for heads of any size, and these are what it makes of them."""
+    """MaxText refuses others; transformers takes the release's sections for heads of any size, and these are what it
+    makes of them.
+    """
     import torch
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
@@ -152,7 +199,9 @@ def test_sections_are_as_many_as_frequencies_turn(model, head):
     text["head_dim"] = head
     said, half = ([11, 11, 10], head // 8) if "3.5" in model else ([24, 20, 20], head // 2)
     axis = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, half).clone()  # 0 for time, 1 for height, 2 for width
-    taken = Qwen3VLTextRotaryEmbedding.recomposition_frequencies(types.SimpleNamespace(mrope_section=said), axis)[..., :half]
+    taken = Qwen3VLTextRotaryEmbedding.recomposition_frequencies(types.SimpleNamespace(mrope_section=said), axis)[
+        ..., :half
+    ]
     assert made_for(config, model).settings["mrope_section"] == [int((taken == kind).sum()) for kind in range(3)]
 
 
@@ -164,8 +213,15 @@ def test_no_token_of_a_pretrained_gemma_is_lost(model, rows, tokens):
 
 
 def test_groups_that_change_nothing():
-    """As many groups as experts are chosen: the best experts lie in the best groups, so that MaxText chooses the same ones."""
-    config = TREES["deepseek2-16b"] | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 6, "num_experts_per_tok": 6}
+    """As many groups as experts are chosen: the best experts lie in the best groups, so that MaxText chooses the same
+    ones.
+    """
+    config = TREES["deepseek2-16b"] | {
+        "topk_method": "group_limited_greedy",
+        "n_group": 8,
+        "topk_group": 6,
+        "num_experts_per_tok": 6,
+    }
     assert not made_for(config).limits
     assert made_for(config | {"topk_group": 5}).limits
 
@@ -173,16 +229,26 @@ def test_groups_that_change_nothing():
 def test_null_is_no_cap():
     """transformers caps nothing where Gemma 2's `config.json` says null, and as its class says where it says nothing."""
     given = {key: value for key, value in TREES["gemma2-2b"].items() if not key.endswith("softcapping")}
-    caps = [made_for(given | said, "gemma2-2b").settings for said in ({}, dict(final_logit_softcapping=None, attn_logit_softcapping=None))]
+    caps = [
+        made_for(given | said, "gemma2-2b").settings
+        for said in ({}, dict(final_logit_softcapping=None, attn_logit_softcapping=None))
+    ]
     assert [(each["final_logits_soft_cap"], each["attn_logits_soft_cap"]) for each in caps] == [(30, 50), (0, 0)]
 
 
 def test_yarn_of_a_plain_model():
     """A factor of YaRN's in a Qwen's config.json becomes MaxText's keys."""
-    config = TREES["qwen3-8b"] | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+    config = TREES["qwen3-8b"] | {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    }
     keys = made_for(config).settings
     wanted = dict(
-        rope_type="yarn", rope_factor=4, original_max_position_embeddings=32768, rope_interleave=False, rope_attention_scaling=True, rope_truncate=True
+        rope_type="yarn",
+        rope_factor=4,
+        original_max_position_embeddings=32768,
+        rope_interleave=False,
+        rope_attention_scaling=True,
+        rope_truncate=True,
     )
     assert {key: keys[key] for key in wanted} == wanted
 
@@ -213,11 +279,31 @@ def test_a_maxtext_model_without_a_family(given, words):
         config_json(given)
 
 
-@pytest.mark.parametrize("model", ["llama3.1-8b", "qwen3-8b", "qwen2.5-7b", "mixtral-8x7b", "gemma2-2b", "gpt-oss-20b", "deepseek3-671b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama3.1-8b",
+        "qwen3-8b",
+        "qwen2.5-7b",
+        "mixtral-8x7b",
+        "gemma2-2b",
+        "gpt-oss-20b",
+        "deepseek3-671b",
+        "qwen3-30b-a3b",
+    ],
+)
 def test_a_file_of_maxtexts_is_enough(model):
     """A model that MaxText trained from scratch under one of its own names has a config.json of the release's sizes."""
     config, theirs = config_json({"model_name": model}).config, TREES[model]
-    for field in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "tie_word_embeddings"):
+    for field in (
+        "model_type",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "tie_word_embeddings",
+    ):
         assert config[field] == theirs[field], field
 
 

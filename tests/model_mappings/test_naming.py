@@ -14,18 +14,34 @@ from weightbeam.model_mappings.maxtext_models import base, keys_of, models, run_
 from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.registry import FAMILIES, UnknownFamilyError, family_of
 
-LLAMA_31 = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}
+LLAMA_31 = {
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+}
 TREES = {tree.model: config_of(tree) for tree in load_trees().values()}
 SAME = {  # models of MaxText's whose configurations agree, by the name that is shown for both
     "llama3.1-8b-Instruct": "llama3.1-8b", "llama3.3-70b": "llama3-70b", "qwen3-coder-480b-a35b": "qwen3-480b-a35b",
     **{f"qwen3-{size}-base": f"qwen3-{size}" for size in ("1.7b", "4b", "8b", "14b")},
 }  # fmt: skip
-SAME |= {"olmo3-7b": "olmo3-7b-pt", "qwen3-4b-thinking-2507": "qwen3-4b"}  # their trees' config.json has the RoPE of these
+# their trees' config.json has the RoPE of these
+SAME |= {"olmo3-7b": "olmo3-7b-pt", "qwen3-4b-thinking-2507": "qwen3-4b"}
 
 
 def llama(embed, heads, layers, mlp, **others):
     return Config(
-        dict(model_type="llama", hidden_size=embed, num_attention_heads=heads, num_key_value_heads=8, num_hidden_layers=layers, intermediate_size=mlp)
+        dict(
+            model_type="llama",
+            hidden_size=embed,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            num_hidden_layers=layers,
+            intermediate_size=mlp,
+        )
         | dict(vocab_size=128256)
         | others
     )
@@ -71,10 +87,18 @@ def test_only_70b_is_ambiguous():
 @pytest.mark.parametrize(
     ("named", "config", "words"),
     [
-        ("llama3.3-70b", llama(*LLAMA_8B, **LLAMA_31), ["llama3.1-8b", "base_emb_dim 4096, not 8192", "base_num_decoder_layers 32, not 80"]),
+        (
+            "llama3.3-70b",
+            llama(*LLAMA_8B, **LLAMA_31),
+            ["llama3.1-8b", "base_emb_dim 4096, not 8192", "base_num_decoder_layers 32, not 80"],
+        ),
         ("llama3.1-8b", llama(2048, 32, 16, 8192, **LLAMA_31), ["llama3.2-1b", "base_emb_dim 2048, not 4096"]),
         ("qwen3-8b", Config(TREES["qwen3-32b"]), ["qwen3-32b", "base_num_decoder_layers 64, not 36"]),
-        ("deepseek3-671b", Config(TREES["kimi-k2-1t"] | {"model_type": "deepseek_v3"}), ["kimi-k2-1t", "num_experts 384, not 256"]),
+        (
+            "deepseek3-671b",
+            Config(TREES["kimi-k2-1t"] | {"model_type": "deepseek_v3"}),
+            ["kimi-k2-1t", "num_experts 384, not 256"],
+        ),
         ("gemma3-4b", Config(TREES["gemma3-27b"]), ["gemma3-27b", "head_dim 128, not 256"]),
     ],
 )
@@ -91,7 +115,14 @@ def test_a_model_of_other_sizes(named):
     config = llama(96, 4, 3, 160, num_key_value_heads=2, head_dim=32, **LLAMA_31)
     naming = name_model(family_of(config, named), config, named)
     assert naming.model == named
-    wanted = dict(base_emb_dim=96, base_num_query_heads=4, base_num_kv_heads=2, head_dim=32, base_mlp_dim=160, base_num_decoder_layers=3)
+    wanted = dict(
+        base_emb_dim=96,
+        base_num_query_heads=4,
+        base_num_kv_heads=2,
+        head_dim=32,
+        base_mlp_dim=160,
+        base_num_decoder_layers=3,
+    )
     assert naming.sizes == wanted
 
 
@@ -134,5 +165,8 @@ def test_the_table_and_the_trees(tree):
     """MaxText's files against the trees that it built: rows of the embedding, and its width."""
     keys = keys_of(tree.model)
     assert keys is not None
-    assert tree.arrays[next(path for path in tree.arrays if path.endswith("token_embedder/embedding"))][0] == (tree.vocab, keys["base_emb_dim"])
+    assert tree.arrays[next(path for path in tree.arrays if path.endswith("token_embedder/embedding"))][0] == (
+        tree.vocab,
+        keys["base_emb_dim"],
+    )
     assert keys["vocab_size"] == tree.vocab

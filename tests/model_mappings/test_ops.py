@@ -36,11 +36,15 @@ def test_exact_scales_are_exact(by):
     op = Scale(by)
     assert op.is_exact == (np.log2(float(op.constant)) % 1 == 0)
     values = VALUES[:256].astype(ml_dtypes.bfloat16)
-    back = op.inverse.apply(op.apply(values.astype(np.float32)).astype(ml_dtypes.bfloat16).astype(np.float32)).astype(ml_dtypes.bfloat16)
+    back = op.inverse.apply(op.apply(values.astype(np.float32)).astype(ml_dtypes.bfloat16).astype(np.float32)).astype(
+        ml_dtypes.bfloat16
+    )
     assert (back == values).all() or not op.is_exact
 
 
-@pytest.mark.parametrize(("by", "expected"), [(64**-0.5, True), (256**-0.5, True), (128**-0.5, False), (1.0, True), (80**-0.5, False)])
+@pytest.mark.parametrize(
+    ("by", "expected"), [(64**-0.5, True), (256**-0.5, True), (128**-0.5, False), (1.0, True), (80**-0.5, False)]
+)
 def test_is_exact_of_head_sizes(by, expected):
     """Heads of 64 and 256 scale exactly, of 80 and 128 they don't."""
     assert Scale(by).is_exact is expected
@@ -52,7 +56,9 @@ def test_shift_is_never_exact():
     assert Shift(1.0).inverse.apply(Shift(1.0).apply(np.float32([1e-9])))[0] == 0
 
 
-@pytest.mark.parametrize(("op", "text"), [(Scale(0.125), "scaled by 0.125"), (Shift(1.0), "shifted by +1"), (Shift(-0.5), "shifted by -0.5")])
+@pytest.mark.parametrize(
+    ("op", "text"), [(Scale(0.125), "scaled by 0.125"), (Shift(1.0), "shifted by +1"), (Shift(-0.5), "shifted by -0.5")]
+)
 def test_text(op, text):
     """As the plan prints it."""
     assert str(op) == text

@@ -16,8 +16,15 @@ from weightbeam.model_mappings.rules import Segment, rule, stack
 def make_array(stored, save, *ops, encoding=None, layers=0):
     """The array that one rule makes of tensors of a dtype."""
     rules = [stack("", "{layer}.", layers, [rule("scale", "w", "embed", "norm", *ops)], "layers" if layers else "")]
-    parts = expand(Family("made-up", {}, lambda c, layout: dict(embed=3), lambda c, layout: rules, lambda c, layout: {}, ""), Config(), Layout())
-    specs = {f"{layer}.w": TensorSpec((3,), _dtype(name), "model.safetensors", encoding) for layer, name in enumerate(stored.split())}
+    parts = expand(
+        Family("made-up", {}, lambda c, layout: dict(embed=3), lambda c, layout: rules, lambda c, layout: {}, ""),
+        Config(),
+        Layout(),
+    )
+    specs = {
+        f"{layer}.w": TensorSpec((3,), _dtype(name), "model.safetensors", encoding)
+        for layer, name in enumerate(stored.split())
+    }
     (array,) = make_arrays(parts, specs, _dtype(save))
     return array
 
@@ -53,7 +60,10 @@ def test_rounded(stored, save):
 
 
 @pytest.mark.parametrize("wide", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("narrow", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])
+@pytest.mark.parametrize(
+    "narrow",
+    ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"],
+)
 def test_holds(wide, narrow):
     """`holds` agrees with trying every finite value of the narrower dtype."""
     dtype = _dtype(narrow)
@@ -106,7 +116,18 @@ def test_rules_that_disagree():
 
     def parts(*rules):
         stacks = [stack("", "", 0, rules)]
-        return expand(Family("made-up", {}, lambda c, layout: dict(embed=3, mlp=4), lambda c, layout: stacks, lambda c, layout: {}, ""), Config(), Layout())
+        return expand(
+            Family(
+                "made-up",
+                {},
+                lambda c, layout: dict(embed=3, mlp=4),
+                lambda c, layout: stacks,
+                lambda c, layout: {},
+                "",
+            ),
+            Config(),
+            Layout(),
+        )
 
     with pytest.raises(ValueError, match=r"kernel: two rules disagree: \(3,\) .* \(4,\)"):
         parts(rule("kernel", "a", "embed", "norm"), rule("kernel", "b", "mlp", "norm"))

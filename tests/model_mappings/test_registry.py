@@ -47,14 +47,18 @@ def test_family_by_model_type(kind, family):
     assert family_of(Config(model_type=kind)).name == family
 
 
-KNOWN = {name: tree.config for name, tree in load_trees().items() if tree.config.get("model_type")} | {n: h.config for n, h in load_headers().items()}
+KNOWN = {name: tree.config for name, tree in load_trees().items() if tree.config.get("model_type")} | {
+    n: h.config for n, h in load_headers().items()
+}
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_one_family_fits(name):
     """Families that share a `model_type` tell themselves apart: the order of the registry means nothing."""
     config = Config(KNOWN[name])
-    assert len([family for family in FAMILIES if config["model_type"] in family.model_types and family.fits(config)]) == 1
+    assert (
+        len([family for family in FAMILIES if config["model_type"] in family.model_types and family.fits(config)]) == 1
+    )
 
 
 @pytest.mark.parametrize("config", [{"model_type": "gpt2"}, {"model_type": "Llama"}, {"model_type": "gptj"}, {}])
@@ -121,7 +125,9 @@ def test_model_of_the_family(kind, model):
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_llama3_rope_needs_a_model(field, key):
-    """Llama 3.1 and 3.3 have one config.json and different arrays: refused, with names to choose from, each of which settles it."""
+    """Llama 3.1 and 3.3 have one config.json and different arrays: refused, with names to choose from, each of which
+    settles it.
+    """
     config = Config(CONFIGS["llama"] | {field: {key: "llama3", "factor": 8.0}})
     with pytest.raises(UnknownFamilyError, match="choose with --maxtext_model: ") as error:
         family_of(config)
@@ -131,7 +137,13 @@ def test_llama3_rope_needs_a_model(field, key):
 
 
 @pytest.mark.parametrize(
-    "rope", [{}, {"rope_scaling": None}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}]
+    "rope",
+    [
+        {},
+        {"rope_scaling": None},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ],
 )
 def test_other_ropes_are_half_split(rope):
     """Without Llama 3.1's rotary scaling nothing is left open, and the plan's note says what was inferred."""
@@ -150,16 +162,32 @@ def test_null_rope_scaling_does_not_hide_rope_parameters():
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        *((name, field) for name in CONFIGS for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")),
+        *(
+            (name, field)
+            for name in CONFIGS
+            for field in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        ),
         ("qwen3_moe", "num_experts"),
         ("qwen3_moe", "moe_intermediate_size"),
         ("mixtral", "num_local_experts"),
-        *(("deepseek_v3", field) for field in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts")),
+        *(
+            ("deepseek_v3", field)
+            for field in (
+                "kv_lora_rank",
+                "qk_nope_head_dim",
+                "qk_rope_head_dim",
+                "v_head_dim",
+                "n_routed_experts",
+                "n_shared_experts",
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("value", [..., "8", True, -8, 0, 8.0, None], ids=repr)
 def test_config_errors_name_the_field(name, field, value):
-    """A field that is missing (`...`), a string, a bool, negative, zero, a float or null: refused, and the message says which one and what it holds."""
+    """A field that is missing (`...`), a string, a bool, negative, zero, a float or null: refused, and the message says
+    which one and what it holds.
+    """
     config = Config(CONFIGS[name])
     if value is ...:
         del config[field]
@@ -171,7 +199,9 @@ def test_config_errors_name_the_field(name, field, value):
     assert value is ... or repr(value) in str(error.value)
 
 
-@pytest.mark.parametrize("field", ["num_key_value_heads", "head_dim", "first_k_dense_replace", "q_lora_rank", "index_n_heads"])
+@pytest.mark.parametrize(
+    "field", ["num_key_value_heads", "head_dim", "first_k_dense_replace", "q_lora_rank", "index_n_heads"]
+)
 @pytest.mark.parametrize("value", ["8", True, -8, 8.0])
 def test_config_errors_of_fields_with_a_default(field, value):
     """A field that may be absent must still be a count where it is there."""
@@ -191,7 +221,9 @@ def test_flags_are_true_or_false(value):
 @pytest.mark.parametrize("name", ["llama", "mistral", "mixtral"])
 @pytest.mark.parametrize("value", [..., None])
 def test_defaults(name, value):
-    """Key and value heads are as many as heads, and a head's size follows from the width, where config.json doesn't say (or says null)."""
+    """Key and value heads are as many as heads, and a head's size follows from the width, where config.json doesn't say
+    (or says null).
+    """
     config = Config(CONFIGS[name] | {"hidden_size": 20, "num_key_value_heads": value, "head_dim": value})
     if value is ...:
         del config["num_key_value_heads"], config["head_dim"]

@@ -11,13 +11,19 @@ from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.stacking import Held, RestackError, Stacks, restack, unused
 
 TREES = load_trees()
-BOTH = [(name, name.replace("scan", "unscan")) for name in TREES if name.endswith("--scan") and name.replace("--scan", "--unscan") in TREES]
+BOTH = [
+    (name, name.replace("scan", "unscan"))
+    for name in TREES
+    if name.endswith("--scan") and name.replace("--scan", "--unscan") in TREES
+]
 ROOTS = (("params", "params"), ("opt_state", "0", "nu", "params"))
 
 
 def stacks(tree, scan, axis=1):
     config = Config(config_of(tree))
-    layout = Layout(scan=scan, scan_axis=axis, mtp=tree.mtp, multimodal=tree.multimodal, model=tree.model, vocab=tree.vocab)
+    layout = Layout(
+        scan=scan, scan_axis=axis, mtp=tree.mtp, multimodal=tree.multimodal, model=tree.model, vocab=tree.vocab
+    )
     return Stacks.of(family_of(config, tree.model).stacks(config, layout), axis)
 
 
@@ -82,13 +88,22 @@ def test_the_stacked_axis_moves():
     ("shapes", "said"),
     [
         ({"params.params.decoder.layers_0.mlp.wi_0.kernel": (8, 6)}, "31 of its 32 layers are missing"),
-        ({f"params.params.decoder.layers_{i}.mlp.wi_0.kernel": (8, 6 + (i == 3)) for i in range(32)}, "can't be stacked"),
+        (
+            {f"params.params.decoder.layers_{i}.mlp.wi_0.kernel": (8, 6 + (i == 3)) for i in range(32)},
+            "can't be stacked",
+        ),
     ],
 )
 def test_layers_that_dont_fit_are_refused(shapes, said):
     tree = TREES["llama3.1-8b--scan"]
     with pytest.raises(RestackError, match=said):
-        list(restack(held({tuple(key.split(".")): shape for key, shape in shapes.items()}), stacks(tree, False), stacks(tree, True)))
+        list(
+            restack(
+                held({tuple(key.split(".")): shape for key, shape in shapes.items()}),
+                stacks(tree, False),
+                stacks(tree, True),
+            )
+        )
 
 
 def test_an_array_without_layers_is_refused():
@@ -100,7 +115,9 @@ def test_an_array_without_layers_is_refused():
 
 def test_all_arrays_that_dont_fit_are_listed():
     tree = TREES["llama3.1-8b--scan"]
-    shapes = {("params", "params", "decoder", "layers", "mlp", name, "kernel"): (8, 6) for name in ("wi_0", "wi_1", "wo")}
+    shapes = {
+        ("params", "params", "decoder", "layers", "mlp", name, "kernel"): (8, 6) for name in ("wi_0", "wi_1", "wo")
+    }
     with pytest.raises(RestackError) as caught:
         restack(held(shapes), stacks(tree, True), stacks(tree, False))
     assert [fault.path for fault in caught.value.faults] == list(shapes)

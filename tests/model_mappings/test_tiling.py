@@ -21,7 +21,11 @@ CASES = [
     *((name, name, False, Layout()) for name in CONFIGS),
     *((f"{name}-fused", name, True, Layout()) for name in FUSED),
     ("llama3.1", "llama", False, Layout(model="llama3.1-8b")),
-    *((f"{name}+mtp{'-fused' * fused}", name, fused, Layout(mtp=True)) for name in ("deepseek_v3", "deepseek_v32") for fused in (False, True)),
+    *(
+        (f"{name}+mtp{'-fused' * fused}", name, fused, Layout(mtp=True))
+        for name in ("deepseek_v3", "deepseek_v32")
+        for fused in (False, True)
+    ),
 ]
 
 
@@ -41,8 +45,9 @@ def dropped_rows(dropped, name, shape):
 def test_cells_tile_arrays_and_tensors(check, make_specs, name, is_fused, base, layout, tied, vocab):
     """The audit has no problem, and counting shows that it is right.
 
-    Every element of every array is made once, but for the padding of the vocabulary (16 rows to 20), and every element of
-    every tensor is used once, but for what is dropped: rows beyond a truncated vocabulary (16 rows to 11) and MTP layers.
+    Every element of every array is made once, but for the padding of the vocabulary (16 rows to 20), and every element
+    of every tensor is used once, but for what is dropped: rows beyond a truncated vocabulary (16 rows to 11) and MTP
+    layers.
     """
     config = CONFIGS[name] | {"tie_word_embeddings": tied}
     tensors = shapes(config, is_fused)
@@ -56,7 +61,10 @@ def test_cells_tile_arrays_and_tensors(check, make_specs, name, is_fused, base, 
         for piece in (piece for cell in array.cells() for piece in cell.pieces(box)):
             piece.target.of(made, (0,) * made.ndim)[...] += 1
             piece.source.of(used[piece.tensor], (0,) * used[piece.tensor].ndim)[...] += 1
-        by_token = {"params.params.token_embedder.embedding": made, "params.params.decoder.logits_dense.kernel": made.T}.get(array.key)
+        by_token = {
+            "params.params.token_embedder.embedding": made,
+            "params.params.decoder.logits_dense.kernel": made.T,
+        }.get(array.key)
         is_padded = by_token is not None and vocab == 20
         if is_padded:
             assert (by_token[16:] == 0).all()
@@ -71,14 +79,20 @@ def test_cells_tile_arrays_and_tensors(check, make_specs, name, is_fused, base, 
     expected = {f"{tensor}[11:]" for tensor in embeddings} if vocab == 11 else set()
     if config.get("num_nextn_predict_layers"):
         copies = ("embed_tokens.weight", "shared_head.norm.weight", "shared_head.head.weight")
-        expected |= {tensor for tensor in tensors if tensor.startswith("model.layers.3.") and (not base.mtp or tensor.endswith(copies))}
+        expected |= {
+            tensor
+            for tensor in tensors
+            if tensor.startswith("model.layers.3.") and (not base.mtp or tensor.endswith(copies))
+        }
     assert set(checked.dropped) == expected
 
 
 @pytest.mark.parametrize("axis", range(4))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_scanned_arrays_are_the_unscanned_ones_stacked(check, make_specs, name, axis):
-    """A scanned array has the shape of its layers' arrays and, on the scan axis or the last where there are fewer, their number."""
+    """A scanned array has the shape of its layers' arrays and, on the scan axis or the last where there are fewer,
+    their number.
+    """
     specs = make_specs(shapes(CONFIGS[name]))
     layers = defaultdict(list)
     for array in check(CONFIGS[name], specs, Layout(scan=False)).arrays:
@@ -98,7 +112,9 @@ FAMILY_CASES = [(name, layout) for name, entry in HEADERS.items() for layout in 
 @pytest.mark.parametrize("axis", [0, 1, 3])
 @pytest.mark.parametrize(("name", "layout"), FAMILY_CASES)
 def test_cells_tile_what_transformers_writes(check, name, layout, axis):
-    """The same for the families whose checkpoints are known by what transformers wrote: every element made once, and used once or dropped."""
+    """The same for the families whose checkpoints are known by what transformers wrote: every element made once, and
+    used once or dropped.
+    """
     entry = HEADERS[name]
     family = family_of(Config(entry.config))
     checked = check(entry.config, entry.tensors, dataclasses.replace(layouts_of(entry.config)[layout], scan_axis=axis))

@@ -1,4 +1,5 @@
-"""Restores checkpoints in every way that stock Orbax and MaxText have, and prints what came out: `python restore_ways.py 4x2 STEP…`.
+"""Restores checkpoints in every way that stock Orbax and MaxText have, and prints what came out: `python
+restore_ways.py 4x2 STEP…`.
 
 `4x2` is the mesh of all devices. A process of its own, since the number of devices is settled when JAX starts
 (`--xla_force_host_platform_device_count` in `XLA_FLAGS`).
@@ -31,7 +32,9 @@ def pytree(step: Path, abstract: Tree) -> Tree:
 
 
 def pytree_with_shardings(step: Path, abstract: Tree) -> Tree:
-    return ocp.PyTreeCheckpointer().restore(step / "items", item=abstract, restore_args=construct_restore_args(abstract))
+    return ocp.PyTreeCheckpointer().restore(
+        step / "items", item=abstract, restore_args=construct_restore_args(abstract)
+    )
 
 
 def standard(step: Path, abstract: Tree) -> Tree:
@@ -43,14 +46,18 @@ def standard_with_shardings(step: Path, abstract: Tree) -> Tree:
 
 
 def manager(step: Path, abstract: Tree) -> Tree:
-    with ocp.CheckpointManager(step.parent, item_names=("items",), item_handlers={"items": ocp.PyTreeCheckpointHandler()}) as opened:
+    with ocp.CheckpointManager(
+        step.parent, item_names=("items",), item_handlers={"items": ocp.PyTreeCheckpointHandler()}
+    ) as opened:
         assert opened.latest_step() == int(step.name)
         return opened.restore(int(step.name), args=ocp.args.Composite(items=ocp.args.PyTreeRestore()))["items"]
 
 
 def manager_with_shardings(step: Path, abstract: Tree) -> Tree:
     with ocp.CheckpointManager(step.parent) as opened:
-        return opened.restore(int(step.name), args=ocp.args.Composite(items=ocp.args.StandardRestore(abstract)))["items"]
+        return opened.restore(int(step.name), args=ocp.args.Composite(items=ocp.args.StandardRestore(abstract)))[
+            "items"
+        ]
 
 
 def version_1(step: Path, abstract: Tree) -> Tree:
@@ -87,7 +94,9 @@ def sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 def target(tree: Tree, sizes: str) -> Tree:
     """What to restore, sharded over all devices."""
     mesh = Mesh(np.array(jax.devices()).reshape([int(size) for size in sizes.split("x")]), ("x", "y"))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=sharding(np.shape(x), mesh)), tree)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=sharding(np.shape(x), mesh)), tree
+    )
 
 
 class Collector(logging.Handler):
@@ -116,7 +125,9 @@ def run(step: Path, sizes: str) -> dict[str, Any]:
             assert all(leaves[key].sharding == wanted[key].sharding for key in wanted), way
         results[way.__name__] = {
             "arrays": {key: digest(np.asarray(value)) for key, value in leaves.items()},
-            "devices": [len(value.sharding.device_set) if isinstance(value, jax.Array) else 0 for value in leaves.values()],
+            "devices": [
+                len(value.sharding.device_set) if isinstance(value, jax.Array) else 0 for value in leaves.values()
+            ],
             "warnings": sorted({*collector.texts, *(str(warning.message) for warning in caught)}),
         }
     return results

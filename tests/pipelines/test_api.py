@@ -1,4 +1,6 @@
-"""The API below the commands: what importing does, keywords and values, problems in exceptions, progress, a script and a notebook."""
+"""The API below the commands: what importing does, keywords and values, problems in exceptions, progress, a script and
+a notebook.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_importing_does_nothing() -> None:
-    """Neither the face nor any module below it configures logging, changes the environment or prints; the face imports nothing else."""
+    """Neither the face nor any module below it configures logging, changes the environment or prints; the face imports
+    nothing else.
+    """
     code = """
         import logging, os, pkgutil, sys
         before, root = dict(os.environ), logging.getLogger()
@@ -66,13 +70,20 @@ def test_keywords_are_the_commands_options(name: str) -> None:
     """By the same names, with the same defaults."""
     keywords = inspect.signature(getattr(wb, name)).parameters
     commands = next(action for action in make_parser()._actions if action.dest == "command")
-    options = {action.dest: action.default for action in commands.choices[name]._actions if action.dest not in {"help", *SHELL}}  # type: ignore[index]
+    options = {
+        action.dest: action.default for action in commands.choices[name]._actions if action.dest not in {"help", *SHELL}
+    }
     if name == "plan":
-        del options["output"], options["maxtext_config"], options["load"], options["hosts"]  # for the last line; a plan has `maxtext_config()`
+        # for the last line; a plan has `maxtext_config()`
+        del options["output"], options["maxtext_config"], options["load"], options["hosts"]
     assert set(options) == set(keywords) - {"beam", "progress"}
     for option, default in options.items():
         wanted = keywords[option].default
-        assert default == wanted or {default, wanted} <= {None, (), inspect.Parameter.empty} or size(str(default)) == size(str(wanted)), option
+        assert (
+            default == wanted
+            or {default, wanted} <= {None, (), inspect.Parameter.empty}
+            or size(str(default)) == size(str(wanted))
+        ), option
 
 
 def test_a_script(source: Path, tmp_path: Path) -> None:
@@ -176,7 +187,11 @@ def test_progress_is_told(source: Path, tmp_path: Path, capfd: pytest.CaptureFix
     wb.convert(plan, str(tmp_path / "out"), progress=told.append)
     assert told[-1].finished
     assert not any(now.finished for now in told[:-1])
-    assert (told[-1].doing, told[-1].done, told[-1].total) == ("converting", plan.conversion.target_bytes, plan.conversion.target_bytes)
+    assert (told[-1].doing, told[-1].done, told[-1].total) == (
+        "converting",
+        plan.conversion.target_bytes,
+        plan.conversion.target_bytes,
+    )
     told.clear()
     wb.verify(str(tmp_path / "out"), str(source), progress=told.append)
     assert told[-1].done == told[-1].total > 0
@@ -186,11 +201,16 @@ def test_progress_is_told(source: Path, tmp_path: Path, capfd: pytest.CaptureFix
 def test_warnings_are_logged(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By the logger `weightbeam`."""
     wb.convert(str(source), str(tmp_path / "out"), mesh="fsdp=7", progress=False)
-    assert any(record.name == "weightbeam" and record.levelname == "WARNING" and "fsdp=7" in record.getMessage() for record in caplog.records)
+    assert any(
+        record.name == "weightbeam" and record.levelname == "WARNING" and "fsdp=7" in record.getMessage()
+        for record in caplog.records
+    )
 
 
 def test_a_notebook(source: Path, tmp_path: Path) -> None:
-    """In a kernel of its own: a plan shows itself as HTML, a conversion runs beside the kernel's event loop and says where the checkpoint is."""
+    """In a kernel of its own: a plan shows itself as HTML, a conversion runs beside the kernel's event loop and says
+    where the checkpoint is.
+    """
     import nbclient
     import nbformat
 

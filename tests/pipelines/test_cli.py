@@ -31,7 +31,11 @@ def run(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
 
 def imported_by(code: str) -> set[str]:
     """The top-level modules that a fresh process has after this code."""
-    ran = run(sys.executable, "-c", f"import sys\n{code}\nprint('MODULES', *{{name.partition('.')[0] for name in sys.modules}})")
+    ran = run(
+        sys.executable,
+        "-c",
+        f"import sys\n{code}\nprint('MODULES', *{{name.partition('.')[0] for name in sys.modules}})",
+    )
     assert ran.returncode == 0, ran.stderr
     return set(ran.stdout.rpartition("MODULES ")[2].split())
 
@@ -71,7 +75,14 @@ def test_help_names_every_option() -> None:
         assert f"{option} " in convert_help
     for option in {*options_of(add_conversion), "--json"}:
         assert f"{option} " in plan_help
-    for default in ("default: true", "default: false", "default: bfloat16", "default: 1)", "default: none", "default: 128MiB"):
+    for default in (
+        "default: true",
+        "default: false",
+        "default: bfloat16",
+        "default: 1)",
+        "default: none",
+        "default: 128MiB",
+    ):
         assert default in convert_help
     assert all(command in help_of() for command in ("convert", "plan", "inspect"))
 
@@ -90,10 +101,15 @@ def test_no_command_is_a_usage_error() -> None:
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
-    """`weightbeam convert` and `python -m weightbeam.pipelines.convert` are the same; nothing on stderr. Paths may be relative."""
+    """`weightbeam convert` and `python -m weightbeam.pipelines.convert` are the same; nothing on stderr. Paths may be
+    relative.
+    """
     save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     arrays = []
-    for name, command in {"a": [WEIGHTBEAM, "convert"], "b": [sys.executable, "-m", "weightbeam.pipelines.convert"]}.items():
+    for name, command in {
+        "a": [WEIGHTBEAM, "convert"],
+        "b": [sys.executable, "-m", "weightbeam.pipelines.convert"],
+    }.items():
         ran = run(*command, "--source", "hf", "--output", name, cwd=tmp_path)
         assert (ran.returncode, ran.stderr) == (0, "")
         assert re.match(rf".*{name}/0/items: 12 arrays, .* in .* s \(.*/s\)\n", ran.stdout)
@@ -108,7 +124,9 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
 
 
 def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
-    """The command ends in its own way; what it printed comes out though it failed, and what others have to do at the end is done."""
+    """The command ends in its own way; what it printed comes out though it failed, and what others have to do at the
+    end is done.
+    """
     folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     (folder / "model-2.safetensors").write_bytes(b"nothing")
     ran = run(WEIGHTBEAM, "inspect", folder)
@@ -133,11 +151,13 @@ def test_a_conversion_imports_no_framework(tmp_path: Path) -> None:
 def test_a_plan_needs_no_beam(tmp_path: Path) -> None:
     """A dry run imports numpy at most."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
-    modules = imported_by(f"from weightbeam.pipelines.cli import main\nassert main(['plan', '--source', {str(source)!r}]) == 0")
+    modules = imported_by(
+        f"from weightbeam.pipelines.cli import main\nassert main(['plan', '--source', {str(source)!r}]) == 0"
+    )
     assert "apache_beam" not in modules
 
 
-# --- plan -----------------------------------------------------------------------------------------------------------------------
+# --- plan -------------------------------------------------------------------------------------------------------------
 
 
 def plan_json(source: Path, tmp_path: Path, *options: str, status: int = 0) -> dict[str, Any]:
@@ -151,7 +171,11 @@ def test_the_plans_json_is_what_the_design_says(tmp_path: Path, capfd: pytest.Ca
     config = DEEPSEEK | dict(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     tensors = random_tensors(DEEPSEEK)
     up = "model.layers.0.mlp.up_proj.weight"
-    tensors |= {up: tensors[up].astype(FP8), f"{up}_scale_inv": np.ones((1, 1), np.float32), "model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    tensors |= {
+        up: tensors[up].astype(FP8),
+        f"{up}_scale_inv": np.ones((1, 1), np.float32),
+        "model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32),
+    }
     source = save(tmp_path / "hf", config, *split(tensors, 2))
     before = sorted(tmp_path.rglob("*"))
     plan = plan_json(source, tmp_path, "--mesh", "fsdp=4,expert=2", "--mesh", "tensor=2")
@@ -161,7 +185,11 @@ def test_the_plans_json_is_what_the_design_says(tmp_path: Path, capfd: pytest.Ca
     assert plan["dropped"] == {"model.layers.3.eh_proj.weight": "multi-token prediction, convert it with --mtp"}
     assert plan["units"] >= 1
     assert plan["bytes"]["source"] == sum(values.nbytes for name, values in tensors.items() if "layers.3." not in name)
-    assert plan["bytes"]["target"] == sum(2 * values.size for name, values in tensors.items() if "layers.3." not in name and not name.endswith("_scale_inv"))
+    assert plan["bytes"]["target"] == sum(
+        2 * values.size
+        for name, values in tensors.items()
+        if "layers.3." not in name and not name.endswith("_scale_inv")
+    )
     assert plan["bytes"]["read_amplification"] == 1
     assert 128 << 20 < plan["memory"]["per_worker_bytes"] < 64 << 30
 
@@ -176,7 +204,9 @@ def test_the_plans_json_is_what_the_design_says(tmp_path: Path, capfd: pytest.Ca
         assert all(len(spec) == values.ndim for spec in told["partition"].values())
     wi_0 = plan["arrays"]["params.params.decoder.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.wi_0"]
     assert wi_0["axes"] == ["exp", "moe_layers", "embed_moe", "mlp_moe"]
-    assert plan["arrays"]["params.params.decoder.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.kernel"]["axes"][-1] is None
+    assert (
+        plan["arrays"]["params.params.decoder.moe_layers.DeepSeekMoeBlock_0.MoeBlock_0.gate.kernel"]["axes"][-1] is None
+    )
     lossy = {key: told["lossy"] for key, told in plan["arrays"].items() if told["lossy"]}
     assert list(lossy) == ["params.params.decoder.dense_layers.mlp.wi_1.kernel"]
     assert "FP8" in lossy["params.params.decoder.dense_layers.mlp.wi_1.kernel"]
@@ -201,7 +231,11 @@ def test_a_plan_with_problems_is_written_too(tmp_path: Path, capfd: pytest.Captu
 @pytest.mark.parametrize("damage", ["no config", "no tensors", "an unknown family"])
 def test_a_plan_of_next_to_nothing_is_written_too(tmp_path: Path, damage: str) -> None:
     """Even where no table can be found: problems or not, the file is written (DESIGN.md 3)."""
-    source = save(tmp_path / "hf", LLAMA | ({"model_type": "gpt_neox"} if damage == "an unknown family" else {}), random_tensors(LLAMA))
+    source = save(
+        tmp_path / "hf",
+        LLAMA | ({"model_type": "gpt_neox"} if damage == "an unknown family" else {}),
+        random_tensors(LLAMA),
+    )
     if damage != "an unknown family":
         (source / ("config.json" if damage == "no config" else "model.safetensors")).unlink()
     assert plan_json(source, tmp_path, status=2)["problems"]
@@ -210,7 +244,10 @@ def test_a_plan_of_next_to_nothing_is_written_too(tmp_path: Path, damage: str) -
 def test_a_plan_takes_converts_options(tmp_path: Path) -> None:
     """Beam's own too, so that a command can be tried as it is; a misspelt one is refused."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
-    one, two = (plan_json(source, tmp_path, f"--direct_num_workers={n}", "--unit_bytes", "64MiB")["memory"]["per_worker_bytes"] for n in (1, 2))
+    one, two = (
+        plan_json(source, tmp_path, f"--direct_num_workers={n}", "--unit_bytes", "64MiB")["memory"]["per_worker_bytes"]
+        for n in (1, 2)
+    )
     assert two - one == 64 << 20
     assert call("plan", "--source", source, "--direct_num_worker=2") == 2
 
@@ -221,7 +258,16 @@ def test_a_printed_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str], scan:
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     assert call("plan", "--source", source, "--scan_layers", scan, "--mesh", "fsdp=7") == 0
     text = capfd.readouterr().out
-    for words in (f"in {arrays} arrays", "kept apart", "scaled by", "units", "memory", "1.000 × the source", "doesn't divide over fsdp=7", "embed_vocab"):
+    for words in (
+        f"in {arrays} arrays",
+        "kept apart",
+        "scaled by",
+        "units",
+        "memory",
+        "1.000 × the source",
+        "doesn't divide over fsdp=7",
+        "embed_vocab",
+    ):
         assert words in text
 
 
@@ -230,13 +276,19 @@ def test_every_mesh_axis_of_maxtext_is_taken(tmp_path: Path) -> None:
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     meshes = [word for axis in mesh_axes() for word in ("--mesh", f"{axis}=2")]
     plan = plan_json(source, tmp_path, *meshes)
-    assert set(plan["arrays"]["params.params.token_embedder.embedding"]["partition"]) == {f"{axis}=2" for axis in mesh_axes()}
+    assert set(plan["arrays"]["params.params.token_embedder.embedding"]["partition"]) == {
+        f"{axis}=2" for axis in mesh_axes()
+    }
 
 
-# --- inspect --------------------------------------------------------------------------------------------------------------------
+# --- inspect ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [[], ["--use_ocdbt", "false", "--use_zarr3", "false"], ["--compression", "zstd", "--scan_layers", "false"]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--use_ocdbt", "false", "--use_zarr3", "false"], ["--compression", "zstd", "--scan_layers", "false"]],
+    ids=str,
+)
 def test_inspect_our_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str]) -> None:
     """The tree with shapes and dtypes, from the root, the step and the item alike; alike layers are one line."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))

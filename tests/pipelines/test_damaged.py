@@ -1,4 +1,6 @@
-"""Checkpoints with damaged metadata: refused in words by every command that reads them; faults of metadata are found by verify."""
+"""Checkpoints with damaged metadata: refused in words by every command that reads them; faults of metadata are found by
+verify.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,17 @@ def checkpoint(whole: Path, tmp_path: Path) -> Path:
 
 def commands(source: Path, checkpoint: Path) -> list[list[object]]:
     output = checkpoint.parent / "made"
-    return [["inspect", checkpoint], ["inspect", checkpoint, "--mesh", "fsdp=2"], ["materialize", checkpoint, "--output", output]]
+    return [
+        ["inspect", checkpoint],
+        ["inspect", checkpoint, "--mesh", "fsdp=2"],
+        ["materialize", checkpoint, "--output", output],
+    ]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_mutated_metadata_end_in_words(name: str, source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mutated_metadata_end_in_words(
+    name: str, source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Any field with any value: refused, or read; nothing of it on the terminal but text."""
     good = json.loads((checkpoint / name).read_bytes())
     places, dice = list(paths(good)), random.Random(name)
@@ -61,7 +69,9 @@ def test_mutated_metadata_end_in_words(name: str, source: Path, checkpoint: Path
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b"\xff", b"[" * 100_000, b'{"tree_metadata": []}', b'{"a": 1, "a": 2}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b"null", b"\xff", b"[" * 100_000, b'{"tree_metadata": []}', b'{"a": 1, "a": 2}']
+)
 def test_what_is_no_metadata(name: str, content: bytes, source: Path, checkpoint: Path) -> None:
     (checkpoint / name).write_bytes(content)
     for command in [*commands(source, checkpoint), ["verify", "--source", source, "--checkpoint", checkpoint, *MODEL]]:
@@ -83,7 +93,9 @@ CORPUS = read_corpus()
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
 def test_the_corpus_of_the_fuzzer(part: int, whole: Path, tmp_path: Path) -> None:
-    """An input for each answer that was found: still refused in words, or read; never a traceback, nothing that a terminal acts on."""
+    """An input for each answer that was found: still refused in words, or read; never a traceback, nothing that a
+    terminal acts on.
+    """
     assert len(CORPUS) > 60
     assert len({what["file"] for what in CORPUS}) > 2
     for what in CORPUS[part::8]:
@@ -113,7 +125,9 @@ def database(checkpoint: Path) -> ts.KvStore:
 def set_value_type(checkpoint: Path) -> None:
     file = checkpoint / "0/items/_METADATA"
     good = json.loads(file.read_bytes())
-    next(entry for entry in good["tree_metadata"].values() if len(entry["key_metadata"]) > 1)["value_metadata"]["value_type"] = "scalar"
+    next(entry for entry in good["tree_metadata"].values() if len(entry["key_metadata"]) > 1)["value_metadata"][
+        "value_type"
+    ] = "scalar"
     file.write_text(json.dumps(good))
 
 
@@ -124,7 +138,10 @@ def set_step(checkpoint: Path) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "scan_layers of the item": (change("0/items/_CHECKPOINT_METADATA", "custom_metadata", "scan_layers", value=False), "says scan_layers False"),
+    "scan_layers of the item": (
+        change("0/items/_CHECKPOINT_METADATA", "custom_metadata", "scan_layers", value=False),
+        "says scan_layers False",
+    ),
     "no marker of the step": (lambda c: (c / "0/commit_success.txt").unlink(), "commit_success.txt"),
     "no marker of the item": (lambda c: (c / "0/items/commit_success.txt").unlink(), "items/commit_success.txt"),
     "a key more": (lambda c: database(c).write("params.params.stray/0.0", b"x").result(), "in the database"),
@@ -134,16 +151,23 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_verify_finds_faults_of_metadata(fault: str, source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_faults_of_metadata(
+    fault: str, source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plant, words = FAULTS[fault]
     plant(checkpoint)
     assert call("verify", "--source", source, "--checkpoint", checkpoint, *MODEL) == 1
     assert words in capsys.readouterr().err
 
 
-def test_verify_finds_another_dtype_than_was_asked_for(source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_finds_another_dtype_than_was_asked_for(
+    source: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Asked for float32, stored as bfloat16: rounded, but not as the plan says."""
-    for file, place in (("0/conversion.json", ("options",)), ("0/_CHECKPOINT_METADATA", ("custom_metadata", "weightbeam", "options"))):
+    for file, place in (
+        ("0/conversion.json", ("options",)),
+        ("0/_CHECKPOINT_METADATA", ("custom_metadata", "weightbeam", "options")),
+    ):
         change(file, *place, "save_dtype", value="float32")(checkpoint)
     assert call("verify", "--source", source, "--checkpoint", checkpoint, *MODEL) == 1
     assert "is stored as bfloat16, expected float32" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Dataflow, offline: a job is submitted whole to test servers and carried out as a worker would, from nothing but what was staged for it."""
+"""Dataflow, offline: a job is submitted whole to test servers and carried out as a worker would, from nothing but what
+was staged for it.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,30 @@ from types import SimpleNamespace
 
 import apache_beam as beam
 import pytest
-from apache_beam.options.pipeline_options import DebugOptions, GoogleCloudOptions, PipelineOptions, SetupOptions, StandardOptions, WorkerOptions
+from apache_beam.options.pipeline_options import (
+    DebugOptions,
+    GoogleCloudOptions,
+    PipelineOptions,
+    SetupOptions,
+    StandardOptions,
+    WorkerOptions,
+)
 from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationClient
 from submission import OUTPUT, PROJECT, REGION, STAGED, TIMEOUT, Cloud, Submission, cloud
-from support import LLAMA, LLAMA_8B, call, convert, digests, given, given_arrays, headers_only, random_tensors, restore, save, split
+from support import (
+    LLAMA,
+    LLAMA_8B,
+    call,
+    convert,
+    digests,
+    given,
+    given_arrays,
+    headers_only,
+    random_tensors,
+    restore,
+    save,
+    split,
+)
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
@@ -48,7 +70,8 @@ WORKING = (
 MIN_RAM = "beam:resources:min_ram_bytes:v1"
 MIB = 1 << 20
 
-# What Dataflow's workers do, in a process that has only the staged package: the pipeline is read, and carried out in its own environment.
+# What Dataflow's workers do, in a process that has only the staged package: the pipeline is read, and carried out in
+# its own environment.
 WORKER = """
 import sys
 from apache_beam.options.pipeline_options import PipelineOptions
@@ -94,7 +117,18 @@ def work(servers: Cloud, job: Submission, folder: Path) -> None:
     package, graph, archive = folder / "package", folder / "pipeline.pb", folder / "workflow.tar.gz"
     graph.write_bytes(job.files["pipeline.pb"])
     archive.write_bytes(job.files["workflow.tar.gz"])
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", package, archive]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        package,
+        archive,
+    ]
     subprocess.run(install, check=True, timeout=TIMEOUT)
     run = [sys.executable, "-c", WORKER, package, graph]
     subprocess.run(run, check=True, timeout=TIMEOUT, cwd=folder, env=servers.environment | {"PYTHONPATH": str(package)})
@@ -128,30 +162,45 @@ def run(servers: Cloud, source: str, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_the_job_makes_the_checkpoint(run: Run) -> None:
-    """From the staged package and graph alone, without jax or torch: MaxText's own bits. The command says where the job is, and what came of it."""
+    """From the staged package and graph alone, without jax or torch: MaxText's own bits. The command says where the job
+    is, and what came of it.
+    """
     assert run.command.returncode == 0, run.command.stderr
     assert digests(restore(run.restored / "0")) == given_arrays(CASE, "scanned")
     assert run.job.job.id in run.command.stderr
-    assert f"https://console.cloud.google.com/dataflow/jobs/{REGION}/{run.job.job.id}?project={PROJECT}" in run.command.stderr
+    assert (
+        f"https://console.cloud.google.com/dataflow/jobs/{REGION}/{run.job.job.id}?project={PROJECT}"
+        in run.command.stderr
+    )
     assert "job running" in run.command.stderr
     assert "job done" in run.command.stderr
     assert f"gs://{OUTPUT}/run/0/items: " in run.command.stdout
 
 
 def test_what_the_job_asks_for(run: Run, generated: Path) -> None:
-    """Machines, threads and memory follow from the plan's bound; one process on a machine; the package is staged, and nothing of __main__."""
-    conversion = prepare(Options(unit_bytes=UNIT_BYTES, maxtext_model=given()[CASE]["maxtext_model"]), open_hf(generated / "cases" / CASE))
+    """Machines, threads and memory follow from the plan's bound; one process on a machine; the package is staged, and
+    nothing of __main__.
+    """
+    conversion = prepare(
+        Options(unit_bytes=UNIT_BYTES, maxtext_model=given()[CASE]["maxtext_model"]),
+        open_hf(generated / "cases" / CASE),
+    )
     pool, environment = run.job.pool, run.job.environment
     assert (pool["machineType"], pool["numThreadsPerWorker"], pool["diskSizeGb"]) == ("n2-standard-2", 4, 30)
-    assert pool["autoscalingSettings"] == {"algorithm": 2, "maxNumWorkers": -(-len(conversion.units) // 4)}  # 2: by throughput
+    # 2: by throughput
+    assert pool["autoscalingSettings"] == {"algorithm": 2, "maxNumWorkers": -(-len(conversion.units) // 4)}
     assert {"no_use_multiple_sdk_containers", "use_runner_v2"} <= set(environment["experiments"])
     assert "use_multiple_sdk_containers" not in environment["experiments"]
     assert "cloud-dataflow/v1beta3/beam_python3.11_sdk:" in pool["workerHarnessContainerImage"]
     assert set(run.job.files) == {"pipeline.pb", "workflow.tar.gz", "submission_environment_dependencies.txt"}
     assert {package["name"] for package in pool["packages"]} == set(run.job.files) - {"pipeline.pb"}
     for step in WORKING:
-        assert int(run.job.hints(step)[MIN_RAM]) == memory_bound(conversion, 4, "gs://bucket/out") + Bucket.held_bytes + (1 << 30)  # it reads from a bucket
-    assert len({step.environment_id for step in run.job.steps().values() if step.environment_id}) == 1  # else Dataflow fuses less
+        # it reads from a bucket
+        assert int(run.job.hints(step)[MIN_RAM]) == memory_bound(
+            conversion, 4, "gs://bucket/out"
+        ) + Bucket.held_bytes + (1 << 30)
+    # else Dataflow fuses less
+    assert len({step.environment_id for step in run.job.steps().values() if step.environment_id}) == 1
     assert run.job.options["source"] == f"gs://models/{CASE}"  # for who looks at the job
     assert run.job.options["save_main_session"] is False
     assert run.job.name.startswith("weightbeam-qwen3-moe-")
@@ -160,12 +209,17 @@ def test_what_the_job_asks_for(run: Run, generated: Path) -> None:
 def test_no_step_holds_code_of_main(run: Run) -> None:
     """DoFns are pickled by the names of their modules; the first line makes sure that we look at what is pickled."""
     pickled = run.job.pickled()
-    assert all(b"weightbeam.transforms.stages" in pickled[step] for step in (*WORKING, "ExpandUnits/Expand", "AssembleCheckpoint/Assemble"))
+    assert all(
+        b"weightbeam.transforms.stages" in pickled[step]
+        for step in (*WORKING, "ExpandUnits/Expand", "AssembleCheckpoint/Assemble")
+    )
     assert not [name for name, code in pickled.items() if b"__main__" in code]
 
 
 def test_no_secret_leaves_this_machine(servers: Cloud, run: Run) -> None:
-    """Neither the hub's token nor the account's key is in anything that was sent, staged, written or said; the secret's name is, for the workers."""
+    """Neither the hub's token nor the account's key is in anything that was sent, staged, written or said; the secret's
+    name is, for the workers.
+    """
     key = Path(servers.environment["GOOGLE_APPLICATION_CREDENTIALS"]).read_text().split("\\n")[1].encode()
     objects = [found.data for bucket in (STAGED, OUTPUT) for found in servers.gcs.objects[bucket].values()]
     said = (run.command.stdout + run.command.stderr).encode()
@@ -182,7 +236,13 @@ def test_no_secret_leaves_this_machine(servers: Cloud, run: Run) -> None:
 def test_an_image_and_no_waiting(servers: Cloud, source: str) -> None:
     """With an image nothing is packed; the command ends when the job is taken. A second one isn't let in."""
     servers.dataflow.states = ["JOB_STATE_RUNNING"]
-    options = ["--sdk_container_image", "europe-docker.pkg.dev/p/r/weightbeam:1", "--no_wait_until_finish", "--maxtext_model", given()[CASE]["maxtext_model"]]
+    options = [
+        "--sdk_container_image",
+        "europe-docker.pkg.dev/p/r/weightbeam:1",
+        "--no_wait_until_finish",
+        "--maxtext_model",
+        given()[CASE]["maxtext_model"],
+    ]
     done = servers.convert(source, f"gs://{OUTPUT}/left", *options)
     assert done.returncode == 0, done.stderr
     job = servers.submission()
@@ -191,13 +251,21 @@ def test_an_image_and_no_waiting(servers: Cloud, source: str) -> None:
     assert set(job.files) == {"pipeline.pb", "submission_environment_dependencies.txt"}
     assert job.options["sdk_location"] == "container"
     assert f"gs://{OUTPUT}/left/0/items" not in done.stdout
-    place = ["--runner=DataflowRunner", f"--project={PROJECT}", f"--region={REGION}", "--no_auth", f"--dataflow_endpoint={servers.dataflow.url}"]
+    place = [
+        "--runner=DataflowRunner",
+        f"--project={PROJECT}",
+        f"--region={REGION}",
+        "--no_auth",
+        f"--dataflow_endpoint={servers.dataflow.url}",
+    ]
     assert dataflow.find_active(PipelineOptions(place), job.name) == job.job.id
     again = servers.convert(source, f"gs://{OUTPUT}/left", *options, "--overwrite")
     assert again.returncode == 2
     assert f"Dataflow job {job.job.id} ({job.name}) is at work on this output" in again.stderr
-    assert any(name.startswith("left/0.weightbeam/") for name in servers.gcs.objects[OUTPUT])  # what it needs is still there
-    here = [*options[-2:], "--overwrite", "--runner", "FnApiRunner"]  # by another runner, which knows of the job by what it left there
+    # what it needs is still there
+    assert any(name.startswith("left/0.weightbeam/") for name in servers.gcs.objects[OUTPUT])
+    # by another runner, which knows of the job by what it left there
+    here = [*options[-2:], "--overwrite", "--runner", "FnApiRunner"]
     other = servers.convert(source, f"gs://{OUTPUT}/left", *here)
     assert other.returncode == 2
     assert f"Dataflow job {job.job.id} ({job.name}) is at work on this output" in other.stderr
@@ -211,7 +279,14 @@ def test_a_job_that_is_lost_sight_of(servers: Cloud, source: str) -> None:
     """Where Dataflow can't be asked any more the command fails, and says that the job may not have."""
     servers.dataflow.states = ["JOB_STATE_RUNNING"]
     servers.dataflow.fail("status", status=403, matching="GET .*/jobs/")
-    done = servers.convert(source, f"gs://{OUTPUT}/lost", "--maxtext_model", given()[CASE]["maxtext_model"], "--sdk_container_image", "an/image:1")
+    done = servers.convert(
+        source,
+        f"gs://{OUTPUT}/lost",
+        "--maxtext_model",
+        given()[CASE]["maxtext_model"],
+        "--sdk_container_image",
+        "an/image:1",
+    )
     servers.dataflow.faults = []
     assert done.returncode == 1
     assert f"the job goes on; it ends with gcloud dataflow jobs cancel {servers.dataflow.jobs[-1].id}" in done.stderr
@@ -220,7 +295,13 @@ def test_a_job_that_is_lost_sight_of(servers: Cloud, source: str) -> None:
 
 def test_progress(servers: Cloud, run: Run) -> None:
     """The counter of WriteChunks, what is committed of it; and no more than it if the service can't be asked."""
-    place = ["--runner=DataflowRunner", f"--project={PROJECT}", f"--region={REGION}", "--no_auth", f"--dataflow_endpoint={servers.dataflow.url}"]
+    place = [
+        "--runner=DataflowRunner",
+        f"--project={PROJECT}",
+        f"--region={REGION}",
+        "--no_auth",
+        f"--dataflow_endpoint={servers.dataflow.url}",
+    ]
     runner = SimpleNamespace(dataflow_client=DataflowApplicationClient(PipelineOptions(place)))
     result = SimpleNamespace(_runner=runner, job_id=lambda: run.job.job.id)
     servers.dataflow.written = 1234
@@ -231,8 +312,17 @@ def test_progress(servers: Cloud, run: Run) -> None:
 def test_a_template(servers: Cloud, source: str) -> None:
     """As a Flex Template's launcher calls it: the job is described and not started, and nobody waits."""
     before = len(servers.dataflow.jobs)
-    options = ["--template_location", f"gs://{STAGED}/launch/job", "--job_name", "launched", "--sdk_container_image", "an/image:1"]
-    done = servers.convert(source, f"gs://{OUTPUT}/template", *options, "--maxtext_model", given()[CASE]["maxtext_model"])
+    options = [
+        "--template_location",
+        f"gs://{STAGED}/launch/job",
+        "--job_name",
+        "launched",
+        "--sdk_container_image",
+        "an/image:1",
+    ]
+    done = servers.convert(
+        source, f"gs://{OUTPUT}/template", *options, "--maxtext_model", given()[CASE]["maxtext_model"]
+    )
     assert done.returncode == 0, done.stderr
     assert len(servers.dataflow.jobs) == before
     described = json.loads(servers.gcs.objects[STAGED]["launch/job"].data)
@@ -255,28 +345,45 @@ def test_a_job_that_fails(servers: Cloud, source: str) -> None:
     servers.dataflow.states, servers.dataflow.message = ["JOB_STATE_FAILED"], FAILURE
     done = servers.convert(source, f"gs://{OUTPUT}/failing", "--maxtext_model", given()[CASE]["maxtext_model"])
     assert done.returncode == 1
-    assert "  weightbeam.formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7" in done.stderr
+    assert (
+        "  weightbeam.formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7"
+        in done.stderr
+    )
     assert "--resume" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    (story,) = (found.data for name, found in servers.gcs.objects[OUTPUT].items() if name.startswith("failing/") and name.endswith("failure.txt"))
+    (story,) = (
+        found.data
+        for name, found in servers.gcs.objects[OUTPUT].items()
+        if name.startswith("failing/") and name.endswith("failure.txt")
+    )
     assert FAILURE.encode() in story
 
 
 def test_a_command_that_is_interrupted(servers: Cloud, source: str) -> None:
     """The job goes on, and the user is told how to end it."""
     servers.dataflow.states, before = ["JOB_STATE_RUNNING"], len(servers.dataflow.jobs)
-    with servers.start(source, f"gs://{OUTPUT}/interrupted", "--maxtext_model", given()[CASE]["maxtext_model"]) as process:
-        wait_for(lambda: len(servers.dataflow.jobs) > before and servers.dataflow.log.of("get", servers.dataflow.jobs[-1].id), process)
+    with servers.start(
+        source, f"gs://{OUTPUT}/interrupted", "--maxtext_model", given()[CASE]["maxtext_model"]
+    ) as process:
+        wait_for(
+            lambda: (
+                len(servers.dataflow.jobs) > before and servers.dataflow.log.of("get", servers.dataflow.jobs[-1].id)
+            ),
+            process,
+        )
         os.kill(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 130
     job = servers.dataflow.jobs[-1]
-    assert f"the job goes on; it ends with gcloud dataflow jobs cancel {job.id} --project {PROJECT} --region {REGION}" in err
+    assert (
+        f"the job goes on; it ends with gcloud dataflow jobs cancel {job.id} --project {PROJECT} --region {REGION}"
+        in err
+    )
     assert "Traceback" not in err
     assert job.active
 
 
-# --- the size of a job ----------------------------------------------------------------------------------------------------------
+# --- the size of a job ------------------------------------------------------------------------------------------------
 
 
 def graph_of(conversion: Conversion, folder: Path) -> bytes:
@@ -311,10 +418,12 @@ def test_a_job_of_an_export_fits_its_machines(tmp_path: Path) -> None:
     options = pipeline_options(["--runner=DataflowRunner"])
     dataflow.fill_in(options, planned, "gs://b/out")
     threads = options.view_as(DebugOptions).number_of_worker_harness_threads
-    assert options.view_as(StandardOptions).resource_hints == [f"min_ram={memory_bound(planned, threads, 'gs://b/out') + (1 << 30)}B"]
+    assert options.view_as(StandardOptions).resource_hints == [
+        f"min_ram={memory_bound(planned, threads, 'gs://b/out') + (1 << 30)}B"
+    ]
 
 
-# --- options --------------------------------------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -329,11 +438,27 @@ def settled(conversion: Conversion, *arguments: str) -> PipelineOptions:
 
 
 def test_what_the_user_says_stays(conversion: Conversion) -> None:
-    said = ["--machine_type=e2-standard-8", "--number_of_worker_harness_threads=3", "--disk_size_gb=50", "--max_num_workers=7", "--job_name=mine"]
-    more = ["--autoscaling_algorithm=NONE", "--experiments=use_multiple_sdk_containers", "--resource_hints=min_ram=20GB", "--save_main_session"]
+    said = [
+        "--machine_type=e2-standard-8",
+        "--number_of_worker_harness_threads=3",
+        "--disk_size_gb=50",
+        "--max_num_workers=7",
+        "--job_name=mine",
+    ]
+    more = [
+        "--autoscaling_algorithm=NONE",
+        "--experiments=use_multiple_sdk_containers",
+        "--resource_hints=min_ram=20GB",
+        "--save_main_session",
+    ]
     options = settled(conversion, *said, *more)
     worker = options.view_as(WorkerOptions)
-    assert (worker.machine_type, worker.disk_size_gb, worker.max_num_workers, worker.autoscaling_algorithm) == ("e2-standard-8", 50, 7, "NONE")
+    assert (worker.machine_type, worker.disk_size_gb, worker.max_num_workers, worker.autoscaling_algorithm) == (
+        "e2-standard-8",
+        50,
+        7,
+        "NONE",
+    )
     assert options.view_as(DebugOptions).number_of_worker_harness_threads == 3
     assert options.view_as(DebugOptions).experiments == ["use_multiple_sdk_containers"]
     assert options.view_as(StandardOptions).resource_hints == ["min_ram=20GB"]
@@ -359,12 +484,16 @@ def test_threads_by_machine(machine: str, unit_bytes: int, threads: int) -> None
     conversion = prepare(Options(unit_bytes=unit_bytes), headers_only(LLAMA))
     options = settled(conversion, f"--machine_type={machine}")
     assert options.view_as(DebugOptions).number_of_worker_harness_threads == threads
-    assert options.view_as(StandardOptions).resource_hints == [f"min_ram={memory_bound(conversion, threads, 'gs://bucket/out') + (1 << 30)}B"]
+    assert options.view_as(StandardOptions).resource_hints == [
+        f"min_ram={memory_bound(conversion, threads, 'gs://bucket/out') + (1 << 30)}B"
+    ]
 
 
 def test_a_machine_that_is_too_small() -> None:
     conversion = prepare(Options(unit_bytes=1 << 30), headers_only(LLAMA))
-    with pytest.raises(RefusedError, match=r"--machine_type=n1-highcpu-2 has 1.93 GB of memory, but .* are needed: 1 threads"):
+    with pytest.raises(
+        RefusedError, match=r"--machine_type=n1-highcpu-2 has 1.93 GB of memory, but .* are needed: 1 threads"
+    ):
         settled(conversion, "--machine_type=n1-highcpu-2")
     with pytest.raises(RefusedError, match=r"--number_of_worker_harness_threads \(now 9\)"):
         settled(conversion, "--number_of_worker_harness_threads=9")
@@ -382,7 +511,9 @@ def test_jobs_are_named_by_model_and_target() -> None:
     conversion = prepare(Options(), checkpoint)
     name = dataflow.job_name(conversion, "gs://bucket/out/0")
     assert name.startswith("weightbeam-llama-3-1-8b-instruct-")
-    assert name == dataflow.job_name(conversion, "gs://bucket/out/0") != dataflow.job_name(conversion, "gs://bucket/out/1")
+    assert (
+        name == dataflow.job_name(conversion, "gs://bucket/out/0") != dataflow.job_name(conversion, "gs://bucket/out/1")
+    )
     long = prepare(Options(), dataclasses.replace(checkpoint, root=f"/models/{'x' * 100}"))
     assert len(dataflow.job_name(long, "gs://bucket/out/0")) <= 63
 
@@ -390,7 +521,10 @@ def test_jobs_are_named_by_model_and_target() -> None:
 @pytest.mark.parametrize(
     ("message", "cause"),
     [
-        (FAILURE, "weightbeam.formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7 [while running"),
+        (
+            FAILURE,
+            "weightbeam.formats.storage.store.StorageError: gs://models/x/model.safetensors: ends at byte 7 [while running",
+        ),
         ("Workflow failed.", ""),
         ("", ""),
     ],
@@ -400,10 +534,20 @@ def test_the_cause_of_a_failure(message: str, cause: str) -> None:
     assert bool(dataflow.cause(message)) == bool(cause)
 
 
-# --- refused before any work ----------------------------------------------------------------------------------------------------
+# --- refused before any work ------------------------------------------------------------------------------------------
 
-COMPLETE = ("--runner=DataflowRunner", "--project=a-project", "--region=us-central1", "--temp_location=gs://bucket/temp")
-OF_DATAFLOW = ("--project=PROJECT is missing", "--region=REGION is missing", "--temp_location=gs://BUCKET/FOLDER is missing", "no Google credentials")
+COMPLETE = (
+    "--runner=DataflowRunner",
+    "--project=a-project",
+    "--region=us-central1",
+    "--temp_location=gs://bucket/temp",
+)
+OF_DATAFLOW = (
+    "--project=PROJECT is missing",
+    "--region=REGION is missing",
+    "--temp_location=gs://BUCKET/FOLDER is missing",
+    "no Google credentials",
+)
 LOCAL = ("--source={source}: the workers run in containers", "--output={output}: the workers run in containers")
 
 
@@ -415,11 +559,28 @@ LOCAL = ("--source={source}: the workers run in containers", "--output={output}:
         (COMPLETE, ("no Google credentials", *LOCAL)),
         ((*COMPLETE, "--no_auth"), LOCAL),
         (
-            (*COMPLETE, "--no_auth", "--temp_location=/tmp", "--project=My Project", "--job_name=No_Name", "--num_workers=9", "--max_num_workers=3"),
-            ("Invalid GCS path (/tmp)", "Invalid Project ID (My Project)", "Invalid job_name (No_Name)", "num_workers (9) cannot exceed", *LOCAL),
+            (
+                *COMPLETE,
+                "--no_auth",
+                "--temp_location=/tmp",
+                "--project=My Project",
+                "--job_name=No_Name",
+                "--num_workers=9",
+                "--max_num_workers=3",
+            ),
+            (
+                "Invalid GCS path (/tmp)",
+                "Invalid Project ID (My Project)",
+                "Invalid job_name (No_Name)",
+                "num_workers (9) cannot exceed",
+                *LOCAL,
+            ),
         ),
         (("--runner=PortableRunner",), ("--job_endpoint=HOST:PORT is missing", *LOCAL)),
-        (("--runner=PortableRunner", "--job_endpoint=localhost:1", "--environment_type=EXTERNAL"), ("external_service_address is required",)),
+        (
+            ("--runner=PortableRunner", "--job_endpoint=localhost:1", "--environment_type=EXTERNAL"),
+            ("external_service_address is required",),
+        ),
         (("--runner=FlinkRunner", "--flink_master=cluster:8081"), LOCAL),
         (("--runner=SparkRunner", "--spark_master_url=spark://cluster:7077"), LOCAL),
         (("--no_wait_until_finish",), ("--no_wait_until_finish: only a job on Dataflow",)),
@@ -427,7 +588,11 @@ LOCAL = ("--source={source}: the workers run in containers", "--output={output}:
     ],
 )
 def test_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], messages: tuple[str, ...]
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    messages: tuple[str, ...],
 ) -> None:
     """All that is missing at once, and nothing else; nothing is planned or written."""
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "nothing.json"))
@@ -479,7 +644,9 @@ def test_the_secret_s_name_reaches_this_process_too(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("noted", [b"not JSON", b"[]", b'{"job_name": "x"}'])
 def test_a_note_of_a_job_that_is_damaged(tmp_path: Path, noted: bytes) -> None:
-    """Nobody knows whether that job is at work: what is staged isn't touched, and the message says which file to look at."""
+    """Nobody knows whether that job is at work: what is staged isn't touched, and the message says which file to look
+    at.
+    """
     staging = staging_at(tmp_path, 0)
     staging.create(b"the plan")
     staging.work.write(dataflow.JOB, noted)

@@ -1,4 +1,6 @@
-"""A quantised release as an ordinary one: the values by their definition, all else byte for byte, and transformers loads it."""
+"""A quantised release as an ordinary one: the values by their definition, all else byte for byte, and transformers
+loads it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,24 @@ from support import BF16, LLAMA, call, random_tensors, read_config, read_tensors
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 def test_values_by_their_definition(tmp_path: Path, dtype: str) -> None:
-    """Code × scale in float32, cast once; norms and embeddings stay as they are; no scale and no `quantization_config` is left."""
+    """Code × scale in float32, cast once; norms and embeddings stay as they are; no scale and no `quantization_config`
+    is left.
+    """
     source, stored, values = fp8_llama(tmp_path / "fp8")
-    assert call("dequantize", "--source", source, "--output", tmp_path / "out", "--save_dtype", dtype, "--unit_bytes", "20000") == 0
+    assert (
+        call(
+            "dequantize",
+            "--source",
+            source,
+            "--output",
+            tmp_path / "out",
+            "--save_dtype",
+            dtype,
+            "--unit_bytes",
+            "20000",
+        )
+        == 0
+    )
     made = read_tensors(tmp_path / "out")
     assert made.keys() == values.keys()
     for name, tensor in made.items():

@@ -38,10 +38,17 @@ def test_the_same_in_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_what_differs_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One value changed, one tensor rounded, one missing on each side, one of another shape: each by its name, with the measures."""
+    """One value changed, one tensor rounded, one missing on each side, one of another shape: each by its name, with the
+    measures.
+    """
     tensors = {name: values.astype(F32) + np.float32(1e-6) for name, values in random_tensors(LLAMA).items()}
     other: dict[str, np.ndarray] = dict(tensors)
-    norm, gate, up, head = "model.norm.weight", "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
+    norm, gate, up, head = (
+        "model.norm.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "lm_head.weight",
+    )
     other[norm] = tensors[norm].copy()
     other[norm][3] += 0.5
     other[gate] = tensors[gate].astype(BF16)
@@ -54,7 +61,9 @@ def test_what_differs_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert found["extra.weight"] == {"status": "missing", "message": f"not in {a}"}
     assert (found[norm]["different"], found[norm]["share"]) == (1, 1 / tensors[norm].size)
     x, y = (side[norm].astype(np.float64) for side in (tensors, other))
-    np.testing.assert_allclose([found[norm][key] for key in ("max", "mean")], [np.abs(x - y).max(), np.abs(x - y).mean()])
+    np.testing.assert_allclose(
+        [found[norm][key] for key in ("max", "mean")], [np.abs(x - y).max(), np.abs(x - y).mean()]
+    )
     np.testing.assert_allclose(found[norm]["cosine"], (x @ y) / np.sqrt((x @ x) * (y @ y)))
     told = capsys.readouterr().out
     assert "5 tensors differ beyond the tolerance of 0" in told
@@ -90,7 +99,11 @@ def test_a_quantised_release_against_its_values(tmp_path: Path) -> None:
             rows, columns = (np.arange(n) // 128 for n in values.shape)
             dequantised[name] = (stored[name].astype(F32) * stored[f"{name}_scale_inv"][rows][:, columns]).astype(BF16)
     config = DEEPSEEK | {"quantization_config": quantization_config([])}
-    original, fp8, back = save(tmp_path / "a", DEEPSEEK, tensors), save(tmp_path / "q", config, stored), save(tmp_path / "d", DEEPSEEK, dequantised)
+    original, fp8, back = (
+        save(tmp_path / "a", DEEPSEEK, tensors),
+        save(tmp_path / "q", config, stored),
+        save(tmp_path / "d", DEEPSEEK, dequantised),
+    )
     found = statuses(fp8, back, status=1, folder=tmp_path)
     assert set(found) == set(tensors)
     assert kinds(found).keys() == {"equal", "rounded"}
@@ -102,7 +115,9 @@ def test_a_quantised_release_against_its_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--scan_layers", "false"), ("--save_dtype", "float32")])
 def test_a_release_and_its_checkpoint(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """Either way round; exact arrays are equal, scaled ones are rounded as documented; a change is found in the array that holds it."""
+    """Either way round; exact arrays are equal, scaled ones are rounded as documented; a change is found in the array
+    that holds it.
+    """
     source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
     step = convert(source, tmp_path / "out", *options)
     found = statuses(source, tmp_path / "out", status=0, folder=tmp_path)
@@ -111,11 +126,15 @@ def test_a_release_and_its_checkpoint(tmp_path: Path, options: tuple[str, ...]) 
     other = random_tensors(LLAMA)
     other["model.norm.weight"].view(np.uint16)[3] ^= 1 << 7
     found = statuses(save(tmp_path / "other", LLAMA, other), step, status=1, folder=tmp_path)
-    assert [name for name, each in found.items() if each["status"] == "changed"] == ["params.params.decoder.decoder_norm.scale"]
+    assert [name for name, each in found.items() if each["status"] == "changed"] == [
+        "params.params.decoder.decoder_norm.scale"
+    ]
 
 
 def test_orbax_checkpoints_of_two_writers(tmp_path: Path) -> None:
-    """Ours, and a training state of nnx that stock Orbax saved, with `value` leaves and an optimizer: the weights are compared, nothing else."""
+    """Ours, and a training state of nnx that stock Orbax saved, with `value` leaves and an optimizer: the weights are
+    compared, nothing else.
+    """
     source = save(tmp_path / "source", QWEN3_MOE, random_tensors(QWEN3_MOE))
     step = convert(source, tmp_path / "out")
     weights = ocp.PyTreeCheckpointer().restore(step / "items")["params"]["params"]

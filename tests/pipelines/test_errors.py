@@ -92,22 +92,42 @@ def corrupt(path: Path, header: bytes) -> None:
 # what is wrong -> (how to make it so, what the message must name)
 DAMAGES: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
     "a missing shard": (lambda s: (s / SECOND).unlink(), ["missing", SECOND]),
-    "a missing tensor": (lambda s: change(s, **{UP: None}), ["missing", UP, "params.params.decoder.layers.mlp.wi_1.kernel"]),
-    "an extra tensor": (lambda s: change(s, **{"model.layers.1.mlp.extra.weight": np.zeros((2, 3), np.float32)}), ["unused", "mlp.extra", "(2, 3)", FIRST]),
-    "a layer too many": (lambda s: change(s, **{"model.layers.2.input_layernorm.weight": np.zeros(32, np.float32)}), ["unused", "model.layers.2."]),
-    "a wrong shape": (lambda s: change(s, **{UP: np.zeros((32, 48), np.float32)}), ["shape", UP, "(32, 48)", "mlp embed", "(48, 32)"]),
+    "a missing tensor": (
+        lambda s: change(s, **{UP: None}),
+        ["missing", UP, "params.params.decoder.layers.mlp.wi_1.kernel"],
+    ),
+    "an extra tensor": (
+        lambda s: change(s, **{"model.layers.1.mlp.extra.weight": np.zeros((2, 3), np.float32)}),
+        ["unused", "mlp.extra", "(2, 3)", FIRST],
+    ),
+    "a layer too many": (
+        lambda s: change(s, **{"model.layers.2.input_layernorm.weight": np.zeros(32, np.float32)}),
+        ["unused", "model.layers.2."],
+    ),
+    "a wrong shape": (
+        lambda s: change(s, **{UP: np.zeros((32, 48), np.float32)}),
+        ["shape", UP, "(32, 48)", "mlp embed", "(48, 32)"],
+    ),
     "a wrong rank": (lambda s: change(s, **{UP: np.zeros((48, 32, 1), np.float32)}), ["shape", UP, "(48, 32, 1)"]),
     "integers for weights": (lambda s: change(s, **{UP: np.zeros((48, 32), np.int32)}), ["dtype", UP, "int32"]),
     "booleans for weights": (lambda s: change(s, **{UP: np.zeros((48, 32), np.bool_)}), ["dtype", UP, "bool"]),
-    "complex numbers for weights": (lambda s: change(s, **{UP: np.zeros((48, 32), np.complex64)}), ["dtype", UP, "complex64"]),
+    "complex numbers for weights": (
+        lambda s: change(s, **{UP: np.zeros((48, 32), np.complex64)}),
+        ["dtype", UP, "complex64"],
+    ),
     "FP8 without a scale": (lambda s: change(s, **{UP: np.zeros((48, 32), FP8)}), ["unscaled", UP, f"{UP}_scale_inv"]),
     "a scale without its weight": (
         lambda s: change(s, **{"model.layers.1.mlp.x.weight_scale_inv": np.zeros((1, 1), np.float32)}),
         ["scale", "mlp.x.weight_scale_inv"],
     ),
-    "a scale beside plain weights": (lambda s: change(s, **{f"{UP}_scale_inv": np.zeros((1, 1), np.float32)}), ["scale", UP, "bfloat16"]),
+    "a scale beside plain weights": (
+        lambda s: change(s, **{f"{UP}_scale_inv": np.zeros((1, 1), np.float32)}),
+        ["scale", UP, "bfloat16"],
+    ),
     "a scale of a dtype that no format has": (
-        lambda s: change(s, **{UP: np.zeros((48, 32), FP8), UP.replace("weight", "weight_scale"): np.zeros((48, 1), np.int64)}),
+        lambda s: change(
+            s, **{UP: np.zeros((48, 32), FP8), UP.replace("weight", "weight_scale"): np.zeros((48, 1), np.int64)}
+        ),
         ["unscaled", UP, "weight_scale", "int64"],
     ),
     "scales of a wrong shape": (
@@ -118,16 +138,28 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
         ["scale", UP, "(3, 2)", "(2, 3)"],
     ),
     "a header cut off": (lambda s: os.truncate(s / SECOND, 100), ["corrupt", SECOND, "truncated"]),
-    "data cut off": (lambda s: os.truncate(s / SECOND, (s / SECOND).stat().st_size - 1), ["corrupt", SECOND, "truncated"]),
+    "data cut off": (
+        lambda s: os.truncate(s / SECOND, (s / SECOND).stat().st_size - 1),
+        ["corrupt", SECOND, "truncated"],
+    ),
     "an empty file": (lambda s: os.truncate(s / SECOND, 0), ["corrupt", SECOND, "0 bytes"]),
     "a header that isn't JSON": (lambda s: corrupt(s / SECOND, b"{nonsense"), ["corrupt", SECOND, "JSON"]),
-    "a header with a number of 5000 digits": (lambda s: corrupt(s / SECOND, b'{"x":{"dtype":"F32","shape":[' + b"9" * 5000 + b"]}}"), ["corrupt", SECOND]),
+    "a header with a number of 5000 digits": (
+        lambda s: corrupt(s / SECOND, b'{"x":{"dtype":"F32","shape":[' + b"9" * 5000 + b"]}}"),
+        ["corrupt", SECOND],
+    ),
     "a header with half a character": (
         lambda s: corrupt(s / SECOND, b'{"a\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
         ["corrupt", SECOND],
     ),
-    "a git-lfs pointer": (lambda s: (s / SECOND).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), [SECOND, "git lfs pull"]),
-    "an index that points nowhere": (lambda s: reindex(s, ghost="model-00009-of-00002.safetensors"), ["missing", "model-00009-of-00002.safetensors"]),
+    "a git-lfs pointer": (
+        lambda s: (s / SECOND).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        [SECOND, "git lfs pull"],
+    ),
+    "an index that points nowhere": (
+        lambda s: reindex(s, ghost="model-00009-of-00002.safetensors"),
+        ["missing", "model-00009-of-00002.safetensors"],
+    ),
     "an index that names a tensor that isn't there": (lambda s: reindex(s, ghost=FIRST), ["ghost", FIRST]),
     "an index that climbs out": (lambda s: reindex(s, ghost="../x.safetensors"), ["ghost", "../x.safetensors"]),
     "an index that isn't JSON": (lambda s: (s / INDEX).write_text("{"), [INDEX, "JSON"]),
@@ -145,11 +177,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
     "a float for a size": (lambda s: configure(s, num_hidden_layers=2.0), ["config.json", "num_hidden_layers", "2.0"]),
     "a boolean for a size": (lambda s: configure(s, vocab_size=True), ["config.json", "vocab_size", "True"]),
     "a negative size": (lambda s: configure(s, intermediate_size=-48), ["config.json", "intermediate_size", "-48"]),
-    "a string for a flag": (lambda s: configure(s, tie_word_embeddings="no"), ["config.json", "tie_word_embeddings", "'no'"]),
+    "a string for a flag": (
+        lambda s: configure(s, tie_word_embeddings="no"),
+        ["config.json", "tie_word_embeddings", "'no'"],
+    ),
     "a config without a model_type": (lambda s: configure(s, model_type=None), ["model_type", "llama", "deepseek_v3"]),
-    "a rope that two MaxText models read differently": (lambda s: configure(s, **LLAMA3_ROPE), ["--maxtext_model", "llama3.1-8b", "llama3.3-70b"]),
-    "a rope_scaling that isn't an object": (lambda s: configure(s, rope_scaling="llama3"), ["config.json", "rope_scaling"]),
-    "a quantisation that isn't supported": (lambda s: configure(s, quantization_config={"quant_method": "hqq"}), ["hqq", "config.json"]),
+    "a rope that two MaxText models read differently": (
+        lambda s: configure(s, **LLAMA3_ROPE),
+        ["--maxtext_model", "llama3.1-8b", "llama3.3-70b"],
+    ),
+    "a rope_scaling that isn't an object": (
+        lambda s: configure(s, rope_scaling="llama3"),
+        ["config.json", "rope_scaling"],
+    ),
+    "a quantisation that isn't supported": (
+        lambda s: configure(s, quantization_config={"quant_method": "hqq"}),
+        ["hqq", "config.json"],
+    ),
     "a block size that makes no sense": (
         lambda s: (
             configure(s, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),
@@ -158,7 +202,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], Sequence[str]]] = {
         ["weight_block_size", "[128, 0]"],
     ),
     "a link out of the folder": (
-        lambda s: ((s / SECOND).rename(s.parent / "elsewhere.safetensors"), (s / SECOND).symlink_to("../elsewhere.safetensors")),
+        lambda s: (
+            (s / SECOND).rename(s.parent / "elsewhere.safetensors"),
+            (s / SECOND).symlink_to("../elsewhere.safetensors"),
+        ),
         [SECOND, "link"],
     ),
 }
@@ -191,7 +238,10 @@ OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "an empty mesh": (["--mesh", ""], ["--mesh="]),
     "a mesh axis named twice": (["--mesh", "fsdp=2,fsdp=4"], ["twice"]),
     "a mesh of whatever is left": (["--mesh", "fsdp=-1"], ["fsdp=-1", "say a number"]),
-    "a mesh in MaxText's settings": (["--mesh", "ici_fsdp_parallelism=4"], ["ici_fsdp_parallelism", "multiplied, are fsdp here"]),
+    "a mesh in MaxText's settings": (
+        ["--mesh", "ici_fsdp_parallelism=4"],
+        ["ici_fsdp_parallelism", "multiplied, are fsdp here"],
+    ),
     "a bad mesh behind a good one": (["--mesh", "fsdp=4", "--mesh", "tensor"], ["tensor"]),
     "a misspelt option": (["--scan_layer", "true"], ["--scan_layer"]),
     "a misspelt option of Beam's": (["--direct_num_worker=2"], ["--direct_num_worker"]),
@@ -241,7 +291,9 @@ def test_a_link_beside_the_weights_that_leads_to_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["--source", "--output"])
-def test_an_option_that_must_be_there(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], missing: str) -> None:
+def test_an_option_that_must_be_there(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], missing: str
+) -> None:
     """Neither has a default."""
     options = {"--source": source, "--output": tmp_path / "out"}
     del options[missing]
@@ -290,7 +342,17 @@ def test_an_unknown_family_gets_an_inventory(source: Path, refused: Refused) -> 
     configure(source, model_type="gpt_neox")
     message = refused(source)
     assert "'gpt_neox'" in message
-    for kind in ("llama", "mistral", "qwen2", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"):
+    for kind in (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "kimi_k2",
+    ):
         assert kind in message
     assert "weightbeam inspect" in message  # shows what it holds, as -v does, before the refusal
     inventory = refused(source, "-v")
@@ -300,7 +362,9 @@ def test_an_unknown_family_gets_an_inventory(source: Path, refused: Refused) -> 
 
 
 def test_several_faults_are_all_listed(source: Path, refused: Refused) -> None:
-    """Seven different ones at once, each by its kind and name, in one message; and a file's own fault isn't told again for its tensors."""
+    """Seven different ones at once, each by its kind and name, in one message; and a file's own fault isn't told again
+    for its tensors.
+    """
     change(
         source,
         **{
@@ -340,7 +404,9 @@ def test_a_missing_shard_is_one_line(source: Path, refused: Refused) -> None:
 
 
 def test_many_alike_are_counted(tmp_path: Path, refused: Refused) -> None:
-    """A thousand missing tensors are one line and a number where their names differ in numbers only; else some examples and a number."""
+    """A thousand missing tensors are one line and a number where their names differ in numbers only; else some examples
+    and a number.
+    """
     config = DEEPSEEK | dict(n_routed_experts=300)
     message = refused(save(tmp_path / "hf", config, random_tensors(DEEPSEEK)))
     assert "1,780 problems" in message
@@ -385,7 +451,9 @@ def test_an_output_that_exists(source: Path, tmp_path: Path, capfd: pytest.Captu
         assert "--resume" in message
 
 
-def test_a_bad_source_and_an_output_that_exists_are_told_together(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_source_and_an_output_that_exists_are_told_together(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """All problems at once, on both sides."""
     (tmp_path / "out" / "0").mkdir(parents=True)
     change(source, **{UP: None})
@@ -396,7 +464,9 @@ def test_a_bad_source_and_an_output_that_exists_are_told_together(source: Path, 
 
 
 def test_a_source_that_changes_after_it_was_planned(tmp_path: Path) -> None:
-    """A file that shrinks in between fails the run: the message has the file and how to go on, and nothing is published."""
+    """A file that shrinks in between fails the run: the message has the file and how to go on, and nothing is
+    published.
+    """
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     conversion = prepare(Options(), open_hf(source))
     os.truncate(source / "model.safetensors", 3000)

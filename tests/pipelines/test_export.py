@@ -1,4 +1,6 @@
-"""The way back: what was converted comes back bit for bit, what MaxText's training wrote becomes a release that transformers loads."""
+"""The way back: what was converted comes back bit for bit, what MaxText's training wrote becomes a release that
+transformers loads.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,20 @@ from huggingface_hub.utils import close_session
 from quantised import fp8_llama
 from safetensors.numpy import load_file
 from servers.hub import FakeHub
-from support import BF16, F32, LLAMA, QWEN3_MOE, call, convert, given, peft_adapter, random_tensors, read_config, read_tensors, save
+from support import (
+    BF16,
+    F32,
+    LLAMA,
+    QWEN3_MOE,
+    call,
+    convert,
+    given,
+    peft_adapter,
+    random_tensors,
+    read_config,
+    read_tensors,
+    save,
+)
 from trained import SHARED, TRAINED, trained_like
 
 import weightbeam as wb
@@ -38,27 +53,48 @@ def compare(made: dict[str, np.ndarray], wanted: dict[str, np.ndarray], lossy: d
     for name, values in made.items():
         assert (values.dtype, values.shape) == (wanted[name].dtype, wanted[name].shape), name
         if name in lossy:
-            np.testing.assert_allclose(values.astype(F32), wanted[name].astype(F32), rtol=2**-7, atol=2**-7, err_msg=name)
+            np.testing.assert_allclose(
+                values.astype(F32), wanted[name].astype(F32), rtol=2**-7, atol=2**-7, err_msg=name
+            )
         else:
             assert values.tobytes() == wanted[name].tobytes(), name
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back(generated: Path, tmp_path: Path, case: str) -> None:
-    """Converted to float32 and exported without being told anything: the original bits, tensor by tensor, and the release's files."""
+    """Converted to float32 and exported without being told anything: the original bits, tensor by tensor, and the
+    release's files.
+    """
     source, facts = generated / "cases" / case, given()[case]
     scan = "false" if "scanned" not in facts else "true"
-    convert(source, tmp_path / "ckpt", "--maxtext_model", facts["maxtext_model"], "--save_dtype", "float32", "--scan_layers", scan, "--mesh", "fsdp=4")
+    convert(
+        source,
+        tmp_path / "ckpt",
+        "--maxtext_model",
+        facts["maxtext_model"],
+        "--save_dtype",
+        "float32",
+        "--scan_layers",
+        scan,
+        "--mesh",
+        "fsdp=4",
+    )
     made, wanted = export(tmp_path / "ckpt", tmp_path / "back"), read_tensors(source)
     record = json.loads((tmp_path / "back" / "weightbeam.json").read_text())
     shifted = {name for name, why in record["lossy"].items() if "shifted" in why}  # 1 + w loses a bit of 1 in 10^5
     compare(made, wanted, {name: why for name, why in record["lossy"].items() if name in shifted})
     left_out = set(wanted) - set(made)
     assert left_out <= set(record["left_out"])
-    assert all(any(word in record["left_out"][name] for word in ("tower", "prediction", "text only")) for name in left_out)
+    assert all(
+        any(word in record["left_out"][name] for word in ("tower", "prediction", "text only")) for name in left_out
+    )
     assert ("| left out of the release |" in (tmp_path / "back" / "README.md").read_text()) == bool(record["left_out"])
     config, released = read_config(tmp_path / "back"), read_config(source)
-    assert {key: value for key, value in config.items() if released.get(key) != value and key not in ("dtype", "torch_dtype")} == record["config_edits"]
+    assert {
+        key: value
+        for key, value in config.items()
+        if released.get(key) != value and key not in ("dtype", "torch_dtype")
+    } == record["config_edits"]
     assert (tmp_path / "back" / "generation_config.json").exists() == (source / "generation_config.json").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "back"}
 
@@ -75,22 +111,34 @@ def test_from_unscanned_bfloat16(generated: Path, tmp_path: Path, case: str) -> 
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own conversions aren't beside the project")
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("gemma3", "deepseek4")])  # of V4 it leaves out the routing tables
+# of V4 it leaves out the routing tables
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("gemma3", "deepseek4")])
 def test_maxtexts_own_conversions(tmp_path: Path, case: str) -> None:
     """What MaxText's converter made comes back as the release that it was made of; its chunks hold all layers."""
     source = SHARED / "cases" / case
     if not (source / "scanned").exists():
         pytest.skip("MaxText has it unscanned only")
-    made = export(source / "scanned", tmp_path / "back", "--like", source / "hf", "--maxtext_model", given()[case]["maxtext_model"])
+    made = export(
+        source / "scanned",
+        tmp_path / "back",
+        "--like",
+        source / "hf",
+        "--maxtext_model",
+        given()[case]["maxtext_model"],
+    )
     record = json.loads((tmp_path / "back" / "weightbeam.json").read_text())
-    wanted = {name: values for file in (source / "hf").glob("*.safetensors") for name, values in load_file(file).items()}
+    wanted = {
+        name: values for file in (source / "hf").glob("*.safetensors") for name, values in load_file(file).items()
+    }
     compare(made, wanted, record["lossy"])
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
 @pytest.mark.parametrize("run", TRAINED)
 def test_what_maxtexts_training_wrote(tmp_path: Path, run: str) -> None:
-    """Training states, parameters alone, with and without `.value`: the tensors that MaxText's own exporter makes of them in float32."""
+    """Training states, parameters alone, with and without `.value`: the tensors that MaxText's own exporter makes of
+    them in float32.
+    """
     source = SHARED / "trained" / run
     like = trained_like(tmp_path / "like", run)
     facts = json.loads((source / "to_huggingface.json").read_text())
@@ -100,12 +148,15 @@ def test_what_maxtexts_training_wrote(tmp_path: Path, run: str) -> None:
     assert made.keys() == wanted.keys()
     for name, (shape, kind, digest) in wanted.items():
         assert (list(made[name].shape), made[name].dtype.name) == (shape, kind)
-        if "llama" not in run or "q_proj" not in name:  # the query's factor: MaxText multiplies, and rounds to bfloat16 first
+        # the query's factor: MaxText multiplies, and rounds to bfloat16 first
+        if "llama" not in run or "q_proj" not in name:
             assert hashlib.sha256(made[name].tobytes()).hexdigest() == digest, name
     assert call("verify", "--source", source, "--checkpoint", tmp_path / "out", "--maxtext_model", TRAINED[run]) == 0
 
 
-@pytest.mark.parametrize(("config", "kind"), [(LLAMA, "LlamaForCausalLM"), (QWEN3_MOE, "Qwen3MoeForCausalLM")], ids=["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("config", "kind"), [(LLAMA, "LlamaForCausalLM"), (QWEN3_MOE, "Qwen3MoeForCausalLM")], ids=["llama", "qwen3_moe"]
+)
 def test_transformers_computes_the_same(tmp_path: Path, config: dict, kind: str) -> None:
     """`from_pretrained` of the release and of what came back: the same logits."""
     source = save(tmp_path / "hf", config | {"architectures": [kind]}, random_tensors(config))
@@ -113,18 +164,32 @@ def test_transformers_computes_the_same(tmp_path: Path, config: dict, kind: str)
     export(tmp_path / "ckpt", tmp_path / "back")
     tokens = torch.arange(24).reshape(2, 12) % config["vocab_size"]
     with torch.no_grad():
-        logits = [getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)(tokens).logits for folder in (source, tmp_path / "back")]
+        logits = [
+            getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)(tokens).logits
+            for folder in (source, tmp_path / "back")
+        ]
     assert torch.equal(*logits)
 
 
 def test_large_chunks_are_unpacked_once(tmp_path: Path) -> None:
-    """A stock Orbax checkpoint whose compressed chunks hold whole arrays, against units far smaller than one: the same bits."""
+    """A stock Orbax checkpoint whose compressed chunks hold whole arrays, against units far smaller than one: the same
+    bits.
+    """
     tensors = random_tensors(LLAMA, F32)
     source = save(tmp_path / "hf", LLAMA, tensors)
     step = convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
     tree = ocp.PyTreeCheckpointer().restore(step / "items")
     ocp.PyTreeCheckpointer().save(tmp_path / "stock" / "0" / "items", tree)
-    made = export(tmp_path / "stock" / "0" / "items", tmp_path / "back", "--like", source, "--maxtext_model", "llama2-7b", "--unit_bytes", "30000")
+    made = export(
+        tmp_path / "stock" / "0" / "items",
+        tmp_path / "back",
+        "--like",
+        source,
+        "--maxtext_model",
+        "llama2-7b",
+        "--unit_bytes",
+        "30000",
+    )
     record = json.loads((tmp_path / "back" / "weightbeam.json").read_text())
     compare(made, tensors, record["lossy"])
     assert not (tmp_path / "back" / "unpacked").exists()
@@ -132,16 +197,34 @@ def test_large_chunks_are_unpacked_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["unpack", "seal", "publish"])
 def test_stopped_at_every_other_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    """While chunks are unpacked, while files are made whole, while they are published: nothing is seen, and the same command goes on."""
+    """While chunks are unpacked, while files are made whole, while they are published: nothing is seen, and the same
+    command goes on.
+    """
     from weightbeam.formats.release_target import ReleaseFolder
     from weightbeam.transforms import exporting
 
     tensors = random_tensors(LLAMA, F32)
     source = save(tmp_path / "hf", LLAMA, tensors)
-    tree = ocp.PyTreeCheckpointer().restore(convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") / "items")
+    tree = ocp.PyTreeCheckpointer().restore(
+        convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") / "items"
+    )
     ocp.PyTreeCheckpointer().save(tmp_path / "stock", tree)
-    command = ("export", tmp_path / "stock", tmp_path / "back", "--like", source, "--maxtext_model", "llama2-7b", "--unit_bytes", "30000")
-    where, name = {"unpack": (exporting, "unpack"), "seal": (ReleaseFolder, "seal"), "publish": (ReleaseFolder, "publish")}[stage]
+    command = (
+        "export",
+        tmp_path / "stock",
+        tmp_path / "back",
+        "--like",
+        source,
+        "--maxtext_model",
+        "llama2-7b",
+        "--unit_bytes",
+        "30000",
+    )
+    where, name = {
+        "unpack": (exporting, "unpack"),
+        "seal": (ReleaseFolder, "seal"),
+        "publish": (ReleaseFolder, "publish"),
+    }[stage]
     function, calls = getattr(where, name), []
 
     def fails(*arguments):
@@ -156,12 +239,18 @@ def test_stopped_at_every_other_stage(tmp_path: Path, monkeypatch: pytest.Monkey
     assert calls
     assert not (tmp_path / "back").exists()
     assert call(*command, "--resume") == 0
-    compare(read_tensors(tmp_path / "back"), tensors, json.loads((tmp_path / "back" / "weightbeam.json").read_text())["lossy"])
+    compare(
+        read_tensors(tmp_path / "back"),
+        tensors,
+        json.loads((tmp_path / "back" / "weightbeam.json").read_text())["lossy"],
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "ours", "stock", "back"}
 
 
 def test_dtypes_and_a_padded_vocabulary(tmp_path: Path) -> None:
-    """Rows that were added for MaxText are cropped; `--save_dtype` rounds once, and `config.json` says both names of the dtype."""
+    """Rows that were added for MaxText are cropped; `--save_dtype` rounds once, and `config.json` says both names of
+    the dtype.
+    """
     tensors = random_tensors(LLAMA, F32)
     source = save(tmp_path / "hf", LLAMA, tensors)
     convert(source, tmp_path / "ckpt", "--save_dtype", "float32", "--vocab_size", "512", "--maxtext_model", "llama2-7b")
@@ -174,24 +263,47 @@ def test_dtypes_and_a_padded_vocabulary(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`config.json` of MaxText's configuration, the user's tokenizer, and what ends a text: transformers loads it and computes the same."""
+    """`config.json` of MaxText's configuration, the user's tokenizer, and what ends a text: transformers loads it and
+    computes the same.
+    """
     config = LLAMA | {"architectures": ["LlamaForCausalLM"]}
     source = save(tmp_path / "hf", config, random_tensors(config, F32))
     step = convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
     items = shutil.copytree(step / "items", tmp_path / "trained")
     (tmp_path / "tokens").mkdir()
-    (tmp_path / "tokens" / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 2, "content": "</s>"}, {"id": 1, "content": "<s>"}]}))
-    (tmp_path / "tokens" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": {"content": "<s>"}}))
+    (tmp_path / "tokens" / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": [{"id": 2, "content": "</s>"}, {"id": 1, "content": "<s>"}]})
+    )
+    (tmp_path / "tokens" / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "bos_token": {"content": "<s>"}})
+    )
     (tmp_path / "tokens" / "notes.txt").write_text("mine")
     given = ("--maxtext_config", step / "maxtext.yml", "--tokenizer", tmp_path / "tokens", "--save_dtype", "float32")
     made = export(items, tmp_path / "out", *given)
-    assert {name: values.shape for name, values in made.items()} == {name: values.shape for name, values in read_tensors(source).items()}
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"_from_model_config": True, "eos_token_id": 2, "bos_token_id": 1}
-    names = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "maxtext.yml", "weightbeam.json"}
+    assert {name: values.shape for name, values in made.items()} == {
+        name: values.shape for name, values in read_tensors(source).items()
+    }
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "_from_model_config": True,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    }
+    names = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+        "maxtext.yml",
+        "weightbeam.json",
+    }
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"model.safetensors"}
     tokens = torch.arange(24).reshape(2, 12) % config["vocab_size"]
     with torch.no_grad():
-        logits = [transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits for folder in (source, tmp_path / "out")]
+        logits = [
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits
+            for folder in (source, tmp_path / "out")
+        ]
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
     (tmp_path / "bad.yml").write_text("decoder_block: chimera\n")
     for wrong, message in (
@@ -205,7 +317,9 @@ def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before any work, with nothing written: no like, another model's like, an output that is there, a place that the source lies in."""
+    """Said before any work, with nothing written: no like, another model's like, an output that is there, a place that
+    the source lies in.
+    """
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     other = save(tmp_path / "other", LLAMA | {"num_hidden_layers": 5}, random_tensors(LLAMA | {"num_hidden_layers": 5}))
     step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
@@ -227,11 +341,24 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
 
 
-def test_stopped_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Units that were done are kept; nothing is there until all is; the same command goes on, and does nothing once it is done."""
+def test_stopped_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Units that were done are kept; nothing is there until all is; the same command goes on, and does nothing once it
+    is done.
+    """
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
-    command = ["export", "--source", step, "--output", tmp_path / "back", "--unit_bytes", "12000", "--direct_num_workers=1"]
+    command = [
+        "export",
+        "--source",
+        step,
+        "--output",
+        tmp_path / "back",
+        "--unit_bytes",
+        "12000",
+        "--direct_num_workers=1",
+    ]
     from weightbeam.formats import release_target
 
     original, done = release_target.write_unit, []
@@ -251,7 +378,11 @@ def test_stopped_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert call(*command, "--resume") == 0
     assert call(*command, "--resume") == 0
     assert "nothing to do" in capsys.readouterr().out
-    compare(read_tensors(tmp_path / "back"), read_tensors(source), json.loads((tmp_path / "back" / "weightbeam.json").read_text())["lossy"])
+    compare(
+        read_tensors(tmp_path / "back"),
+        read_tensors(source),
+        json.loads((tmp_path / "back" / "weightbeam.json").read_text())["lossy"],
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "ckpt", "back"}
 
 
@@ -275,24 +406,49 @@ def test_plans_and_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture
     assert call("plan", "export", step, tmp_path / "out") == 2  # the output counts
     assert "exists" in capsys.readouterr().err
     assert call("plan", "quantize", source, "--json", tmp_path / "q.json", "-q") == 0
-    assert json.loads((tmp_path / "q.json").read_text())["tensors"]["model.layers.0.mlp.up_proj.weight_scale_inv"]["shape"] == [1, 1]
+    assert json.loads((tmp_path / "q.json").read_text())["tensors"]["model.layers.0.mlp.up_proj.weight_scale_inv"][
+        "shape"
+    ] == [1, 1]
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("name", ["export", "quantize", "merge", "reshard"])
-def test_the_last_line_of_a_dry_run_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_the_last_line_of_a_dry_run_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     """From another folder, with relative paths and a blank in them: every option that was given is there."""
     tensors = random_tensors(LLAMA)
     source = save(tmp_path / "a b" / "hf", LLAMA, tensors)
-    tree = ocp.PyTreeCheckpointer().restore(convert(source, tmp_path / "ours", "--maxtext_model", "llama2-7b") / "items")
+    tree = ocp.PyTreeCheckpointer().restore(
+        convert(source, tmp_path / "ours", "--maxtext_model", "llama2-7b") / "items"
+    )
     ocp.PyTreeCheckpointer().save(tmp_path / "a b" / "stock", tree)
     peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)})
     monkeypatch.chdir(tmp_path)
     options = {
-        "export": ("--like", "a b/hf", "--maxtext_model", "llama2-7b", "--save_dtype", "float16", "--max_shard_size", "20KB"),
+        "export": (
+            "--like",
+            "a b/hf",
+            "--maxtext_model",
+            "llama2-7b",
+            "--save_dtype",
+            "float16",
+            "--max_shard_size",
+            "20KB",
+        ),
         "quantize": ("--like", "a b/hf", "--maxtext_model", "llama2-7b", "--lora", "adapter"),
         "merge": ("--lora", "adapter,0.5"),
-        "reshard": ("--like", "a b/hf", "--scan_layers", "false", "--mesh", "fsdp=2", "--mesh", "fsdp=4", "--direct_num_workers=1"),
+        "reshard": (
+            "--like",
+            "a b/hf",
+            "--scan_layers",
+            "false",
+            "--mesh",
+            "fsdp=2",
+            "--mesh",
+            "fsdp=4",
+            "--direct_num_workers=1",
+        ),
     }[name]
     before = set(tmp_path.iterdir())
     assert call(name, "a b/hf" if name == "merge" else "a b/stock", "out", *options, "--dry_run") == 0
@@ -305,15 +461,26 @@ def test_the_last_line_of_a_dry_run_does_it(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_form_without_tensors_has_its_dtype(tmp_path: Path) -> None:
-    """`config.json` alone says float32, float16 or nothing: the tensors are what the new one says, or it says what they are."""
+    """`config.json` alone says float32, float16 or nothing: the tensors are what the new one says, or it says what they
+    are.
+    """
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA, F32))
-    tree = ocp.PyTreeCheckpointer().restore(convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") / "items")
+    tree = ocp.PyTreeCheckpointer().restore(
+        convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") / "items"
+    )
     ocp.PyTreeCheckpointer().save(tmp_path / "stock", tree)
     for said, wanted in ((None, "bfloat16"), ("float32", "float32")):
         form = tmp_path / f"form-{said}"
         form.mkdir()
-        (form / "config.json").write_text(json.dumps({key: value for key, value in LLAMA.items() if "dtype" not in key} | ({"dtype": said} if said else {})))
-        assert call("export", tmp_path / "stock", tmp_path / f"out-{said}", "--like", form, "--maxtext_model", "llama2-7b") == 0
+        (form / "config.json").write_text(
+            json.dumps(
+                {key: value for key, value in LLAMA.items() if "dtype" not in key} | ({"dtype": said} if said else {})
+            )
+        )
+        assert (
+            call("export", tmp_path / "stock", tmp_path / f"out-{said}", "--like", form, "--maxtext_model", "llama2-7b")
+            == 0
+        )
         assert {values.dtype.name for values in read_tensors(tmp_path / f"out-{said}").values()} == {wanted}
         assert [read_config(tmp_path / f"out-{said}")[key] for key in ("dtype", "torch_dtype")] == [wanted] * 2
 
@@ -321,7 +488,10 @@ def test_a_form_without_tensors_has_its_dtype(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that isn't there, and a release, are called what they are."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
-    for given_, words in ((tmp_path / "none", "none: no such folder"), (source, "but a release; weightbeam convert makes a checkpoint of it")):
+    for given_, words in (
+        (tmp_path / "none", "none: no such folder"),
+        (source, "but a release; weightbeam convert makes a checkpoint of it"),
+    ):
         for command in ("export", "reshard"):
             assert call(command, given_, tmp_path / "out") == 2
             assert words in " ".join(capsys.readouterr().err.split())
@@ -332,10 +502,25 @@ def test_verify_judges_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """Whichever side is named first: rounded as the table and the dtypes say; a changed element is named."""
     config = LLAMA | {"hidden_size": 160}
     source = save(tmp_path / "hf", config, random_tensors(config, F32))
-    step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32", "--vocab_size", "80", "--mesh", "fsdp=2")
+    step = convert(
+        source,
+        tmp_path / "ckpt",
+        "--maxtext_model",
+        "llama2-7b",
+        "--save_dtype",
+        "float32",
+        "--vocab_size",
+        "80",
+        "--mesh",
+        "fsdp=2",
+    )
     assert call(made, step, tmp_path / "out", *(("--save_dtype", "bfloat16") if made == "export" else ())) == 0
     assert call("plan", tmp_path / "out", "--maxtext_model", "llama2-7b") == 0  # its headers, by the same table
-    for arguments in ((tmp_path / "out",), ("--source", step, "--checkpoint", tmp_path / "out"), ("--source", tmp_path / "out", "--checkpoint", step)):
+    for arguments in (
+        (tmp_path / "out",),
+        ("--source", step, "--checkpoint", tmp_path / "out"),
+        ("--source", tmp_path / "out", "--checkpoint", step),
+    ):
         capsys.readouterr()
         assert call("verify", *arguments) == 0
         assert "12 rounded once" in capsys.readouterr().out or made == "quantize"
@@ -351,9 +536,22 @@ def test_verify_judges_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 def test_verify_knows_the_model_of_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command that an export names, word for word: a checkpoint of MaxText's doesn't say how its rotary halves lie, but the export does."""
+    """The command that an export names, word for word: a checkpoint of MaxText's doesn't say how its rotary halves lie,
+    but the export does.
+    """
     like = trained_like(tmp_path / "like", "llama")
-    assert call("export", SHARED / "trained" / "llama-fsdp8", tmp_path / "out", "--like", like, "--maxtext_model", "llama3.1-8b") == 0
+    assert (
+        call(
+            "export",
+            SHARED / "trained" / "llama-fsdp8",
+            tmp_path / "out",
+            "--like",
+            like,
+            "--maxtext_model",
+            "llama3.1-8b",
+        )
+        == 0
+    )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("check it: ")]
     assert call(*shlex.split(line)[3:]) == 0
     assert call("verify", tmp_path / "out") == 0
@@ -400,7 +598,9 @@ def test_onto_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
                 name: (tmp_path / command[0] / name).read_bytes() for name in ("config.json", "model.safetensors")
             }
         assert call("dequantize", fp8, "--output", "hf://org/quantize", "--create_pr") == 0
-        assert [made.title.partition(" of ")[0] for made in server.repositories["org/quantize"].pulls] == ["Dequantisation"]
+        assert [made.title.partition(" of ")[0] for made in server.repositories["org/quantize"].pulls] == [
+            "Dequantisation"
+        ]
         assert list((tmp_path / "cache" / "weightbeam").iterdir()) == []
         monkeypatch.delenv("HF_TOKEN")
         assert call("export", "--source", step, "--output", "hf://org/tuned") == 2

@@ -1,4 +1,6 @@
-"""A release in a bucket: composed of what units wrote, the same bytes as in a folder, published once, resumed wherever it stops."""
+"""A release in a bucket: composed of what units wrote, the same bytes as in a folder, published once, resumed wherever
+it stops.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +57,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def held(gcs: FakeGcs, place: str) -> dict[str, bytes]:
     """All objects of a folder of the bucket and beside it."""
     prefix = place.removeprefix("gs://bucket/").removesuffix("tuned")
-    return {name.removeprefix(prefix): bytes(made.data) for name, made in gcs.objects["bucket"].items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): bytes(made.data)
+        for name, made in gcs.objects["bucket"].items()
+        if name.startswith(prefix)
+    }
 
 
 def check(gcs: FakeGcs, place: str, folder: Path) -> None:
-    """The bucket holds the files of a folder, byte for byte, and nothing else; the records differ in nothing but the digests' parts."""
+    """The bucket holds the files of a folder, byte for byte, and nothing else; the records differ in nothing but the
+    digests' parts.
+    """
     found = held(gcs, place)
     wanted = {f"tuned/{path.name}": path.read_bytes() for path in folder.iterdir()}
     assert found.keys() == wanted.keys()
@@ -67,7 +75,9 @@ def check(gcs: FakeGcs, place: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [1500, release_bucket.PART_BYTES])
-def test_the_same_bytes_as_in_a_folder(gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
+def test_the_same_bytes_as_in_a_folder(
+    gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
     """Of components in three levels, or of one for each unit; nothing stays beside it, and it isn't made twice."""
     monkeypatch.setattr(release_bucket, "PART_BYTES", part)
     if part == 1500:
@@ -87,7 +97,9 @@ def test_replaced(gcs: FakeGcs, place: str, source: Path) -> None:
     assert call("convert", place, place + "-again", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") == 0
 
 
-def test_dequantize_merge_and_quantize_write_there_too(gcs: FakeGcs, place: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dequantize_merge_and_quantize_write_there_too(
+    gcs: FakeGcs, place: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They share the target; what isn't theirs is refused, and a source that lies in it."""
     fp8, *_ = fp8_llama(source / f"fp8-{uuid.uuid4().hex}")
     lora, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)})
@@ -105,8 +117,18 @@ def test_dequantize_merge_and_quantize_write_there_too(gcs: FakeGcs, place: str,
     assert "name a folder in it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stage", ["units", "compose", pytest.param("gather", marks=pytest.mark.slow), pytest.param("record", marks=pytest.mark.slow)])
-def test_stopped_anywhere_and_resumed(gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "units",
+        "compose",
+        pytest.param("gather", marks=pytest.mark.slow),
+        pytest.param("record", marks=pytest.mark.slow),
+    ],
+)
+def test_stopped_anywhere_and_resumed(
+    gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
     """What is done isn't done again; no loader sees a model before all is there."""
     command = ["export", source / "ckpt", place, "--unit_bytes", "12000", "--direct_num_workers=1"]
     where, original = {
@@ -140,7 +162,9 @@ def test_stopped_anywhere_and_resumed(gcs: FakeGcs, place: str, source: Path, mo
 def test_a_component_that_changed_is_noticed(
     gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other bytes of the same length under a component's name: the checksum of what is composed tells, and nothing is published."""
+    """Other bytes of the same length under a component's name: the checksum of what is composed tells, and nothing is
+    published.
+    """
     seal = release_bucket.ReleaseBucket.seal
 
     def damaging(self, files, ledger):

@@ -90,7 +90,9 @@ def test_what_isnt_there_or_isnt_whole(checkpoint: Path, tmp_path: Path, capsys:
     array = "params.params.decoder.decoder_norm.scale"
 
     def chunk(step: Path) -> Path:
-        return next(path for path in sorted((step / "items" / array).rglob("*")) if path.is_file() and path.name != "zarr.json")
+        return next(
+            path for path in sorted((step / "items" / array).rglob("*")) if path.is_file() and path.name != "zarr.json"
+        )
 
     def cut(step: Path) -> None:
         chunk(step).write_bytes(chunk(step).read_bytes()[:5])
@@ -100,7 +102,12 @@ def test_what_isnt_there_or_isnt_whole(checkpoint: Path, tmp_path: Path, capsys:
         file.write_text(file.read_text().replace("decoder", "inner_state"))
 
     for number, (damage, status) in enumerate(
-        ((lambda step: chunk(step).unlink(), 1), (cut, 1), (lambda step: shutil.rmtree(step / "items" / array), 2), (foreign, 2))
+        (
+            (lambda step: chunk(step).unlink(), 1),
+            (cut, 1),
+            (lambda step: shutil.rmtree(step / "items" / array), 2),
+            (foreign, 2),
+        )
     ):
         step = Path(shutil.copytree(checkpoint, tmp_path / str(number) / "0"))
         damage(step)

@@ -1,5 +1,5 @@
-"""Disks that fill up, shards that change or can't be read, workers that die, kills at random moments, zombies: nothing is lost, nothing
-is wrong, and nothing outside the output is touched. `make soak` does more of it.
+"""Disks that fill up, shards that change or can't be read, workers that die, kills at random moments, zombies: nothing
+is lost, nothing is wrong, and nothing outside the output is touched. `make soak` does more of it.
 """
 
 from __future__ import annotations
@@ -59,18 +59,31 @@ def test_kills_at_random_moments(tmp_path: Path, times: int) -> None:
     assert counts["resumed to the end"] == times * len(STAGES)
 
 
-@pytest.mark.parametrize("stages", [["writing rows"], pytest.param(list(EXPORTING), marks=pytest.mark.slow)], ids=["rows", "every stage"])
+@pytest.mark.parametrize(
+    "stages", [["writing rows"], pytest.param(list(EXPORTING), marks=pytest.mark.slow)], ids=["rows", "every stage"]
+)
 def test_exports_killed_and_resumed(tmp_path: Path, stages: list[str]) -> None:
     """`kill -9` in a stage; `--resume` goes on to the end: the bytes of a quiet export, and nothing beside them.
 
-    At every stage: killed once more on the way, from a checkpoint as stock Orbax writes it, in compressed chunks larger than a unit.
+    At every stage: killed once more on the way, from a checkpoint as stock Orbax writes it, in compressed chunks larger
+    than a unit.
     """
     like = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     source = convert(like, tmp_path / "ckpt", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") / "items"
     if len(stages) > 1:
         ocp.PyTreeCheckpointer().save(tmp_path / "stock", ocp.PyTreeCheckpointer().restore(source))
         source = tmp_path / "stock"
-    command = ["export", str(source), "--like", str(like), "--maxtext_model", "llama2-7b", "--unit_bytes", "30000", "--output"]
+    command = [
+        "export",
+        str(source),
+        "--like",
+        str(like),
+        "--maxtext_model",
+        "llama2-7b",
+        "--unit_bytes",
+        "30000",
+        "--output",
+    ]
 
     def job(output: Path, *options: str, **more: Any) -> dict[str, Any]:
         return dict(arguments=[*command, str(output), *options], printed=str(tmp_path / "printed"), **more)
@@ -80,7 +93,9 @@ def test_exports_killed_and_resumed(tmp_path: Path, stages: list[str]) -> None:
     for number, stage in enumerate(stages):
         output = tmp_path / f"out{number}"
         jobs.append(job(output, fault=kill(stage, "SIGKILL", 0, 1 if stage == "making whole" else 2)))
-        jobs += [job(output, "--resume", fault=kill(stage, "SIGKILL", 0, 1))] * (len(stages) > 1) + [job(output, "--resume")]
+        jobs += [job(output, "--resume", fault=kill(stage, "SIGKILL", 0, 1))] * (len(stages) > 1) + [
+            job(output, "--resume")
+        ]
     assert [told["status"] for told in run(jobs)] == ([-9, -9, 0] * len(stages) if len(stages) > 1 else [-9, 0])
     wanted = {path.name: path.read_bytes() for path in (tmp_path / "quiet").iterdir()}
     for number in range(len(stages)):
@@ -95,22 +110,27 @@ def test_every_bundle_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["--resume", pytest.param("--overwrite", marks=pytest.mark.slow)])
 def test_zombies_that_go_on_after_the_commit(source: Path, tmp_path: Path, mode: str) -> None:
-    """In each stage a process falls asleep, its lease grows stale, another one finishes the work; then it wakes. It fails, and of the
-    published checkpoint not a byte or a time changes.
+    """In each stage a process falls asleep, its lease grows stale, another one finishes the work; then it wakes. It
+    fails, and of the published checkpoint not a byte or a time changes.
     """
     jobs, outputs = [], []
     for stage in STAGES:
         outputs.append(tmp_path / stage)
         fault = dict(kind="sleep", stage=stage, call=1 if stage in ("merging", "publishing") else 3)
         zombie = dict(printed=str(tmp_path / f"zombie {len(outputs)}"), watched=str(outputs[-1] / "0"))
-        jobs += [go(source, outputs[-1], mode, fault=fault) | zombie, go(source, outputs[-1], mode, set={"weightbeam.formats.lease.STALE": 0})]
+        jobs += [
+            go(source, outputs[-1], mode, fault=fault) | zombie,
+            go(source, outputs[-1], mode, set={"weightbeam.formats.lease.STALE": 0}),
+        ]
     before = [go(source, output) for output in outputs] if mode == "--overwrite" else []
     told = run([*before, *jobs])[len(before) :]
     first, woken = told[: len(jobs)], told[len(jobs) :]
     assert [row["status"] for row in first] == ["asleep", 0] * len(outputs), first
     assert [row["changed"] for row in woken[::2]] == [[]] * len(outputs)
     assert [row["status"] for row in woken[1::2]] == [1] * len(outputs), woken
-    assert [row["message"] for row in woken[1::2] if "Traceback" in row["message"] or "--resume goes on" in row["message"]] == []
+    assert [
+        row["message"] for row in woken[1::2] if "Traceback" in row["message"] or "--resume goes on" in row["message"]
+    ] == []
     for output in outputs:
         assert_same_bits(restore(output / "0"), reference(LLAMA, random_tensors(LLAMA), BF16))
 
@@ -118,9 +138,13 @@ def test_zombies_that_go_on_after_the_commit(source: Path, tmp_path: Path, mode:
 CHANGES = ["touch", "truncate", "append", "replace", "replace, same size and time", "remove", "pipe"]
 
 
-@pytest.mark.parametrize("changes", [CHANGES[-3:-1], pytest.param(CHANGES, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "changes", [CHANGES[-3:-1], pytest.param(CHANGES, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_shards_that_change_while_they_are_read(tmp_path: Path, changes: list[str]) -> None:
-    """In the middle of the run. It fails and names the file, nothing is published, and to resume is refused: what was done is of another source."""
+    """In the middle of the run. It fails and names the file, nothing is published, and to resume is refused: what was
+    done is of another source.
+    """
     jobs = []
     for change in changes:
         source = save(tmp_path / change / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
@@ -146,12 +170,17 @@ def test_a_read_error(source: Path, tmp_path: Path) -> None:
 
 
 def test_no_more_writes(source: Path, tmp_path: Path) -> None:
-    """From some moment on writes fail, as by a quota. Nothing is published, unless nothing was left to write; `--resume` finishes."""
+    """From some moment on writes fail, as by a quota. Nothing is published, unless nothing was left to write;
+    `--resume` finishes.
+    """
     calls = {"writing": 3, "writing behind": 3, "merging": 1, "publishing": 1}
     jobs = []
     for name, nth in calls.items():
         fault = dict(kind="no more writes", stage=name.partition(" ")[0], call=nth)
-        jobs += [go(source, tmp_path / name, fault=fault, set=OVERLAPPING if "behind" in name else {}), go(source, tmp_path / name, "--resume")]
+        jobs += [
+            go(source, tmp_path / name, fault=fault, set=OVERLAPPING if "behind" in name else {}),
+            go(source, tmp_path / name, "--resume"),
+        ]
     told = dict(zip(calls, zip(*[iter(run(jobs))] * 2, strict=True), strict=True))
     for name in ("writing", "writing behind", "merging"):
         assert_says(told[name][0])
@@ -167,7 +196,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 4 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("only root may mount a disk")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
@@ -179,7 +213,12 @@ def test_a_disk_that_fills_up(source: Path, small_disk: Path) -> None:
     filler = small_disk / "filler"
     for stage, nth in dict(writing=3, merging=1).items():
         output = small_disk / stage
-        failed, refused = run([go(source, output, fault=dict(kind="fill", stage=stage, call=nth, file=str(filler))), go(source, output, "--resume")])
+        failed, refused = run(
+            [
+                go(source, output, fault=dict(kind="fill", stage=stage, call=nth, file=str(filler))),
+                go(source, output, "--resume"),
+            ]
+        )
         assert_failed(failed, output)
         assert refused["status"] in (1, 2)
         assert not is_published(output)

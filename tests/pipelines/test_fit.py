@@ -43,14 +43,20 @@ def test_another_model_differs_field_by_field(qwen: Path, capsys: pytest.Capture
     assert call("fit", qwen, "--maxtext_model", "qwen3-4b") == 1
     said = capsys.readouterr().out
     assert all(key in said for key in differences)
-    assert f"{len(differences)} differences from qwen3-4b; MaxText must be told: model_name=qwen3-8b" in said.splitlines()[-1]
+    assert (
+        f"{len(differences)} differences from qwen3-4b; MaxText must be told: model_name=qwen3-8b"
+        in said.splitlines()[-1]
+    )
 
 
 def test_a_file_of_ones_own(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What convert writes fits; a wrong constant in it is named with what it does."""
-    assert call("plan", qwen, "--maxtext_config", tmp_path / "mine.yml") == 2  # the tensors are missing, and the file is written all the same
+    # the tensors are missing, and the file is written all the same
+    assert call("plan", qwen, "--maxtext_config", tmp_path / "mine.yml") == 2
     assert call("fit", qwen, "--maxtext_model", tmp_path / "mine.yml") == 0
-    (tmp_path / "mine.yml").write_text((tmp_path / "mine.yml").read_text().replace("rope_max_timescale: 1000000", "rope_max_timescale: 10000"))
+    (tmp_path / "mine.yml").write_text(
+        (tmp_path / "mine.yml").read_text().replace("rope_max_timescale: 1000000", "rope_max_timescale: 10000")
+    )
     capsys.readouterr()
     assert call("fit", qwen, "--maxtext_model", tmp_path / "mine.yml") == 1
     said = capsys.readouterr().out
@@ -60,9 +66,17 @@ def test_a_file_of_ones_own(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("against", "words"),
-    [("qwen3-9b", "qwen3-9b"), ("none.yml", "No such file"), ("text.yml", "should hold keys and values"), ("odd.yml", "no YAML"), ("other.yml", "hasn't got")],
+    [
+        ("qwen3-9b", "qwen3-9b"),
+        ("none.yml", "No such file"),
+        ("text.yml", "should hold keys and values"),
+        ("odd.yml", "no YAML"),
+        ("other.yml", "hasn't got"),
+    ],
 )
-def test_what_fit_refuses(qwen: Path, tmp_path: Path, against: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fit_refuses(
+    qwen: Path, tmp_path: Path, against: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In words, with exit status 2."""
     (tmp_path / "text.yml").write_text("a text")
     (tmp_path / "odd.yml").write_text("{")
@@ -91,13 +105,25 @@ def test_the_configuration_on_standard_output(llama: Path, tmp_path: Path, capsy
     assert (made["base_emb_dim"], made["scan_layers"], made.model) == (LLAMA["hidden_size"], True, "llama2-7b")
 
 
-def test_the_last_line_of_convert_is_the_configuration_s(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_of_convert_is_the_configuration_s(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also where MaxText has no model of these sizes, and with what isn't in config.json."""
-    made = wb.convert(str(llama), str(tmp_path / "out"), maxtext_model="llama2-7b", scan_layers=False, vocab_size=100, use_ocdbt=False, progress=False)
+    made = wb.convert(
+        str(llama),
+        str(tmp_path / "out"),
+        maxtext_model="llama2-7b",
+        scan_layers=False,
+        vocab_size=100,
+        use_ocdbt=False,
+        progress=False,
+    )
     flags = made.maxtext
     assert list(flags)[:3] == ["load_parameters_path", "scan_layers", "model_name"]
     assert flags["load_parameters_path"] == str(tmp_path / "out" / "0" / "items")
-    told = dict(scan_layers="false", model_name="llama2-7b", override_model_config="true", vocab_size="100", base_mlp_dim="48")
+    told = dict(
+        scan_layers="false", model_name="llama2-7b", override_model_config="true", vocab_size="100", base_mlp_dim="48"
+    )
     assert {key: flags[key] for key in told} == told
     assert flags["checkpoint_storage_use_ocdbt"] == "false"
     assert set(made.conversion.plan.maxtext.overrides()) <= set(flags)

@@ -1,4 +1,6 @@
-"""`weightbeam watch --run` beside a run that stock Orbax writes: each committed step once, whole, with the bits of an export of a quiet copy."""
+"""`weightbeam watch --run` beside a run that stock Orbax writes: each committed step once, whole, with the bits of an
+export of a quiet copy.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,20 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.server import Fault
-from support import BF16, F32, LLAMA, assert_same_bits, call, convert, flatten, peft_adapter, random_tensors, read_file, read_tensors, save
+from support import (
+    BF16,
+    F32,
+    LLAMA,
+    assert_same_bits,
+    call,
+    convert,
+    flatten,
+    peft_adapter,
+    random_tensors,
+    read_file,
+    read_tensors,
+    save,
+)
 from trained import SHARED
 
 import weightbeam as wb
@@ -48,14 +63,18 @@ WHOLE = ["discovered", "planned", "converting", "verified", "published"]
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A release, and the state with which a run of it begins: the weights, and something of an optimizer."""
     folder = tmp_path_factory.mktemp("model")
-    like = save(folder / "like", LLAMA | dict(architectures=["LlamaForCausalLM"], dtype="float32"), random_tensors(LLAMA, F32))
+    like = save(
+        folder / "like", LLAMA | dict(architectures=["LlamaForCausalLM"], dtype="float32"), random_tensors(LLAMA, F32)
+    )
     step = convert(like, folder / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
     state = training_run.load_state(step)
     state["opt_state"] = [{"count": np.int32(0), "mu": state["params"]}, None]
     return like, state
 
 
-def write(root: Path, *steps: int, model: tuple[Path, dict[str, Any]], seed: int = 0, keep: int | None = None, **changed: Any) -> None:
+def write(
+    root: Path, *steps: int, model: tuple[Path, dict[str, Any]], seed: int = 0, keep: int | None = None, **changed: Any
+) -> None:
     """Steps of a run, committed; `changed` are weights of the last one."""
     checkpoints = training_run.manager(str(root), keep)
     for step in steps:
@@ -99,7 +118,10 @@ def states(output: str | Path, name: str = "run") -> dict[str, list[str]]:
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Everything in a folder, with what any touch would change."""
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_ctime_ns, path.stat().st_nlink) for path in sorted(folder.rglob("*"))}
+    return {
+        str(path): (path.stat().st_mtime_ns, path.stat().st_ctime_ns, path.stat().st_nlink)
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 @pytest.fixture
@@ -107,7 +129,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     with FakeHub() as server:
         server.allow(TOKEN)
         server.writers.add(TOKEN)
-        for name, value in (server.env(TOKEN) | {"HF_HUB_DISABLE_XET": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+        for name, value in (
+            server.env(TOKEN) | {"HF_HUB_DISABLE_XET": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        ).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(storage, "_locations", storage._Locations())  # another hub, with the same commits
         monkeypatch.setattr(storage, "_INFO", {})
@@ -124,11 +148,15 @@ def tensors_on(hub: FakeHub, branch: str, folder: Path) -> dict[str, np.ndarray]
     return read_tensors(folder)
 
 
-# --- one look -------------------------------------------------------------------------------------------------------------------
+# --- one look ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_step_is_published_with_what_changed(model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest first; exact bits; a report, a card, JSON and a picture beside them; transformers loads it; the run isn't touched; once."""
+def test_each_step_is_published_with_what_changed(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest first; exact bits; a report, a card, JSON and a picture beside them; transformers loads it; the run
+    isn't touched; once.
+    """
     like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
     write(run, 10, 20, model=model)
     before = snapshot(run)
@@ -139,24 +167,38 @@ def test_each_step_is_published_with_what_changed(model: tuple[Path, dict[str, A
     assert states(output) == {"step-20": WHOLE, "step-10": WHOLE}
     assert snapshot(run) == before
     for step in (10, 20):
-        assert_same_bits(read_tensors(output / f"step-{step}"), exported(run / str(step), like, tmp_path / f"quiet-{step}"))
+        assert_same_bits(
+            read_tensors(output / f"step-{step}"), exported(run / str(step), like, tmp_path / f"quiet-{step}")
+        )
     assert json.loads((output / "hf.json").read_text())["checkpoint"] == str(output / "step-20")
     write(run, 30, model=model)
     assert watch(run, like, output) == 0
     report = json.loads((output / "step-30" / "run.json").read_text())
-    assert (report["run"], report["step"], report["before"]) == (str(run), 30, {"step": 20, "url": str(output / "step-20")})
+    assert (report["run"], report["step"], report["before"]) == (
+        str(run),
+        30,
+        {"step": 20, "url": str(output / "step-20")},
+    )
     assert report["compared"] == "100% of the elements"
     found = json.loads((output / "step-30" / "changes.json").read_text())
     now, then = read_tensors(output / "step-30"), read_tensors(output / "step-20")
     assert found["before"]["tensors"].keys() == now.keys()
     for name, said in found["before"]["tensors"].items():
-        wanted = np.linalg.norm((now[name].astype(np.float64) - then[name]).ravel()) / np.linalg.norm(then[name].astype(np.float64).ravel())
+        wanted = np.linalg.norm((now[name].astype(np.float64) - then[name]).ravel()) / np.linalg.norm(
+            then[name].astype(np.float64).ravel()
+        )
         assert said["relative"] == pytest.approx(wanted, rel=1e-6, abs=1e-12), name
         assert said["largest"] == pytest.approx(float(np.abs(now[name].astype(np.float64) - then[name]).max()))
     assert found["unchanged"] == ["model.norm.weight"]
     assert found["like"]["than"] == str(like)
     card = (output / "step-30" / "README.md").read_text()
-    facts = [f"run | {run}", "step | 30", f"commit | {report['weights']}", "rounded | 2 tensors: divided", "what changed | unchanged since step 20"]
+    facts = [
+        f"run | {run}",
+        "step | 30",
+        f"commit | {report['weights']}",
+        "rounded | 2 tensors: divided",
+        "what changed | unchanged since step 20",
+    ]
     assert [said for said in facts if f"| {said}" not in card] == []
     assert (output / "step-30" / "changes.png").read_bytes().startswith(b"\x89PNG")
     assert "unchanged since step 20: model.norm.weight" in records(output)[-1][-1]["reason"]
@@ -164,7 +206,11 @@ def test_each_step_is_published_with_what_changed(model: tuple[Path, dict[str, A
         transformers.LlamaForCausalLM.from_pretrained(output / "step-30")(torch.arange(8)[None])
     listed = sorted(path.name for path in output.iterdir())
     assert watch(run, like, output) == 0
-    assert sorted(path.name for path in output.iterdir()) == listed == [".weightbeam", "hf.json", "step-10", "step-20", "step-30"]
+    assert (
+        sorted(path.name for path in output.iterdir())
+        == listed
+        == [".weightbeam", "hf.json", "step-10", "step-20", "step-30"]
+    )
     assert not list((output / ".weightbeam" / "work").iterdir())
     assert states(output) == {"step-20": WHOLE, "step-10": WHOLE, "step-30": WHOLE}
 
@@ -208,18 +254,34 @@ def test_nan_is_in_the_notice(model: tuple[Path, dict[str, Any]], tmp_path: Path
 def test_what_is_kept(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """The last two and every third, of what was published; nothing of it comes back, and the run keeps its own."""
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
-    about = dict(checkpoints=str(run), like=str(like), keep=dict(last=2, every=3), steps=dict(every=1), targets=[dict(name="f32")])
+    about = dict(
+        checkpoints=str(run),
+        like=str(like),
+        keep=dict(last=2, every=3),
+        steps=dict(every=1),
+        targets=[dict(name="f32")],
+    )
     file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about], verify=0)))
     for step in (3, 4, 5, 6, 7):
         write(run, step, model=model)
         assert call("watch", "--config", file, "--once") == 0
     assert call("watch", "--config", file, "--once") == 0
-    assert sorted(path.name for path in (tmp_path / "out" / "run" / "f32").iterdir()) == [".weightbeam", "step-3", "step-6", "step-7"]
+    assert sorted(path.name for path in (tmp_path / "out" / "run" / "f32").iterdir()) == [
+        ".weightbeam",
+        "step-3",
+        "step-6",
+        "step-7",
+    ]
     assert {step: found[-1] for step, found in states(tmp_path / "out").items()} == {
         "step-3": "published", "step-4": "removed", "step-5": "removed", "step-6": "published", "step-7": "published",
     }  # fmt: skip
     assert len(list(run.iterdir())) == 5
-    assert all(record["reason"].startswith("not compared") for history in records(tmp_path / "out") for record in history if record["state"] == "verified")
+    assert all(
+        record["reason"].startswith("not compared")
+        for history in records(tmp_path / "out")
+        for record in history
+        if record["state"] == "verified"
+    )
 
 
 def test_steps_that_are_asked_for(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -240,23 +302,44 @@ def test_steps_that_are_asked_for(model: tuple[Path, dict[str, Any]], tmp_path: 
 
 
 @pytest.fixture(scope="session")
-def lora_run(model: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+def lora_run(
+    model: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, np.ndarray]]:
     """A run whose step 5 holds an adapter of the release only, and the factors as PEFT has them."""
     like, folder = model[0], tmp_path_factory.mktemp("lora")
     modules = {f"model.layers.{layer}.self_attn.v_proj": (16, 32) for layer in range(2)}
     adapter, factors = peft_adapter(folder / "adapter", modules, base_model_name_or_path=str(like))
-    step = convert(like, folder / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b", "--lora", str(adapter), "--adapter_only", "true")
+    step = convert(
+        like,
+        folder / "ours",
+        "--save_dtype",
+        "float32",
+        "--maxtext_model",
+        "llama2-7b",
+        "--lora",
+        str(adapter),
+        "--adapter_only",
+        "true",
+    )
     checkpoints = training_run.manager(str(folder / "run" / "checkpoints"), None)
     training_run.save(checkpoints, 5, training_run.load_state(step), {"lora_rank": 4, "lora_alpha": 8})
     checkpoints.close()
     return folder / "run" / "checkpoints", factors
 
 
-def test_a_lora_run(model: tuple[Path, dict[str, Any]], lora_run: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+def test_a_lora_run(
+    model: tuple[Path, dict[str, Any]], lora_run: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
     """Its steps hold the factors only: each becomes PEFT's adapter, or the release with it merged in, or that in FP8."""
     like, file, (run, factors) = model[0], tmp_path / "watch.yaml", lora_run
-    targets = [dict(name="adapter"), dict(name="merged", lora="merged", max_shard_size="30KB"), dict(name="fp8", kind="quantize")]
-    about = dict(checkpoints=str(run), like=str(like), targets=[target | dict(maxtext_model="llama2-7b") for target in targets])
+    targets = [
+        dict(name="adapter"),
+        dict(name="merged", lora="merged", max_shard_size="30KB"),
+        dict(name="fp8", kind="quantize"),
+    ]
+    about = dict(
+        checkpoints=str(run), like=str(like), targets=[target | dict(maxtext_model="llama2-7b") for target in targets]
+    )
     file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about])))
     assert call("watch", "--config", file, "--once") == 0
     out = tmp_path / "out" / "run"
@@ -265,7 +348,9 @@ def test_a_lora_run(model: tuple[Path, dict[str, Any]], lora_run: tuple[Path, di
     assert_same_bits(read_tensors(out / "merged" / "step-5"), read_tensors(tmp_path / "merged"))
     assert len(list((out / "merged" / "step-5").glob("*.safetensors"))) > 1
     wb.quantize(str(tmp_path / "merged"), str(tmp_path / "fp8"), progress=False)
-    assert (out / "fp8" / "step-5" / "model.safetensors").read_bytes() == (tmp_path / "fp8" / "model.safetensors").read_bytes()
+    assert (out / "fp8" / "step-5" / "model.safetensors").read_bytes() == (
+        tmp_path / "fp8" / "model.safetensors"
+    ).read_bytes()
     assert not list(tmp_path.rglob(".weightbeam/work/*"))
     base = transformers.LlamaForCausalLM.from_pretrained(like)
     assert peft.PeftModel.from_pretrained(base, out / "adapter" / "step-5").peft_config["default"].r == 4
@@ -273,18 +358,34 @@ def test_a_lora_run(model: tuple[Path, dict[str, Any]], lora_run: tuple[Path, di
 
 @pytest.mark.parametrize(
     ("place", "lora"),
-    [("bucket", "merged"), ("hub", "adapter"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("bucket", "adapter"), ("hub", "merged")))],
+    [
+        ("bucket", "merged"),
+        ("hub", "adapter"),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("bucket", "adapter"), ("hub", "merged"))),
+    ],
 )
 def test_a_lora_run_elsewhere(
-    place: str, lora: str, model: tuple[Path, dict[str, Any]], lora_run: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, gcs: FakeGcs, hub: FakeHub
+    place: str,
+    lora: str,
+    model: tuple[Path, dict[str, Any]],
+    lora_run: tuple[Path, dict[str, np.ndarray]],
+    tmp_path: Path,
+    gcs: FakeGcs,
+    hub: FakeHub,
 ) -> None:
-    """Into a bucket and onto the hub, by options: the adapter alone, and the release with it merged in; nothing stays behind."""
+    """Into a bucket and onto the hub, by options: the adapter alone, and the release with it merged in; nothing stays
+    behind.
+    """
     like, (run, factors) = model[0], lora_run
     output = {"bucket": "gs://out/tuned", "hub": f"hf://{REPO}"}[place]
     options = ["--once", "--lora", lora, "--maxtext_model", "llama2-7b"]
     assert watch(run, like, output, *options) == 0
     if place == "bucket":
-        held = {name.partition("/step-5/")[2]: bytes(one.data) for name, one in gcs.objects["out"].items() if "/step-5/" in name}
+        held = {
+            name.partition("/step-5/")[2]: bytes(one.data)
+            for name, one in gcs.objects["out"].items()
+            if "/step-5/" in name
+        }
     else:
         repository = hub.repositories[REPO]
         held = {name: bytes(blob.data) for name, blob in repository.branches["step-5"].files.items()}
@@ -300,7 +401,9 @@ def test_a_lora_run_elsewhere(
         transformers.LlamaForCausalLM.from_pretrained(found)
         values = read_tensors(found)["model.layers.1.self_attn.v_proj.weight"]
         a, b = (factors[f"base_model.model.model.layers.1.self_attn.v_proj.lora_{which}.weight"] for which in "AB")
-        np.testing.assert_allclose(values, read_tensors(like)["model.layers.1.self_attn.v_proj.weight"] + 2 * b @ a, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            values, read_tensors(like)["model.layers.1.self_attn.v_proj.weight"] + 2 * b @ a, rtol=1e-5, atol=1e-5
+        )
     assert not [name for name in gcs.objects["out"] if "/work/" in name]
     assert not list((tmp_path / "cache").glob("weightbeam/watch/*/*/adapter*"))
     assert watch(run, like, output, *options) == 0
@@ -312,9 +415,15 @@ def test_in_fp8(model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pyte
     write(run, 3, model=model)
     assert watch(run, like, tmp_path / "out", "--once", "--kind", "quantize", "--maxtext_model", "llama2-7b") == 0
     wb.quantize(str(run / "3"), str(tmp_path / "quiet"), like=str(like), maxtext_model="llama2-7b", progress=False)
-    assert (tmp_path / "out" / "step-3" / "model.safetensors").read_bytes() == (tmp_path / "quiet" / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "step-3" / "model.safetensors").read_bytes() == (
+        tmp_path / "quiet" / "model.safetensors"
+    ).read_bytes()
     assert json.loads((tmp_path / "out" / "step-3" / "run.json").read_text())["compared"] == "100% of the elements"
-    for wrong in (["--kind", "quantize", "--lora", "adapter"], ["--kind", "reshard", "--lora", "merged"], ["--kind", "quantize", "--save_dtype", "float32"]):
+    for wrong in (
+        ["--kind", "quantize", "--lora", "adapter"],
+        ["--kind", "reshard", "--lora", "merged"],
+        ["--kind", "quantize", "--save_dtype", "float32"],
+    ):
         assert watch(run, like, tmp_path / "other", "--once", *wrong) == 2
         assert "--run=" in capsys.readouterr().err
         assert not (tmp_path / "other").exists()
@@ -325,7 +434,14 @@ def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture
     """What MaxText trained from scratch, by its configuration in place of a release; and what needs one says so."""
     run = tmp_path / "run"
     shutil.copytree(SHARED / "trained" / "llama-fsdp8", run)
-    about = dict(model_name="llama3.1-8b", override_model_config=True, base_emb_dim=64, base_num_query_heads=4, base_num_kv_heads=2, head_dim=16)
+    about = dict(
+        model_name="llama3.1-8b",
+        override_model_config=True,
+        base_emb_dim=64,
+        base_num_query_heads=4,
+        base_num_kv_heads=2,
+        head_dim=16,
+    )
     about |= dict(base_mlp_dim=96, vocab_size=256, base_num_decoder_layers=4, weight_dtype="float32")
     (tmp_path / "maxtext.yml").write_text(yaml.safe_dump(about))
     assert watch(run, tmp_path / "maxtext.yml", tmp_path / "out") == 0, capsys.readouterr().err
@@ -336,7 +452,10 @@ def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_what_adapters_have_no_use_for(
-    model: tuple[Path, dict[str, Any]], lora_run: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: tuple[Path, dict[str, Any]],
+    lora_run: tuple[Path, dict[str, np.ndarray]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Is refused by name: by `export`, and at the start of `watch`."""
     for command in (
@@ -353,7 +472,11 @@ def test_a_copy_for_another_mesh(model: tuple[Path, dict[str, Any]], tmp_path: P
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
     write(run, 7, model=model)
     target = dict(name="serve", kind="reshard", save_dtype="bfloat16", mesh="fsdp=2", maxtext_model="llama2-7b")
-    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[dict(checkpoints=str(run), like=str(like), targets=[target])])))
+    file.write_text(
+        yaml.safe_dump(
+            dict(output=str(tmp_path / "out"), runs=[dict(checkpoints=str(run), like=str(like), targets=[target])])
+        )
+    )
     assert call("watch", "--config", file, "--once") == 0
     assert states(tmp_path / "out") == {"step-7": WHOLE}
     found = flatten(training_run.load_state(tmp_path / "out" / "run" / "serve" / "step-7" / "7")["params"])
@@ -361,7 +484,7 @@ def test_a_copy_for_another_mesh(model: tuple[Path, dict[str, Any]], tmp_path: P
     assert_same_bits(found, {key: values.astype(BF16) for key, values in wanted.items()})
 
 
-# --- buckets, and the hub -------------------------------------------------------------------------------------------------------
+# --- buckets, and the hub ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -372,7 +495,10 @@ def gcs() -> Iterator[FakeGcs]:
 
 def upload(gcs: FakeGcs, folder: Path, name: str) -> None:
     """As Orbax leaves a step in a bucket: the marker last."""
-    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name == "commit_success.txt", -len(path.parts)))
+    files = sorted(
+        (path for path in folder.rglob("*") if path.is_file()),
+        key=lambda path: (path.name == "commit_success.txt", -len(path.parts)),
+    )
     for path in files:
         gcs.put("run", f"{name}/{path.relative_to(folder).as_posix()}", path.read_bytes())
 
@@ -386,11 +512,20 @@ def test_a_run_in_a_bucket_into_a_bucket(model: tuple[Path, dict[str, Any]], tmp
     upload(gcs, run / "10000", "tuned/checkpoints/10000")
     held = {name: one.generation for name, one in gcs.objects["run"].items()}
     file = tmp_path / "watch.yaml"
-    about = dict(checkpoints="gs://run/tuned/checkpoints", like=str(like), steps="newest", targets=[dict(name="f32", output="gs://out/tuned")])
+    about = dict(
+        checkpoints="gs://run/tuned/checkpoints",
+        like=str(like),
+        steps="newest",
+        targets=[dict(name="f32", output="gs://out/tuned")],
+    )
     file.write_text(yaml.safe_dump(dict(output="gs://out/records", runs=[about])))
     assert call("watch", "--config", file, "--once") == 0
     assert [name for name, one in gcs.objects["run"].items() if held.pop(name, None) != one.generation] == [*held] == []
-    published = {name.removeprefix("tuned/step-10000/"): one for name, one in gcs.objects["out"].items() if name.startswith("tuned/step-10000/")}
+    published = {
+        name.removeprefix("tuned/step-10000/"): one
+        for name, one in gcs.objects["out"].items()
+        if name.startswith("tuned/step-10000/")
+    }
     assert max(published, key=lambda name: published[name].generation) == "run.json"
     assert not [name for name in gcs.objects["out"] if "/work/" in name]
     (tmp_path / "down").mkdir()
@@ -405,7 +540,9 @@ def test_a_run_in_a_bucket_into_a_bucket(model: tuple[Path, dict[str, Any]], tmp
     assert states("gs://out/records", "tuned") == {"step-10000": WHOLE}
 
 
-def test_a_step_that_is_deleted_while_it_is_read(model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs) -> None:
+def test_a_step_that_is_deleted_while_it_is_read(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs
+) -> None:
     """It is gone: nothing of it is published, nothing staged is left, and the newest step is taken."""
     like, run, output = model[0], tmp_path / "run", tmp_path / "out"
     write(run, 1, 2, model=model)
@@ -439,10 +576,16 @@ def test_a_step_on_the_hub_is_a_branch(model: tuple[Path, dict[str, Any]], tmp_p
     assert watch(run, like, f"hf://{REPO}") == 0
     repository = hub.repositories[REPO]
     assert set(repository.branches) == {"main", "step-1", "step-2"}
-    assert [commit.title.partition(" (")[0] for commit in repository.head.history()] == ["Step 2 of run", "initial commit"]
+    assert [commit.title.partition(" (")[0] for commit in repository.head.history()] == [
+        "Step 2 of run",
+        "initial commit",
+    ]
     for step in (1, 2):
         assert repository.branches[f"step-{step}"].title.startswith(f"Step {step} of run (")
-        assert_same_bits(tensors_on(hub, f"step-{step}", tmp_path / f"hub-{step}"), exported(run / str(step), like, tmp_path / f"quiet-{step}"))
+        assert_same_bits(
+            tensors_on(hub, f"step-{step}", tmp_path / f"hub-{step}"),
+            exported(run / str(step), like, tmp_path / f"quiet-{step}"),
+        )
     assert f"| run | {run} |" in bytes(repository.head.files["README.md"].data).decode()
     assert watch(run, like, f"hf://{REPO}") == 0
     assert len(repository.head.history()) == 2
@@ -460,7 +603,9 @@ def test_a_step_on_the_hub_is_a_branch(model: tuple[Path, dict[str, Any]], tmp_p
 def test_a_pull_request(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub) -> None:
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
     write(run, 1, model=model)
-    about = dict(checkpoints=str(run), like=str(like), targets=[dict(name="f32", output=f"hf://{REPO}", create_pr=True)])
+    about = dict(
+        checkpoints=str(run), like=str(like), targets=[dict(name="f32", output=f"hf://{REPO}", create_pr=True)]
+    )
     file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=[about])))
     assert call("watch", "--config", file, "--once") == 0
     assert call("watch", "--config", file, "--once") == 0
@@ -469,22 +614,39 @@ def test_a_pull_request(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub:
     assert records(tmp_path / "out")[0][-1]["pages"] == [f"{hub.url}/{REPO}/discussions/1"]
 
 
-# --- beside a run ---------------------------------------------------------------------------------------------------------------
+# --- beside a run -----------------------------------------------------------------------------------------------------
 
 
 def start(command: list[str], printed: Path) -> subprocess.Popen[bytes]:
     out = printed.open("ab")
-    return subprocess.Popen([sys.executable, *command], stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    return subprocess.Popen(
+        [sys.executable, *command], stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
 
 
-def follow_a_run(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs, kills: int, seed: int) -> None:
-    """A run of asynchronous saves with `max_to_keep=2`, and a watcher, both killed again and again; then the invariants."""
+def follow_a_run(
+    place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs, kills: int, seed: int
+) -> None:
+    """A run of asynchronous saves with `max_to_keep=2`, and a watcher, both killed again and again; then the
+    invariants.
+    """
     rng, like, run = random.Random(seed), model[0], tmp_path / "run" / "checkpoints"
     state = tmp_path / "state"
     write(state, 0, model=model)
     output = {"folder": str(tmp_path / "out"), "bucket": "gs://out/tuned", "hub": f"hf://{REPO}"}[place]
     write(run, 0, model=model)
-    follow = ["-m", "weightbeam.pipelines.watch", "--run", str(run), "--like", str(like), "--output", output, "--interval", "1s"]
+    follow = [
+        "-m",
+        "weightbeam.pipelines.watch",
+        "--run",
+        str(run),
+        "--like",
+        str(like),
+        "--output",
+        output,
+        "--interval",
+        "1s",
+    ]
     root = output
 
     def told_so_far() -> int:
@@ -494,9 +656,22 @@ def follow_a_run(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]],
 
     first = 1
     for _ in range(kills):
-        train = [training_run.__file__, "--state", str(state / "0"), "--root", str(run), "--steps", f"{first}:1000", "--seconds", "0.7"]
+        train = [
+            training_run.__file__,
+            "--state",
+            str(state / "0"),
+            "--root",
+            str(run),
+            "--steps",
+            f"{first}:1000",
+            "--seconds",
+            "0.7",
+        ]
         with contextlib.ExitStack() as stack:
-            both = [stack.enter_context(start(command, tmp_path / f"printed-{name}")) for name, command in (("run", train), ("watch", follow))]
+            both = [
+                stack.enter_context(start(command, tmp_path / f"printed-{name}"))
+                for name, command in (("run", train), ("watch", follow))
+            ]
             try:
                 before, deadline = told_so_far(), time.monotonic() + PATIENCE
                 while told_so_far() < before + 4:
@@ -527,7 +702,11 @@ def follow_a_run(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]],
         titles = [commit.title for commit in repository.head.history()[:-1]]
         assert len(titles) == len(set(titles))
     else:
-        whole = {name.split("/")[1] for name in gcs.objects["out"] if name.startswith("tuned/step-") and name.endswith("/run.json")}
+        whole = {
+            name.split("/")[1]
+            for name in gcs.objects["out"]
+            if name.startswith("tuned/step-") and name.endswith("/run.json")
+        }
         assert whole == {f"step-{step}" for step in published}
     for step in sorted(published):
         quiet = tmp_path / f"quiet-{step}"
@@ -539,7 +718,11 @@ def follow_a_run(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]],
             found = tensors_on(hub, f"step-{step}", folder)
         else:
             folder.mkdir()
-            for name in [name for name in gcs.objects["out"] if name.startswith(f"tuned/step-{step}/") and name.endswith(".safetensors")]:
+            for name in [
+                name
+                for name in gcs.objects["out"]
+                if name.startswith(f"tuned/step-{step}/") and name.endswith(".safetensors")
+            ]:
                 (folder / name.rpartition("/")[2]).write_bytes(bytes(gcs.objects["out"][name].data))
             found = read_tensors(folder)
         assert_same_bits(found, exported(quiet / str(step), like, tmp_path / f"quiet-export-{step}"))
@@ -548,16 +731,24 @@ def follow_a_run(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]],
     assert_same_bits(restored, flatten(training_run.weights_of(training_run.load_state(state / "0"), last)["params"]))
 
 
-@pytest.mark.parametrize("place", ["folder", pytest.param("bucket", marks=pytest.mark.slow), pytest.param("hub", marks=pytest.mark.slow)])
-def test_beside_a_run_that_goes_on(place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs) -> None:
+@pytest.mark.parametrize(
+    "place", ["folder", pytest.param("bucket", marks=pytest.mark.slow), pytest.param("hub", marks=pytest.mark.slow)]
+)
+def test_beside_a_run_that_goes_on(
+    place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs
+) -> None:
     follow_a_run(place, tmp_path, model, hub, gcs, kills=int(os.environ.get("FOLLOW_KILLS", "1")), seed=0)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_everything_wrong_is_said_at_the_start(model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str], gcs: FakeGcs) -> None:
-    """Nothing is written, and no run is begun: no steps, no folder, another model's release, two runs into one place, a bucket that can't be written."""
+def test_everything_wrong_is_said_at_the_start(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str], gcs: FakeGcs
+) -> None:
+    """Nothing is written, and no run is begun: no steps, no folder, another model's release, two runs into one place, a
+    bucket that can't be written.
+    """
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
     write(run, 1, model=model)
     (tmp_path / "empty").mkdir()
@@ -568,11 +759,18 @@ def test_everything_wrong_is_said_at_the_start(model: tuple[Path, dict[str, Any]
     gcs.read_only = ["out/"]
     runs = [
         dict(checkpoints=str(run), name="a", like=str(like), targets=[dict(name="one", output=str(tmp_path / "same"))]),
-        dict(checkpoints=str(run), name="b", like=str(other), targets=[dict(name="one", output=str(tmp_path / "same"))]),
+        dict(
+            checkpoints=str(run), name="b", like=str(other), targets=[dict(name="one", output=str(tmp_path / "same"))]
+        ),
         dict(checkpoints=str(tmp_path / "empty"), name="c", like=str(like)),
         dict(checkpoints=str(tmp_path / "none"), name="d", like=str(like)),
         dict(checkpoints=str(tmp_path / "diloco"), name="e", like=str(like)),
-        dict(checkpoints=str(run), name="f", like=str(like), targets=[dict(name="one", output="gs://out/x"), dict(name="two", output=str(run / "in"))]),
+        dict(
+            checkpoints=str(run),
+            name="f",
+            like=str(like),
+            targets=[dict(name="one", output="gs://out/x"), dict(name="two", output=str(run / "in"))],
+        ),
     ]
     file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=runs)))
     assert call("watch", "--config", file, "--once") == 2
@@ -596,9 +794,23 @@ def test_everything_wrong_with_a_run_in_the_file(tmp_path: Path, capsys: pytest.
     file.write_text(yaml.safe_dump(dict(output="/x", runs=[run])))
     assert call("watch", "--config", file, "--once") == 2
     said = capsys.readouterr().err
-    places = ["runs.0.checkpoints:", "runs.0.steps:", "keep.last", "name: should be", "save_dtype:", "wheels: no such option", "create_pr:", "runs.0.colour"]
+    places = [
+        "runs.0.checkpoints:",
+        "runs.0.steps:",
+        "keep.last",
+        "name: should be",
+        "save_dtype:",
+        "wheels: no such option",
+        "create_pr:",
+        "runs.0.colour",
+    ]
     assert [place for place in places if place not in said] == []
-    for options in (["--run", "/r"], ["--every", "3"], ["--config", file, "--run", "/r"], ["--run", "/r", "--output", "hf://nobody"]):
+    for options in (
+        ["--run", "/r"],
+        ["--every", "3"],
+        ["--config", file, "--run", "/r"],
+        ["--run", "/r", "--output", "hf://nobody"],
+    ):
         assert call("watch", *options, "--once") == 2
     assert "Traceback" not in capsys.readouterr().err
 

@@ -1,4 +1,6 @@
-"""gpt-oss in MXFP4, DeepSeek-V4 in FP4 and FP8, DeepSeek-V3 in NVFP4: the conversion equals that of a twin whose weights were dequantised to float32 before."""
+"""gpt-oss in MXFP4, DeepSeek-V4 in FP4 and FP8, DeepSeek-V3 in NVFP4: the conversion equals that of a twin whose
+weights were dequantised to float32 before.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support import BF16, DEEPSEEK, F32, FP8, assert_same_bits, call, converted, random_tensors, read_config, read_tensors, save, split
+from support import (
+    BF16,
+    DEEPSEEK,
+    F32,
+    FP8,
+    assert_same_bits,
+    call,
+    converted,
+    random_tensors,
+    read_config,
+    read_tensors,
+    save,
+    split,
+)
 
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor
 from weightbeam.transforms.options import Options
@@ -32,15 +47,31 @@ EXPERTS = ("gate_up_proj", "down_proj")
 
 def shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """A gpt-oss as it is released: plain tensors in bfloat16, experts as blocks and scales (openai/gpt-oss-20b)."""
-    embed, heads, kv, experts, mlp = (c[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_local_experts", "intermediate_size"))
+    embed, heads, kv, experts, mlp = (
+        c[key]
+        for key in (
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "num_local_experts",
+            "intermediate_size",
+        )
+    )
     dim = c["head_dim"]
     made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], embed)}
     for layer in range(c["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         made |= {f"{prefix}{name}_layernorm.weight": (embed,) for name in ("input", "post_attention")}
         for name, width in dict(q=heads, k=kv, v=kv).items():
-            made |= {f"{prefix}self_attn.{name}_proj.weight": (width * dim, embed), f"{prefix}self_attn.{name}_proj.bias": (width * dim,)}
-        made |= {f"{prefix}self_attn.o_proj.weight": (embed, heads * dim), f"{prefix}self_attn.o_proj.bias": (embed,), f"{prefix}self_attn.sinks": (heads,)}
+            made |= {
+                f"{prefix}self_attn.{name}_proj.weight": (width * dim, embed),
+                f"{prefix}self_attn.{name}_proj.bias": (width * dim,),
+            }
+        made |= {
+            f"{prefix}self_attn.o_proj.weight": (embed, heads * dim),
+            f"{prefix}self_attn.o_proj.bias": (embed,),
+            f"{prefix}self_attn.sinks": (heads,),
+        }
         made |= {f"{prefix}mlp.router.weight": (experts, embed), f"{prefix}mlp.router.bias": (experts,)}
         for name, rows, columns in zip(EXPERTS, (2 * mlp, embed), (embed, mlp), strict=True):
             made |= {
@@ -57,7 +88,11 @@ def gpt_oss() -> dict[str, np.ndarray]:
     def make(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name.endswith("_blocks"):
             return rng.integers(0, 256, shape, np.uint8)
-        return rng.integers(110, 130, shape, np.uint8) if name.endswith("_scales") else rng.standard_normal(shape, F32).astype(BF16)
+        return (
+            rng.integers(110, 130, shape, np.uint8)
+            if name.endswith("_scales")
+            else rng.standard_normal(shape, F32).astype(BF16)
+        )
 
     return {name: make(name, shape) for name, shape in shapes(GPT_OSS).items()}
 
@@ -69,13 +104,17 @@ def dequantised(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         if name.endswith("_blocks"):
             wide = np.stack([E2M1[values & 15], E2M1[values >> 4]], -1).reshape(*values.shape[:3], 32)
             scale = np.ldexp(np.float32(1), tensors[name.replace("_blocks", "_scales")].astype(np.int32) - 127)
-            made[name.removesuffix("_blocks")] = (wide * scale[..., None]).reshape(*values.shape[:2], -1).transpose(0, 2, 1).copy()
+            made[name.removesuffix("_blocks")] = (
+                (wide * scale[..., None]).reshape(*values.shape[:2], -1).transpose(0, 2, 1).copy()
+            )
         elif not name.endswith("_scales"):
             made[name] = values
     return made
 
 
-@pytest.mark.parametrize("options", ["", "--scan_layers false", "--mesh fsdp=4,expert=2", "--unit_bytes 100000", "--save_dtype float32"])
+@pytest.mark.parametrize(
+    "options", ["", "--scan_layers false", "--mesh fsdp=4,expert=2", "--unit_bytes 100000", "--save_dtype float32"]
+)
 def test_gpt_oss_in_mxfp4(tmp_path: Path, options: str) -> None:
     """Every bit, in every layout; blocks and scales lie in different files."""
     tensors = gpt_oss()
@@ -90,9 +129,13 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path, options: str) -> None:
         np.testing.assert_array_equal(gate, wanted.astype(gate.dtype))
 
 
-@pytest.mark.parametrize("options", ["", "--unit_bytes 150000 --mesh fsdp=4,expert=2", "--save_dtype float32 --scan_layers false"])
+@pytest.mark.parametrize(
+    "options", ["", "--unit_bytes 150000 --mesh fsdp=4,expert=2", "--save_dtype float32 --scan_layers false"]
+)
 def test_gpt_oss_in_nvfp4(tmp_path: Path, options: str) -> None:
-    """As ModelOpt writes fused experts: (experts, pairs of inputs, outputs), scales along the inputs too, one second scale, one for activations."""
+    """As ModelOpt writes fused experts: (experts, pairs of inputs, outputs), scales along the inputs too, one second
+    scale, one for activations.
+    """
     rng = np.random.default_rng(0)
     twin = dequantised(gpt_oss())
     stored = dict(twin)
@@ -100,11 +143,20 @@ def test_gpt_oss_in_nvfp4(tmp_path: Path, options: str) -> None:
         experts, inputs, outputs = twin[name].shape
         packed, second = rng.integers(0, 256, (experts, inputs // 2, outputs), np.uint8), np.array(0.00037, F32)
         scale = rng.uniform(1, 448, (experts, inputs // 16, outputs)).astype(FP8)
-        stored |= {name: packed, f"{name}_weight_scale": scale, f"{name}_weight_scale_2": second, f"{name}_input_scale": np.ones((), F32)}
+        stored |= {
+            name: packed,
+            f"{name}_weight_scale": scale,
+            f"{name}_weight_scale_2": second,
+            f"{name}_input_scale": np.ones((), F32),
+        }
         codes = np.stack([E2M1[packed & 15], E2M1[packed >> 4]], 2).reshape(experts, inputs, outputs)
         twin[name] = codes * np.repeat(scale.astype(F32) * second, 16, 1)
     plain = {key: value for key, value in GPT_OSS.items() if key != "quantization_config"}
-    source = save(tmp_path / "nvfp4", plain | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, *split(stored, 3))
+    source = save(
+        tmp_path / "nvfp4",
+        plain | {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+        *split(stored, 3),
+    )
     arrays = converted(source, tmp_path / "a", *options.split())
     assert_same_bits(arrays, converted(save(tmp_path / "plain", plain, twin), tmp_path / "b", *options.split()))
 
@@ -116,7 +168,9 @@ def test_a_plan_of_gpt_oss_20b_reads_each_byte_once() -> None:
         dtype = np.dtype(np.uint8) if name.endswith(("_blocks", "_scales")) else BF16
         tensors.append(Tensor(name, dtype, shape, "/nowhere/model.safetensors", offset))
         offset += tensors[-1].nbytes
-    checkpoint = HfCheckpoint("/nowhere", GPT_OSS_20B, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),))
+    checkpoint = HfCheckpoint(
+        "/nowhere", GPT_OSS_20B, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),)
+    )
     conversion = prepare(Options(unit_bytes=128 << 20), checkpoint)
     assert not conversion.plan.problems
     assert conversion.source_bytes == offset
@@ -126,25 +180,50 @@ def test_a_plan_of_gpt_oss_20b_reads_each_byte_once() -> None:
 
 @pytest.mark.parametrize("options", ["", "--save_dtype float32 --mesh fsdp=4", "--unit_bytes 60000"])
 def test_deepseek_v4_in_fp4_and_fp8(generated: Path, tmp_path: Path, options: str) -> None:
-    """As it is released: routed experts in int8 that holds FP4, other linears in FP8, E8M0 scales, integers and float32 beside them."""
-    config, tensors = read_config(generated / "models" / "deepseek_v4"), read_tensors(generated / "models" / "deepseek_v4")
+    """As it is released: routed experts in int8 that holds FP4, other linears in FP8, E8M0 scales, integers and float32
+    beside them.
+    """
+    config, tensors = (
+        read_config(generated / "models" / "deepseek_v4"),
+        read_tensors(generated / "models" / "deepseek_v4"),
+    )
     rng = np.random.default_rng(0)
     config["moe_intermediate_size"] = 64  # so that rows of the second matrix are whole groups of 32
     for name in [name for name in tensors if "experts." in name]:
-        tensors[name] = rng.standard_normal((config["hidden_size"], 64) if ".w2." in name else (64, config["hidden_size"]), F32).astype(BF16)
+        tensors[name] = rng.standard_normal(
+            (config["hidden_size"], 64) if ".w2." in name else (64, config["hidden_size"]), F32
+        ).astype(BF16)
     stored, twin = dict(tensors), dict(tensors)
     for name, values in tensors.items():
         rows, columns = values.shape if values.ndim == 2 else (0, 0)
         scale_name = name.replace(".weight", ".scale")
         if ".ffn.experts." in name and columns % 32 == 0:
-            packed, exponents = rng.integers(0, 256, (rows, columns // 2), np.uint8), rng.integers(115, 125, (rows, columns // 32), np.uint8)
+            packed, exponents = (
+                rng.integers(0, 256, (rows, columns // 2), np.uint8),
+                rng.integers(115, 125, (rows, columns // 32), np.uint8),
+            )
             stored |= {name: packed.view(np.int8), scale_name: exponents.view(E8M0)}
-            twin[name] = np.stack([E2M1[packed & 15], E2M1[packed >> 4]], -1).reshape(values.shape) * np.repeat(exponents.view(E8M0).astype(F32), 32, 1)
-        elif name.endswith((".wq_a.weight", ".wq_b.weight", ".wkv.weight", ".w1.weight", ".w2.weight", ".w3.weight")) and "compressor" not in name:
+            twin[name] = np.stack([E2M1[packed & 15], E2M1[packed >> 4]], -1).reshape(values.shape) * np.repeat(
+                exponents.view(E8M0).astype(F32), 32, 1
+            )
+        elif (
+            name.endswith((".wq_a.weight", ".wq_b.weight", ".wkv.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+            and "compressor" not in name
+        ):
             exponents = rng.integers(115, 125, (-(-rows // 32), -(-columns // 16)), np.uint8)
             stored |= {name: values.astype(FP8), scale_name: exponents.view(E8M0)}
-            twin[name] = values.astype(FP8).astype(F32) * exponents.view(E8M0).astype(F32)[np.arange(rows) // 32][:, np.arange(columns) // 16]
-    assert {values.dtype.name for values in stored.values()} >= {"int8", "float8_e4m3fn", "float8_e8m0fnu", "int64", "float32", "bfloat16"}
+            twin[name] = (
+                values.astype(FP8).astype(F32)
+                * exponents.view(E8M0).astype(F32)[np.arange(rows) // 32][:, np.arange(columns) // 16]
+            )
+    assert {values.dtype.name for values in stored.values()} >= {
+        "int8",
+        "float8_e4m3fn",
+        "float8_e8m0fnu",
+        "int64",
+        "float32",
+        "bfloat16",
+    }
     said = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [32, 16]}
     source = save(tmp_path / "fp4", config | {"quantization_config": said, "expert_dtype": "fp4"}, *split(stored, 2))
     arrays = converted(source, tmp_path / "a", *options.split())
@@ -157,7 +236,9 @@ NVFP4_CONFIG = {"compressed-tensors": {"format": "nvfp4-pack-quantized"}, "model
 @pytest.mark.parametrize("writer", NVFP4_CONFIG)
 @pytest.mark.parametrize("options", ["", "--unit_bytes 30000 --mesh fsdp=2", "--save_dtype float32"])
 def test_deepseek_in_nvfp4(tmp_path: Path, writer: str, options: str) -> None:
-    """As compressed-tensors and as ModelOpt write it, next to FP8 with one scale and plain tensors, with scales for activations."""
+    """As compressed-tensors and as ModelOpt write it, next to FP8 with one scale and plain tensors, with scales for
+    activations.
+    """
     config = DEEPSEEK | dict(moe_intermediate_size=32)
     rng = np.random.default_rng(0)
     stored: dict[str, np.ndarray] = {}
@@ -171,10 +252,20 @@ def test_deepseek_in_nvfp4(tmp_path: Path, writer: str, options: str) -> None:
             wide = np.stack([E2M1[packed & 15], E2M1[packed >> 4]], -1).reshape(values.shape)
             if writer == "modelopt":
                 second = (1 / second).reshape(())
-                stored |= {name: packed, f"{stem}.weight_scale": scale, f"{stem}.weight_scale_2": second, f"{stem}.input_scale": np.ones((), F32)}
+                stored |= {
+                    name: packed,
+                    f"{stem}.weight_scale": scale,
+                    f"{stem}.weight_scale_2": second,
+                    f"{stem}.input_scale": np.ones((), F32),
+                }
                 of_each = scale.astype(F32) * second
             else:
-                stored |= {f"{name}_packed": packed, f"{stem}.weight_scale": scale, f"{stem}.weight_global_scale": second, f"{stem}.input_global_scale": second}
+                stored |= {
+                    f"{name}_packed": packed,
+                    f"{stem}.weight_scale": scale,
+                    f"{stem}.weight_global_scale": second,
+                    f"{stem}.input_global_scale": second,
+                }
                 of_each = scale.astype(F32) / second
             twin[name] = wide * np.repeat(of_each, 16, 1)
         elif name.endswith("o_proj.weight"):

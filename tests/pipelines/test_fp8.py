@@ -43,7 +43,9 @@ def is_linear(name: str) -> bool:
     return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
 
 
-def quantise(tensors: Mapping[str, np.ndarray], block: tuple[int, int], scale_dtype: np.dtype, seed: int = 0) -> dict[str, np.ndarray]:
+def quantise(
+    tensors: Mapping[str, np.ndarray], block: tuple[int, int], scale_dtype: np.dtype, seed: int = 0
+) -> dict[str, np.ndarray]:
     """Codes of every size and a scale for each block; the last block of an axis may be partial."""
     rng = np.random.default_rng(seed)
     made: dict[str, np.ndarray] = {}
@@ -109,7 +111,12 @@ CASES: dict[str, tuple[tuple[int, int], np.dtype, Place, str]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, BF16) for name in CASES), *((name, F32) for name in ("128 x 128, as released", "32 x 48, over a mesh", "1 x 16"))], ids=str
+    ("name", "dtype"),
+    [
+        *((name, BF16) for name in CASES),
+        *((name, F32) for name in ("128 x 128, as released", "32 x 48, over a mesh", "1 x 16")),
+    ],
+    ids=str,
 )
 def test_equals_numpy(generated: Path, tmp_path: Path, name: str, dtype: np.dtype) -> None:
     """Every array of a DeepSeek-V3, whatever the blocks, the scales' dtype and file, and the units."""
@@ -123,8 +130,12 @@ def test_equals_numpy(generated: Path, tmp_path: Path, name: str, dtype: np.dtyp
 
 
 @pytest.mark.parametrize("block", [(128, 128), (32, 16), (24, 40)], ids=str)
-def test_the_block_size_is_found_where_the_config_is_silent(generated: Path, tmp_path: Path, block: tuple[int, int]) -> None:
-    """It is the power of two that all shapes allow: any where a weight is one block, and none is found for 24 × 40, which is refused."""
+def test_the_block_size_is_found_where_the_config_is_silent(
+    generated: Path, tmp_path: Path, block: tuple[int, int]
+) -> None:
+    """It is the power of two that all shapes allow: any where a weight is one block, and none is found for 24 × 40,
+    which is refused.
+    """
     config, tensors = deepseek(generated)
     stored = quantise(tensors, block, F32)
     source = save(tmp_path / "hf", config | quantization(None), stored)
@@ -138,12 +149,16 @@ def test_the_block_size_is_found_where_the_config_is_silent(generated: Path, tmp
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_value_operations_follow_in_float32(tmp_path: Path, dtype: np.dtype, paired: bool) -> None:
-    """Llama in FP8: the query is code · scale · 1/√dim in float32 and cast once. The product isn't rounded to bfloat16 on the way."""
+    """Llama in FP8: the query is code · scale · 1/√dim in float32 and cast once. The product isn't rounded to bfloat16
+    on the way.
+    """
     tensors = random_tensors(LLAMA)
     stored = quantise(tensors, (16, 8), F32)
     model = "llama3.1-8b" if paired else "llama3.3-70b"
     source = save(tmp_path / "hf", LLAMA | quantization((16, 8)), stored)
-    arrays = converted(source, tmp_path / "out", "--save_dtype", dtype.name, "--maxtext_model", model, "--unit_bytes", "20000")
+    arrays = converted(
+        source, tmp_path / "out", "--save_dtype", dtype.name, "--maxtext_model", model, "--unit_bytes", "20000"
+    )
     decoded = dequantise(stored, (16, 8))
     assert_same_bits(arrays, reference(LLAMA, decoded, dtype, paired_rope=paired))
     twice = reference(LLAMA, {name: values.astype(BF16) for name, values in decoded.items()}, dtype, paired_rope=paired)
@@ -152,7 +167,9 @@ def test_value_operations_follow_in_float32(tmp_path: Path, dtype: np.dtype, pai
 
 
 def test_fused_experts_in_fp8(generated: Path, tmp_path: Path) -> None:
-    """transformers v5's fused experts with a block grid for each expert, `…_scale_inv` on one tensor and `…_scales_inv` on the other."""
+    """transformers v5's fused experts with a block grid for each expert, `…_scale_inv` on one tensor and `…_scales_inv`
+    on the other.
+    """
     config, _ = deepseek(generated)
     state = read_file(generated / "models" / "deepseek_v3.state.safetensors")
     rng = np.random.default_rng(1)
@@ -175,20 +192,28 @@ KINDS: dict[str, Callable[[tuple[int, int], np.random.Generator], tuple[str, np.
     "one scale, inv": lambda shape, rng: ("weight_scale_inv", rng.uniform(0.01, 1, ()).astype(BF16)),
     "rows": lambda shape, rng: ("weight_scale", rng.uniform(0.01, 1, (shape[0], 1)).astype(BF16)),
     "rows, one axis": lambda shape, rng: ("weight_scale", rng.uniform(0.01, 1, shape[:1]).astype(np.float32)),
-    "exponents": lambda shape, rng: ("scale", np.exp2(rng.integers(-9, 3, (-(-shape[0] // 16), -(-shape[1] // 8)))).astype(ml_dtypes.float8_e8m0fnu)),
+    "exponents": lambda shape, rng: (
+        "scale",
+        np.exp2(rng.integers(-9, 3, (-(-shape[0] // 16), -(-shape[1] // 8)))).astype(ml_dtypes.float8_e8m0fnu),
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", ["", "--save_dtype float32 --unit_bytes 20000 --mesh fsdp=2"])
 def test_scales_of_every_kind(tmp_path: Path, kind: str, options: str) -> None:
-    """A DeepSeek-V3 converts to what its twin converts to whose weights were dequantised to float32 before; activation scales are left out."""
+    """A DeepSeek-V3 converts to what its twin converts to whose weights were dequantised to float32 before; activation
+    scales are left out.
+    """
     rng = np.random.default_rng(0)
     stored, twin = random_tensors(DEEPSEEK), random_tensors(DEEPSEEK)
     for name in [name for name in stored if is_linear(name)]:
         suffix, scale = KINDS[kind](stored[name].shape, rng)
         stored[name] = stored[name].astype(FP8)
-        stored |= {name.replace("weight", suffix): scale, name.replace("weight", "input_scale"): np.ones((), np.float32)}
+        stored |= {
+            name.replace("weight", suffix): scale,
+            name.replace("weight", "input_scale"): np.ones((), np.float32),
+        }
         wide = scale.astype(np.float32)
         if kind == "exponents":
             wide = np.repeat(np.repeat(wide, 16, 0), 8, 1)[: twin[name].shape[0], : twin[name].shape[1]]
@@ -201,7 +226,9 @@ def test_scales_of_every_kind(tmp_path: Path, kind: str, options: str) -> None:
 
 
 def test_every_code_and_every_nan(tmp_path: Path) -> None:
-    """All 256 codes with scales from subnormal to huge: NaN stays NaN, -0 stays -0, overflow is infinite, as numpy and ml_dtypes have it."""
+    """All 256 codes with scales from subnormal to huge: NaN stays NaN, -0 stays -0, overflow is infinite, as numpy and
+    ml_dtypes have it.
+    """
     codes = np.broadcast_to(CODES, (8, 256)).copy()
     scales = np.array([1, -1, 1e-38, 1e-45, 3e38, 0, 0.1, 2.0**-127], np.float32)[:, None]
     values = decode_whole(tmp_path, codes, np.repeat(scales, 2, 1), (1, 128), np.float32)
@@ -268,9 +295,17 @@ def boxes_of_blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], 
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=boxes_of_blocks(), dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]), scale_dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]))
-def test_a_box_decodes_like_the_slice_of_the_whole(tmp_path_factory: pytest.TempPathFactory, case: Any, dtype: Any, scale_dtype: Any) -> None:
-    """Any box, across blocks or inside one, in two and three dimensions, all codes included; and the whole equals numpy."""
+@given(
+    case=boxes_of_blocks(),
+    dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]),
+    scale_dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]),
+)
+def test_a_box_decodes_like_the_slice_of_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, case: Any, dtype: Any, scale_dtype: Any
+) -> None:
+    """Any box, across blocks or inside one, in two and three dimensions, all codes included; and the whole equals
+    numpy.
+    """
     shape, block, box, seed = case
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256, shape, np.uint8).view(FP8)
@@ -279,7 +314,10 @@ def test_a_box_decodes_like_the_slice_of_the_whole(tmp_path_factory: pytest.Temp
     encoding = scaled_blocks(tensors, block)
     whole = decode(encoding, tuple((0, n) for n in shape), dtype)
     index = np.indices(shape)
-    wanted = codes.astype(np.float32) * scales.astype(np.float32)[tuple(at // size for at, size in zip(index, block, strict=True))]
+    wanted = (
+        codes.astype(np.float32)
+        * scales.astype(np.float32)[tuple(at // size for at, size in zip(index, block, strict=True))]
+    )
     bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
     known = ~np.isnan(wanted)
     np.testing.assert_array_equal(np.isnan(whole.astype(np.float32)), ~known)
@@ -297,7 +335,9 @@ def test_a_box_reads_its_own_codes_and_blocks_alone(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_anyway_needs_no_scale(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A multi-token-prediction layer whose scale is missing doesn't stand against the model without it; with `--mtp` it does."""
+    """A multi-token-prediction layer whose scale is missing doesn't stand against the model without it; with `--mtp` it
+    does.
+    """
     tensors = random_tensors(DEEPSEEK)
     weight = tensors["model.layers.2.self_attn.o_proj.weight"].astype(FP8)
     source = save(tmp_path / "source", DEEPSEEK, tensors | {"model.layers.3.self_attn.o_proj.weight": weight})

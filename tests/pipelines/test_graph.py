@@ -45,7 +45,9 @@ def test_the_stages_are_one_chain(tmp_path: Path) -> None:
 
 
 def test_nothing_is_shuffled_between_read_and_write(tmp_path: Path) -> None:
-    """Two shuffles of the units' numbers: before the stages that hold arrays, and behind them; each of those stages is one plain ParDo."""
+    """Two shuffles of the units' numbers: before the stages that hold arrays, and behind them; each of those stages is
+    one plain ParDo.
+    """
     pipeline = beam.Pipeline(options=PipelineOptions([]))
     build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), staging_at(tmp_path / "out", 0))
     leaves = [t for t in pipeline.to_runner_api().components.transforms.values() if t.spec.urn and not t.subtransforms]
@@ -58,18 +60,22 @@ def test_nothing_is_shuffled_between_read_and_write(tmp_path: Path) -> None:
 
 
 def test_every_stage_did_its_own_work(generated: Path, tmp_path: Path) -> None:
-    """Each counts bytes and milliseconds: what is read is the source, what is written the arrays. That the run passed proves that no
-    `Work` was encoded on the way, since that raises.
+    """Each counts bytes and milliseconds: what is read is the source, what is written the arrays. That the run passed
+    proves that no `Work` was encoded on the way, since that raises.
     """
     conversion = prepare(Options(unit_bytes=100_000), open_hf(generated / "cases" / CASE))
     assert len(conversion.units) > 5
     result = execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))
-    found = {(counter.key.metric.namespace, counter.key.metric.name): counter.result for counter in result.metrics().query()["counters"]}
+    found = {
+        (counter.key.metric.namespace, counter.key.metric.name): counter.result
+        for counter in result.metrics().query()["counters"]
+    }
     for stage in WORKING:
         assert found[stage, "bytes"] > 0
         assert found[stage, "milliseconds"] > 0
     assert conversion.read_bytes == conversion.source_bytes == conversion.target_bytes
-    assert conversion.source_bytes <= found["ReadBoxes", "bytes"] < 1.1 * conversion.source_bytes  # gaps of less than a page are read too
+    # gaps of less than a page are read too
+    assert conversion.source_bytes <= found["ReadBoxes", "bytes"] < 1.1 * conversion.source_bytes
     assert found["WriteChunks", "bytes"] == found["Stack", "bytes"] == conversion.target_bytes
 
 
@@ -86,7 +92,9 @@ def test_work_cannot_be_encoded() -> None:
 
 
 def test_plain_numbers_are_shuffled(tmp_path: Path) -> None:
-    """What a worker is told of a unit is its number and whether it is done, in Beam's standard coders: nothing of ours is unpickled."""
+    """What a worker is told of a unit is its number and whether it is done, in Beam's standard coders: nothing of ours
+    is unpickled.
+    """
     pipeline = beam.Pipeline(options=PipelineOptions([]))
     build(pipeline, prepare(Options(), headers_only(DEEPSEEK)), staging_at(tmp_path / "out", 0))
     components = pipeline.to_runner_api().components
@@ -97,7 +105,11 @@ def test_plain_numbers_are_shuffled(tmp_path: Path) -> None:
         found = components.coders[coder]
         return [found.spec.urn, *(urn for part in found.component_coder_ids for urn in urns(part))]
 
-    assert urns(components.pcollections[made].coder_id) == ["beam:coder:kv:v1", "beam:coder:varint:v1", "beam:coder:bool:v1"]
+    assert urns(components.pcollections[made].coder_id) == [
+        "beam:coder:kv:v1",
+        "beam:coder:varint:v1",
+        "beam:coder:bool:v1",
+    ]
 
 
 def test_each_worker_makes_the_same_units(tmp_path: Path) -> None:
@@ -125,8 +137,18 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_however_beam_runs_it_the_bits_are_the_same(generated: Path, tmp_path: Path, way: str) -> None:
-    """MaxText's own bits, in many units, whatever the mode and the number of workers; a stage that runs again changes nothing."""
-    options = ["--unit_bytes", "100000", "--mesh", "fsdp=4", "--maxtext_model", given()[CASE]["maxtext_model"], *WAYS[way].split()]
+    """MaxText's own bits, in many units, whatever the mode and the number of workers; a stage that runs again changes
+    nothing.
+    """
+    options = [
+        "--unit_bytes",
+        "100000",
+        "--mesh",
+        "fsdp=4",
+        "--maxtext_model",
+        given()[CASE]["maxtext_model"],
+        *WAYS[way].split(),
+    ]
     step = convert(generated / "cases" / CASE, tmp_path / "out", *options)
     assert digests(restore(step)) == given_arrays(CASE, "scanned")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["0"]
@@ -166,8 +188,16 @@ class Tick(beam.DoFn):
 def test_no_element_is_lost() -> None:
     """As Beam's own `multi_threading` does now and then."""
     Tick.seen.clear()
-    with make_pipeline(pipeline_options(["--direct_running_mode=multi_threading", "--direct_num_workers=4"])) as pipeline:
-        _ = pipeline | beam.Create([100_000]) | beam.ParDo(Make()).with_output_types(bytes) | beam.Reshuffle() | beam.ParDo(Tick())
+    with make_pipeline(
+        pipeline_options(["--direct_running_mode=multi_threading", "--direct_num_workers=4"])
+    ) as pipeline:
+        _ = (
+            pipeline
+            | beam.Create([100_000])
+            | beam.ParDo(Make()).with_output_types(bytes)
+            | beam.Reshuffle()
+            | beam.ParDo(Tick())
+        )
     assert sorted(Tick.seen) == list(range(100_000))
 
 
@@ -179,8 +209,24 @@ def test_chunk_keys_are_the_same_too(tmp_path: Path) -> None:
     source = save(tmp_path / "hf", DEEPSEEK, *split(random_tensors(DEEPSEEK), 3))
     files = []
     for name, way in enumerate(("--direct_num_workers=1", "--direct_num_workers=4", "--direct_runner_bundle_repeat=1")):
-        options = ["--use_ocdbt", "false", "--use_zarr3", "false", "--mesh", "fsdp=4", "--unit_bytes", "30000", *way.split()]
+        options = [
+            "--use_ocdbt",
+            "false",
+            "--use_zarr3",
+            "false",
+            "--mesh",
+            "fsdp=4",
+            "--unit_bytes",
+            "30000",
+            *way.split(),
+        ]
         items = convert(source, tmp_path / str(name), *options) / "items"
-        files.append({str(path.relative_to(items)): path.read_bytes() for path in items.rglob("*") if path.is_file() and path.name not in TIMED})
+        files.append(
+            {
+                str(path.relative_to(items)): path.read_bytes()
+                for path in items.rglob("*")
+                if path.is_file() and path.name not in TIMED
+            }
+        )
     assert len(files[0]) > 60
     assert files[0] == files[1] == files[2]

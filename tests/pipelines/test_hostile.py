@@ -37,7 +37,14 @@ SHARE = 64  # of the pairs of a field and a value one is tried
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What `plan` and `convert` did with each bad folder, see `hostile.main`."""
     script = [sys.executable, str(HERE / "hostile.py"), str(tmp_path_factory.mktemp("hostile"))]
-    ran = subprocess.run(script, capture_output=True, text=True, timeout=900, check=False, env=os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"})
+    ran = subprocess.run(
+        script,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        env=os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"},
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     told: dict[str, list[dict[str, Any]]] = {}
     for row in map(json.loads, ran.stdout.splitlines()):
@@ -52,7 +59,12 @@ def test_every_bad_folder_is_refused(refusals: dict[str, list[dict[str, Any]]]) 
     for name, rows in refusals.items():
         assert [row["command"] for row in rows] == ["plan", "convert"]
         for row in rows:
-            unfit = row["status"] != 2 or "Traceback" in row["message"] or not row["untouched"] or row["length"] > CHARACTERS
+            unfit = (
+                row["status"] != 2
+                or "Traceback" in row["message"]
+                or not row["untouched"]
+                or row["length"] > CHARACTERS
+            )
             large = row["cpu"] > SECONDS or row["megabytes"] > MEGABYTES
             if unfit or large or any(not character.isprintable() and character != "\n" for character in row["message"]):
                 faults[name] = row
@@ -63,15 +75,43 @@ def test_every_bad_folder_is_refused(refusals: dict[str, list[dict[str, Any]]]) 
 
 # message -> the damages that it must be the answer to
 SAID = {
-    "isn't a regular file": ["a pipe for a shard", "a pipe for the config", "a pipe for the index", "a pipe for a hub's blob", "a folder for a shard"],
-    "leads out of the folder": ["a device for a shard", "a config outside", "an index outside", "a shard through a linked folder"],
-    "leads back to itself": ["a shard that is a link to itself", "a config that is a link to itself", "an index that is a link to itself"],
+    "isn't a regular file": [
+        "a pipe for a shard",
+        "a pipe for the config",
+        "a pipe for the index",
+        "a pipe for a hub's blob",
+        "a folder for a shard",
+    ],
+    "leads out of the folder": [
+        "a device for a shard",
+        "a config outside",
+        "an index outside",
+        "a shard through a linked folder",
+    ],
+    "leads back to itself": [
+        "a shard that is a link to itself",
+        "a config that is a link to itself",
+        "an index that is a link to itself",
+    ],
     "git lfs pull": ["all git-lfs pointers", "a git-lfs pointer for the config"],
     "deep": ["a config nested 900 deep", "a quantisation nested 900 deep", "an index nested 900 deep"],
-    "more than 5,000,000 values": ["a header of six million values", "a config of six million values", "a header of four million empty lists"],
+    "more than 5,000,000 values": [
+        "a header of six million values",
+        "a config of six million values",
+        "a header of four million empty lists",
+    ],
     "more than 100,000,000 bytes": ["a config of a terabyte", "an index of a terabyte"],
-    "twice": ["a name twice, once escaped", "metadata twice", "a config with a field twice", "an index with a tensor twice"],
-    "isn't a plain name": ["an index with an absolute path", "an index with a path below", "an index with half a character in a file name"],
+    "twice": [
+        "a name twice, once escaped",
+        "metadata twice",
+        "a config with a field twice",
+        "an index with a tensor twice",
+    ],
+    "isn't a plain name": [
+        "an index with an absolute path",
+        "an index with a path below",
+        "an index with half a character in a file name",
+    ],
     "layers and experts": ["a config of 2000 layers of 100,000 experts"],
 }
 
@@ -82,7 +122,7 @@ def test_the_message_says_what_is_wrong(refusals: dict[str, list[dict[str, Any]]
     assert [name for name in SAID[words] for row in refusals[name] if words not in row["message"]] == []
 
 
-# --- config.json, field by field ----------------------------------------------------------------------------------------------------
+# --- config.json, field by field --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -122,7 +162,11 @@ def fields_read(ask_for: Callable[[], object], monkeypatch: pytest.MonkeyPatch) 
     def listening(method: Callable[..., Any]) -> Callable[..., Any]:
         def ask(fields: Config, key: str, *default: Any) -> Any:
             read.add(key)
-            return fields.__missing__(key) if method is dict.__getitem__ and not dict.__contains__(fields, key) else method(fields, key, *default)
+            return (
+                fields.__missing__(key)
+                if method is dict.__getitem__ and not dict.__contains__(fields, key)
+                else method(fields, key, *default)
+            )
 
         return ask
 
@@ -135,8 +179,9 @@ def fields_read(ask_for: Callable[[], object], monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_any_value_in_any_field_of_a_config(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fields that the tables read, wherever they stand, with every kind of wrong value: problems, or a plan with all its units;
-    soon, and never anything else. One pair in `SHARE` is tried; `tests/soak.py` does it for all of them, and for all layouts.
+    """The fields that the tables read, wherever they stand, with every kind of wrong value: problems, or a plan with
+    all its units; soon, and never anything else. One pair in `SHARE` is tried; `tests/soak.py` does it for all of them,
+    and for all layouts.
     """
     config, tensors = CHECKPOINTS[name]
     options = options_of(config)
@@ -165,7 +210,11 @@ def test_any_value_in_any_field_that_maxtext_is_told(name: str) -> None:
     options = options_of(config)
     family = family_of(Config(config), None)
     naming = name_model(family, Config(config))
-    layout = Layout(scan=options.scan_layers, multimodal=options.multimodal, shapes={tensor: spec.shape for tensor, spec in tensors.items()})
+    layout = Layout(
+        scan=options.scan_layers,
+        multimodal=options.multimodal,
+        shapes={tensor: spec.shape for tensor, spec in tensors.items()},
+    )
     assert maxtext_config(family, Config(config), layout, naming).keys
     for path in paths(config):
         for value in VALUES:

@@ -1,4 +1,6 @@
-"""`weightbeam inspect --mesh`: what loading costs, of our checkpoints and of MaxText's; and `--sharding_rules`, from the file to the chunks."""
+"""`weightbeam inspect --mesh`: what loading costs, of our checkpoints and of MaxText's; and `--sharding_rules`, from
+the file to the chunks.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,33 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from support import BF16, HERE, LLAMA, QWEN3_MOE, assert_same_bits, call, convert, random_tensors, reference, restore, save
+from support import (
+    BF16,
+    HERE,
+    LLAMA,
+    QWEN3_MOE,
+    assert_same_bits,
+    call,
+    convert,
+    random_tensors,
+    reference,
+    restore,
+    save,
+)
 
 from weightbeam.formats.orbax import find_items, read_arrays
 from weightbeam.transforms.load import load_of, shard_box, total
 from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
 
-MEDIUM = LLAMA | dict(vocab_size=4096, hidden_size=512, num_attention_heads=16, num_key_value_heads=16, head_dim=32, intermediate_size=2048)  # 30 MB
+# 30 MB
+MEDIUM = LLAMA | dict(
+    vocab_size=4096,
+    hidden_size=512,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    head_dim=32,
+    intermediate_size=2048,
+)
 READ_HOST = """
 import json, sys
 from pathlib import Path
@@ -37,7 +59,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def steps(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model for a mesh, for any mesh, and in plain files."""
     folder = tmp_path_factory.mktemp("loads")
-    options = {"mesh": ["--mesh", "fsdp=16"], "any": [], "files": ["--mesh", "fsdp=16", "--use_ocdbt", "false", "--use_zarr3", "false"]}
+    options = {
+        "mesh": ["--mesh", "fsdp=16"],
+        "any": [],
+        "files": ["--mesh", "fsdp=16", "--use_ocdbt", "false", "--use_zarr3", "false"],
+    }
     return {name: convert(source, folder / name, *given) for name, given in options.items()}
 
 
@@ -65,7 +91,9 @@ def all_arrays(shown: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("name", "worst"), [("mesh", 1.0), ("any", 1.1), ("files", 1.0)])
-def test_our_checkpoints_read_what_is_needed(steps: dict[str, Path], capsys: pytest.CaptureFixture, name: str, worst: float) -> None:
+def test_our_checkpoints_read_what_is_needed(
+    steps: dict[str, Path], capsys: pytest.CaptureFixture, name: str, worst: float
+) -> None:
     """A line for each kind of array and one for all; a table for each mesh."""
     status, shown = inspect(capsys, steps[name], "--mesh", "fsdp=16", "--mesh", "fsdp=4,tensor=2")
     assert status == 0
@@ -80,7 +108,9 @@ def test_our_checkpoints_read_what_is_needed(steps: dict[str, Path], capsys: pyt
 @pytest.mark.parametrize("mesh", ["fsdp=16", "fsdp=2,tensor=4"])
 @pytest.mark.parametrize("name", ["mesh", "any", "files"])
 def test_the_operating_system_counts_the_same(steps: dict[str, Path], name: str, mesh: str) -> None:
-    """What a process that reads one host's part gets from read(2), against the arithmetic; metadata come on top, some KB an array."""
+    """What a process that reads one host's part gets from read(2), against the arithmetic; metadata come on top, some
+    KB an array.
+    """
     items, on = find_items(steps[name]), Mesh.parse(mesh)
     axes = json.loads((steps[name] / "conversion.json").read_bytes())["axes"]
     specs = {array.spec.key: array.spec for array in read_arrays(items) if array.spec.key in axes}
@@ -89,13 +119,17 @@ def test_the_operating_system_counts_the_same(steps: dict[str, Path], name: str,
     for host in (0, on.devices - 1):
         boxes = {key: shard_box(spec.shape, over[key], on, host) for key, spec in specs.items()}
         command = [sys.executable, "-c", READ_HOST, str(items), json.dumps(boxes)]
-        counted = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=HERE.parent).stdout)
+        counted = json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=True, cwd=HERE.parent).stdout
+        )
         assert counted["nbytes"] == load.needed[host]
         assert load.fetched[host] <= counted["rchar"] <= load.fetched[host] + 100_000
 
 
 def test_the_values_dont_depend_on_the_grid(steps: dict[str, Path]) -> None:
-    """Chunks packed into shards, reaching across layers, and plain ones: the same bits, and those of a reference in numpy."""
+    """Chunks packed into shards, reaching across layers, and plain ones: the same bits, and those of a reference in
+    numpy.
+    """
     assert any(array.spec.chunk != array.spec.shard for array in read_arrays(find_items(steps["any"])))
     wanted = reference(MEDIUM, random_tensors(MEDIUM), BF16)
     for step in steps.values():
@@ -143,7 +177,9 @@ def test_a_mesh_that_doesnt_divide_is_said(steps: dict[str, Path], capsys: pytes
     [(["--mesh", "fsdp"], "fsdp=16"), (["--mesh", "fdsp=4"], "fdsp"), (["--mesh", "data=99999999"], "99,999,999 devices"),
      (["--mesh", "fsdp=2", "--sharding_rules", "nowhere.yml"], "nowhere.yml"), (["--mesh", "fsdp=2", "--source", "nowhere"], "no such folder")],
 )  # fmt: skip
-def test_wrong_options_are_refused(steps: dict[str, Path], capsys: pytest.CaptureFixture, options: list[str], said: str) -> None:
+def test_wrong_options_are_refused(
+    steps: dict[str, Path], capsys: pytest.CaptureFixture, options: list[str], said: str
+) -> None:
     status, shown = inspect(capsys, steps["mesh"], *options)
     assert status == 2
     assert said in shown
@@ -153,7 +189,7 @@ def test_meshes_are_for_orbax_checkpoints(source: Path, capsys: pytest.CaptureFi
     assert inspect(capsys, source, "--mesh", "fsdp=2")[0] == 2
 
 
-# --- rules of the user's own ----------------------------------------------------------------------------------------------------
+# --- rules of the user's own ------------------------------------------------------------------------------------------
 
 RULES = """
 # as MaxText's custom_mesh_and_rule
@@ -176,7 +212,10 @@ def test_rules_of_a_file_make_the_chunks(source: Path, tmp_path: Path, capsys: p
     (tmp_path / "rules.yml").write_text(RULES)
     (tmp_path / "rules.json").write_text('[["embed",\t["rows"]],\t["embed_vocab", "rows"], ["mlp", ["cols"]]]')
     mesh = "rows=4,cols=2"
-    planned = [plan("--source", source, "--mesh", mesh, "--sharding_rules", tmp_path / name, file=tmp_path / "p") for name in ("rules.yml", "rules.json")]
+    planned = [
+        plan("--source", source, "--mesh", mesh, "--sharding_rules", tmp_path / name, file=tmp_path / "p")
+        for name in ("rules.yml", "rules.json")
+    ]
     wi, out = ("params.params.decoder.layers.mlp.wi_0.kernel", "params.params.decoder.layers.self_attention.out.kernel")
     for made in planned:
         assert made["arrays"][wi]["chunk"] == [128, 2, 1024]
@@ -188,7 +227,9 @@ def test_rules_of_a_file_make_the_chunks(source: Path, tmp_path: Path, capsys: p
     assert (status, all_arrays(shown)[0][4]) == (0, "1.00")
     assert re.search(r"wi_0.kernel … +512 × 2 × 2048 +rows × - × cols ", shown)
     assert "sharding_rules=3 rules" in inspect(capsys, step)[1]
-    status, shown = inspect(capsys, step, "--mesh", "tensor=2", "--sharding_rules", HERE / "facts" / "logical_axis_rules.json")
+    status, shown = inspect(
+        capsys, step, "--mesh", "tensor=2", "--sharding_rules", HERE / "facts" / "logical_axis_rules.json"
+    )
     assert status == 0
     assert re.search(r"wi_0.kernel … +512 × 2 × 2048 +- × - × tensor ", shown)
 
@@ -196,7 +237,9 @@ def test_rules_of_a_file_make_the_chunks(source: Path, tmp_path: Path, capsys: p
 def test_a_models_rules_are_merged(source: Path, tmp_path: Path) -> None:
     """A file with nothing but a rule changes that one, as MaxText's llama2-7b.yml does."""
     (tmp_path / "model.yml").write_text("base_emb_dim: 512\nlogical_axis_rules: [['norm', 'fsdp']]\n")
-    by_file = plan("--source", source, "--mesh", "fsdp=4", "--sharding_rules", tmp_path / "model.yml", file=tmp_path / "p")
+    by_file = plan(
+        "--source", source, "--mesh", "fsdp=4", "--sharding_rules", tmp_path / "model.yml", file=tmp_path / "p"
+    )
     by_name = plan("--source", source, "--mesh", "fsdp=4", "--maxtext_model", "llama2-7b", file=tmp_path / "p")
     assert by_file["arrays"] == by_name["arrays"]
     assert by_file["arrays"]["params.params.decoder.decoder_norm.scale"]["partition"] == {"fsdp=4": ["fsdp"]}
@@ -207,7 +250,9 @@ def test_a_models_rules_are_merged(source: Path, tmp_path: Path) -> None:
     [(b"[[", "neither JSON nor YAML"), (b"a: [1\nb: 2", "line 2"), (b"\xff\xfe\xfa", "can't decode"), (b"", "list of rules"), (b"{}", "no logical_axis_rules"),
      (b"[[1, 2]]", "[1, 2]"), (b"!!python/object/apply:os.getcwd []", "neither JSON nor YAML")],
 )  # fmt: skip
-def test_a_wrong_file_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes, said: str) -> None:
+def test_a_wrong_file_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes, said: str
+) -> None:
     """Exit status 2, the file and what is wrong with it."""
     (tmp_path / "rules").write_bytes(content)
     capsys.readouterr()

@@ -36,7 +36,9 @@ work.Tally.add = watched
 
 
 class Watched:
-    """Runs commands in processes of their own that note what they listen on each time that a thread has done a part of the work."""
+    """Runs commands in processes of their own that note what they listen on each time that a thread has done a part of
+    the work.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -50,7 +52,13 @@ class Watched:
         seen.write_text("")
         path = os.pathsep.join([str(self.folder / "site"), str(ROOT)])
         words = [sys.executable, "-m", f"weightbeam.pipelines.{command[0]}", *map(str, command[1:])]
-        ran = subprocess.run(words, env=os.environ | environment | {"PYTHONPATH": path, "SEEN": str(seen)}, capture_output=True, text=True, timeout=120)
+        ran = subprocess.run(
+            words,
+            env=os.environ | environment | {"PYTHONPATH": path, "SEEN": str(seen)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert ran.returncode == 0, ran.stderr
         return [int(line) for line in seen.read_text().split()]
 
@@ -64,13 +72,19 @@ def test_the_looks_see_a_port(tmp_path: Path) -> None:
     """Else the tests below would prove nothing."""
     listen = "import socket; s = socket.socket(); s.bind(('localhost', 0)); s.listen()\n"
     script = f"{listen}{WATCHING}\nwork.Tally().add(1)"
-    subprocess.run([sys.executable, "-c", script], env=os.environ | {"SEEN": str(tmp_path / "seen"), "PYTHONPATH": str(ROOT)}, check=True)
+    subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"SEEN": str(tmp_path / "seen"), "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
     assert (tmp_path / "seen").read_text() == "1\n"
 
 
 def test_convert_and_verify_listen_nowhere(watched: Watched) -> None:
     output = watched.folder / "out"
-    found = watched.listening("convert", "--source", watched.source, "--output", output, "--unit_bytes", "8000", "--direct_num_workers=4")
+    found = watched.listening(
+        "convert", "--source", watched.source, "--output", output, "--unit_bytes", "8000", "--direct_num_workers=4"
+    )
     assert len(found) > 10
     assert set(found) == {0}
     found = watched.listening("verify", "--source", watched.source, "--checkpoint", output)
@@ -90,9 +104,13 @@ def test_a_watchers_conversion_listens_nowhere(watched: Watched) -> None:
     """The watcher has no receiver here, and what it starts has none either."""
     with FakeHub() as hub:
         hub.add("acme/tiny", watched.source)
-        settings = dict(output=str(watched.folder / "out"), models=["acme/*"], quiet_minutes=0, verify=1, targets=[dict(name="any")])
+        settings = dict(
+            output=str(watched.folder / "out"), models=["acme/*"], quiet_minutes=0, verify=1, targets=[dict(name="any")]
+        )
         (watched.folder / "watch.yaml").write_text(yaml.safe_dump(settings))
-        found = watched.listening("watch", "--config", watched.folder / "watch.yaml", "--once", **hub.env(), HF_HOME="/nonexistent")
+        found = watched.listening(
+            "watch", "--config", watched.folder / "watch.yaml", "--once", **hub.env(), HF_HOME="/nonexistent"
+        )
     assert len(found) > 5
     assert set(found) == {0}
 
@@ -100,7 +118,9 @@ def test_a_watchers_conversion_listens_nowhere(watched: Watched) -> None:
 def test_processes_are_refused(watched: Watched, capfd: pytest.CaptureFixture[str]) -> None:
     """Beam's own would talk through ports."""
     output = watched.folder / "out"
-    assert call("convert", "--source", watched.source, "--output", output, "--direct_running_mode=multi_processing") == 2
+    assert (
+        call("convert", "--source", watched.source, "--output", output, "--direct_running_mode=multi_processing") == 2
+    )
     assert "ports" in capfd.readouterr().err
     assert not output.exists()
 
@@ -109,12 +129,28 @@ def test_processes_are_refused(watched: Watched, capfd: pytest.CaptureFixture[st
 def test_too_little_memory_for_threads(tmp_path: Path, limit: int) -> None:
     """`ulimit -v`, in KiB: the run works or ends with a message, and never waits for a thread that isn't there."""
     source = save(tmp_path / "hf", LLAMA_8B | LLAMA, *split(random_tensors(LLAMA), 2))
-    command = [sys.executable, "-m", "weightbeam.pipelines.convert", "--source", source, "--output", tmp_path / "out", "--direct_num_workers=8"]
+    command = [
+        sys.executable,
+        "-m",
+        "weightbeam.pipelines.convert",
+        "--source",
+        source,
+        "--output",
+        tmp_path / "out",
+        "--direct_num_workers=8",
+    ]
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit << 10, limit << 10))
 
-    ran = subprocess.run(list(map(str, command)), env=os.environ | {"PYTHONPATH": str(ROOT)}, preexec_fn=limited, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        list(map(str, command)),
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=limited,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ran.returncode in (0, 1), ran.stderr
     assert (ran.returncode == 0) == (tmp_path / "out" / "0" / "commit_success.txt").exists()
     if ran.returncode:
@@ -189,5 +225,8 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> Non
         run_threads([lambda: stopped.wait(60)] * 4, stopped.set)
     assert not any(thread.is_alive() for thread in started)
     started.clear()
-    with pytest.raises(ThreadError, match="--direct_num_workers"), make_pipeline(pipeline_options(["--direct_num_workers=4"])) as pipeline:
+    with (
+        pytest.raises(ThreadError, match="--direct_num_workers"),
+        make_pipeline(pipeline_options(["--direct_num_workers=4"])) as pipeline,
+    ):
         _ = pipeline | beam.Create(range(10))

@@ -76,19 +76,35 @@ def run(command: list[str], limit: int, group: Path | None, seconds: float = 100
     if group is not None:
         file = group / "memory.limit_in_bytes"
         (file if file.exists() else group / "memory.max").write_text(str(limit))
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=limited, check=False, timeout=seconds)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, preexec_fn=limited, check=False, timeout=seconds
+    )
 
 
 def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> None:
-    """The process may have no more than `weightbeam plan` says that it needs, a sixth of the model's size. Far less doesn't do."""
+    """The process may have no more than `weightbeam plan` says that it needs, a sixth of the model's size. Far less
+    doesn't do.
+    """
     source = sparse(tmp_path / "source")
     options = [*("--source", str(source), "--mesh", "fsdp=16", "--unit_bytes", "48MiB"), "--direct_num_workers=2"]
     subprocess.run(
-        [sys.executable, "-m", "weightbeam.pipelines.plan", *options, "--json", str(tmp_path / "plan.json")], cwd=ROOT, check=True, capture_output=True
+        [sys.executable, "-m", "weightbeam.pipelines.plan", *options, "--json", str(tmp_path / "plan.json")],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
     )
     limit = json.loads((tmp_path / "plan.json").read_text())["memory"]["per_worker_bytes"]
     assert 6 * limit < (source / "model.safetensors").stat().st_size < 7 * limit
-    command = [sys.executable, "-m", "weightbeam.pipelines.convert", *options, "--output", str(tmp_path / "out"), "--compression", "zstd"]
+    command = [
+        sys.executable,
+        "-m",
+        "weightbeam.pipelines.convert",
+        *options,
+        "--output",
+        str(tmp_path / "out"),
+        "--compression",
+        "zstd",
+    ]
     done = run(command, limit, group)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "0" / "commit_success.txt").exists()
@@ -107,7 +123,9 @@ ocp.PyTreeCheckpointer().save(sys.argv[1], tree)
 @pytest.mark.skipif("LARGE_CHUNKS" not in os.environ, reason="writes 6 GB; make soak runs it")
 @pytest.mark.parametrize("options", [("--mesh", "fsdp=2"), ("--save_dtype", "bfloat16", "--compression", "zstd")])
 def test_one_chunk_that_is_larger_than_the_limit(tmp_path: Path, group: Path | None, options: tuple[str, ...]) -> None:
-    """1.8 GiB of float32 in a single zstd chunk with all layers, as training writes it, is cut anew within 1.5 GiB, to the bit."""
+    """1.8 GiB of float32 in a single zstd chunk with all layers, as training writes it, is cut anew within 1.5 GiB, to
+    the bit.
+    """
     source = tmp_path / "run" / "7" / "items"
     subprocess.run([sys.executable, "-c", TRAINED, str(source)], check=True, capture_output=True)
     (chunk,) = {array.chunk_bytes for array in open_orbax(source, any_tree=True).arrays.values()}
@@ -115,7 +133,10 @@ def test_one_chunk_that_is_larger_than_the_limit(tmp_path: Path, group: Path | N
     command = [sys.executable, "-m", "weightbeam.pipelines.reshard", str(source), str(tmp_path / "out"), *options]
     done = run(command, 1536 * MIB, group, seconds=500)
     assert done.returncode == 0, done.stderr
-    stores = [open_arrays(items)["params.params.decoder.layers.mlp.wi_0.kernel"] for items in (find_items(source), find_items(tmp_path / "out"))]
+    stores = [
+        open_arrays(items)["params.params.decoder.layers.mlp.wi_0.kernel"]
+        for items in (find_items(source), find_items(tmp_path / "out"))
+    ]
     for row in range(0, 3686, 400):
         old, new = (np.asarray(store[row].read().result()) for store in stores)
         assert old.astype(new.dtype).tobytes() == new.tobytes()
@@ -124,7 +145,8 @@ def test_one_chunk_that_is_larger_than_the_limit(tmp_path: Path, group: Path | N
 def cached(file: Path) -> int:
     """Bytes of a file that the system keeps in memory."""
     size = file.stat().st_size
-    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE) as pages:  # private: ctypes wants it writable
+    # private: ctypes wants it writable
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE) as pages:
         held = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
         start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
         assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), held) == 0
@@ -148,7 +170,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_what_was_written_leaves_the_page_cache(source: Path, tmp_path: Path) -> None:
-    """Else a large checkpoint would push out all that others read. What the assembly read of it, a few pages of each unit, may stay."""
+    """Else a large checkpoint would push out all that others read. What the assembly read of it, a few pages of each
+    unit, may stay.
+    """
     uncache(source / "model.safetensors")  # or this test can't be had
     files = list((convert(source, tmp_path / "out", "--mesh", "fsdp=16") / "items").glob("ocdbt.process_*/d/*"))
     assert sum(file.stat().st_size for file in files) > 30 * MIB
@@ -175,7 +199,9 @@ def test_a_thread_waits_for_the_budget() -> None:
     for end in ("given back", "gone"):
         first = arena.take(60, budget=100)
         taken = threading.Event()
-        waiting = threading.Thread(target=lambda taken=taken: (arena.give_back(arena.take(60, budget=100)), taken.set()))
+        waiting = threading.Thread(
+            target=lambda taken=taken: (arena.give_back(arena.take(60, budget=100)), taken.set())
+        )
         waiting.start()
         time.sleep(0.05)
         assert not taken.is_set()

@@ -70,7 +70,9 @@ def test_hashes_are_read_where_they_are_asked_for(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize("rotten", [True, False])
 def test_known_hashes_are_compared_on_request(rotten: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By default the record says that a hash is the cache's word; with --check_source true it was read, or nothing is made."""
+    """By default the record says that a hash is the cache's word; with --check_source true it was read, or nothing is
+    made.
+    """
     snapshot = save(tmp_path / "models--acme--tiny" / "snapshots" / ("0" * 40), LLAMA, random_tensors(LLAMA))
     file = snapshot / "model.safetensors"
     blob = snapshot.parents[1] / "blobs" / ("a" * 64 if rotten else hashlib.sha256(file.read_bytes()).hexdigest())

@@ -30,8 +30,12 @@ def refused(capfd: pytest.CaptureFixture[str], root: Path, *command: object) -> 
 
 
 @pytest.mark.parametrize("place", ["0", "0/hf", "link", "0.replaced-0123abcd"])
-def test_the_source_is_never_deleted(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str) -> None:
-    """Where it is what `--overwrite` would replace, or lies in it, or a link leads there, or where it would be tidied away."""
+def test_the_source_is_never_deleted(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str
+) -> None:
+    """Where it is what `--overwrite` would replace, or lies in it, or a link leads there, or where it would be tidied
+    away.
+    """
     root, named = tmp_path / "m", tmp_path / "m" / place
     if place == "link":
         (tmp_path / "link").symlink_to(root / "0" / "hf")
@@ -41,7 +45,9 @@ def test_the_source_is_never_deleted(source: Path, tmp_path: Path, capfd: pytest
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a link to a checkpoint", "a dangling link", "a file"])
-def test_overwrite_replaces_checkpoints_only(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str) -> None:
+def test_overwrite_replaces_checkpoints_only(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
     output = tmp_path / "out"
     (output / "elsewhere").mkdir(parents=True)
     step = output / "0"
@@ -54,10 +60,14 @@ def test_overwrite_replaces_checkpoints_only(source: Path, tmp_path: Path, capfd
             (output / "elsewhere" / "commit_success.txt").touch()
         step.symlink_to("elsewhere" if kind == "a link to a checkpoint" else "nowhere")
     message = refused(capfd, output, "--source", source, "--output", output, "--overwrite")
-    assert ("no Orbax checkpoint" if kind == "a folder" else kind.split()[-1] if kind == "a file" else "symbolic link") in message
+    assert (
+        "no Orbax checkpoint" if kind == "a folder" else kind.split()[-1] if kind == "a file" else "symbolic link"
+    ) in message
 
 
-def test_paths_with_dots_and_backslashes(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_with_dots_and_backslashes(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert call("convert", "--source", source, "--output", "../ckpt") == 0
@@ -79,7 +89,9 @@ def test_who_is_at_work_is_said_first(source: Path, tmp_path: Path, capfd: pytes
             assert "stopped" not in message
 
 
-def test_a_damaged_checkpoint_isnt_called_finished(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_isnt_called_finished(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Its databases are gone, or a marker is; `--overwrite` makes it anew."""
     command = ("--source", source, "--output", tmp_path / "out")
     step = convert(source, tmp_path / "out")
@@ -106,7 +118,9 @@ def test_a_stale_lock_file_does_no_harm(source: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("died", ["before it was published", "between two renames"])
-def test_materializing_in_place_goes_on(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died: str) -> None:
+def test_materializing_in_place_goes_on(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died: str
+) -> None:
     """The same command with `--resume`, whatever lies beside the checkpoint or is missing in its place."""
     output = tmp_path / "out"
     convert(source, output, "--virtual")

@@ -44,11 +44,19 @@ def release(folder: Path, kind: str = "tiny_mlp") -> dict[str, np.ndarray]:
 def weightbeam(*arguments: object, path: Path | None = None) -> subprocess.CompletedProcess:
     root = str(Path(__file__).parents[2])
     env = os.environ | {"PYTHONPATH": os.pathsep.join([root, *([str(path)] if path else [])])}
-    return subprocess.run([sys.executable, "-m", "weightbeam.pipelines.cli", *map(str, arguments)], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "weightbeam.pipelines.cli", *map(str, arguments)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def arrays(checkpoint: Path) -> dict[str, np.ndarray]:
-    return {key: store.read().result() for key, store in open_arrays(open_store(str(checkpoint / "0" / "items"))).items()}
+    return {
+        key: store.read().result() for key, store in open_arrays(open_store(str(checkpoint / "0" / "items"))).items()
+    }
 
 
 def package(folder: Path) -> Path:
@@ -72,7 +80,17 @@ def test_a_family_outside_the_project(tmp_path, way):
         options = ["--family", tmp_path / "own.py"]
     else:
         path = package(tmp_path / "site")
-    done = weightbeam("convert", "--source", tmp_path / "source", "--output", tmp_path / "out", "--save_dtype", "float32", *options, path=path)
+    done = weightbeam(
+        "convert",
+        "--source",
+        tmp_path / "source",
+        "--output",
+        tmp_path / "out",
+        "--save_dtype",
+        "float32",
+        *options,
+        path=path,
+    )
     assert done.returncode == 0, done.stderr
     made = arrays(tmp_path / "out")["params.params.decoder.layers.up.kernel"]
     np.testing.assert_array_equal(made, np.stack([tensor.T for tensor in tensors.values()], 1))
@@ -84,7 +102,17 @@ def test_identity(tmp_path):
     """A model that nobody has a table for: a tensor's name is the array's path."""
     tensors = release(tmp_path / "source", "unheard_of")
     assert weightbeam("plan", "--source", tmp_path / "source").returncode == 2
-    done = weightbeam("convert", "--source", tmp_path / "source", "--output", tmp_path / "out", "--save_dtype", "float32", "--family", "identity")
+    done = weightbeam(
+        "convert",
+        "--source",
+        tmp_path / "source",
+        "--output",
+        tmp_path / "out",
+        "--save_dtype",
+        "float32",
+        "--family",
+        "identity",
+    )
     assert done.returncode == 0, done.stderr
     made = arrays(tmp_path / "out")
     for name, tensor in tensors.items():
@@ -93,7 +121,12 @@ def test_identity(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("FAMILY = 1", "should be a weightbeam"), ("1/0", "ZeroDivisionError"), (None, "FileNotFoundError"), ("other = 2", "should be a weightbeam")],
+    [
+        ("FAMILY = 1", "should be a weightbeam"),
+        ("1/0", "ZeroDivisionError"),
+        (None, "FileNotFoundError"),
+        ("other = 2", "should be a weightbeam"),
+    ],
 )
 def test_a_file_that_is_no_family(tmp_path, text, words):
     """Refused in words."""

@@ -38,7 +38,9 @@ from weightbeam.transforms.planner import prepare
     ],
     ids=" ".join,
 )
-def test_an_endpoint_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...]) -> None:
+def test_an_endpoint_that_is_not_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
     """Refused by name, before anything is written; Beam would wait for ever."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     with socket.socket() as bound:  # its port is ours, and nobody listens on it
@@ -83,7 +85,7 @@ def test_the_words_of_a_java_failure() -> None:
     assert last_words(MemoryError()) == "MemoryError"
 
 
-# --- jobs that outlive their command ----------------------------------------------------------------------------------------------
+# --- jobs that outlive their command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -105,7 +107,9 @@ def service() -> Iterator[tuple[local_job_service.LocalJobServicer, str]]:
     servicer.stop()
 
 
-def submit(servicer: local_job_service.LocalJobServicer, name: str, output: Path) -> abstract_job_service.AbstractBeamJob:
+def submit(
+    servicer: local_job_service.LocalJobServicer, name: str, output: Path
+) -> abstract_job_service.AbstractBeamJob:
     """A job that is only prepared: it has a state, and doesn't end."""
     request = beam_job_api_pb2.PrepareJobRequest(job_name="job", pipeline=beam_runner_api_pb2.Pipeline())
     request.pipeline_options.update({"beam:option:job_name:v1": name, "beam:option:output:v1": str(output)})
@@ -116,8 +120,12 @@ def noted(site: Site) -> bytes:
     return json.dumps(dataclasses.asdict(site)).encode()
 
 
-def test_a_job_at_work_stands_in_the_way(stopped: tuple[Path, Staging, Conversion], service: tuple, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`--resume` and `--overwrite` are refused while the job that is noted there hasn't ended; another output's doesn't count."""
+def test_a_job_at_work_stands_in_the_way(
+    stopped: tuple[Path, Staging, Conversion], service: tuple, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`--resume` and `--overwrite` are refused while the job that is noted there hasn't ended; another output's doesn't
+    count.
+    """
     source, staging, _ = stopped
     servicer, endpoint = service
     name, output = "weightbeam-hf-1234", tmp_path / "out"
@@ -134,7 +142,9 @@ def test_a_job_at_work_stands_in_the_way(stopped: tuple[Path, Staging, Conversio
     assert not (output / "0" / JOB).exists()
 
 
-def test_an_engine_that_cant_be_asked(stopped: tuple[Path, Staging, Conversion], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_cant_be_asked(
+    stopped: tuple[Path, Staging, Conversion], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Refused, too, with the file that says so; without it the conversion goes on."""
     source, staging, _ = stopped
     site = Site("SparkRunner", "weightbeam-hf-1234", str(tmp_path / "out"), master="spark://nowhere:7077")
@@ -166,16 +176,22 @@ def test_which_jobs_outlive_their_command(options: str, outlive: bool) -> None:
     assert outlives(PipelineOptions(options.split())) == outlive
 
 
-# --- the handshake ----------------------------------------------------------------------------------------------------------------
+# --- the handshake ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ("--runner=PortableRunner --job_endpoint=a:1 --environment_type=EXTERNAL --environment_config=b:2", True),
-        ("--runner=PortableRunner --job_endpoint=a:1 --environment_type=EXTERNAL --environment_config=b:2 --parallelism=4", False),
+        (
+            "--runner=PortableRunner --job_endpoint=a:1 --environment_type=EXTERNAL --environment_config=b:2 --parallelism=4",
+            False,
+        ),
         ("--runner=PortableRunner --job_endpoint=embed", False),
-        ("--runner=SparkRunner --spark_master_url=spark://a:1 --environment_type=EXTERNAL --environment_config=b:2", False),
+        (
+            "--runner=SparkRunner --spark_master_url=spark://a:1 --environment_type=EXTERNAL --environment_config=b:2",
+            False,
+        ),
     ],
 )
 def test_a_job_that_may_get_one_slot(options: str, told: bool) -> None:
@@ -187,7 +203,9 @@ def test_a_fit_worker_greets(stopped: tuple[Path, Staging, Conversion]) -> None:
     packed = pickle.dumps((staging, conversion.hash, None))
     here = "{}.{}".format(*sys.version_info)
     assert list(greet(7, __version__, here, packed)) == [7]
-    with pytest.raises(RuntimeError, match=rf"the worker on {socket.gethostname()} has Python {here}, and the command runs in 2.7"):
+    with pytest.raises(
+        RuntimeError, match=rf"the worker on {socket.gethostname()} has Python {here}, and the command runs in 2.7"
+    ):
         list(greet(7, __version__, "2.7", packed))
     with pytest.raises(RuntimeError, match=r"has Weightbeam .*, and the command 9.9"):
         list(greet(7, "9.9", here, packed))
@@ -196,5 +214,7 @@ def test_a_fit_worker_greets(stopped: tuple[Path, Staging, Conversion]) -> None:
 def test_a_worker_that_sees_no_plan(tmp_path: Path) -> None:
     """Its host hasn't the folder that the command has."""
     packed = pickle.dumps((staging_at(tmp_path / "nowhere", 0, "1234"), "1234", None))
-    with pytest.raises(UnfitError, match=r"the worker on here doesn't see what the command sees: .*every host needs the same folders"):
+    with pytest.raises(
+        UnfitError, match=r"the worker on here doesn't see what the command sees: .*every host needs the same folders"
+    ):
         check_place("the worker on here", packed)

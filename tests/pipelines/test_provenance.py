@@ -33,21 +33,26 @@ def test_the_record_tells_the_source_the_options_and_the_losses(tmp_path: Path) 
     step = convert(source, tmp_path / "out", "--mesh", "fsdp=4")
     found = record(step)
     assert found["source"] == str(source)
-    assert [(shard["name"], shard["size"]) for shard in found["shards"]] == [(file.name, file.stat().st_size) for file in sorted(source.glob("*.safetensors"))]
+    assert [(shard["name"], shard["size"]) for shard in found["shards"]] == [
+        (file.name, file.stat().st_size) for file in sorted(source.glob("*.safetensors"))
+    ]
     assert found["options"]["mesh"] == ["fsdp=4"]
     assert found["dropped"] == {"model.layers.3.enorm.weight": "multi-token prediction, convert it with --mtp"}
     assert set(found["digests"]) == {array.spec.key for array in read_arrays(find_items(step))} - {"step"}
     assert set(found["versions"]) >= {"python", "weightbeam", "apache-beam", "tensorstore"}
     custom = json.loads((step / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"]["weightbeam"]
-    assert custom == {key: value for key, value in found.items() if key not in ("shards", "axes", "config", "tensors")} | {
-        "dropped": {found["dropped"].popitem()[1]: 1}
-    }
+    assert custom == {
+        key: value for key, value in found.items() if key not in ("shards", "axes", "config", "tensors")
+    } | {"dropped": {found["dropped"].popitem()[1]: 1}}
 
 
 def test_digests_are_those_of_what_lies_on_the_disk(tmp_path: Path) -> None:
     """Read back shard by shard; the same whatever the units; another value, another digest."""
     source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
-    steps = [convert(source, tmp_path / name, "--mesh", "fsdp=4", *options) for name, options in {"a": (), "b": ("--unit_bytes", "24000")}.items()]
+    steps = [
+        convert(source, tmp_path / name, "--mesh", "fsdp=4", *options)
+        for name, options in {"a": (), "b": ("--unit_bytes", "24000")}.items()
+    ]
     assert record(steps[0])["digests"] == record(steps[1])["digests"]
 
     stores, shares = open_arrays(find_items(steps[0])), []
@@ -62,7 +67,9 @@ def test_digests_are_those_of_what_lies_on_the_disk(tmp_path: Path) -> None:
     other = random_tensors(LLAMA)
     other["model.norm.weight"].view(np.uint16)[3] ^= 1
     changed = record(convert(save(tmp_path / "other", LLAMA, other), tmp_path / "c", "--mesh", "fsdp=4"))["digests"]
-    assert {key for key, value in record(steps[0])["digests"].items() if changed[key] != value} == {"params.params.decoder.decoder_norm.scale"}
+    assert {key for key, value in record(steps[0])["digests"].items() if changed[key] != value} == {
+        "params.params.decoder.decoder_norm.scale"
+    }
 
 
 def test_a_hub_cache_tells_the_hash_of_its_files(tmp_path: Path) -> None:
@@ -87,7 +94,12 @@ def test_inspect_shows_where_a_checkpoint_comes_from(tmp_path: Path, capsys) -> 
     capsys.readouterr()
     assert call("inspect", step) == 0
     shown = capsys.readouterr().out
-    for text in (rf"source +{source}", "family +llama", f"plan +{record(step)['plan']}", "versions +python .*weightbeam "):
+    for text in (
+        rf"source +{source}",
+        "family +llama",
+        f"plan +{record(step)['plan']}",
+        "versions +python .*weightbeam ",
+    ):
         assert re.search(text, shown)
 
 
@@ -98,7 +110,9 @@ def test_the_record_tells_what_the_release_was(tmp_path: Path) -> None:
     found = record(step)
     assert found["config"] == json.loads((source / "config.json").read_bytes())
     headers = {file.name: read_header(str(file)) for file in sorted(source.glob("*.safetensors"))}
-    wanted = [(tensor.name, tensor.dtype, tensor.shape, name) for name, tensors in headers.items() for tensor in tensors]
+    wanted = [
+        (tensor.name, tensor.dtype, tensor.shape, name) for name, tensors in headers.items() for tensor in tensors
+    ]
     assert [(tensor.name, tensor.dtype, tensor.shape, tensor.path) for tensor in tensors_of(found).values()] == wanted
     name, *_, file = wanted[0]
     assert found["tensors"][name] == {"dtype": "BF16", "shape": list(wanted[0][2]), "file": file}
@@ -106,7 +120,10 @@ def test_the_record_tells_what_the_release_was(tmp_path: Path) -> None:
     assert sum(f'"{name}": {{"dtype"' in line for line in lines) == 1  # a line each
 
 
-@pytest.mark.parametrize("tensors", [None, [], {"a": {"dtype": "BF16", "shape": [1]}}, {"a": {"dtype": "X", "shape": [1], "file": "x"}}, {"a": 1}])
+@pytest.mark.parametrize(
+    "tensors",
+    [None, [], {"a": {"dtype": "BF16", "shape": [1]}}, {"a": {"dtype": "X", "shape": [1], "file": "x"}}, {"a": 1}],
+)
 def test_a_record_without_tensors(tensors: Any) -> None:
     with pytest.raises(StorageError, match=r"conversion.json doesn't say which tensors the release had"):
         tensors_of({} if tensors is None else {"tensors": tensors})
@@ -128,7 +145,9 @@ def release(folder: Path) -> Path:
 
 
 def test_the_small_files_lie_with_the_checkpoint(tmp_path: Path) -> None:
-    """Byte for byte, in one archive that `unzip` reads, and that stock Orbax takes neither for an item nor for a step; a resume leaves them."""
+    """Byte for byte, in one archive that `unzip` reads, and that stock Orbax takes neither for an item nor for a step;
+    a resume leaves them.
+    """
     source = release(tmp_path / "source")
     step = convert(source, tmp_path / "out")
     wanted = SMALL | {"config.json": (source / "config.json").read_bytes()}
@@ -150,7 +169,10 @@ def test_a_small_file_that_cannot_be_read(tmp_path: Path, capsys: pytest.Capture
     (source / "NOTICE").symlink_to(tmp_path / "secret")
     step = convert(source, tmp_path / "out")
     assert "NOTICE" not in (packed_files(open_store(step)) or {})
-    assert f"{source}/NOTICE isn't kept with the checkpoint: a symbolic link that leads out of the folder" in capsys.readouterr().err
+    assert (
+        f"{source}/NOTICE isn't kept with the checkpoint: a symbolic link that leads out of the folder"
+        in capsys.readouterr().err
+    )
 
 
 def archive(members: dict[str, bytes], **how: Any) -> bytes:
@@ -162,7 +184,9 @@ def archive(members: dict[str, bytes], **how: Any) -> bytes:
 
 
 def test_an_archive_of_a_stranger(tmp_path: Path) -> None:
-    """Names that climb, weights and folders are nobody's; what is too large is left out before it is unpacked; damage is said."""
+    """Names that climb, weights and folders are nobody's; what is too large is left out before it is unpacked; damage
+    is said.
+    """
     step = open_store(tmp_path)
     assert packed_files(step) is None
     members = {

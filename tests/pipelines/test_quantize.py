@@ -1,4 +1,6 @@
-"""FP8 for serving: the codes and scales that DeepSeek's formula gives, read back by our own convert and by transformers."""
+"""FP8 for serving: the codes and scales that DeepSeek's formula gives, read back by our own convert and by
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from support import BF16, F32, FP8, LLAMA, QWEN3_MOE, call, convert, peft_adapte
 import weightbeam as wb
 
 # Rows and columns of more than a block, of less, and of no whole number of them.
-MODEL = LLAMA | dict(hidden_size=192, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2, head_dim=48, architectures=["LlamaForCausalLM"])
+MODEL = LLAMA | dict(
+    hidden_size=192,
+    intermediate_size=320,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=48,
+    architectures=["LlamaForCausalLM"],
+)
 MOE = QWEN3_MOE | dict(hidden_size=160, moe_intermediate_size=136, architectures=["Qwen3MoeForCausalLM"])
 
 
@@ -21,13 +30,22 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a release, as torch reads them: safetensors knows no FP8 for numpy."""
     dtypes = {torch.float8_e4m3fn: FP8, torch.bfloat16: BF16, torch.float32: F32}
     tensors = {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
-    return {name: values.contiguous().view(torch.uint8).numpy().view(dtypes[values.dtype]) for name, values in tensors.items()}
+    return {
+        name: values.contiguous().view(torch.uint8).numpy().view(dtypes[values.dtype])
+        for name, values in tensors.items()
+    }
 
 
 def by_definition(tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, scales and the values that they mean: amax / 448 of each block of 128 × 128, block by block (deepseek-ai/DeepSeek-V3, inference/kernel.py)."""
+    """Codes, scales and the values that they mean: amax / 448 of each block of 128 × 128, block by block
+    (deepseek-ai/DeepSeek-V3, inference/kernel.py).
+    """
     values = tensor.astype(F32)
-    codes, scales, meant = np.empty(values.shape, FP8), np.empty([-(-n // 128) for n in values.shape], F32), np.empty_like(values)
+    codes, scales, meant = (
+        np.empty(values.shape, FP8),
+        np.empty([-(-n // 128) for n in values.shape], F32),
+        np.empty_like(values),
+    )
     for row, column in np.ndindex(scales.shape):
         at = slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128)
         scales[row, column] = np.abs(values[at]).max() / np.float32(448)
@@ -51,47 +69,78 @@ def check(made: dict[str, np.ndarray], tensors: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype", "unit"), [(MODEL, BF16, "128MiB"), (MODEL, F32, "300000"), (MOE, BF16, "200000")], ids=["one unit", "blocks", "experts"]
+    ("model", "dtype", "unit"),
+    [(MODEL, BF16, "128MiB"), (MODEL, F32, "300000"), (MOE, BF16, "200000")],
+    ids=["one unit", "blocks", "experts"],
 )
 def test_from_a_release(tmp_path: Path, model: dict, dtype: np.dtype, unit: str) -> None:
     """In units of a few blocks of rows, or of whole tensors: the same. `config.json` says what isn't quantised."""
     tensors = random_tensors(model, dtype)
     source = save(tmp_path / "hf", model, tensors)
-    assert call("quantize", "--format", "fp8", "--source", source, "--output", tmp_path / "fp8", "--unit_bytes", unit) == 0
+    assert (
+        call("quantize", "--format", "fp8", "--source", source, "--output", tmp_path / "fp8", "--unit_bytes", unit) == 0
+    )
     check(read_tensors(tmp_path / "fp8"), tensors)
     config = read_config(tmp_path / "fp8")["quantization_config"]
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
-    kept = {"lm_head"} & {name.removesuffix(".weight") for name in tensors} | {n.removesuffix(".weight") for n in tensors if n.endswith(".gate.weight")}
+    kept = {"lm_head"} & {name.removesuffix(".weight") for name in tensors} | {
+        n.removesuffix(".weight") for n in tensors if n.endswith(".gate.weight")
+    }
     assert set(config["modules_to_not_convert"]) == kept
 
 
-@pytest.mark.parametrize(("model", "scan"), [(MODEL, "true"), (MOE, "true"), (MODEL, "false")], ids=["scanned", "experts", "unscanned"])
+@pytest.mark.parametrize(
+    ("model", "scan"), [(MODEL, "true"), (MOE, "true"), (MODEL, "false")], ids=["scanned", "experts", "unscanned"]
+)
 @pytest.mark.parametrize("unit", ["128MiB", "700000"])
 def test_from_a_checkpoint_in_one_pass(tmp_path: Path, model: dict, scan: str, unit: str) -> None:
-    """A float32 checkpoint's values aren't rounded before they are quantised: the codes of the release that it was made of."""
+    """A float32 checkpoint's values aren't rounded before they are quantised: the codes of the release that it was made
+    of.
+    """
     tensors = random_tensors(model, F32)
     name = {"llama": "llama2-7b"}.get(model["model_type"])
     model_name = ("--maxtext_model", name) if name else ()
-    step = convert(save(tmp_path / "hf", model, tensors), tmp_path / "ckpt", "--save_dtype", "float32", "--scan_layers", scan, *model_name, "--mesh", "fsdp=2")
+    step = convert(
+        save(tmp_path / "hf", model, tensors),
+        tmp_path / "ckpt",
+        "--save_dtype",
+        "float32",
+        "--scan_layers",
+        scan,
+        *model_name,
+        "--mesh",
+        "fsdp=2",
+    )
     assert call("quantize", "--source", step, "--output", tmp_path / "fp8", "--unit_bytes", unit) == 0
     made = read_tensors(tmp_path / "fp8")
-    scaled = {name for name in tensors if "q_proj" in name} if name else set()  # the query's factor is folded in and out, which rounds a float32
-    check({n: v for n, v in made.items() if n.removesuffix("_scale_inv") not in scaled}, {n: v for n, v in tensors.items() if n not in scaled})
+    # the query's factor is folded in and out, which rounds a float32
+    scaled = {name for name in tensors if "q_proj" in name} if name else set()
+    check(
+        {n: v for n, v in made.items() if n.removesuffix("_scale_inv") not in scaled},
+        {n: v for n, v in tensors.items() if n not in scaled},
+    )
     for name in scaled:
         meant = by_definition(tensors[name])[2]
         np.testing.assert_allclose(
-            made[name].astype(F32) * np.repeat(np.repeat(made[f"{name}_scale_inv"], 128, 0), 128, 1)[: meant.shape[0], : meant.shape[1]], meant, rtol=0.13
+            made[name].astype(F32)
+            * np.repeat(np.repeat(made[f"{name}_scale_inv"], 128, 0), 128, 1)[: meant.shape[0], : meant.shape[1]],
+            meant,
+            rtol=0.13,
         )
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    """FP8 to float32 or bfloat16 and again: the same codes; from float32 the same scales, too. Our own convert reads what the codes mean."""
+    """FP8 to float32 or bfloat16 and again: the same codes; from float32 the same scales, too. Our own convert reads
+    what the codes mean.
+    """
     tensors = random_tensors(MODEL, BF16)
     source = save(tmp_path / "hf", MODEL, tensors)
     wb.quantize(str(source), str(tmp_path / "fp8"), progress=False)
     first = read_tensors(tmp_path / "fp8")
     for dtype in ("float32", "bfloat16"):
-        assert call("dequantize", "--source", tmp_path / "fp8", "--output", tmp_path / dtype, "--save_dtype", dtype) == 0
+        assert (
+            call("dequantize", "--source", tmp_path / "fp8", "--output", tmp_path / dtype, "--save_dtype", dtype) == 0
+        )
         assert call("quantize", "--source", tmp_path / dtype, "--output", tmp_path / f"again-{dtype}") == 0
         again = read_tensors(tmp_path / f"again-{dtype}")
         for name, values in first.items():
@@ -106,30 +155,53 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 def masters(folder: Path, model: dict) -> tuple[Path, dict[str, np.ndarray]]:
     """A release in FP8 as one is made of float32 masters, whose scales bfloat16 values don't tell, and its tensors."""
-    tensors = {name: values if "_proj" in name else values.astype(BF16) for name, values in random_tensors(model, F32).items()}
+    tensors = {
+        name: values if "_proj" in name else values.astype(BF16) for name, values in random_tensors(model, F32).items()
+    }
     source = save(folder / "masters", model, tensors)
     wb.quantize(str(source), str(folder / "fp8"), progress=False)
     return folder / "fp8", read_tensors(folder / "fp8")
 
 
-@pytest.mark.parametrize(("model", "unit"), [(MODEL, "128MiB"), pytest.param(MOE, "200000", marks=pytest.mark.slow)], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("model", "unit"),
+    [(MODEL, "128MiB"), pytest.param(MOE, "200000", marks=pytest.mark.slow)],
+    ids=["dense", "experts"],
+)
 def test_scales_of_a_release_come_back(tmp_path: Path, model: dict, unit: str) -> None:
-    """FP8 -> bfloat16 -> FP8 like the release: every byte of every tensor, and its `quantization_config`. A block that was touched has a scale of its own."""
+    """FP8 -> bfloat16 -> FP8 like the release: every byte of every tensor, and its `quantization_config`. A block that
+    was touched has a scale of its own.
+    """
     fp8, stored = masters(tmp_path, model)
     assert call("dequantize", fp8, tmp_path / "bf16", "--save_dtype", "bfloat16") == 0
     assert call("quantize", tmp_path / "bf16", tmp_path / "without") == 0
     without = read_tensors(tmp_path / "without")
-    assert [name for name in stored if name.endswith("_scale_inv") and without[name].tobytes() != stored[name].tobytes()]
+    assert [
+        name for name in stored if name.endswith("_scale_inv") and without[name].tobytes() != stored[name].tobytes()
+    ]
     assert call("quantize", tmp_path / "bf16", tmp_path / "again", "--like", fp8, "--unit_bytes", unit) == 0
     again = read_tensors(tmp_path / "again")
-    assert {name: values.tobytes() for name, values in again.items()} == {name: values.tobytes() for name, values in stored.items()}
+    assert {name: values.tobytes() for name, values in again.items()} == {
+        name: values.tobytes() for name, values in stored.items()
+    }
     assert read_config(tmp_path / "again")["quantization_config"] == read_config(fp8)["quantization_config"]
 
     name = next(name for name, values in stored.items() if values.dtype == FP8 and min(values.shape) > 128)
     tensors = read_tensors(tmp_path / "bf16")
     tensors[name] = tensors[name].copy()
     tensors[name][130, 5] *= 3
-    assert call("quantize", save(tmp_path / "tuned", model, tensors), tmp_path / "touched", "--like", fp8, "--unit_bytes", unit) == 0
+    assert (
+        call(
+            "quantize",
+            save(tmp_path / "tuned", model, tensors),
+            tmp_path / "touched",
+            "--like",
+            fp8,
+            "--unit_bytes",
+            unit,
+        )
+        == 0
+    )
     touched = read_tensors(tmp_path / "touched")
     codes, scales, _ = by_definition(tensors[name])
     wanted = stored[f"{name}_scale_inv"].copy()
@@ -141,7 +213,9 @@ def test_scales_of_a_release_come_back(tmp_path: Path, model: dict, unit: str) -
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_scales_of_a_release_come_back_from_a_checkpoint(tmp_path: Path, dtype: str) -> None:
-    """A dequantised Orbax checkpoint, like the release in FP8 that it was made of: its bytes, where a factor was folded into the query, too."""
+    """A dequantised Orbax checkpoint, like the release in FP8 that it was made of: its bytes, where a factor was folded
+    into the query, too.
+    """
     fp8, stored = masters(tmp_path, MODEL)
     step = convert(fp8, tmp_path / "ckpt", "--save_dtype", dtype, "--maxtext_model", "llama2-7b")
     assert call("quantize", step, tmp_path / "again", "--like", fp8) == 0
@@ -175,9 +249,15 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--source", tmp_path / "none"], "none"),
         (["--source", source, "--format", "int3"], "invalid choice"),
         (["--source", source, "--like", plain], "isn't quantised"),
-        (["--source", source, "--step", "3", "--maxtext_model", "x"], "--maxtext_model, --step: of an Orbax checkpoint"),
+        (
+            ["--source", source, "--step", "3", "--maxtext_model", "x"],
+            "--maxtext_model, --step: of an Orbax checkpoint",
+        ),
         (["--source", source, "--create_pr"], "only the hub has pull requests"),
-        (["--source", save(tmp_path / "less", LLAMA, less), "--like", tmp_path / "fp8"], "model.layers.1.mlp.up_proj.weight"),
+        (
+            ["--source", save(tmp_path / "less", LLAMA, less), "--like", tmp_path / "fp8"],
+            "model.layers.1.mlp.up_proj.weight",
+        ),
     ):
         try:
             status = call("quantize", *arguments, "--output", tmp_path / "out")

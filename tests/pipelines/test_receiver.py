@@ -31,9 +31,13 @@ def port(changed: queue.SimpleQueue[str]) -> Iterator[int]:
 
 
 def post(port: int, name: object, secret: bytes) -> int:
-    content = json.dumps(dict(event=dict(action="update", scope="repo.content"), repo=dict(type="model", name=name))).encode()
+    content = json.dumps(
+        dict(event=dict(action="update", scope="repo.content"), repo=dict(type="model", name=name))
+    ).encode()
     with socket.create_connection(("127.0.0.1", port), timeout=5) as sender:
-        sender.sendall(b"POST / HTTP/1.1\r\nX-Webhook-Secret: %b\r\nContent-Length: %d\r\n\r\n%b" % (secret, len(content), content))
+        sender.sendall(
+            b"POST / HTTP/1.1\r\nX-Webhook-Secret: %b\r\nContent-Length: %d\r\n\r\n%b" % (secret, len(content), content)
+        )
         return int(sender.makefile("rb").readline().split()[1])
 
 
@@ -64,7 +68,9 @@ def test_senders_that_never_end_keep_nobody_out(port: int, changed: queue.Simple
         assert slow[0].recv(1) == b""  # hung up on
 
 
-def test_a_request_has_a_deadline_however_it_trickles(port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_has_a_deadline_however_it_trickles(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A byte at a time would begin a time-out of single reads anew for ever."""
     monkeypatch.setattr(receiver, "DEADLINE", 1.0)
     begun = time.monotonic()
@@ -83,13 +89,17 @@ def test_a_request_has_a_deadline_however_it_trickles(port: int, monkeypatch: py
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("secret", "status"), [(SECRET.encode(), 202), (b"wrong", 401), (b"w\xe9ird", 401), (b"", 401)])
+@pytest.mark.parametrize(
+    ("secret", "status"), [(SECRET.encode(), 202), (b"wrong", 401), (b"w\xe9ird", 401), (b"", 401)]
+)
 def test_a_secret_is_bytes(port: int, secret: bytes, status: int) -> None:
     """One with a letter that isn't ASCII is sent in UTF-8, and was always turned away."""
     assert post(port, "acme/tiny", secret) == status
 
 
-@pytest.mark.parametrize("name", ["acme/../../../../usr", "../x", "acme/..", "/etc", "acme/a/b", "", 7, None, "acme/\x1b[31m"])
+@pytest.mark.parametrize(
+    "name", ["acme/../../../../usr", "../x", "acme/..", "/etc", "acme/a/b", "", 7, None, "acme/\x1b[31m"]
+)
 def test_a_name_that_would_lead_elsewhere_is_refused(port: int, name: object, changed: queue.SimpleQueue[str]) -> None:
     assert post(port, name, SECRET.encode()) == 400
     assert changed.empty()

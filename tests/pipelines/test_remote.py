@@ -1,4 +1,5 @@
-"""From the hub and from buckets: the command as a user runs it, against servers that behave like the real ones, and badly too.
+"""From the hub and from buckets: the command as a user runs it, against servers that behave like the real ones, and
+badly too.
 
 Every command is a process of its own; it finds the servers by its environment alone.
 """
@@ -17,7 +18,19 @@ from pathlib import Path
 import pytest
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
-from support import BF16, HERE, QWEN3_MOE, assert_same_bits, convert, digests, random_tensors, reference, restore, save, split
+from support import (
+    BF16,
+    HERE,
+    QWEN3_MOE,
+    assert_same_bits,
+    convert,
+    digests,
+    random_tensors,
+    reference,
+    restore,
+    save,
+    split,
+)
 
 MODEL = QWEN3_MOE | dict(hidden_size=128, moe_intermediate_size=64, vocab_size=512)
 SECRET = "hf_a-token-that-nobody-may-see"
@@ -67,7 +80,9 @@ def hub(source: Path) -> Iterator[FakeHub]:
 
 def start(*arguments: str, env: Mapping[str, str]) -> subprocess.Popen:
     command = [sys.executable, "-m", "weightbeam.pipelines.cli", *arguments]
-    return subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE.parent)
+    return subprocess.Popen(
+        command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE.parent
+    )
 
 
 def run(*arguments: str, env: Mapping[str, str], status: int = 0) -> str:
@@ -91,19 +106,28 @@ def steps_in(url: str, env: Mapping[str, str]) -> dict[str, list[str]]:
 
 def ask_orbax(script: str, url: str, env: Mapping[str, str]) -> dict[str, list]:
     path = f"{HERE}{os.pathsep}{HERE.parent}"
-    made = subprocess.run([sys.executable, "-c", script, url], env=os.environ | env | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        [sys.executable, "-c", script, url],
+        env=os.environ | env | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert made.returncode == 0, made.stderr
     return json.loads(made.stdout.splitlines()[-1])
 
 
 def test_from_the_hub_to_a_bucket(gcs: FakeGcs, hub: FakeHub, source: Path, wanted: dict[str, list]) -> None:
-    """Stock Orbax restores the very bits; each byte of the files is read once, in ranges, and the hub is asked once for each file."""
+    """Stock Orbax restores the very bits; each byte of the files is read once, in ranges, and the hub is asked once for
+    each file.
+    """
     env = gcs.env() | hub.env()
     run("convert", "--source", "hf://org/model", "--output", "gs://bucket/ckpt", *OPTIONS, env=env)
     assert restored("gs://bucket/ckpt/0/items", env) == wanted
 
     files = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
-    assert hub.log.counts() == Counter(info=1, resolve=len(files), stat=2, read=3)  # config.json, the index, and config.json to be kept with the checkpoint
+    # config.json, the index, and config.json to be kept with the checkpoint
+    assert hub.log.counts() == Counter(info=1, resolve=len(files), stat=2, read=3)
     assert hub.cdn.log.sent == sum(files.values()) + len(files)  # the last byte of each was read before any work
     assert hub.cdn.log.read_twice() == len(files)
     assert max(entry.sent for entry in hub.cdn.log) < min(files.values())  # no whole file in one request
@@ -131,7 +155,9 @@ def test_reshard_within_a_bucket(gcs: FakeGcs, source: Path, wanted: dict[str, l
     run("reshard", "gs://bucket/ckpt", "gs://bucket/cut", "--mesh", "fsdp=2", "--compression", "zstd", env=env)
     assert restored("gs://bucket/same/0/items", env) == restored("gs://bucket/cut/0/items", env) == wanted
     assert steps_in("gs://bucket/cut", env) == {"0": ["items"]}
-    for name in [name for name in gcs.objects["bucket"] if name.startswith("ckpt/") and name.endswith("commit_success.txt")]:
+    for name in [
+        name for name in gcs.objects["bucket"] if name.startswith("ckpt/") and name.endswith("commit_success.txt")
+    ]:
         del gcs.objects["bucket"][name]
     assert "still being written" in run("reshard", "gs://bucket/ckpt", "gs://bucket/late", env=env, status=2)
 
@@ -163,8 +189,19 @@ def test_faults_everywhere_change_nothing(gcs: FakeGcs, hub: FakeHub, wanted: di
 
 
 def test_a_killed_conversion_in_a_bucket_goes_on(gcs: FakeGcs, source: Path, wanted: dict[str, list]) -> None:
-    """Until its marker is there no reader takes it for a checkpoint; --resume makes the units that are missing, and only those."""
-    arguments = ("convert", "--source", str(source), "--output", "gs://bucket/ckpt", *OPTIONS, "--direct_num_workers", "1")
+    """Until its marker is there no reader takes it for a checkpoint; --resume makes the units that are missing, and
+    only those.
+    """
+    arguments = (
+        "convert",
+        "--source",
+        str(source),
+        "--output",
+        "gs://bucket/ckpt",
+        *OPTIONS,
+        "--direct_num_workers",
+        "1",
+    )
     gcs.fail("slow", seconds=0.1, matching="POST .*process")
     process = start(*arguments, env=gcs.env())
     deadline = time.monotonic() + 120
@@ -213,10 +250,14 @@ def test_from_a_bucket_to_a_folder_and_back(gcs: FakeGcs, source: Path, tmp_path
     ours, theirs = (json.loads((place / "conversion.json").read_bytes()) for place in (tmp_path / "ckpt" / "0", step))
     assert ours["digests"] == theirs["digests"]
     assert all(int(shard["version"]) > 0 and shard["crc32c"] for shard in ours["shards"])
-    assert "15 exact" in run("verify", "--source", "gs://bucket/models/it", "--checkpoint", str(tmp_path / "ckpt"), env=gcs.env())
+    assert "15 exact" in run(
+        "verify", "--source", "gs://bucket/models/it", "--checkpoint", str(tmp_path / "ckpt"), env=gcs.env()
+    )
 
     gcs.fail("slow", seconds=0.05, matching="GET .*safetensors")
-    process = start("convert", "--source", "gs://bucket/models/it", "--output", str(tmp_path / "other"), *OPTIONS, env=gcs.env())
+    process = start(
+        "convert", "--source", "gs://bucket/models/it", "--output", str(tmp_path / "other"), *OPTIONS, env=gcs.env()
+    )
     while not list((tmp_path / "other").glob("0.*.orbax-checkpoint-tmp/plan.json.gz")):
         assert process.poll() is None
         time.sleep(0.01)
@@ -242,7 +283,9 @@ def test_from_a_bucket_to_a_folder_and_back(gcs: FakeGcs, source: Path, tmp_path
     ],
     ids=lambda value: " ".join(value[1::2]) if isinstance(value, tuple) else "",
 )
-def test_what_cant_be_reached_is_said_before_any_work(arguments: tuple[str, ...], message: str, gcs: FakeGcs, hub: FakeHub, source: Path) -> None:
+def test_what_cant_be_reached_is_said_before_any_work(
+    arguments: tuple[str, ...], message: str, gcs: FakeGcs, hub: FakeHub, source: Path
+) -> None:
     hub.add("org/gated", source, gated="manual")
     gcs.forbidden = ("bucket/forbidden",)
     output = () if "--output" in arguments else ("--output", "gs://bucket/ckpt")
@@ -250,12 +293,19 @@ def test_what_cant_be_reached_is_said_before_any_work(arguments: tuple[str, ...]
     assert not gcs.objects["bucket"]
 
 
-@pytest.mark.parametrize("place", ["bucket", pytest.param("hub", marks=pytest.mark.slow), pytest.param("folder", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "place", ["bucket", pytest.param("hub", marks=pytest.mark.slow), pytest.param("folder", marks=pytest.mark.slow)]
+)
 def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Path, wanted: dict[str, list]) -> None:
-    """The source's files are objects of the checkpoint, copied by the store itself where they are in it already; materialised it is an ordinary one."""
+    """The source's files are objects of the checkpoint, copied by the store itself where they are in it already;
+    materialised it is an ordinary one.
+    """
     for path in source.iterdir():
         gcs.put("bucket", f"models/it/{path.name}", path.read_bytes())
-    env, where = gcs.env() | hub.env(), dict(hub="hf://org/model", bucket="gs://bucket/models/it", folder=str(source))[place]
+    env, where = (
+        gcs.env() | hub.env(),
+        dict(hub="hf://org/model", bucket="gs://bucket/models/it", folder=str(source))[place],
+    )
     gcs.log.clear()
     said = run("convert", "--virtual", "--source", where, "--output", "gs://bucket/virtual", env=env)
     assert "the source's own files" in said
@@ -266,14 +316,22 @@ def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Pat
 
     run("materialize", "gs://bucket/virtual", "--output", "gs://bucket/made", "--mesh", "fsdp=4", env=env)
     run("convert", "--source", where, "--output", "gs://bucket/converted", "--mesh", "fsdp=4", env=env)
-    made, converted = (json.loads(gcs.objects["bucket"][f"{name}/0/conversion.json"].data) for name in ("made", "converted"))
+    made, converted = (
+        json.loads(gcs.objects["bucket"][f"{name}/0/conversion.json"].data) for name in ("made", "converted")
+    )
     assert made["digests"] == converted["digests"]
 
-    assert "holds the source" in run("materialize", "gs://bucket/virtual", "--output", "gs://bucket/virtual", "--overwrite", env=env, status=2)
+    assert "holds the source" in run(
+        "materialize", "gs://bucket/virtual", "--output", "gs://bucket/virtual", "--overwrite", env=env, status=2
+    )
 
     name = "virtual/0/items/source/model-00002-of-00003.safetensors"
     held = gcs.objects["bucket"][name].data
-    for changed, message in ((held[:-1] + b"?", "holds other bytes: its crc32c isn't"), (held[:-9], "and had"), (None, "is gone")):
+    for changed, message in (
+        (held[:-1] + b"?", "holds other bytes: its crc32c isn't"),
+        (held[:-9], "and had"),
+        (None, "is gone"),
+    ):
         del gcs.objects["bucket"][name]
         if changed is not None:
             gcs.put("bucket", name, changed)

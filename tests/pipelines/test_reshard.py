@@ -27,7 +27,11 @@ from weightbeam.pipelines.reshard import plan
 from weightbeam.transforms.load import load_of, total
 from weightbeam.transforms.mesh import Mesh, axes_in, model_rules, partition_spec
 
-CASES = [case for case, facts in given().items() if {"scanned", "unscanned"} <= set(facts) and case != "deepseek3-mtp-standalone"]
+CASES = [
+    case
+    for case, facts in given().items()
+    if {"scanned", "unscanned"} <= set(facts) and case != "deepseek3-mtp-standalone"
+]
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 
 
@@ -49,10 +53,13 @@ def weights(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def chunks(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(store.chunk_layout.read_chunk.shape or ()) for key, store in open_arrays(find_items(checkpoint)).items()}
+    return {
+        key: tuple(store.chunk_layout.read_chunk.shape or ())
+        for key, store in open_arrays(find_items(checkpoint)).items()
+    }
 
 
-# --- MaxText's training states ---------------------------------------------------------------------------------------------------
+# --- MaxText's training states ----------------------------------------------------------------------------------------
 
 
 @needs_shared
@@ -73,7 +80,9 @@ def test_a_training_state_keeps_every_bit(tmp_path: Path, run: str, options: tup
     step = reshard(source, tmp_path / "out", *options)
     assert_same_bits(arrays(step), arrays(source))
     got, wanted = (json.loads(find_items(place).read("_METADATA"))["tree_metadata"] for place in (step, source))
-    assert {path: entry["key_metadata"] for path, entry in got.items()} == {path: entry["key_metadata"] for path, entry in wanted.items()}
+    assert {path: entry["key_metadata"] for path, entry in got.items()} == {
+        path: entry["key_metadata"] for path, entry in wanted.items()
+    }
     assert step.name == find_items(source).parent.name
     about = json.loads((step / "_CHECKPOINT_METADATA").read_text())
     assert about["custom_metadata"]["scan_layers"] is True
@@ -81,9 +90,22 @@ def test_a_training_state_keeps_every_bit(tmp_path: Path, run: str, options: tup
 
 @needs_shared
 def test_scanned_to_unscanned_is_what_maxtext_makes(tmp_path: Path) -> None:
-    """The weights of a training state, unrolled and in bfloat16: the arrays of `generate_param_only_checkpoint`, bit for bit."""
+    """The weights of a training state, unrolled and in bfloat16: the arrays of `generate_param_only_checkpoint`, bit
+    for bit.
+    """
     like = trained_like(tmp_path / "like", "llama")
-    options = ("--state", "params", "--scan_layers", "false", "--save_dtype", "bfloat16", "--like", like, "--maxtext_model", "llama3.1-8b")
+    options = (
+        "--state",
+        "params",
+        "--scan_layers",
+        "false",
+        "--save_dtype",
+        "bfloat16",
+        "--like",
+        like,
+        "--maxtext_model",
+        "llama3.1-8b",
+    )
     step = reshard(SHARED / "trained" / "llama-fsdp8", tmp_path / "out", *options)
     assert_same_bits(weights(step), weights(SHARED / "trained" / "llama-fsdp8-paramonly-unscanned"))
     tree = restore(step)  # MaxText's TrainState of parameters alone
@@ -93,11 +115,15 @@ def test_scanned_to_unscanned_is_what_maxtext_makes(tmp_path: Path) -> None:
 
 @needs_shared
 def test_post_training_goes_back_to_params(tmp_path: Path) -> None:
-    """An nnx tree with `.value` leaves and layers apart becomes scanned `params.params`: the weights of the run that it came from."""
+    """An nnx tree with `.value` leaves and layers apart becomes scanned `params.params`: the weights of the run that it
+    came from.
+    """
     like = trained_like(tmp_path / "like", "llama")
     options = ("--state", "params", "--scan_layers", "true", "--like", like, "--maxtext_model", "llama3.1-8b")
     step = reshard(SHARED / "trained" / "llama-fsdp8-paramonly-unscanned", tmp_path / "out", *options)
-    wanted = {key: values.astype(ml_dtypes.bfloat16) for key, values in weights(SHARED / "trained" / "llama-fsdp8").items()}
+    wanted = {
+        key: values.astype(ml_dtypes.bfloat16) for key, values in weights(SHARED / "trained" / "llama-fsdp8").items()
+    }
     assert_same_bits(weights(step), wanted)
 
 
@@ -111,7 +137,8 @@ def test_a_training_state_there_and_back(tmp_path: Path) -> None:
     held = arrays(apart)
     before = arrays(source)
     np.testing.assert_array_equal(
-        held["opt_state.0.mu.params.decoder.layers_2.mlp.wi_0.kernel"], before["opt_state.0.mu.params.decoder.layers.mlp.wi_0.kernel"][:, 2]
+        held["opt_state.0.mu.params.decoder.layers_2.mlp.wi_0.kernel"],
+        before["opt_state.0.mu.params.decoder.layers.mlp.wi_0.kernel"][:, 2],
     )
     key = "nnx_aux.model.decoder.{}.dropout.rngs.dropout.key"
     np.testing.assert_array_equal(held[key.format("layers_3")], before[key.format("layers")][3])
@@ -120,14 +147,18 @@ def test_a_training_state_there_and_back(tmp_path: Path) -> None:
     back = reshard(other, tmp_path / "back", "--param_scan_axis", "1", *said)
     assert_same_bits(arrays(back), before)
     got, wanted = (json.loads(find_items(place).read("_METADATA"))["tree_metadata"] for place in (back, source))
-    assert {path: entry["key_metadata"] for path, entry in got.items()} == {path: entry["key_metadata"] for path, entry in wanted.items()}
+    assert {path: entry["key_metadata"] for path, entry in got.items()} == {
+        path: entry["key_metadata"] for path, entry in wanted.items()
+    }
 
 
 @needs_shared
 def test_dtypes_of_weights_and_moments_apart(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Each once rounded; counters and random keys stay what they are."""
     source = SHARED / "trained" / "llama-fsdp8"
-    step = reshard(source, tmp_path / "out", "--save_dtype", "bfloat16", "--moment_dtype", "float32", "--mesh", "fsdp=2")
+    step = reshard(
+        source, tmp_path / "out", "--save_dtype", "bfloat16", "--moment_dtype", "float32", "--mesh", "fsdp=2"
+    )
     before, after = arrays(source), arrays(step)
     for key, values in before.items():
         wanted = values.astype(ml_dtypes.bfloat16) if key.startswith("params.") else values
@@ -137,12 +168,16 @@ def test_dtypes_of_weights_and_moments_apart(tmp_path: Path, capsys: pytest.Capt
     assert set(record["lossy"].values()) == {"float32, rounded to bfloat16"}
 
 
-# --- every family, scanned and unscanned ------------------------------------------------------------------------------------------
+# --- every family, scanned and unscanned ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * bool(number % 3)) for number, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * bool(number % 3)) for number, case in enumerate(CASES)]
+)
 def test_every_family_is_restacked(generated: Path, tmp_path: Path, case: str) -> None:
-    """Our scanned checkpoint, taken apart, has MaxText's own unscanned bits; stacked again, its scanned ones. The record says which model it is."""
+    """Our scanned checkpoint, taken apart, has MaxText's own unscanned bits; stacked again, its scanned ones. The
+    record says which model it is.
+    """
     facts = given()[case]
     options = () if facts["maxtext_model"] is None else ("--maxtext_model", facts["maxtext_model"])
     convert(generated / "cases" / case, tmp_path / "ckpt", *options)
@@ -150,13 +185,15 @@ def test_every_family_is_restacked(generated: Path, tmp_path: Path, case: str) -
     apart = reshard(tmp_path / "ckpt", tmp_path / "apart", "--scan_layers", "false", "--state", "params")
     convert(generated / "cases" / case, tmp_path / "wanted", "--scan_layers", "false", *options)
     assert_same_bits(restore(apart), restore(tmp_path / "wanted" / "0"))
-    assert yaml.safe_load((apart / "maxtext.yml").read_text()) == yaml.safe_load((tmp_path / "wanted" / "0" / "maxtext.yml").read_text())
+    assert yaml.safe_load((apart / "maxtext.yml").read_text()) == yaml.safe_load(
+        (tmp_path / "wanted" / "0" / "maxtext.yml").read_text()
+    )
     back = reshard(apart, tmp_path / "back", "--scan_layers", "true", "--mesh", "fsdp=2")
     assert digests(restore(back)) == digests(scanned)
     assert main(["verify", "--source", str(generated / "cases" / case), "--checkpoint", str(back)]) == 0
 
 
-# --- anyone's checkpoints ---------------------------------------------------------------------------------------------------------
+# --- anyone's checkpoints ---------------------------------------------------------------------------------------------
 
 
 class State(NamedTuple):
@@ -185,14 +222,20 @@ def state() -> State:
 @pytest.mark.parametrize("use_zarr3", [True, False])
 @pytest.mark.parametrize("use_ocdbt", [True, False])
 def test_any_tree_in_any_storage(tmp_path: Path, use_ocdbt: bool, use_zarr3: bool) -> None:
-    """Stock Orbax restores the same tree, of the same types, from the copy: chunks copied, cut anew, and in the other storage."""
+    """Stock Orbax restores the same tree, of the same types, from the copy: chunks copied, cut anew, and in the other
+    storage.
+    """
     tree = state()
     if not use_zarr3:
-        tree = tree._replace(weights={name: values for name, values in tree.weights.items() if name not in ("int4", "float8_e8m0fnu")})
+        tree = tree._replace(
+            weights={name: values for name, values in tree.weights.items() if name not in ("int4", "float8_e8m0fnu")}
+        )
     source = stock(tmp_path / "source", tree, use_ocdbt, use_zarr3)
     wanted = arrays(source)
     restored = ocp.PyTreeCheckpointer().restore(source / "7" / "items")
-    for number, options in enumerate([(), ("--mesh", "fsdp=2", "--compression", "zstd"), ("--use_ocdbt", str(not use_ocdbt).lower())]):
+    for number, options in enumerate(
+        [(), ("--mesh", "fsdp=2", "--compression", "zstd"), ("--use_ocdbt", str(not use_ocdbt).lower())]
+    ):
         step = reshard(source, tmp_path / f"out{number}", *options)
         assert step.name == "7"
         assert_same_bits(arrays(step), wanted)
@@ -204,12 +247,17 @@ def test_any_tree_in_any_storage(tmp_path: Path, use_ocdbt: bool, use_zarr3: boo
 
 def test_random_keys_stay_random_keys(tmp_path: Path) -> None:
     """What makes numbers a key lies in `array_metadatas`: it comes along, also where the array is cut anew."""
-    tree = {"params": {"w": jnp.ones((4, 4))}, "rng": {"dropout": jax.random.key(3), "many": jax.random.split(jax.random.key(1, impl="rbg"), 6)}}
+    tree = {
+        "params": {"w": jnp.ones((4, 4))},
+        "rng": {"dropout": jax.random.key(3), "many": jax.random.split(jax.random.key(1, impl="rbg"), 6)},
+    }
     source = stock(tmp_path / "source", tree)
     for options in ((), ("--compression", "none")):
         step = reshard(source, tmp_path / f"out{len(options)}", *options)
         got = ocp.PyTreeCheckpointer().restore(
-            step / "items", item=jax.tree.map(lambda x: x, tree), restore_args=ocp.checkpoint_utils.construct_restore_args(tree)
+            step / "items",
+            item=jax.tree.map(lambda x: x, tree),
+            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
         )
         for name, key in tree["rng"].items():
             assert got["rng"][name].dtype == key.dtype
@@ -243,11 +291,15 @@ def test_a_state_of_optax_there_and_back(tmp_path: Path) -> None:
     typed = ocp.PyTreeCheckpointer().restore(back / "items", item=tree)
     assert jax.tree.structure(typed) == jax.tree.structure(tree)
     weights_only = reshard(source, tmp_path / "weights", "--state", "params", "--save_dtype", "bfloat16")
-    assert {key: values.dtype.name for key, values in restore(weights_only).items()} == dict.fromkeys(scanned, "bfloat16")
+    assert {key: values.dtype.name for key, values in restore(weights_only).items()} == dict.fromkeys(
+        scanned, "bfloat16"
+    )
 
 
 def test_large_chunks_are_decoded_once_into_files(tmp_path: Path) -> None:
-    """Compressed chunks with all layers in each, far larger than a unit: the same bits, and nothing is left beside them."""
+    """Compressed chunks with all layers in each, far larger than a unit: the same bits, and nothing is left beside
+    them.
+    """
     folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     scanned = restore(convert(folder, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32"))
     source = stock(tmp_path / "source", adamw(scanned))
@@ -264,20 +316,39 @@ def test_other_items_come_along(tmp_path: Path) -> None:
     """The data iterator of a run: byte for byte with the whole state, not with the weights alone."""
     tree = {"params": {"params": {"decoder": {"decoder_norm": {"scale": jnp.ones(8)}}}}, "step": jnp.int32(7)}
     with ocp.CheckpointManager(tmp_path / "run", item_names=("items", "iter")) as run:
-        run.save(3, args=ocp.args.Composite(items=ocp.args.PyTreeSave(tree), iter=ocp.args.JsonSave({"worker": 5, "shuffled": True})))
+        run.save(
+            3,
+            args=ocp.args.Composite(
+                items=ocp.args.PyTreeSave(tree), iter=ocp.args.JsonSave({"worker": 5, "shuffled": True})
+            ),
+        )
     reshard(tmp_path / "run", tmp_path / "out")
-    restored = ocp.CheckpointManager(tmp_path / "out", item_names=("items", "iter")).restore(3, args=ocp.args.Composite(iter=ocp.args.JsonRestore()))
+    restored = ocp.CheckpointManager(tmp_path / "out", item_names=("items", "iter")).restore(
+        3, args=ocp.args.Composite(iter=ocp.args.JsonRestore())
+    )
     assert restored["iter"] == {"worker": 5, "shuffled": True}
     assert not (reshard(tmp_path / "run", tmp_path / "weights", "--state", "params") / "iter").exists()
 
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
-    """After a kill in the middle `--resume` makes the units that are missing, and unpacks what isn't; the result is that of a quiet run."""
+    """After a kill in the middle `--resume` makes the units that are missing, and unpacks what isn't; the result is
+    that of a quiet run.
+    """
     folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     scanned = restore(convert(folder, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32"))
     source = stock(tmp_path / "source", adamw(scanned))
     options = ["--scan_layers", "false", "--like", str(folder), "--maxtext_model", "llama2-7b", "--unit_bytes", "20000"]
-    command = [sys.executable, "-m", "weightbeam.pipelines.cli", "reshard", str(source), str(tmp_path / "out"), *options, "--direct_num_workers", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "weightbeam.pipelines.cli",
+        "reshard",
+        str(source),
+        str(tmp_path / "out"),
+        *options,
+        "--direct_num_workers",
+        "1",
+    ]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         while not list((tmp_path / "out").glob("7.*/units/*/*.json")) and process.poll() is None:
             time.sleep(0.01)
@@ -301,10 +372,20 @@ def test_one_host_reads_what_it_owns(tmp_path: Path) -> None:
     assert 48 % (8 * length) == 0
 
 
-@pytest.mark.parametrize(("meshes", "layout"), [(("fsdp=8", "fsdp=4,tensor=2"), "true"), (("fsdp=16",), "false"), (("fsdp=2,tensor=4",), "true")])
+@pytest.mark.parametrize(
+    ("meshes", "layout"),
+    [(("fsdp=8", "fsdp=4,tensor=2"), "true"), (("fsdp=16",), "false"), (("fsdp=2,tensor=4",), "true")],
+)
 def test_each_host_reads_what_it_needs(tmp_path: Path, meshes: tuple[str, ...], layout: str) -> None:
     """Load amplification 1.0 on each mesh that was asked for, from chunks that were for another one."""
-    convert(save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--mesh", "fsdp=32")
+    convert(
+        save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)),
+        tmp_path / "ckpt",
+        "--maxtext_model",
+        "llama2-7b",
+        "--mesh",
+        "fsdp=32",
+    )
     options = ("--scan_layers", layout, *(word for mesh in meshes for word in ("--mesh", mesh)))
     step = reshard(tmp_path / "ckpt", tmp_path / "out", *options)
     axes, rules = json.loads((step / "conversion.json").read_text())["axes"], model_rules("llama2-7b")
@@ -315,7 +396,9 @@ def test_each_host_reads_what_it_needs(tmp_path: Path, meshes: tuple[str, ...], 
 
 
 def test_a_virtual_checkpoint_is_a_source_like_any_other(tmp_path: Path) -> None:
-    """Its chunks are ranges of the release's files; the copy refers to none, and has the values that `materialize` writes."""
+    """Its chunks are ranges of the release's files; the copy refers to none, and has the values that `materialize`
+    writes.
+    """
     folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     convert(folder, tmp_path / "virtual", "--maxtext_model", "llama2-7b", "--virtual", "--param_scan_axis", "0")
     assert main(["materialize", str(tmp_path / "virtual"), str(tmp_path / "wanted")]) == 0
@@ -328,7 +411,9 @@ def test_a_virtual_checkpoint_is_a_source_like_any_other(tmp_path: Path) -> None
 
 def test_a_damaged_source_isnt_copied(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A bit that flipped since the checkpoint was written, in chunks that nothing protects: the record's digests tell."""
-    step = convert(save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
+    step = convert(
+        save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), tmp_path / "ckpt", "--maxtext_model", "llama2-7b"
+    )
     data = max((step / "items").glob("ocdbt.process_*/d/*"), key=lambda path: path.stat().st_size)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
@@ -338,7 +423,7 @@ def test_a_damaged_source_isnt_copied(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "out" / "0").exists()
 
 
-# --- what can't be done -----------------------------------------------------------------------------------------------------------
+# --- what can't be done -----------------------------------------------------------------------------------------------
 
 
 def test_what_cant_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,6 @@
-"""The checkpoint is Orbax's: every stock way to restore one restores ours, whatever its chunks, on one device, on eight and on sixteen."""
+"""The checkpoint is Orbax's: every stock way to restore one restores ours, whatever its chunks, on one device, on eight
+and on sixteen.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,16 @@ FORMATS = {
     "ocdbt, zarr3, many units": ["--unit_bytes", "100000"],
     "folders, zarr2": ["--use_ocdbt", "false", "--use_zarr3", "false", "--mesh", "fsdp=8"],
     "for any mesh": [],
-    "for three meshes": ["--mesh", "fsdp=16", "--mesh", "expert=4,fsdp=2", "--mesh", "tensor=8", "--compression", "zstd"],
+    "for three meshes": [
+        "--mesh",
+        "fsdp=16",
+        "--mesh",
+        "expert=4,fsdp=2",
+        "--mesh",
+        "tensor=8",
+        "--compression",
+        "zstd",
+    ],
 }
 MESHES = ["1x1", "4x2", "16x1", "4x4"]
 WAYS = [
@@ -50,7 +61,10 @@ RESHARDED = {
 def steps(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same model in several formats and grids, and once as stock Orbax writes it."""
     folder = tmp_path_factory.mktemp("formats")
-    made = {name: convert(generated / "cases" / CASE, folder / str(i), *options) for i, (name, options) in enumerate(FORMATS.items())}
+    made = {
+        name: convert(generated / "cases" / CASE, folder / str(i), *options)
+        for i, (name, options) in enumerate(FORMATS.items())
+    }
     for name, options in RESHARDED.items():
         assert main(["reshard", str(made["ocdbt, zarr3"]), str(folder / name), *options]) == 0
         made[name] = folder / name / "0"
@@ -62,7 +76,11 @@ def steps(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def restore_all(steps: dict[str, Path], mesh: str, devices: int) -> dict[str, dict]:
     """What `restore_ways.py` tells of each checkpoint."""
-    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(HERE),
+        "JAX_PLATFORMS": "cpu",
+    }
     script = [sys.executable, str(HERE / "pipelines" / "restore_ways.py"), mesh, *map(str, steps.values())]
     ran = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -72,15 +90,22 @@ def restore_all(steps: dict[str, Path], mesh: str, devices: int) -> dict[str, di
 
 def test_the_grids_are_different(steps: dict[str, Path]) -> None:
     """Whole arrays, chunks, and chunks packed into shards: what is restored below isn't always the same."""
-    kinds = {name: {(array.spec.chunk, array.spec.shard) for array in read_arrays(find_items(step))} for name, step in steps.items()}
+    kinds = {
+        name: {(array.spec.chunk, array.spec.shard) for array in read_arrays(find_items(step))}
+        for name, step in steps.items()
+    }
     assert len({frozenset(kind) for kind in kinds.values()}) >= len(FORMATS)
     assert any(chunk != shard for chunk, shard in kinds["for any mesh"])
     assert not any(chunk != shard for chunk, shard in kinds["for three meshes"])
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * bool(number)) for number, mesh in enumerate(MESHES)])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * bool(number)) for number, mesh in enumerate(MESHES)]
+)
 def test_every_way_to_restore(steps: dict[str, Path], mesh: str) -> None:
-    """MaxText's own bits come out, in the shardings that were asked for, and with no warning that a stock checkpoint doesn't cause too."""
+    """MaxText's own bits come out, in the shardings that were asked for, and with no warning that a stock checkpoint
+    doesn't cause too.
+    """
     devices = math.prod(int(size) for size in mesh.split("x"))
     named = (*FORMATS, *RESHARDED) if mesh == "4x2" else tuple(FORMATS)  # a reshard's results once: each takes a second
     told = restore_all({name: steps[name] for name in (*named, "stock")}, mesh, devices)
@@ -96,9 +121,14 @@ def test_every_way_to_restore(steps: dict[str, Path], mesh: str) -> None:
 
 
 def test_the_tree_is_maxtexts_train_state(steps: dict[str, Path]) -> None:
-    """`step`, `params` and an empty `opt_state`, as in a stock checkpoint of the same tree: the same paths with the same kinds of leaves."""
+    """`step`, `params` and an empty `opt_state`, as in a stock checkpoint of the same tree: the same paths with the
+    same kinds of leaves.
+    """
     stock, ours = (json.loads((steps[name] / "items" / "_METADATA").read_bytes()) for name in ("stock", "ocdbt, zarr3"))
-    kinds = [{path: entry["value_metadata"]["value_type"] for path, entry in tree["tree_metadata"].items()} for tree in (ours, stock)]
+    kinds = [
+        {path: entry["value_metadata"]["value_type"] for path, entry in tree["tree_metadata"].items()}
+        for tree in (ours, stock)
+    ]
     assert kinds[0] == kinds[1]
     keys = [{path: entry["key_metadata"] for path, entry in tree["tree_metadata"].items()} for tree in (ours, stock)]
     assert keys[0] == keys[1]
@@ -106,8 +136,17 @@ def test_the_tree_is_maxtexts_train_state(steps: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_custom_metadata_tells_maxtext_the_layout(generated: Path, tmp_path: Path, scan: bool) -> None:
-    """MaxText looks `scan_layers` up in the custom metadata of what `load_parameters_path` names, the item; Orbax finds it in the step's."""
-    convert(generated / "cases" / "llama3.1", tmp_path / "out", "--maxtext_model", "llama3.1-8b", "--scan_layers", str(scan).lower())
+    """MaxText looks `scan_layers` up in the custom metadata of what `load_parameters_path` names, the item; Orbax finds
+    it in the step's.
+    """
+    convert(
+        generated / "cases" / "llama3.1",
+        tmp_path / "out",
+        "--maxtext_model",
+        "llama3.1-8b",
+        "--scan_layers",
+        str(scan).lower(),
+    )
     with ocp.CheckpointManager(tmp_path / "out") as manager:
         assert manager.metadata(0).custom_metadata["scan_layers"] is scan
     item = json.loads((tmp_path / "out" / "0" / "items" / "_CHECKPOINT_METADATA").read_bytes())

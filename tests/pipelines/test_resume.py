@@ -16,7 +16,21 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from support import BF16, DEEPSEEK, LLAMA, assert_same_bits, call, convert, digests, flatten, random_tensors, reference, restore, save, split
+from support import (
+    BF16,
+    DEEPSEEK,
+    LLAMA,
+    assert_same_bits,
+    call,
+    convert,
+    digests,
+    flatten,
+    random_tensors,
+    reference,
+    restore,
+    save,
+    split,
+)
 
 from weightbeam.formats.ocdbt import ATTEMPT
 from weightbeam.formats.safetensors import open_hf
@@ -42,7 +56,9 @@ def ledger(output: Path) -> dict[str, str]:
 
 
 def stop_after(source: Path, output: Path, units: int, *options: str, by: signal.Signals) -> tuple[int, str]:
-    """Starts a conversion in a process of its own, and stops it when its ledger has this many units; returns its exit status and message."""
+    """Starts a conversion in a process of its own, and stops it when its ledger has this many units; returns its exit
+    status and message.
+    """
     command = [
         sys.executable,
         "-m",
@@ -74,7 +90,9 @@ def kill_after(source: Path, output: Path, units: int, *options: str) -> dict[st
 
 
 def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> None:
-    """Killed twice on the way: the same bits, and no unit whose ledger entry exists is made again; the stages' counters tell."""
+    """Killed twice on the way: the same bits, and no unit whose ledger entry exists is made again; the stages' counters
+    tell.
+    """
     output = tmp_path / "out"
     first = kill_after(source, output, 3)
     second = kill_after(source, output, len(first) + 3, "--resume")
@@ -85,8 +103,14 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     with staging_at(output, 0).hold():  # the killed process's, which is stale
         result = execute(conversion, staging_at(output, 0, conversion.hash), pipeline_options([]), resume=True)
     assert result is not None
-    (written,) = [c.result for c in result.metrics().query()["counters"] if (c.key.metric.namespace, c.key.metric.name) == ("WriteChunks", "bytes")]
-    assert written == sum(math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for unit in rest for job in unit.jobs)
+    (written,) = [
+        c.result
+        for c in result.metrics().query()["counters"]
+        if (c.key.metric.namespace, c.key.metric.name) == ("WriteChunks", "bytes")
+    ]
+    assert written == sum(
+        math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for unit in rest for job in unit.jobs
+    )
     used = {path.name.removeprefix(ATTEMPT) for path in (output / "0" / "items").glob(f"{ATTEMPT}*")}
     assert set(second.values()) <= used
     assert_same_bits(restore(output / "0"), reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16))
@@ -97,12 +121,17 @@ def test_resume_without_a_database(source: Path, tmp_path: Path) -> None:
     """The same for an array a folder, where units write straight to their places."""
     output, options = tmp_path / "out", ["--use_ocdbt", "false", "--use_zarr3", "false"]
     kill_after(source, output, 5, *options)
-    assert_same_bits(restore(convert(source, output, *SMALL, *options, "--resume")), reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16))
+    assert_same_bits(
+        restore(convert(source, output, *SMALL, *options, "--resume")),
+        reference(DEEPSEEK, random_tensors(DEEPSEEK), BF16),
+    )
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_a_polite_stop_says_how_to_go_on(source: Path, tmp_path: Path, by: signal.Signals) -> None:
-    """Ctrl-C and a scheduler's SIGTERM: exit status 130 and 1, one message without a traceback, and `--resume` finishes it."""
+    """Ctrl-C and a scheduler's SIGTERM: exit status 130 and 1, one message without a traceback, and `--resume` finishes
+    it.
+    """
     status, message = stop_after(source, tmp_path / "out", 3, by=by)
     assert status == (130 if by == signal.SIGINT else 1)
     assert "stopped" in message
@@ -114,8 +143,8 @@ def test_a_polite_stop_says_how_to_go_on(source: Path, tmp_path: Path, by: signa
 
 
 def test_what_else_a_stopped_conversion_allows(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without `--resume` it is refused; with other options, or a source that changed, too, and the message says what differs; `--overwrite`
-    starts anew. What was done stays untouched by a refusal.
+    """Without `--resume` it is refused; with other options, or a source that changed, too, and the message says what
+    differs; `--overwrite` starts anew. What was done stays untouched by a refusal.
     """
     output = tmp_path / "out"
     left = kill_after(source, output, 3)
@@ -162,9 +191,10 @@ def test_a_finished_checkpoint_with_another_plan_isnt_taken_for_done(source: Pat
     assert call("convert", "--source", source, "--output", tmp_path / "out", "--scan_layers", "false", "--resume") == 2
 
 
-# --- dying at every file operation ----------------------------------------------------------------------------------------------
+# --- dying at every file operation ------------------------------------------------------------------------------------
 
-# Python tells a hook of every file that is opened, renamed, linked or removed. The n-th of them below the output is the process's last act.
+# Python tells a hook of every file that is opened, renamed, linked or removed. The n-th of them below the output is the
+# process's last act.
 DYING = """
 import os, sys
 from weightbeam.pipelines.cli import main
@@ -195,7 +225,9 @@ for number, output in {jobs!r}:
 
 def run_dying(source: Path, jobs: dict[int, Path], script: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Converts into each folder until the process dies at its n-th file operation there."""
-    text = script.format(jobs=[(number, str(output)) for number, output in jobs.items()], source=str(source), options=[*COARSE, *options])
+    text = script.format(
+        jobs=[(number, str(output)) for number, output in jobs.items()], source=str(source), options=[*COARSE, *options]
+    )
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -218,9 +250,13 @@ SOME_OR_ALL = pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest
 
 @SOME_OR_ALL
 def test_death_at_any_file_operation(tmp_path: Path, every: int) -> None:
-    """After each of them a reader sees no checkpoint or a whole one, `--resume` finishes it, and nothing else is left in the folder."""
+    """After each of them a reader sees no checkpoint or a whole one, `--resume` finishes it, and nothing else is left
+    in the folder.
+    """
     source, wanted = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), reference(LLAMA, random_tensors(LLAMA), BF16)
-    outputs = {number: tmp_path / str(number) for number in range(1, count_operations(source, tmp_path / "all") + 1, every)}
+    outputs = {
+        number: tmp_path / str(number) for number in range(1, count_operations(source, tmp_path / "all") + 1, every)
+    }
     assert len(outputs) * every > 20
     die_at_each(source, outputs)
     faults = {}
@@ -238,10 +274,12 @@ def test_death_at_any_file_operation(tmp_path: Path, every: int) -> None:
 
 @SOME_OR_ALL
 def test_death_while_a_checkpoint_is_replaced(tmp_path: Path, every: int) -> None:
-    """Of the last file operations, the replacement among them: the old checkpoint or the new one is in the folder whole, under some name,
-    and the same command again leaves the new one alone.
+    """Of the last file operations, the replacement among them: the old checkpoint or the new one is in the folder
+    whole, under some name, and the same command again leaves the new one alone.
     """
-    old, new = (save(tmp_path / name, LLAMA, random_tensors(LLAMA, seed=seed)) for seed, name in enumerate(("old", "new")))
+    old, new = (
+        save(tmp_path / name, LLAMA, random_tensors(LLAMA, seed=seed)) for seed, name in enumerate(("old", "new"))
+    )
     before, after = (reference(LLAMA, random_tensors(LLAMA, seed=seed), BF16) for seed in (0, 1))
     convert(old, tmp_path / "out", *COARSE)
     shutil.copytree(tmp_path / "out", tmp_path / "counted")
@@ -270,7 +308,9 @@ def parameters(step: Path) -> dict[str, np.ndarray]:
     return flatten(ocp.PyTreeCheckpointer().restore(step / "items")["params"]["params"])
 
 
-def test_a_second_conversion_into_the_same_output_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_second_conversion_into_the_same_output_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """While another holds the lease: exit 2, in whatever mode, and nothing is touched. Another step is free."""
     output = tmp_path / "out"
     output.mkdir()
@@ -283,14 +323,20 @@ def test_a_second_conversion_into_the_same_output_is_refused(source: Path, tmp_p
     assert [path.name for path in output.iterdir()] == ["1"]
 
 
-def test_other_threads_go_on_with_the_units_there_are(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From and to buckets the size of units follows from the threads: a plan that is staged or published keeps what it was cut for."""
+def test_other_threads_go_on_with_the_units_there_are(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From and to buckets the size of units follows from the threads: a plan that is staged or published keeps what it
+    was cut for.
+    """
     monkeypatch.setattr("weightbeam.transforms.overlap.REMOTE", "/")
     monkeypatch.setattr("weightbeam.transforms.units.LEAST_UNITS", 1)
     monkeypatch.setattr("weightbeam.transforms.units.LEAST_UNIT_BYTES", 1000)
 
     def asked(threads: int) -> int:
-        return call("convert", "--source", source, "--output", tmp_path / "out", "--resume", f"--direct_num_workers={threads}")
+        return call(
+            "convert", "--source", source, "--output", tmp_path / "out", "--resume", f"--direct_num_workers={threads}"
+        )
 
     with monkeypatch.context() as failing:
         failing.setattr("weightbeam.formats.ocdbt.merge", lambda *_: 1 // 0)

@@ -1,4 +1,6 @@
-"""Other engines than the one in this process: the portable job service with a worker of its own, and Dask on two worker processes."""
+"""Other engines than the one in this process: the portable job service with a worker of its own, and Dask on two worker
+processes.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,21 @@ CASE = "qwen3-moe"
 
 def convert(source: Path, output: Path, *options: object) -> None:
     """`weightbeam convert`, as a process of its own."""
-    command = [sys.executable, "-m", "weightbeam.pipelines.convert", "--source", source, "--output", output, "--unit_bytes", 100_000, *options]
-    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "weightbeam.pipelines.convert",
+        "--source",
+        source,
+        "--output",
+        output,
+        "--unit_bytes",
+        100_000,
+        *options,
+    ]
+    done = subprocess.run(
+        [str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -36,12 +51,25 @@ def test_a_job_service_and_a_worker_of_its_own(source: Path, tmp_path: Path) -> 
     """What Flink, Spark and Dataflow do: the job goes to a service by gRPC, and the DoFns run in another process."""
     jobs, workers = free_port(), free_port()
     with ExitStack() as stack:
-        stack.enter_context(running(tmp_path / "jobs.log", sys.executable, "-m", "apache_beam.runners.portability.local_job_service_main", "--port", jobs))
+        stack.enter_context(
+            running(
+                tmp_path / "jobs.log",
+                sys.executable,
+                "-m",
+                "apache_beam.runners.portability.local_job_service_main",
+                "--port",
+                jobs,
+            )
+        )
         pool = (sys.executable, "-m", "apache_beam.runners.worker.worker_pool_main", "--service_port", workers)
         stack.enter_context(running(tmp_path / "workers.log", *pool))
         listening(jobs)
         listening(workers)
-        service = (f"--job_endpoint=localhost:{jobs}", "--environment_type=EXTERNAL", f"--environment_config=localhost:{workers}")
+        service = (
+            f"--job_endpoint=localhost:{jobs}",
+            "--environment_type=EXTERNAL",
+            f"--environment_config=localhost:{workers}",
+        )
         convert(source, tmp_path / "out", "--runner=PortableRunner", *service)
     check(tmp_path / "out")
 
@@ -51,11 +79,37 @@ def test_dask_on_two_worker_processes(source: Path, tmp_path: Path) -> None:
     """A scheduler and two workers of one thread each."""
     port = free_port()
     with ExitStack() as stack:
-        stack.enter_context(running(tmp_path / "scheduler.log", sys.executable, "-m", "distributed.cli.dask_scheduler", "--port", port, "--no-dashboard"))
+        stack.enter_context(
+            running(
+                tmp_path / "scheduler.log",
+                sys.executable,
+                "-m",
+                "distributed.cli.dask_scheduler",
+                "--port",
+                port,
+                "--no-dashboard",
+            )
+        )
         listening(port)
         for number in range(2):
-            worker = (sys.executable, "-m", "distributed.cli.dask_worker", f"localhost:{port}", "--nthreads", 1, "--no-dashboard", "--no-nanny")
-            stack.enter_context(running(tmp_path / f"worker{number}.log", *worker, "--local-directory", tmp_path / f"dask{number}"))
+            worker = (
+                sys.executable,
+                "-m",
+                "distributed.cli.dask_worker",
+                f"localhost:{port}",
+                "--nthreads",
+                1,
+                "--no-dashboard",
+                "--no-nanny",
+            )
+            stack.enter_context(
+                running(tmp_path / f"worker{number}.log", *worker, "--local-directory", tmp_path / f"dask{number}")
+            )
             wait_for(tmp_path / f"worker{number}.log", "Registered to")
-        convert(source, tmp_path / "out", "--runner=apache_beam.runners.dask.dask_runner.DaskRunner", f"--dask_client_address=localhost:{port}")
+        convert(
+            source,
+            tmp_path / "out",
+            "--runner=apache_beam.runners.dask.dask_runner.DaskRunner",
+            f"--dask_client_address=localhost:{port}",
+        )
     check(tmp_path / "out")

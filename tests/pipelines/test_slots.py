@@ -65,9 +65,27 @@ def test_from_disk_to_disk_units_are_as_large_as_they_may_be() -> None:
 def test_the_command_tells_a_size_that_is_given(source: Path, tmp_path: Path) -> None:
     """`--unit_bytes 128MiB` isn't the default, though it is as large."""
     for given, slots in (((), 2), (("--unit_bytes", "128MiB"), None)):
-        assert call("plan", "--source", source, "--output", tmp_path / "out", "--direct_num_workers=2", "--json", tmp_path / "plan.json", *given) == 0
+        assert (
+            call(
+                "plan",
+                "--source",
+                source,
+                "--output",
+                tmp_path / "out",
+                "--direct_num_workers=2",
+                "--json",
+                tmp_path / "plan.json",
+                *given,
+            )
+            == 0
+        )
         assert json.loads((tmp_path / "plan.json").read_text())["slots"] == slots
-    assert converting.convert(str(source), str(tmp_path / "given"), unit_bytes=int(UNIT_BYTES), progress=False).conversion.slots is None
+    assert (
+        converting.convert(
+            str(source), str(tmp_path / "given"), unit_bytes=int(UNIT_BYTES), progress=False
+        ).conversion.slots
+        is None
+    )
 
 
 @pytest.mark.usefixtures("small")
@@ -86,9 +104,16 @@ def test_every_plan_is_cut_for_its_slots(source: Path, checkpoint: Path) -> None
 
 
 @pytest.mark.usefixtures("small")
-def test_others_go_on_with_the_units_there_are(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export and a reshard that were stopped with two slots are resumed with four, and are what they would have been."""
-    commands = {"export": ("weightbeam.formats.release_target.assemble", ()), "reshard": ("weightbeam.formats.ocdbt.merge", ("--mesh", "fsdp=4"))}
+def test_others_go_on_with_the_units_there_are(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export and a reshard that were stopped with two slots are resumed with four, and are what they would have
+    been.
+    """
+    commands = {
+        "export": ("weightbeam.formats.release_target.assemble", ()),
+        "reshard": ("weightbeam.formats.ocdbt.merge", ("--mesh", "fsdp=4")),
+    }
     for command, (last, options) in commands.items():
         words = (command, "--source", checkpoint, *options)
         with monkeypatch.context() as failing:

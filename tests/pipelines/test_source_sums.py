@@ -61,10 +61,13 @@ def test_files_of_a_bucket_are_checked_on_their_way(check: str, gcs: FakeGcs, so
     files = list(source.glob("*.safetensors"))
     headers = sum(min(tensor.offset for tensor in read_header(str(file))) for file in files)
     read = sum(entry.sent for entry in gcs.log.of("read") if entry.name.endswith(".safetensors"))
-    assert read == sum(file.stat().st_size for file in files) + (headers if check == "auto" else 0) + len(files)  # and the last byte, before any work
+    # and the last byte, before any work
+    assert read == sum(file.stat().st_size for file in files) + (headers if check == "auto" else 0) + len(files)
 
 
-def test_a_bit_that_flips_in_an_answer_of_a_bucket(gcs: FakeGcs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bit_that_flips_in_an_answer_of_a_bucket(
+    gcs: FakeGcs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whichever the answer: nothing is published; --resume reads again what may be damaged, and only that."""
     options = ("convert", "gs://bucket/models/it", tmp_path / "out", *OPTIONS)
     fault = gcs.fail("flip", matching=RANGES, every=5, times=1)
@@ -101,9 +104,17 @@ def test_all_damaged_files_are_named(gcs: FakeGcs, tmp_path: Path, capsys: pytes
 def test_a_header_that_was_damaged_when_it_was_planned(gcs: FakeGcs, tmp_path: Path) -> None:
     """Two names were exchanged in it, of tensors alike: the plan follows from that."""
     opened = open_hf("gs://bucket/models/it")
-    names = {f"model.layers.0.self_attn.{a}_norm.weight": f"model.layers.0.self_attn.{b}_norm.weight" for a, b in ("qk", "kq")}
+    names = {
+        f"model.layers.0.self_attn.{a}_norm.weight": f"model.layers.0.self_attn.{b}_norm.weight"
+        for a, b in ("qk", "kq")
+    }
     shards = [
-        dataclasses.replace(shard, tensors=tuple(dataclasses.replace(tensor, name=names.get(tensor.name, tensor.name)) for tensor in shard.tensors))
+        dataclasses.replace(
+            shard,
+            tensors=tuple(
+                dataclasses.replace(tensor, name=names.get(tensor.name, tensor.name)) for tensor in shard.tensors
+            ),
+        )
         for shard in opened.shards
     ]
     conversion = prepare(Options(), dataclasses.replace(opened, shards=tuple(shards)))
@@ -113,7 +124,9 @@ def test_a_header_that_was_damaged_when_it_was_planned(gcs: FakeGcs, tmp_path: P
 
 
 @pytest.mark.parametrize(("size", "hashed"), [(100, {"checked"}), (70_000, {"checked", "stated"})])
-def test_what_is_left_out_is_read_for_the_sum_where_it_is_small(size: int, hashed: set[str], gcs: FakeGcs, tmp_path: Path) -> None:
+def test_what_is_left_out_is_read_for_the_sum_where_it_is_small(
+    size: int, hashed: set[str], gcs: FakeGcs, tmp_path: Path
+) -> None:
     """A file of which much isn't converted keeps its bucket's word."""
     parts = split(random_tensors(DEEPSEEK) | {"model.layers.3.extra": np.zeros(size, BF16)}, 2)
     for path in save(tmp_path / "hf", DEEPSEEK, *parts).iterdir():
@@ -122,14 +135,17 @@ def test_what_is_left_out_is_read_for_the_sum_where_it_is_small(size: int, hashe
     assert hashes(tmp_path / "out") == hashed
 
 
-def test_the_hub_is_checked_on_request(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hub_is_checked_on_request(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By its sha256 in a pass of its own, which learns the crc32c; so the reads of the units are checked too."""
     with FakeHub() as hub:
         hub.add("org/model", source)
         for name, value in hub.env().items():
             monkeypatch.setenv(name, value)
         options = ("convert", "hf://org/model", tmp_path / "out", *OPTIONS, "--check_source", "true")
-        fault = hub.cdn.fail("flip", every=15, times=1)  # behind the pass: three headers in two parts, three last bytes, three files
+        # behind the pass: three headers in two parts, three last bytes, three files
+        fault = hub.cdn.fail("flip", every=15, times=1)
         assert call(*options) == 1
         assert fault.hits == 1
         assert "damaged on its way" in capsys.readouterr().err

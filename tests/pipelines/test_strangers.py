@@ -1,4 +1,6 @@
-"""What strangers wrote into names and configs, at the terminal: shown, and never acted on by rich, by a terminal or by a chat."""
+"""What strangers wrote into names and configs, at the terminal: shown, and never acted on by rich, by a terminal or by
+a chat.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_notices_hold_no_mentions_and_links(monkeypatch: pytest.MonkeyPatch) -> 
     posted: list[dict[str, Any]] = []
     monkeypatch.setattr("weightbeam.pipelines.watching.notices._post", lambda url, message: posted.append(message))
     reason = "its licence is <!channel> <https://evil.example|approve> & \u202eco, which isn't among licences"
-    Notices(["https://chat.example"]).tell(dict(state="refused", repo="acme/tiny", commit="0" * 40, target="t", reason=reason))
+    Notices(["https://chat.example"]).tell(
+        dict(state="refused", repo="acme/tiny", commit="0" * 40, target="t", reason=reason)
+    )
     (message,) = posted
     assert not re.search(r"[<>\u202e]", message["text"])
     assert "&lt;!channel&gt; &lt;https://evil.example|approve&gt; &amp; " in message["text"]
@@ -88,7 +92,13 @@ def test_a_narrow_encoding(folder: Path, command: str, encoding: str) -> None:
     """`×` and `…` aren't in ASCII."""
     extra = ["--maxtext_model", "llama2-7b"] if "plan" in command else []
     arguments = [sys.executable, "-m", "weightbeam.pipelines.cli", *command.split(), str(folder), *extra]
-    ran = subprocess.run(arguments, capture_output=True, timeout=120, check=False, env=os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"})
+    ran = subprocess.run(
+        arguments,
+        capture_output=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
+    )
     assert (ran.returncode, ran.stderr) == (0, b"")
     assert b"embed" in ran.stdout
 

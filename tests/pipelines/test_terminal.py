@@ -31,15 +31,21 @@ COLUMNS = 80
 COMMANDS = next(action.choices for action in make_parser()._actions if action.dest == "command")
 
 
-def on_terminal(*arguments: object, meanwhile: Callable[[subprocess.Popen, bytes], None] | None = None, prefix: str = "") -> tuple[int, list[str]]:
+def on_terminal(
+    *arguments: object, meanwhile: Callable[[subprocess.Popen, bytes], None] | None = None, prefix: str = ""
+) -> tuple[int, list[str]]:
     """Runs a command in a pseudo-terminal; returns its exit status and the lines that are left on the screen."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     command = [*WEIGHTBEAM, *map(str, arguments)]
     if prefix:
         command = ["bash", "-c", f'{prefix}; exec "$@"', "bash", *command]
-    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")} | {
+        "TERM": "xterm"
+    }
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
     os.close(theirs)
     seen = b""
     with contextlib.suppress(OSError):  # the terminal's other end is closed
@@ -49,7 +55,9 @@ def on_terminal(*arguments: object, meanwhile: Callable[[subprocess.Popen, bytes
                 meanwhile(process, seen)
     os.close(ours)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
-    return process.wait(60), [line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    return process.wait(60), [
+        line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n") if line.strip()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +107,14 @@ def test_ctrl_c(source: Path, tmp_path: Path) -> None:
         if b"converting" in seen and process.poll() is None:
             os.kill(process.pid, signal.SIGINT)
 
-    status, lines = on_terminal("convert", source, tmp_path / "out", "--unit_bytes", "20K", "--direct_num_workers=1", meanwhile=stop)
+    status, lines = on_terminal(
+        "convert", source, tmp_path / "out", "--unit_bytes", "20K", "--direct_num_workers=1", meanwhile=stop
+    )
     assert status == 130
-    assert lines[-1] == "weightbeam convert: stopped; what is done is kept, the same command with --resume goes on from there"
+    assert (
+        lines[-1]
+        == "weightbeam convert: stopped; what is done is kept, the same command with --resume goes on from there"
+    )
     assert not any("Traceback" in line for line in lines)
 
 
@@ -148,11 +161,13 @@ def test_help_fits_the_terminal(command: str) -> None:
     assert lines[0].startswith("usage: weightbeam")
 
 
-# --- options of every command ---------------------------------------------------------------------------------------------------
+# --- options of every command -----------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`--dry_run`, `--dry-run` and `--dry_run=true` are the command's plan; what stands against the output is among its problems."""
+    """`--dry_run`, `--dry-run` and `--dry_run=true` are the command's plan; what stands against the output is among its
+    problems.
+    """
     for option in ("--dry_run", "--dry-run", "--dry_run=true"):
         assert call("convert", source, tmp_path / "out", option) == 0
         assert "ready: " in capfd.readouterr().out
@@ -172,7 +187,12 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capfd: pytest.Ca
 
 def test_ways_to_write_options(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Hyphens, places without names, sizes, and what was meant."""
-    assert call("convert", "--scan-layers=false", source, "--unit-bytes", "64M", tmp_path / "out", "--direct_num_workers", 1) == 0
+    assert (
+        call(
+            "convert", "--scan-layers=false", source, "--unit-bytes", "64M", tmp_path / "out", "--direct_num_workers", 1
+        )
+        == 0
+    )
     record = json.loads((tmp_path / "out" / "0" / "conversion.json").read_text())["options"]
     assert (record["scan_layers"], record["unit_bytes"]) == (False, 64 << 20)
     capfd.readouterr()
@@ -247,7 +267,7 @@ def test_completion_and_the_manual(capfd: pytest.CaptureFixture[str]) -> None:
     assert "did you mean virtual?" in capfd.readouterr().err
 
 
-# --- what is strange, and what is found -----------------------------------------------------------------------------------------
+# --- what is strange, and what is found -------------------------------------------------------------------------------
 
 
 def test_a_cut_vocabulary_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -299,13 +319,22 @@ def test_a_watcher_at_a_terminal_says_sentences(tmp_path: Path, monkeypatch: pyt
         for name, value in hub.env().items():
             monkeypatch.setenv(name, value)
         hub.add("acme/tiny", save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), card={"license": "mit"})
-        settings = {"output": str(tmp_path / "out"), "models": ["acme/*"], "quiet_minutes": 0, "licenses": ["apache-2.0"], "targets": [{"name": "one"}]}
+        settings = {
+            "output": str(tmp_path / "out"),
+            "models": ["acme/*"],
+            "quiet_minutes": 0,
+            "licenses": ["apache-2.0"],
+            "targets": [{"name": "one"}],
+        }
         (tmp_path / "watch.yaml").write_text(json.dumps(settings))
         watch = ("watch", "--config", tmp_path / "watch.yaml")
         status, lines = on_terminal(*watch, "--once")
         assert status == 0
         commit = hub.repositories["acme/tiny"].head.sha[:12]
-        assert lines[:2] == [f"acme/tiny@{commit} for one: discovered", f"acme/tiny@{commit} for one: refused: its licence is mit, which isn't among licenses"]
+        assert lines[:2] == [
+            f"acme/tiny@{commit} for one: discovered",
+            f"acme/tiny@{commit} for one: refused: its licence is mit, which isn't among licenses",
+        ]
         assert not any(line.startswith("{") for line in lines)
         status, lines = on_terminal(*watch, "--retry", "acme/tiny", "--progress", "json")
         assert json.loads(lines[0])["state"] == "discovered"
@@ -313,5 +342,7 @@ def test_a_watcher_at_a_terminal_says_sentences(tmp_path: Path, monkeypatch: pyt
         status, lines = on_terminal(*watch, "--once", "-q", "--log_file", log, "--json", told)
         assert (status, lines) == (0, [])
         assert "refused: its licence" in log.read_text()
-        assert [(found["state"], found["target"]) for found in json.loads(told.read_bytes())["findings"]] == [("refused", "one")]
+        assert [(found["state"], found["target"]) for found in json.loads(told.read_bytes())["findings"]] == [
+            ("refused", "one")
+        ]
     assert on_terminal(*watch, "--json", "-")[0] == 2

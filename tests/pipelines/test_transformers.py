@@ -39,8 +39,8 @@ def load(generated: Path, model: str) -> tuple[Path, dict[str, Any], dict[str, n
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_equals_numpy_on_the_state_dict(generated: Path, tmp_path: Path, model: str, dtype: np.dtype) -> None:
-    """Every array: reshaped, stacked and (for Llama, Mistral, Mixtral) scaled in float32 with one cast. Without `--maxtext_model` the
-    rotary halves stay apart.
+    """Every array: reshaped, stacked and (for Llama, Mistral, Mixtral) scaled in float32 with one cast. Without
+    `--maxtext_model` the rotary halves stay apart.
     """
     folder, config, state = load(generated, model)
     assert len(json.loads((folder / INDEX).read_text())["weight_map"]) > 1
@@ -62,7 +62,9 @@ def test_the_maxtext_model_settles_the_rotary_halves(generated: Path, tmp_path: 
 
 @pytest.mark.parametrize("model", ["mixtral", "deepseek_v3"])
 def test_fused_experts_give_the_same_arrays(generated: Path, tmp_path: Path, model: str) -> None:
-    """transformers v5's in-memory spelling (all experts in two tensors), written as it is, converts like the file of an expert each."""
+    """transformers v5's in-memory spelling (all experts in two tensors), written as it is, converts like the file of an
+    expert each.
+    """
     folder, config, state = load(generated, model)
     assert any(name.endswith("experts.gate_up_proj") for name in state)
     assert not any("gate_up_proj" in name for name in read_tensors(folder))
@@ -76,9 +78,13 @@ def test_fused_experts_of_qwen(tmp_path: Path) -> None:
     fused = {name: values for name, values in tensors.items() if ".experts." not in name}
     for layer in range(QWEN3_MOE["num_hidden_layers"]):
         each = [f"model.layers.{layer}.mlp.experts.{expert}" for expert in range(QWEN3_MOE["num_experts"])]
-        gate_up = [np.concatenate([tensors[f"{name}.gate_proj.weight"], tensors[f"{name}.up_proj.weight"]]) for name in each]
+        gate_up = [
+            np.concatenate([tensors[f"{name}.gate_proj.weight"], tensors[f"{name}.up_proj.weight"]]) for name in each
+        ]
         fused[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.stack(gate_up)
-        fused[f"model.layers.{layer}.mlp.experts.down_proj"] = np.stack([tensors[f"{name}.down_proj.weight"] for name in each])
+        fused[f"model.layers.{layer}.mlp.experts.down_proj"] = np.stack(
+            [tensors[f"{name}.down_proj.weight"] for name in each]
+        )
     arrays = converted(save(tmp_path / "fused", QWEN3_MOE, fused), tmp_path / "a", "--mesh", "expert=4")
     assert_same_bits(arrays, reference(QWEN3_MOE, tensors, BF16))
 
@@ -116,7 +122,9 @@ def test_tied_embeddings_have_no_head(tmp_path: Path) -> None:
 
 def test_overwrite_replaces_a_checkpoint(tmp_path: Path) -> None:
     """A second conversion into the same place needs `--overwrite`, and then leaves nothing of the first."""
-    first, second = (save(tmp_path / name, LLAMA, random_tensors(LLAMA, seed=seed)) for seed, name in enumerate(("first", "second")))
+    first, second = (
+        save(tmp_path / name, LLAMA, random_tensors(LLAMA, seed=seed)) for seed, name in enumerate(("first", "second"))
+    )
     step = convert(first, tmp_path / "out", "--scan_layers", "false")
     convert(second, tmp_path / "out", "--overwrite")
     assert_same_bits(restore(step), reference(LLAMA, read_tensors(second), BF16))

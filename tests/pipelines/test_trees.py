@@ -1,4 +1,6 @@
-"""Every kind of tree that a MaxText user can have, as stock Orbax writes it: its weights become a release, or it is refused by name."""
+"""Every kind of tree that a MaxText user can have, as stock Orbax writes it: its weights become a release, or it is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,20 @@ def apart(weights: Flat, between: str) -> Flat:
     found: Flat = {}
     for key, values in weights.items():
         before, layered, after = key.partition(".layers.")
-        found |= {f"{before}.layers{between}{layer}.{after}": values[:, layer] for layer in range(values.shape[1])} if layered else {key: values}
+        found |= (
+            {f"{before}.layers{between}{layer}.{after}": values[:, layer] for layer in range(values.shape[1])}
+            if layered
+            else {key: values}
+        )
     return found
 
 
 def adam(weights: Flat) -> Flat:
-    return below("opt_state.mu.", weights) | below("opt_state.nu.", weights) | {"opt_state.count": np.int32(3), "step": np.int32(3)}
+    return (
+        below("opt_state.mu.", weights)
+        | below("opt_state.nu.", weights)
+        | {"opt_state.count": np.int32(3), "step": np.int32(3)}
+    )
 
 
 def generators(place: str) -> Flat:
@@ -82,7 +92,8 @@ TAKEN: dict[str, Any] = {  # name: the items of a step, of the weights
 }  # fmt: skip
 
 
-SLOW = ("2 a training state", "5 parameters of NNX", "11 AQT of NNX", "13 FP8 experts")  # what other tests have of MaxText's own, or which is like another
+# what other tests have of MaxText's own, or which is like another
+SLOW = ("2 a training state", "5 parameters of NNX", "11 AQT of NNX", "13 FP8 experts")
 
 
 def kinds(known: Mapping[str, Any]) -> list[Any]:
@@ -91,56 +102,85 @@ def kinds(known: Mapping[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("kind", kinds(TAKEN))
 def test_weights_are_taken(tmp_path: Path, made: tuple[Path, Flat], kind: str) -> None:
-    """The step's folder is named, whatever its items: the release that the weights were made of, but for the query, whose factor rounds a float32."""
+    """The step's folder is named, whatever its items: the release that the weights were made of, but for the query,
+    whose factor rounds a float32.
+    """
     like, weights = made
     for item, tree in TAKEN[kind](weights).items():
         write(tmp_path / "100" / item, tree, zarr3=kind[0] != "9")
     options = ("--like", like, "--maxtext_model", "llama2-7b", "--param_scan_axis", "1")
     assert call("export", tmp_path / "100", tmp_path / "out", *options) == 0
-    got, wanted = ({name: values for name, values in read_tensors(folder).items() if "q_proj" not in name} for folder in (tmp_path / "out", like))
+    got, wanted = (
+        {name: values for name, values in read_tensors(folder).items() if "q_proj" not in name}
+        for folder in (tmp_path / "out", like)
+    )
     assert_same_bits(got, wanted)
 
 
 def aqt(weights: Flat) -> Flat:
     kernel = "decoder.mlp.wi_0.AqtDotGeneral_0.qrhs.frozen"
-    return below("params.params.", weights) | {f"aqt.params.{kernel}.qvalue": np.zeros((4, 4), np.int8), f"aqt.params.{kernel}.scale": np.ones(4, np.float32)}
+    return below("params.params.", weights) | {
+        f"aqt.params.{kernel}.qvalue": np.zeros((4, 4), np.int8),
+        f"aqt.params.{kernel}.scale": np.ones(4, np.float32),
+    }
 
 
 REFUSED: dict[str, Any] = {  # name: the tree, and what the message says of it
-    "7 DiLoCo without global weights": (lambda w: below("inner_state.params.params.", replicas(w)) | {"step": 4}, "a DiLoCo state without the global weights"),
+    "7 DiLoCo without global weights": (
+        lambda w: below("inner_state.params.params.", replicas(w)) | {"step": 4},
+        "a DiLoCo state without the global weights",
+    ),
     "11 AQT": (aqt, "an AQT checkpoint for serving"),
     "11 AQT of NNX": (
-        lambda w: below("", w, ".value") | {"decoder.mlp.wi_0.AqtDotGeneral_0.qrhs.frozen.value.qvalue": np.zeros(4, np.int8)},
+        lambda w: (
+            below("", w, ".value") | {"decoder.mlp.wi_0.AqtDotGeneral_0.qrhs.frozen.value.qvalue": np.zeros(4, np.int8)}
+        ),
         "an AQT checkpoint",
     ),
     "12 QLoRA": (
-        lambda w: {"decoder.layers.mlp.wi_0.kernel.array.qvalue": jnp.zeros((4, 4), jnp.int4), "decoder.x.kernel.array.scale": np.ones(4, F32)},
+        lambda w: {
+            "decoder.layers.mlp.wi_0.kernel.array.qvalue": jnp.zeros((4, 4), jnp.int4),
+            "decoder.x.kernel.array.scale": np.ones(4, F32),
+        },
         "Qwix QLoRA",
     ),
     "13 FP8": (
         lambda w: (
             below("params.params.", w)
             | {
-                "params.params.decoder.layers.mlp.wi_0.kernel": w["decoder.layers.mlp.wi_0.kernel"].astype(ml_dtypes.float8_e4m3fn),
+                "params.params.decoder.layers.mlp.wi_0.kernel": w["decoder.layers.mlp.wi_0.kernel"].astype(
+                    ml_dtypes.float8_e4m3fn
+                ),
                 "params.params.decoder.layers.mlp.wi_0.kernel_scale": np.ones(1, F32),
             }
         ),
         "FP8 weights with scales beside them",
     ),
-    "13 FP8 experts": (lambda w: below("params.params.", w) | {"params.params.decoder.moe_layers.wi_0_scale": np.ones(1, F32)}, "FP8 weights with scales"),
+    "13 FP8 experts": (
+        lambda w: below("params.params.", w) | {"params.params.decoder.moe_layers.wi_0_scale": np.ones(1, F32)},
+        "FP8 weights with scales",
+    ),
     "14 MXFP4 experts": (
-        lambda w: {"params.params.decoder.e.wi_0_packed": np.zeros((2, 4, 4), np.uint8), "params.params.decoder.e.wi_0_scale": np.zeros((2, 1, 4), np.uint8)},
+        lambda w: {
+            "params.params.decoder.e.wi_0_packed": np.zeros((2, 4, 4), np.uint8),
+            "params.params.decoder.e.wi_0_scale": np.zeros((2, 1, 4), np.uint8),
+        },
         "MXFP4 experts",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", kinds(REFUSED))
-def test_what_has_no_plain_weights_is_refused(tmp_path: Path, made: tuple[Path, Flat], capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_what_has_no_plain_weights_is_refused(
+    tmp_path: Path, made: tuple[Path, Flat], capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     """By name, before anything is written; a copy of everything is still made."""
     tree, words = REFUSED[kind]
     write(tmp_path / "1" / "items", tree(made[1]), zarr3=True)
-    for command in (("export", tmp_path / "1", tmp_path / "out", "--like", made[0]), ("reshard", tmp_path / "1", tmp_path / "out", "--state", "params")):
+    for command in (
+        ("export", tmp_path / "1", tmp_path / "out", "--like", made[0]),
+        ("reshard", tmp_path / "1", tmp_path / "out", "--state", "params"),
+    ):
         assert call(*command) == 2
         assert words in " ".join(capsys.readouterr().err.split())
         assert not (tmp_path / "out").exists()
@@ -157,12 +197,18 @@ def test_old_maxtext_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFi
         assert "as old MaxText wrote it (msgpack)" in " ".join(capsys.readouterr().err.split())
 
 
-def test_post_training_with_its_optimizer(tmp_path: Path, made: tuple[Path, Flat], capsys: pytest.CaptureFixture[str]) -> None:
-    """A reshard of the whole step would lose the optimizer's item: it is refused, with what to do; the weights, and each item by itself, go."""
+def test_post_training_with_its_optimizer(
+    tmp_path: Path, made: tuple[Path, Flat], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reshard of the whole step would lose the optimizer's item: it is refused, with what to do; the weights, and
+    each item by itself, go.
+    """
     for item, tree in TAKEN["9 a training engine"](made[1]).items():
         write(tmp_path / "100" / item, tree)
     assert call("reshard", tmp_path / "100", tmp_path / "out") == 2
-    assert "has accumulated_grads and model_params and optimizer_state; --state params" in " ".join(capsys.readouterr().err.split())
+    assert "has accumulated_grads and model_params and optimizer_state; --state params" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert call("reshard", tmp_path / "100", tmp_path / "out", "--state", "params") == 0
     assert_same_bits(restore(tmp_path / "out" / "100"), made[1])
     shutil.rmtree(tmp_path / "out")

@@ -66,9 +66,15 @@ FAULTS = {
     "one flipped bit": (f"{P}layers.moe_block.wo", lambda a: flip(a, (1, 0, 3, 5))),
     "two experts swapped": (f"{P}layers.moe_block.wi_0", lambda a: a[[1, 0, *range(2, len(a))]]),
     "two layers swapped": (f"{P}layers.self_attention.key.kernel", lambda a: a[:, ::-1]),
-    "a transposed square matrix": (f"{P}layers.self_attention.out.kernel", lambda a: a.reshape(32, 2, 32).transpose(2, 1, 0).reshape(a.shape)),
+    "a transposed square matrix": (
+        f"{P}layers.self_attention.out.kernel",
+        lambda a: a.reshape(32, 2, 32).transpose(2, 1, 0).reshape(a.shape),
+    ),
     "a zero": (f"{P}decoder_norm.scale", lambda a: np.where(np.arange(a.size) == 7, np.zeros_like(a), a)),
-    "a NaN": (f"{P}logits_dense.kernel", lambda a: np.where(np.arange(a.size).reshape(a.shape) == 100, np.nan, a).astype(a.dtype)),
+    "a NaN": (
+        f"{P}logits_dense.kernel",
+        lambda a: np.where(np.arange(a.size).reshape(a.shape) == 100, np.nan, a).astype(a.dtype),
+    ),
 }
 
 
@@ -107,7 +113,9 @@ def test_rope_halves_that_are_not_interleaved_are_found(source: Path, tmp_path: 
     assert verify(source, step)[0] == 0
     status, found = verify(source, step, "--maxtext_model", "llama3.1-8b")
     assert status == 1
-    assert {key for key, entry in found.items() if entry["different"]} == {f"{P}layers.self_attention.{name}.kernel" for name in ("query", "key")}
+    assert {key for key, entry in found.items() if entry["different"]} == {
+        f"{P}layers.self_attention.{name}.kernel" for name in ("query", "key")
+    }
 
 
 def test_a_missing_scale_is_found(tmp_path: Path) -> None:
@@ -135,7 +143,11 @@ def test_padding_and_the_tree_are_compared_too(source: Path, tmp_path: Path) -> 
     status, found = verify(source, step)
     assert status == 1
     assert "padding at [79, 3]" in found["params.params.token_embedder.embedding"]["message"]
-    tied = save(tmp_path / "tied", LLAMA | dict(tie_word_embeddings=True), {k: v for k, v in random_tensors(LLAMA).items() if k != "lm_head.weight"})
+    tied = save(
+        tmp_path / "tied",
+        LLAMA | dict(tie_word_embeddings=True),
+        {k: v for k, v in random_tensors(LLAMA).items() if k != "lm_head.weight"},
+    )
     status, found = verify(tied, step)
     assert status == 1
     assert "nothing of the source belongs there" in found[f"{P}logits_dense.kernel"]["message"]
@@ -155,7 +167,9 @@ def test_a_sample_is_quick_and_still_looks_everywhere(source: Path, tmp_path: Pa
 
 
 def test_what_can_not_be_compared_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Exit 2, in a line or two: no checkpoint, no source, a source with problems. A source that isn't named is the recorded one."""
+    """Exit 2, in a line or two: no checkpoint, no source, a source with problems. A source that isn't named is the
+    recorded one.
+    """
     step = convert(source, tmp_path / "out")
     assert call("verify", "--source", source, "--checkpoint", tmp_path / "nowhere") == 2
     assert call("verify", "--source", tmp_path / "nowhere", "--checkpoint", step) == 2

@@ -1,4 +1,6 @@
-"""Virtual checkpoints: they restore as ordinary ones do, bit for bit; they don't lie when their files change; and they become ordinary ones."""
+"""Virtual checkpoints: they restore as ordinary ones do, bit for bit; they don't lie when their files change; and they
+become ordinary ones.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,23 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
-from support import BF16, FP8, HERE, LLAMA, QWEN3_MOE, assert_same_bits, call, convert, digests, given, given_arrays, random_tensors, restore, save, split
+from support import (
+    BF16,
+    FP8,
+    HERE,
+    LLAMA,
+    QWEN3_MOE,
+    assert_same_bits,
+    call,
+    convert,
+    digests,
+    given,
+    given_arrays,
+    random_tensors,
+    restore,
+    save,
+    split,
+)
 
 from weightbeam.formats import ocdbt
 from weightbeam.formats.links import SOURCE
@@ -64,12 +82,14 @@ def mixed(tmp_path: Path) -> Path:
     return save(tmp_path / "mixed", LLAMA, *split(random_tensors(LLAMA), 2))
 
 
-# --- what is restored -----------------------------------------------------------------------------------------------------------
+# --- what is restored -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["scanned", "unscanned"])
 @pytest.mark.parametrize(("kind", "name"), SOURCES)
-def test_restores_what_the_ordinary_conversion_writes(generated: Path, tmp_path: Path, kind: str, name: str, layout: str) -> None:
+def test_restores_what_the_ordinary_conversion_writes(
+    generated: Path, tmp_path: Path, kind: str, name: str, layout: str
+) -> None:
     """Every shared case, all virtual or mixed, cut for a mesh or not: the same names, shapes, dtypes and bits."""
     if name in UNSCANNED_ONLY and layout == "scanned":
         pytest.skip("MaxText has it unscanned only")
@@ -83,10 +103,26 @@ def test_restores_what_the_ordinary_conversion_writes(generated: Path, tmp_path:
 
 @pytest.mark.parametrize(("devices", "mesh"), [(1, "1x1"), (8, "4x2")])
 def test_every_way_to_restore(generated: Path, tmp_path: Path, devices: int, mesh: str) -> None:
-    """Stock Orbax's and MaxText's ways, with and without targets: MaxText's own bits, of a virtual and of a mixed checkpoint."""
+    """Stock Orbax's and MaxText's ways, with and without targets: MaxText's own bits, of a virtual and of a mixed
+    checkpoint.
+    """
     cases = ("deepseek3", "mixtral")
-    steps = [convert(generated / "cases" / case, tmp_path / case, *options_of("cases", case, "scanned"), "--virtual", "--mesh", "fsdp=2") for case in cases]
-    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"}
+    steps = [
+        convert(
+            generated / "cases" / case,
+            tmp_path / case,
+            *options_of("cases", case, "scanned"),
+            "--virtual",
+            "--mesh",
+            "fsdp=2",
+        )
+        for case in cases
+    ]
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(HERE),
+        "JAX_PLATFORMS": "cpu",
+    }
     script = [sys.executable, str(HERE / "pipelines" / "restore_ways.py"), mesh, *map(str, steps)]
     ran = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -102,7 +138,9 @@ def test_no_weight_is_written(source: Path, tmp_path: Path) -> None:
         assert (step / "items" / SOURCE / file.name).samefile(file)
     assert own_bytes(step) < 30_000
     assert not list((step / "items").glob("ocdbt.process_*"))
-    assert sorted(path.name for path in (step / "items" / SOURCE).iterdir()) == sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in (step / "items" / SOURCE).iterdir()) == sorted(
+        path.name for path in source.iterdir()
+    )
 
 
 def test_beam_is_not_needed_where_nothing_is_made(source: Path, tmp_path: Path) -> None:
@@ -136,7 +174,7 @@ def test_each_kind_of_link(mixed: Path, tmp_path: Path, link: str) -> None:
         assert file["inode"] == path.stat().st_ino
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_a_quantised_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -153,7 +191,9 @@ def test_a_quantised_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "out").exists()
 
 
-def test_another_file_system_is_refused_with_the_ways_out(source: Path, mixed: Path, capsys: pytest.CaptureFixture) -> None:
+def test_another_file_system_is_refused_with_the_ways_out(
+    source: Path, mixed: Path, capsys: pytest.CaptureFixture
+) -> None:
     """A hard link can't lead there; a symbolic one and a copy can."""
     other = Path("/dev/shm")
     if not other.is_dir() or other.stat().st_dev == source.stat().st_dev:
@@ -170,7 +210,9 @@ def test_another_file_system_is_refused_with_the_ways_out(source: Path, mixed: P
                 assert restore(convert(model, output / link, "--virtual", "--link", link))
 
 
-def test_a_small_share_is_a_warning_that_says_how_small(generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_small_share_is_a_warning_that_says_how_small(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """gpt-oss's gate and up alternate in one tensor: they are written."""
     source = generated / "cases" / "gpt-oss"
     assert call("plan", "--source", source, "--virtual", "--json", tmp_path / "plan.json") == 0
@@ -178,26 +220,36 @@ def test_a_small_share_is_a_warning_that_says_how_small(generated: Path, tmp_pat
     assert "warning: only 57 % of the bytes are virtual" in shown
     assert "takes one of 2 elements that lie side by side" in shown
     told = json.loads((tmp_path / "plan.json").read_bytes())["virtual"]
-    assert {key.rpartition(".")[2] for key, why in told["arrays"].items() if why} == {"wi_0", "wi_1", "wi_0_bias", "wi_1_bias"}
+    assert {key.rpartition(".")[2] for key, why in told["arrays"].items() if why} == {
+        "wi_0",
+        "wi_1",
+        "wi_0_bias",
+        "wi_1_bias",
+    }
     assert told["bytes"]["virtual"] > told["bytes"]["written"] > 0
     assert 0 < told["bytes"]["index"] < 10_000
     convert(source, tmp_path / "out", "--virtual")
     assert "warning: only 57 %" in capsys.readouterr().err
 
 
-# --- what is interrupted --------------------------------------------------------------------------------------------------------
+# --- what is interrupted ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("link", ["hard", "copy"])
 def test_resume_goes_on(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str) -> None:
-    """Killed when the index was merged, but not yet published: the units and the copies that are there stay, and the result is the same."""
+    """Killed when the index was merged, but not yet published: the units and the copies that are there stay, and the
+    result is the same.
+    """
     wanted = restore(convert(mixed, tmp_path / "ordinary"))
     command = ["convert", "--source", mixed, "--output", tmp_path / "out", "--virtual", "--link", link]
     with monkeypatch.context() as patched:
         patched.setattr("weightbeam.formats.orbax.writing._check_references", lambda *_: 1 / 0)
         assert call(*command) == 1
     (staging,) = (tmp_path / "out").glob("0.*.orbax-checkpoint-tmp")
-    before = {path: path.stat().st_ino for path in [*staging.glob("items/ocdbt.process_*/d/*"), *staging.glob("items/source/*.safetensors")]}
+    before = {
+        path: path.stat().st_ino
+        for path in [*staging.glob("items/ocdbt.process_*/d/*"), *staging.glob("items/source/*.safetensors")]
+    }
     assert before
     assert call(*command, "--resume") == 0
     after = {path: (tmp_path / "out" / "0" / path.relative_to(staging)).stat().st_ino for path in before}
@@ -208,18 +260,22 @@ def test_resume_goes_on(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert call(*command, "--overwrite") == 0
 
 
-def test_a_virtual_conversion_that_has_no_units_resumes_too(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_virtual_conversion_that_has_no_units_resumes_too(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without Beam it is the same staging folder."""
     command = ["convert", "--source", source, "--output", tmp_path / "out", "--virtual"]
     with monkeypatch.context() as patched:
-        patched.setattr("weightbeam.formats.orbax.writing.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+        patched.setattr(
+            "weightbeam.formats.orbax.writing.publish", lambda *_: (_ for _ in ()).throw(OSError("stopped"))
+        )
         assert call(*command) == 1
     assert call(*command) == 2
     assert call(*command, "--resume") == 0
     assert call("verify", "--source", source, "--checkpoint", tmp_path / "out") == 0
 
 
-# --- what happens later ---------------------------------------------------------------------------------------------------------
+# --- what happens later -----------------------------------------------------------------------------------------------
 
 
 def weights(source: Path) -> Path:
@@ -251,7 +307,13 @@ def truncate(source: Path) -> None:
     os.truncate(weights(source), weights(source).stat().st_size - 2)
 
 
-ACCIDENTS = {"moved": move, "deleted": shutil.rmtree, "replaced by rename": replace, "changed in place": change, "truncated": truncate}
+ACCIDENTS = {
+    "moved": move,
+    "deleted": shutil.rmtree,
+    "replaced by rename": replace,
+    "changed in place": change,
+    "truncated": truncate,
+}
 TOLD = {  # exit status, and what is said
     ("hard", "moved"): (2, "no such folder"),
     ("hard", "deleted"): (2, "no such folder"),
@@ -272,7 +334,9 @@ TOLD = {  # exit status, and what is said
 
 
 @pytest.mark.parametrize(("link", "accident"), TOLD)
-def test_verify_says_what_happened_to_the_source(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str, accident: str) -> None:
+def test_verify_says_what_happened_to_the_source(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str, accident: str
+) -> None:
     """Each time; and where the checkpoint itself isn't concerned, it is still right by its own files."""
     step = convert(source, tmp_path / "out", "--virtual", "--link", link)
     wanted = restore(step)
@@ -292,7 +356,12 @@ def test_hashes_tell_a_touch_from_a_change(source: Path, tmp_path: Path, capsys:
     """With `--sha256`; the list of hashes is one that `sha256sum -c` reads."""
     step = convert(source, tmp_path / "out", "--virtual", "--sha256")
     assert all(file["sha256"] for file in record(step)["references"]["files"])
-    assert subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=step / "items" / SOURCE, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            ["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=step / "items" / SOURCE, check=False
+        ).returncode
+        == 0
+    )
     os.utime(weights(source))
     assert call("verify", "--source", source, "--checkpoint", step) == 0
     change(source)
@@ -328,12 +397,16 @@ def test_a_copy_of_the_folder_is_a_whole_checkpoint(mixed: Path, tmp_path: Path,
     assert call("verify", "--checkpoint", tmp_path / "copy") == 0
 
 
-# --- an ordinary checkpoint of it -----------------------------------------------------------------------------------------------
+# --- an ordinary checkpoint of it -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("link", ["hard", "symlink", "copy"])
-@pytest.mark.parametrize(("case", "layout"), [("mixtral", "scanned"), ("qwen3-moe", "scanned"), ("deepseek3", "unscanned")])
-def test_materialize_equals_an_ordinary_conversion(generated: Path, tmp_path: Path, case: str, layout: str, link: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "layout"), [("mixtral", "scanned"), ("qwen3-moe", "scanned"), ("deepseek3", "unscanned")]
+)
+def test_materialize_equals_an_ordinary_conversion(
+    generated: Path, tmp_path: Path, case: str, layout: str, link: str
+) -> None:
     """The same digests, the same keys of chunks, and MaxText's own bits."""
     folder, options = generated / "cases" / case, options_of("cases", case, layout)
     wanted = convert(folder, tmp_path / "ordinary", *options, "--mesh", "fsdp=16")
@@ -372,8 +445,13 @@ def test_materialize_for_rules_of_ones_own(source: Path, tmp_path: Path) -> None
     assert keys(made) == keys(wanted) != keys(convert(source, tmp_path / "other", "--mesh", "fsdp=2"))
 
 
-@pytest.mark.parametrize(("link", "accident"), [("hard", "changed in place"), ("symlink", "replaced by rename"), ("symlink", "moved"), ("hard", "truncated")])
-def test_materialize_refuses_files_that_have_changed(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str, accident: str) -> None:
+@pytest.mark.parametrize(
+    ("link", "accident"),
+    [("hard", "changed in place"), ("symlink", "replaced by rename"), ("symlink", "moved"), ("hard", "truncated")],
+)
+def test_materialize_refuses_files_that_have_changed(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str, accident: str
+) -> None:
     """Before any work."""
     convert(source, tmp_path / "virtual", "--virtual", "--link", link)
     ACCIDENTS[accident](source)

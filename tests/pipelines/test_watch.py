@@ -1,4 +1,6 @@
-"""`weightbeam watch` on a hub: each release once, whoever watches and whatever ends them; what isn't converted says why."""
+"""`weightbeam watch` on a hub: each release once, whoever watches and whatever ends them; what isn't converted says
+why.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,11 @@ class Watch:
         self.output = folder / "out"
         self.file = folder / "watch.yaml"
         self.settings: dict[str, Any] = dict(
-            output=output or str(self.output), models=["acme/*"], quiet_minutes=0, verify=0, targets=[dict(name="fsdp2", mesh=["fsdp=2"])]
+            output=output or str(self.output),
+            models=["acme/*"],
+            quiet_minutes=0,
+            verify=0,
+            targets=[dict(name="fsdp2", mesh=["fsdp=2"])],
         )
         self.set()
 
@@ -76,7 +82,9 @@ class Watch:
     def start(self, *options: str, **environment: str) -> subprocess.Popen[str]:
         """A watcher in a process of its own."""
         command = [sys.executable, "-m", "weightbeam.pipelines.watch", "--config", str(self.file), *options]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+        )
 
     def records(self, repo: str = REPO) -> list[list[dict[str, Any]]]:
         """Each history of a repository, in the order of their beginnings."""
@@ -128,11 +136,15 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str] | None
 WHOLE = ["discovered", "planned", "converting", "verified", "published"]
 
 
-# --- once, and only once --------------------------------------------------------------------------------------------------------
+# --- once, and only once ----------------------------------------------------------------------------------------------
 
 
-def test_a_release_is_converted_verified_and_published(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The checkpoint has the right bits, the report says where it comes from, each state is a line of JSON; a second look does nothing."""
+def test_a_release_is_converted_verified_and_published(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint has the right bits, the report says where it comes from, each state is a line of JSON; a second
+    look does nothing.
+    """
     watch.set(verify=1.0, licenses=["MIT"], max_bytes="1MB")
     hub.add(REPO, release(tmp_path / "hf"), card={"license": "mit"})
     commit = hub.repositories[REPO].head.sha
@@ -146,7 +158,12 @@ def test_a_release_is_converted_verified_and_published(watch: Watch, hub: FakeHu
     report = watch.published()
     assert report["commit"] == commit
     assert report["licenses"] == ["mit"]
-    assert report["verified"] == {"elements": sum(values.size for values in wanted().values()), "arrays": 12, "rounded": 1, "sample": 1.0}
+    assert report["verified"] == {
+        "elements": sum(values.size for values in wanted().values()),
+        "arrays": 12,
+        "rounded": 1,
+        "sample": 1.0,
+    }
     assert report["checkpoint"].startswith(f"{watch.output}/{REPO}/{commit[:12]}/fsdp2-")
     assert_same_bits(restore(step_of(report)), wanted())
     assert json.loads((step_of(report) / "conversion.json").read_bytes())["source"] == f"hf://{REPO}@{commit}"
@@ -173,7 +190,9 @@ def test_two_watchers_started_together_convert_once(tmp_path: Path, hub: FakeHub
             assert_same_bits(restore(step_of(watch.published())), wanted())
         else:
             names = list(gcs.objects["bucket"])
-            assert len([name for name in names if name.startswith(f"models/{ROOT}/") and name.endswith(".json")]) == len(WHOLE)
+            assert len(
+                [name for name in names if name.startswith(f"models/{ROOT}/") and name.endswith(".json")]
+            ) == len(WHOLE)
             assert f"models/{REPO}/fsdp2.json" in names
             assert not [name for name in names if name.endswith("lease")]
     tensors = list((tmp_path / "hf").glob("*.safetensors"))
@@ -201,7 +220,9 @@ def test_racing_watchers_make_each_record_once(tmp_path: Path, hub: FakeHub) -> 
         assert sum(pool.map(race, racers)) == 1
 
 
-def test_a_commit_of_the_readme_isnt_converted_again(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_commit_of_the_readme_isnt_converted_again(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hub.add(REPO, release(tmp_path / "hf"))
     first = hub.repositories[REPO].head.sha
     assert watch.once() == 0
@@ -229,10 +250,12 @@ def test_every_target_of_a_release(watch: Watch, hub: FakeHub, tmp_path: Path) -
     assert arrays["decoder.layers_1.mlp.wo.kernel"].dtype == np.float32
 
 
-# --- what waits, and what is refused --------------------------------------------------------------------------------------------
+# --- what waits, and what is refused ----------------------------------------------------------------------------------
 
 
-def test_an_incomplete_release_waits(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_release_waits(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The index names a file that isn't there; then it is."""
     folder = release(tmp_path / "hf")
     hub.add(REPO, folder, ["config.json", INDEX, "model-00001-of-00002.safetensors"])
@@ -245,7 +268,9 @@ def test_an_incomplete_release_waits(watch: Watch, hub: FakeHub, tmp_path: Path,
     assert_same_bits(restore(step_of(watch.published())), wanted())
 
 
-def test_a_release_that_isnt_quiet_waits(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_release_that_isnt_quiet_waits(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hub.add(REPO, release(tmp_path / "hf"))
     watch.set(quiet_minutes=10)
     assert watch.once() == 0
@@ -257,8 +282,8 @@ def test_a_release_that_isnt_quiet_waits(watch: Watch, hub: FakeHub, tmp_path: P
 
 
 def test_what_is_refused_says_why(watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gated, without a licence that is allowed, too large, pickles, no table. Nothing of their weights is read. What the hub settles is settled
-    when it says otherwise.
+    """Gated, without a licence that is allowed, too large, pickles, no table. Nothing of their weights is read. What
+    the hub settles is settled when it says otherwise.
     """
     folder, mit = release(tmp_path / "hf"), {"license": "mit"}
     (tmp_path / "pickle").mkdir()
@@ -269,7 +294,9 @@ def test_what_is_refused_says_why(watch: Watch, hub: FakeHub, tmp_path: Path, mo
     hub.add("acme/llama-licence", folder, card={"license": "other", "license_name": "acme-community"})
     hub.add("acme/large", save(tmp_path / "large", LLAMA, random_tensors(LLAMA | dict(vocab_size=6400))), card=mit)
     hub.add("acme/pickle", tmp_path / "pickle", card=mit)
-    hub.add("acme/unknown", save(tmp_path / "unknown", LLAMA | dict(model_type="falcon"), random_tensors(LLAMA)), card=mit)
+    hub.add(
+        "acme/unknown", save(tmp_path / "unknown", LLAMA | dict(model_type="falcon"), random_tensors(LLAMA)), card=mit
+    )
     watch.set(licenses=["mit"], max_bytes="100KB")
     assert watch.once() == 0
     reasons = {}
@@ -296,18 +323,28 @@ def test_wildcards_and_dates(watch: Watch, hub: FakeHub, tmp_path: Path, capsys:
     """What a wildcard finds is looked at if it has changed since; what is named always is."""
     folder = release(tmp_path / "hf")
     now = time.time()
-    for name, days in (("acme/old-llama", 40), ("acme/old-named", 40), ("acme/new-llama", 1), ("acme/new-other", 1), ("other/new-llama", 1)):
+    for name, days in (
+        ("acme/old-llama", 40),
+        ("acme/old-named", 40),
+        ("acme/new-llama", 1),
+        ("acme/new-other", 1),
+        ("other/new-llama", 1),
+    ):
         hub.clock = lambda days=days: now - days * 86400
         hub.add(name, folder)
     hub.clock = time.time
     since = time.strftime("%Y-%m-%d", time.gmtime(now - 20 * 86400))
-    watch.file.write_text(yaml.safe_dump(watch.settings | dict(models=["acme/*-llama", "acme/old-named"])) + f"since: {since}\n")
+    watch.file.write_text(
+        yaml.safe_dump(watch.settings | dict(models=["acme/*-llama", "acme/old-named"])) + f"since: {since}\n"
+    )
     assert watch.once("--dry_run") == 0
     shown = capsys.readouterr().out
     assert [name for name in hub.repositories if name in shown] == ["acme/old-named", "acme/new-llama"]
 
 
-def test_an_author_who_cant_be_listed_holds_up_nobody_else(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_author_who_cant_be_listed_holds_up_nobody_else(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Neither models that are named nor those of others; each such author is a failure."""
     folder = release(tmp_path / "hf")
     hub.add(REPO, folder)
@@ -325,19 +362,22 @@ def test_an_author_who_cant_be_listed_holds_up_nobody_else(watch: Watch, hub: Fa
     assert watch.once() == 0
 
 
-# --- what is stopped, moved or broken on the way --------------------------------------------------------------------------------
+# --- what is stopped, moved or broken on the way ----------------------------------------------------------------------
 
 
 def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
-    """After a `kill -9` nothing of the watcher is left; the next run goes on with the commit that was begun, not mixing in what the branch moved to,
-    and converts that too. The pointer names the newer one.
+    """After a `kill -9` nothing of the watcher is left; the next run goes on with the commit that was begun, not mixing
+    in what the branch moved to, and converts that too. The pointer names the newer one.
     """
     watch.set(targets=[dict(name="fsdp2", mesh=["fsdp=2"], unit_bytes=8000)], runner=dict(direct_num_workers=1))
     hub.add(REPO, release(tmp_path / "first"))
     first = hub.repositories[REPO].head.sha
     hub.cdn.faults = [Fault("slow", seconds=0.3)]
     with watch.start("--once") as process:
-        wait_for(lambda: len(list(watch.output.glob(f"{REPO}/*/*/0.*.orbax-checkpoint-tmp/units/*/[0-9]*.json"))) > 1, process)
+        wait_for(
+            lambda: len(list(watch.output.glob(f"{REPO}/*/*/0.*.orbax-checkpoint-tmp/units/*/[0-9]*.json"))) > 1,
+            process,
+        )
         second = hub.commit(REPO, release(tmp_path / "second", seed=1))
         workers = children_of(process.pid)
         process.kill()
@@ -353,7 +393,9 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     reports = [json.loads(path.read_bytes()) for path in watch.output.glob(f"{REPO}/*/*/release.json")]
     checkpoints = {report["commit"]: step_of(report) for report in reports}
     assert set(checkpoints) == {first, second}
-    assert set(made.values()) <= {path.name.removeprefix("ocdbt.process_") for path in (checkpoints[first] / "items").iterdir()}, "made again"
+    assert set(made.values()) <= {
+        path.name.removeprefix("ocdbt.process_") for path in (checkpoints[first] / "items").iterdir()
+    }, "made again"
     assert_same_bits(restore(checkpoints[first]), wanted())
     assert_same_bits(restore(checkpoints[second]), wanted(seed=1))
     assert watch.published()["commit"] == second
@@ -361,8 +403,8 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
 
 @pytest.mark.slow
 def test_killed_before_the_pointer_is_written(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
-    """`published` is recorded, and told of; then `kill -9`. The next round has the pointer name the newest release: first there is none, then it names
-    an older one. What is deleted stays deleted.
+    """`published` is recorded, and told of; then `kill -9`. The next round has the pointer name the newest release:
+    first there is none, then it names an older one. What is deleted stays deleted.
     """
     pointer = watch.output / REPO / "fsdp2.json"
     hub.add(REPO, release(tmp_path / "hf"))
@@ -373,7 +415,9 @@ def test_killed_before_the_pointer_is_written(watch: Watch, hub: FakeHub, tmp_pa
         with Inbox() as inbox:
             watch.set(notify=[inbox.url])
             with watch.start("--once") as process:
-                inbox.taken = lambda message, process=process: process.kill() if message["state"] == "published" else None
+                inbox.taken = lambda message, process=process: (
+                    process.kill() if message["state"] == "published" else None
+                )
                 process.communicate(timeout=PATIENCE)
         assert process.returncode == -signal.SIGKILL
         watch.set(notify=[])
@@ -463,7 +507,9 @@ def test_a_file_that_isnt_whole_is_looked_at_again(watch: Watch, hub: FakeHub, t
     assert "truncated?" in watch.last()["reason"]
 
 
-def test_a_conversion_that_others_are_at_is_waited_for(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversion_that_others_are_at_is_waited_for(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Such as one that was started by hand; said once, and not counted as an attempt."""
     watch.set(attempts=1)
     hub.add(REPO, release(tmp_path / "hf"))
@@ -504,7 +550,7 @@ def workers_of(pid: int) -> list[int]:
     return [child for child in children_of(pid) if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
-# --- telling, and being told ----------------------------------------------------------------------------------------------------
+# --- telling, and being told ------------------------------------------------------------------------------------------
 
 
 class Inbox(Server):
@@ -526,7 +572,9 @@ class Inbox(Server):
         return json_reply(fault.status, {})
 
 
-def test_states_are_sent_to_webhooks(watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_states_are_sent_to_webhooks(
+    watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """In order, once each although the receiver is out of order at times."""
     hub.add(REPO, release(tmp_path / "hf"))
     with Inbox() as inbox:
@@ -540,7 +588,9 @@ def test_states_are_sent_to_webhooks(watch: Watch, hub: FakeHub, tmp_path: Path,
     assert "wasn't told" not in capsys.readouterr().err
 
 
-def test_a_retry_that_another_watcher_is_faster_with(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_retry_that_another_watcher_is_faster_with(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It goes on with one target while the message of the other is delivered."""
     targets = [dict(name=name) for name in ("first", "second")]
     watch.set(licenses=[], targets=targets)
@@ -564,7 +614,9 @@ def test_a_retry_that_another_watcher_is_faster_with(watch: Watch, hub: FakeHub,
         assert watch.once("--retry", REPO) == 0
 
 
-def test_a_webhook_that_is_gone_stops_nothing(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_webhook_that_is_gone_stops_nothing(
+    watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its URL, which is a secret, isn't shown."""
     hub.add(REPO, release(tmp_path / "hf"))
     with socket.socket() as taken:  # bound, but nobody listens
@@ -587,7 +639,9 @@ def test_states_are_sent_to_pubsub(watch: Watch, hub: FakeHub, tmp_path: Path, m
 
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
     method = grpc.unary_unary_rpc_method_handler(publish, PublishRequest.deserialize, PublishResponse.serialize)
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("google.pubsub.v1.Publisher", {"Publish": method})])
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("google.pubsub.v1.Publisher", {"Publish": method})]
+    )
     monkeypatch.setenv("PUBSUB_EMULATOR_HOST", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     server.start()
     hub.add(REPO, save(tmp_path / "hf", LLAMA | dict(model_type="falcon"), random_tensors(LLAMA)))
@@ -616,7 +670,9 @@ def test_the_hubs_webhooks_start_a_conversion(watch: Watch, hub: FakeHub, tmp_pa
 
     def post(content: bytes, secret: str) -> int:
         try:
-            return urllib.request.urlopen(urllib.request.Request(url, content, {"X-Webhook-Secret": secret}), timeout=5).status
+            return urllib.request.urlopen(
+                urllib.request.Request(url, content, {"X-Webhook-Secret": secret}), timeout=5
+            ).status
         except urllib.error.HTTPError as e:
             return e.code
 
@@ -646,7 +702,7 @@ def test_the_hubs_webhooks_start_a_conversion(watch: Watch, hub: FakeHub, tmp_pa
     assert watch.states() == [WHOLE]
 
 
-# --- the configuration ----------------------------------------------------------------------------------------------------------
+# --- the configuration ------------------------------------------------------------------------------------------------
 
 WRONG = """
 output: hf://acme/out
@@ -663,7 +719,9 @@ colour: red
 """
 
 
-def test_everything_wrong_with_a_configuration_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_wrong_with_a_configuration_is_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "watch.yaml"
     file.write_text(WRONG)
     assert call("watch", "--config", file, "--once") == 2

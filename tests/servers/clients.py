@@ -13,7 +13,9 @@ from weightbeam.formats.storage import bucket as buckets
 
 @contextlib.contextmanager
 def asking(server: FakeGcs) -> Iterator[pytest.MonkeyPatch]:
-    """Context manager: `gs://` is this server's; gives what undoes further patches in the end. The clients of a process know one server."""
+    """Context manager: `gs://` is this server's; gives what undoes further patches in the end. The clients of a process
+    know one server.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.env().items():
             patch.setenv(name, value)

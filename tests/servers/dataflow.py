@@ -1,4 +1,6 @@
-"""A Dataflow service that takes jobs and keeps them, as the stock client sends them by REST. It runs none: a job goes through `states`."""
+"""A Dataflow service that takes jobs and keeps them, as the stock client sends them by REST. It runs none: a job goes
+through `states`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,13 @@ class Job:
     @property
     def resource(self) -> dict[str, Any]:
         """As the API describes it, without its environment."""
-        about = {"projectId": self.project, "location": self.region, "id": self.id, "currentState": self.states[0], "createTime": TIME}
+        about = {
+            "projectId": self.project,
+            "location": self.region,
+            "id": self.id,
+            "currentState": self.states[0],
+            "createTime": TIME,
+        }
         return about | {key: self.request[key] for key in ("name", "clientRequestId")}
 
 
@@ -70,7 +78,9 @@ class FakeDataflow(Server):
 
     def env(self, folder: Path) -> dict[str, str]:
         """The environment variables that make Google's clients believe in an account, whose key is written to `folder`."""
-        key = rsa.generate_private_key(65537, 2048).private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        key = rsa.generate_private_key(65537, 2048).private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
         account = dict(
             type="service_account", client_email="launcher@test.iam.gserviceaccount.com", private_key=key.decode(), private_key_id="1",
             project_id="test", token_uri=self.url + TOKEN,
@@ -88,14 +98,22 @@ class FakeDataflow(Server):
             ("PUT", one, self._update),
             ("GET", f"{one}/messages", self._messages),
             ("GET", f"{one}/metrics", self._metrics),
-            ("POST", TOKEN, lambda call: json_reply(200, {"access_token": "for-a-test", "expires_in": 3600, "token_type": "Bearer"}, kind="token")),
+            (
+                "POST",
+                TOKEN,
+                lambda call: json_reply(
+                    200, {"access_token": "for-a-test", "expires_in": 3600, "token_type": "Bearer"}, kind="token"
+                ),
+            ),
         )
         function, parts = route(routes, call.method, call.path)
         with self.lock:
             return function(call, *parts)
 
     def refusal(self, fault: Fault) -> Reply:
-        return json_reply(fault.status, {"error": {"code": fault.status, "message": "a fault that was asked for", "status": "FAULT"}})
+        return json_reply(
+            fault.status, {"error": {"code": fault.status, "message": "a fault that was asked for", "status": "FAULT"}}
+        )
 
     def _create(self, call: Call, project: str, region: str) -> Reply:
         """Takes a job; where one of that name is at work it is answered with that one, as the real service does."""
@@ -109,8 +127,12 @@ class FakeDataflow(Server):
     def _list(self, call: Call, project: str, region: str) -> Reply:
         """The jobs of a name, only the active ones where that is asked for."""
         name, active = call.get("name"), call.get("filter") in ("3", "ACTIVE")
-        there = (job for job in self.jobs if (job.project, job.region) == (project, region) and (job.active or not active))
-        return json_reply(200, {"jobs": [job.resource for job in there if name in (None, job.request["name"])]}, kind="list")
+        there = (
+            job for job in self.jobs if (job.project, job.region) == (project, region) and (job.active or not active)
+        )
+        return json_reply(
+            200, {"jobs": [job.resource for job in there if name in (None, job.request["name"])]}, kind="list"
+        )
 
     def _find(self, *place: str) -> Job:
         return next(job for job in self.jobs if (job.project, job.region, job.id) == place)
@@ -134,5 +156,8 @@ class FakeDataflow(Server):
 
     def _metrics(self, call: Call, *place: str) -> Reply:
         name = {"origin": "user", "name": "bytes", "context": {"namespace": "WriteChunks", "step": "s1"}}
-        updates = [{"name": name, "scalar": self.written}, {"name": name | {"context": name["context"] | {"tentative": "true"}}, "scalar": 2 * self.written}]
+        updates = [
+            {"name": name, "scalar": self.written},
+            {"name": name | {"context": name["context"] | {"tentative": "true"}}, "scalar": 2 * self.written},
+        ]
         return json_reply(200, {"metrics": updates}, kind="metrics")

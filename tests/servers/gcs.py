@@ -32,14 +32,20 @@ BUCKET, OBJECT = "/storage/v1/b/([^/]+)", "/storage/v1/b/([^/]+)/o/([^/]+)"
 
 
 def glob_of(text: str | None) -> re.Pattern[str] | None:
-    """A `matchGlob` as a pattern: `*` and `?` within a name, `**` across, `{a,b}` one of them, a backslash in front of what is meant as it is."""
+    """A `matchGlob` as a pattern: `*` and `?` within a name, `**` across, `{a,b}` one of them, a backslash in front of
+    what is meant as it is.
+    """
     if text is None:
         return None
     kinds = {"**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")", ",": "|"}
     parts = re.findall(r"\\.|\*\*|.", text, re.DOTALL)
     depth, made = 0, ""
     for part in parts:
-        made += kinds[part] if part in kinds and (part != "," or depth) else re.escape(part.removeprefix("\\") if len(part) == 2 else part)
+        made += (
+            kinds[part]
+            if part in kinds and (part != "," or depth)
+            else re.escape(part.removeprefix("\\") if len(part) == 2 else part)
+        )
         depth += {"{": 1, "}": -1}.get(part, 0)
     return re.compile(made, re.DOTALL)
 
@@ -113,11 +119,15 @@ class FakeGcs(Server):
             for path in sorted(path for path in bucket.rglob("*") if path.is_file()):
                 self.put(bucket.name, path.relative_to(bucket).as_posix(), path.read_bytes())
 
-    def put(self, bucket: str, name: str, data: bytes, settings: Mapping[str, Any] | None = None, components: int = 0) -> Object:
+    def put(
+        self, bucket: str, name: str, data: bytes, settings: Mapping[str, Any] | None = None, components: int = 0
+    ) -> Object:
         """Makes a new generation, as if by another client."""
         with self.lock:
             now = self.clock()
-            made = Object(bucket, name, data, next(self._generations), (now, now), settings=settings or {}, components=components)
+            made = Object(
+                bucket, name, data, next(self._generations), (now, now), settings=settings or {}, components=components
+            )
             self.objects[bucket][name] = made
         return made
 
@@ -148,7 +158,9 @@ class FakeGcs(Server):
         """
         path = "/".join(parts)
         if any(path.startswith(prefix) for prefix in (*self.forbidden, *(self.read_only if writes else ()))):
-            raise RefusedError(403, "forbidden", f"anonymous caller does not have permission to access {path} (or it may not exist).")
+            raise RefusedError(
+                403, "forbidden", f"anonymous caller does not have permission to access {path} (or it may not exist)."
+            )
         if parts and parts[0] not in self.objects:
             raise RefusedError(404, "notFound", "The specified bucket does not exist.")
 
@@ -165,11 +177,25 @@ class FakeGcs(Server):
         for field, value in have.items():
             match, other = conditions.get(f"if{field}Match"), conditions.get(f"if{field}NotMatch")
             if match is not None and int(match) != value:
-                raise RefusedError(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")
+                raise RefusedError(
+                    412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold."
+                )
             if other is not None and int(other) == value:
-                raise RefusedError(304 if reading else 412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")
+                raise RefusedError(
+                    304 if reading else 412,
+                    "conditionNotMet",
+                    "At least one of the pre-conditions you specified did not hold.",
+                )
 
-    def _write(self, conditions: Mapping[str, str | None], bucket: str, name: str, data: bytes, settings: Mapping[str, Any], components: int = 0) -> Object:
+    def _write(
+        self,
+        conditions: Mapping[str, str | None],
+        bucket: str,
+        name: str,
+        data: bytes,
+        settings: Mapping[str, Any],
+        components: int = 0,
+    ) -> Object:
         """Makes a generation if the conditions hold; one at a time."""
         with self.lock:
             self._check(conditions, self.objects[bucket].get(name))
@@ -178,13 +204,19 @@ class FakeGcs(Server):
     # --- buckets
 
     def _buckets(self, call: Call) -> Reply:
-        return json_reply(200, {"kind": "storage#buckets", "items": [bucket_resource(bucket) for bucket in sorted(self.objects)]})
+        return json_reply(
+            200, {"kind": "storage#buckets", "items": [bucket_resource(bucket) for bucket in sorted(self.objects)]}
+        )
 
     def _make_bucket(self, call: Call) -> Reply:
         name = json.loads(call.body)["name"]
         with self.lock:
             if name in self.objects:
-                raise RefusedError(409, "conflict", "Your previous request to create the named bucket succeeded and you already own it.")
+                raise RefusedError(
+                    409,
+                    "conflict",
+                    "Your previous request to create the named bucket succeeded and you already own it.",
+                )
             self.objects[name] = {}
         return json_reply(200, bucket_resource(name))
 
@@ -199,14 +231,22 @@ class FakeGcs(Server):
         return Reply(204)
 
     def _layout(self, call: Call, bucket: str) -> Reply:
-        layout = dict(kind="storage#storageLayout", bucket=bucket, location="US", locationType="multi-region", hierarchicalNamespace={"enabled": False})
+        layout = dict(
+            kind="storage#storageLayout",
+            bucket=bucket,
+            location="US",
+            locationType="multi-region",
+            hierarchicalNamespace={"enabled": False},
+        )
         return json_reply(200, layout)
 
     def _list(self, call: Call, bucket: str) -> Reply:
         prefix, delimiter = call.get("prefix") or "", call.get("delimiter")
         first, end = call.get("startOffset") or "", call.get("endOffset")
         if any(f"{bucket}/{prefix}".startswith(path) for path in self.forbidden):
-            raise RefusedError(403, "forbidden", f"anonymous caller does not have storage.objects.list access to {bucket}.")
+            raise RefusedError(
+                403, "forbidden", f"anonymous caller does not have storage.objects.list access to {bucket}."
+            )
         pattern = glob_of(call.get("matchGlob"))
         after = base64.urlsafe_b64decode(call.get("pageToken") or "").decode()
         with self.lock:
@@ -256,7 +296,9 @@ class FakeGcs(Server):
             found = self._find(bucket, name, call.get("generation"))
             self._check(conditions_of(call), found)
             settings = dict(found.settings) | json.loads(call.body or b"{}")
-            changed = dataclasses.replace(found, settings=settings, metageneration=found.metageneration + 1, times=(found.times[0], self.clock()))
+            changed = dataclasses.replace(
+                found, settings=settings, metageneration=found.metageneration + 1, times=(found.times[0], self.clock())
+            )
             self.objects[bucket][name] = changed
         return json_reply(200, changed.resource)
 
@@ -276,7 +318,9 @@ class FakeGcs(Server):
             raise RefusedError(400, "invalid", "Invalid rewrite token.")
         size = len(source.data)
         done = min(size, (self._rewrites[token][1] if token else 0) + (self.rewrite_bytes or size))
-        progress = dict(kind="storage#rewriteResponse", totalBytesRewritten=str(done), objectSize=str(size), done=done == size)
+        progress = dict(
+            kind="storage#rewriteResponse", totalBytesRewritten=str(done), objectSize=str(size), done=done == size
+        )
         if done < size:
             token = f"rewrite-{next(self._numbers)}"
             self._rewrites[token] = source, done
@@ -299,12 +343,16 @@ class FakeGcs(Server):
         content = json.loads(call.body)
         sources = []
         for part in content["sourceObjects"]:
-            sources.append(self._find(bucket, part["name"], None if part.get("generation") is None else str(part["generation"])))
+            sources.append(
+                self._find(bucket, part["name"], None if part.get("generation") is None else str(part["generation"]))
+            )
             self._check(part.get("objectPreconditions", {}), sources[-1])
         if not 1 <= len(sources) <= 32:
             raise RefusedError(400, "invalid", "The number of source components provided must be between 1 and 32.")
         data, components = b"".join(one.data for one in sources), sum(one.components or 1 for one in sources)
-        made = self._write(conditions_of(call), bucket, name, data, settable(content.get("destination", {})), components)
+        made = self._write(
+            conditions_of(call), bucket, name, data, settable(content.get("destination", {})), components
+        )
         return json_reply(200, made.resource)
 
     # --- uploads
@@ -318,7 +366,9 @@ class FakeGcs(Server):
         settings, data = multipart(call) if kind == "multipart" else (b"{}", call.body)
         return self._finish(call, bucket, json.loads(settings), data)
 
-    def _finish(self, call: Call, bucket: str, settings: dict[str, Any], data: bytes, more: Mapping[str, str] | None = None) -> Reply:
+    def _finish(
+        self, call: Call, bucket: str, settings: dict[str, Any], data: bytes, more: Mapping[str, str] | None = None
+    ) -> Reply:
         """Makes the object, if it is whole."""
         name = call.get("name") or settings["name"]
         try:
@@ -327,11 +377,16 @@ class FakeGcs(Server):
             return dataclasses.replace(e.reply, kind="write", name=f"{bucket}/{name}")
         return json_reply(200, made.resource, kind="write", name=f"{bucket}/{name}")
 
-    def _receive(self, call: Call, bucket: str, name: str, settings: dict[str, Any], data: bytes, more: Mapping[str, str]) -> Object:
+    def _receive(
+        self, call: Call, bucket: str, name: str, settings: dict[str, Any], data: bytes, more: Mapping[str, str]
+    ) -> Object:
         """Raises RefusedError if it may not be made, or isn't whole."""
         self._admit(True, [bucket, name])
         sent = dict(re.findall(r"(crc32c|md5)=([^,\s]+)", more.get("x-goog-hash") or call.headers["x-goog-hash"] or ""))
-        wanted = {"crc32c": settings.get("crc32c") or sent.get("crc32c"), "md5": settings.get("md5Hash") or sent.get("md5")}
+        wanted = {
+            "crc32c": settings.get("crc32c") or sent.get("crc32c"),
+            "md5": settings.get("md5Hash") or sent.get("md5"),
+        }
         probe = Object(bucket, name, data, 0, (0, 0))
         for field, value in wanted.items():
             if value and value != getattr(probe, field):
@@ -362,13 +417,20 @@ class FakeGcs(Server):
         with self.lock:
             if upload.done:
                 return dataclasses.replace(upload.done, kind="query")
-            match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", call.headers["Content-Range"] or f"bytes 0-{len(call.body) - 1}/{len(call.body)}")
+            match = re.fullmatch(
+                r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)",
+                call.headers["Content-Range"] or f"bytes 0-{len(call.body) - 1}/{len(call.body)}",
+            )
             if match is None:
                 raise RefusedError(400, "invalid", "Failed to parse Content-Range header.")
             first, total = match[1], None if match[3] == "*" else int(match[3])
             if first is not None:
                 if int(first) > len(upload.data) or len(call.body) != int(match[2]) - int(first) + 1:
-                    raise RefusedError(400, "invalid", "Invalid request. The chunk doesn't begin where the upload is, or isn't as long as it says.")
+                    raise RefusedError(
+                        400,
+                        "invalid",
+                        "Invalid request. The chunk doesn't begin where the upload is, or isn't as long as it says.",
+                    )
                 upload.data += call.body[len(upload.data) - int(first) :]
             if total is not None and len(upload.data) >= total:
                 hashes = {"x-goog-hash": call.headers["x-goog-hash"] or ""}
@@ -388,14 +450,18 @@ class FakeGcs(Server):
             method, target, *_ = line.decode().split()
             url = urllib.parse.urlsplit(target)
             headers = email.message_from_bytes(fields + b"\n\n")
-            reply = self.answer(Call(method, url.path, urllib.parse.parse_qs(url.query, keep_blank_values=True), headers, body))
+            reply = self.answer(
+                Call(method, url.path, urllib.parse.parse_qs(url.query, keep_blank_values=True), headers, body)
+            )
             number = (email.message_from_bytes(outer + b"\n\n")["Content-ID"] or "").strip("<>")
             said = "".join(f"{name}: {value}\r\n" for name, value in reply.headers.items())
             answers.append(
                 f"--batch\r\nContent-Type: application/http\r\nContent-ID: <response-{number}>\r\n\r\nHTTP/1.1 {reply.status} Status\r\n"
                 f"{said}Content-Length: {len(reply.body)}\r\n\r\n{bytes(reply.body).decode()}\r\n"
             )
-        return Reply(200, ("".join(answers) + "--batch--").encode(), {"Content-Type": "multipart/mixed; boundary=batch"})
+        return Reply(
+            200, ("".join(answers) + "--batch--").encode(), {"Content-Type": "multipart/mixed; boundary=batch"}
+        )
 
 
 def main() -> None:

@@ -28,8 +28,27 @@ from servers.server import Call, Fault, Log, Reply, Server, json_reply, media, p
 
 MODEL = "/api/models/([^/]+/[^/]+)"
 FOLDERS = "(?:/(.+))?"  # what may follow
-SORTS = {"lastModified": "lastModified", "createdAt": "createdAt", "downloads": "downloads", "likes": "likes", "trendingScore": "trendingScore"}
-BRIEF = ("_id", "id", "modelId", "likes", "private", "downloads", "trendingScore", "tags", "createdAt", "pipeline_tag", "library_name")  # of a list
+SORTS = {
+    "lastModified": "lastModified",
+    "createdAt": "createdAt",
+    "downloads": "downloads",
+    "likes": "likes",
+    "trendingScore": "trendingScore",
+}
+# of a list
+BRIEF = (
+    "_id",
+    "id",
+    "modelId",
+    "likes",
+    "private",
+    "downloads",
+    "trendingScore",
+    "tags",
+    "createdAt",
+    "pipeline_tag",
+    "library_name",
+)
 FULL = (*BRIEF, "author", "sha", "lastModified", "gated", "disabled", "siblings")
 
 
@@ -38,7 +57,11 @@ class DeniedError(Exception):
 
     def __init__(self, status: int, code: str, message: str, commit: Commit | None = None) -> None:
         super().__init__(message)
-        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {}) | ({"X-Repo-Commit": commit.sha} if commit else {})
+        headers = (
+            {"X-Error-Message": message}
+            | ({"X-Error-Code": code} if code else {})
+            | ({"X-Repo-Commit": commit.sha} if commit else {})
+        )
         self.reply = json_reply(status, {"error": message}, headers)
 
 
@@ -78,7 +101,12 @@ class Cdn(Server):
         sha256 = call.path.removeprefix("/uploads/")
         size, signature = int(call.get("Expires") or 0), call.get("Signature") or ""
         if not hmac.compare_digest(signature, self.sign(call.path, size)):
-            return _xml(403, "SignatureDoesNotMatch", "The request signature we calculated does not match the signature you provided.", sha256)
+            return _xml(
+                403,
+                "SignatureDoesNotMatch",
+                "The request signature we calculated does not match the signature you provided.",
+                sha256,
+            )
         if len(call.body) != size or hashlib.sha256(call.body).hexdigest() != sha256:
             return _xml(400, "BadDigest", "The Content-SHA256 you specified did not match what we received.", sha256)
         self.uploads[sha256] = Blob(call.body, lfs=True)
@@ -94,7 +122,12 @@ class Cdn(Server):
             return _xml(400, "InvalidArgument", "Only one auth mechanism allowed", name)
         expires, signature = int(call.get("Expires") or 0), call.get("Signature") or ""
         if not hmac.compare_digest(signature, self.sign(call.path, expires)):
-            return _xml(403, "SignatureDoesNotMatch", "The request signature we calculated does not match the signature you provided.", name)
+            return _xml(
+                403,
+                "SignatureDoesNotMatch",
+                "The request signature we calculated does not match the signature you provided.",
+                name,
+            )
         if self.clock() >= expires:
             return _xml(403, "AccessDenied", "Request has expired", name)
         return media(self.blobs[sha256].data, call, {"ETag": self.blobs[sha256].etag}, name)
@@ -194,7 +227,12 @@ class FakeHub(Server):
           card: the metadata at the head of its README, such as `{"license": "mit"}`.
         """
         made = Repository(name, self._now(), gated, private, dict(card or {}), tuple(labels))
-        made.commit({".gitattributes": Blob(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", lfs=False)}, "main", "initial commit", self._now())
+        made.commit(
+            {".gitattributes": Blob(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", lfs=False)},
+            "main",
+            "initial commit",
+            self._now(),
+        )
         with self.lock:
             self.repositories[name] = made
         if folder is not None:
@@ -202,10 +240,23 @@ class FakeHub(Server):
         return made
 
     def commit(
-        self, name: str, folder: Path, files: Iterable[str] | None = None, *, remove: Iterable[str] = (), branch: str = "main", title: str = "Upload"
+        self,
+        name: str,
+        folder: Path,
+        files: Iterable[str] | None = None,
+        *,
+        remove: Iterable[str] = (),
+        branch: str = "main",
+        title: str = "Upload",
     ) -> str:
-        """Commits a folder's files, or some of them, to a branch; returns the commit's hash. Files must not be written in place afterwards."""
-        paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()) if files is None else list(files)
+        """Commits a folder's files, or some of them, to a branch; returns the commit's hash. Files must not be written
+        in place afterwards.
+        """
+        paths = (
+            sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+            if files is None
+            else list(files)
+        )
         blobs: dict[str, Blob | None] = {path: Blob.of(folder / path) for path in paths}
         with self.lock:
             return self.repositories[name].commit(blobs | dict.fromkeys(remove), branch, title, self._now()).sha
@@ -267,9 +318,15 @@ class FakeHub(Server):
             return
         restricted = f"Access to model {repository.name} is restricted"
         if token is None:
-            raise DeniedError(401, "GatedRepo", f"{restricted}. You must have access to it and be authenticated to access it. Please log in.")
+            raise DeniedError(
+                401,
+                "GatedRepo",
+                f"{restricted}. You must have access to it and be authenticated to access it. Please log in.",
+            )
         visit = f"https://huggingface.co/{repository.name}"
-        raise DeniedError(403, "GatedRepo", f"{restricted} and you are not in the authorized list. Visit {visit} to ask for access.")
+        raise DeniedError(
+            403, "GatedRepo", f"{restricted} and you are not in the authorized list. Visit {visit} to ask for access."
+        )
 
     def _commit(self, repository: Repository, revision: str) -> Commit:
         found = repository.find(revision)
@@ -290,7 +347,15 @@ class FakeHub(Server):
     def _whoami(self, call: Call, token: str | None) -> Reply:
         if token is None:
             raise DeniedError(401, "", "Invalid username or password.")
-        return json_reply(200, dict(type="user", id="1", name="tester", auth=dict(type="access_token", accessToken=dict(displayName="test", role="read"))))
+        return json_reply(
+            200,
+            dict(
+                type="user",
+                id="1",
+                name="tester",
+                auth=dict(type="access_token", accessToken=dict(displayName="test", role="read")),
+            ),
+        )
 
     def _list(self, call: Call, token: str | None) -> Reply:
         infos = []
@@ -310,7 +375,11 @@ class FakeHub(Server):
         field = SORTS[call.get("sort") or "trendingScore"]
         infos.sort(key=lambda info: info[field], reverse=call.get("direction") != "1")
         extra = [name for name, option in (("cardData", "cardData"), ("config", "config")) if call.get(option)]
-        fields = {"id", "_id", *call.query["expand"]} if "expand" in call.query else {*(FULL if call.get("full") else BRIEF), *extra}
+        fields = (
+            {"id", "_id", *call.query["expand"]}
+            if "expand" in call.query
+            else {*(FULL if call.get("full") else BRIEF), *extra}
+        )
         limit = call.get("limit")
         items = [{name: value for name, value in info.items() if name in fields} for info in infos]
         return self._paged(call, items, int(limit) if limit else None)
@@ -334,7 +403,10 @@ class FakeHub(Server):
 
     def _commits(self, call: Call, token: str | None, name: str, revision: str) -> Reply:
         history = self._commit(self._repository(token, name), revision).history()
-        items = [dict(id=one.sha, title=one.title, message="", date=isotime(one.date), authors=[{"user": "tester"}]) for one in history]
+        items = [
+            dict(id=one.sha, title=one.title, message="", date=isotime(one.date), authors=[{"user": "tester"}])
+            for one in history
+        ]
         return self._paged(call, items)
 
     def _tree(self, call: Call, token: str | None, name: str, revision: str, folder: str) -> Reply:
@@ -374,7 +446,13 @@ class FakeHub(Server):
         if blob.lfs:
             linked = {"X-Linked-Size": str(len(blob.data)), "X-Linked-ETag": blob.etag, "ETag": f'"{blob.oid}"'}
             location = self.cdn.link(where, blob, self.clock() + self.expiry)
-            return Reply(302, f"Found. Redirecting to {location}".encode(), headers | linked | {"Location": location}, "resolve", where)
+            return Reply(
+                302,
+                f"Found. Redirecting to {location}".encode(),
+                headers | linked | {"Location": location},
+                "resolve",
+                where,
+            )
         if self.resolve_cache:
             location = f"/api/resolve-cache/models/{name}/{commit.sha}/{urllib.parse.quote(path)}?etag={urllib.parse.quote(blob.etag)}"
             linked = {"X-Linked-Size": str(len(blob.data)), "X-Linked-ETag": blob.etag}
@@ -387,14 +465,18 @@ class FakeHub(Server):
         """Raises DeniedError for who may not commit."""
         repository = self._repository(token, name)
         if token is None or token not in repository.writers:
-            raise DeniedError(401 if token is None else 403, "", "You don't have the rights to commit to this repository")
+            raise DeniedError(
+                401 if token is None else 403, "", "You don't have the rights to commit to this repository"
+            )
         return repository
 
     def _create(self, call: Call, token: str | None) -> Reply:
         asked = json.loads(call.body)
         name = f"{asked['organization'] or 'tester'}/{asked['name']}"
         if token not in self.writers:
-            raise DeniedError(401 if token is None else 403, "", "You don't have the rights to create a model under this namespace")
+            raise DeniedError(
+                401 if token is None else 403, "", "You don't have the rights to create a model under this namespace"
+            )
         if name in self.repositories:
             return json_reply(409, {"error": "You already created this model repo", "url": f"{self.url}/{name}"})
         assert token is not None
@@ -405,7 +487,9 @@ class FakeHub(Server):
 
     def _validate(self, call: Call, token: str | None) -> Reply:
         bad = "license: [" in json.loads(call.body)["content"]
-        return json_reply(400 if bad else 200, {"errors": [{"message": "license must be a string"}] if bad else [], "warnings": []})
+        return json_reply(
+            400 if bad else 200, {"errors": [{"message": "license must be a string"}] if bad else [], "warnings": []}
+        )
 
     def _branch(self, call: Call, token: str | None, name: str, branch: str) -> Reply:
         repository = self._may_write(token, name)
@@ -423,7 +507,10 @@ class FakeHub(Server):
     def _discussions(self, call: Call, token: str | None, name: str) -> Reply:
         pulls = self._repository(token, name).pulls
         about = dict(status="open", isPullRequest=True, author=dict(name="tester"), repo=dict(name=name))
-        found = [about | dict(title=made.title, num=number, createdAt=isotime(made.date)) for number, made in enumerate(pulls, 1)]
+        found = [
+            about | dict(title=made.title, num=number, createdAt=isotime(made.date))
+            for number, made in enumerate(pulls, 1)
+        ]
         return json_reply(200, dict(discussions=found, count=len(found), start=0))
 
     def _preupload(self, call: Call, token: str | None, name: str, revision: str) -> Reply:
@@ -443,7 +530,11 @@ class FakeHub(Server):
         self._may_write(token, name)
         objects = []
         for each in json.loads(call.body)["objects"]:
-            actions = {} if each["oid"] in self.cdn.uploads else {"actions": {"upload": {"href": self.cdn.place(each["oid"], each["size"]), "header": {}}}}
+            actions = (
+                {}
+                if each["oid"] in self.cdn.uploads
+                else {"actions": {"upload": {"href": self.cdn.place(each["oid"], each["size"]), "header": {}}}}
+            )
             objects.append(each | actions)
         return json_reply(200, {"transfer": "basic", "objects": objects})
 
@@ -480,7 +571,12 @@ class FakeHub(Server):
         repository = self._repository(token, name)
         self._admit(token, repository)
         commit = self._commit(repository, revision)
-        return media(commit.files[path].data, call, {"X-Repo-Commit": commit.sha, "ETag": commit.files[path].etag}, f"{name}/{path}")
+        return media(
+            commit.files[path].data,
+            call,
+            {"X-Repo-Commit": commit.sha, "ETag": commit.files[path].etag},
+            f"{name}/{path}",
+        )
 
 
 def _xml(status: int, code: str, message: str, name: str) -> Reply:

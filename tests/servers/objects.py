@@ -26,7 +26,8 @@ class Object:
     generation: int
     times: tuple[float, float]
     metageneration: int = 1
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the client may set: contentType, metadata, …
+    # what the client may set: contentType, metadata, …
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     components: int = 0  # how many objects it was composed of
 
     @functools.cached_property
@@ -71,7 +72,9 @@ def refused(status: int, reason: str, message: str, headers: Mapping[str, str] |
 
 
 def multipart(call: Call, headers: bool = False) -> Iterator[bytes]:
-    """The parts of a `multipart` request: their contents, as they are; the standard library's parser would change line ends."""
+    """The parts of a `multipart` request: their contents, as they are; the standard library's parser would change line
+    ends.
+    """
     match = re.search(r"""boundary=["']?([^"';]+)""", call.headers["Content-Type"])
     assert match is not None
     for part in re.split(rb"(?:^|\r?\n)--" + re.escape(match[1].encode()) + rb"(?:--)?", call.body)[1:-1]:
@@ -87,7 +90,15 @@ def conditions_of(call: Call, prefix: str = "if") -> dict[str, str | None]:
 
 def settable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a client may say of an object."""
-    fields = ("contentType", "contentEncoding", "cacheControl", "contentDisposition", "contentLanguage", "customTime", "metadata")
+    fields = (
+        "contentType",
+        "contentEncoding",
+        "cacheControl",
+        "contentDisposition",
+        "contentLanguage",
+        "customTime",
+        "metadata",
+    )
     return {name: settings[name] for name in fields if name in settings}
 
 
@@ -100,7 +111,9 @@ def bucket_resource(name: str) -> dict[str, Any]:
 
 
 def _rfc3339(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )
 
 
 def _base64(data: bytes) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-LFS_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".onnx", ".msgpack", ".model"}  # from the .gitattributes of a new repository
+# from the .gitattributes of a new repository
+LFS_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".onnx", ".msgpack", ".model"}
 LFS_SIZE = 10 << 20  # bytes; larger files are in LFS whatever they are called
 
 
@@ -117,7 +118,9 @@ class Repository:
 
     def find(self, revision: str) -> Commit | None:
         """The commit of a branch, a tag, or a hash, which may be short."""
-        named = self.branches.get(revision.removeprefix("refs/heads/")) or self.tags.get(revision.removeprefix("refs/tags/"))
+        named = self.branches.get(revision.removeprefix("refs/heads/")) or self.tags.get(
+            revision.removeprefix("refs/tags/")
+        )
         if named or len(revision) < 7:
             return named
         return next((commit for sha, commit in self.commits.items() if sha.startswith(revision)), None)
@@ -161,7 +164,9 @@ def _config(commit: Commit) -> dict[str, Any]:
 def entry(path: str, found: Blob | list[Blob], commit: Commit, expand: bool) -> dict[str, Any]:
     """A file, or a folder with what is below it, as a tree lists them."""
     if isinstance(found, list):
-        described: dict[str, Any] = dict(type="directory", oid=hashlib.sha1(path.encode(), usedforsecurity=False).hexdigest(), size=0, path=path)
+        described: dict[str, Any] = dict(
+            type="directory", oid=hashlib.sha1(path.encode(), usedforsecurity=False).hexdigest(), size=0, path=path
+        )
     else:
         described = dict(type="file", oid=found.oid, size=len(found.data), path=path)
         if found.lfs:

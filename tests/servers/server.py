@@ -62,8 +62,16 @@ class Reply:
     start: int = 0
 
 
-def json_reply(status: int, content: Any, headers: Mapping[str, str] | None = None, kind: str = "other", name: str = "") -> Reply:
-    return Reply(status, json.dumps(content).encode(), {"Content-Type": "application/json; charset=UTF-8"} | dict(headers or {}), kind, name)
+def json_reply(
+    status: int, content: Any, headers: Mapping[str, str] | None = None, kind: str = "other", name: str = ""
+) -> Reply:
+    return Reply(
+        status,
+        json.dumps(content).encode(),
+        {"Content-Type": "application/json; charset=UTF-8"} | dict(headers or {}),
+        kind,
+        name,
+    )
 
 
 def ranged(data: Any, header: str | None) -> tuple[int, int, dict[str, str]] | None:
@@ -73,7 +81,9 @@ def ranged(data: Any, header: str | None) -> tuple[int, int, dict[str, str]] | N
     if not match or match[0] == "bytes=-":  # as if it weren't there, says RFC 9110
         return 0, size, {}
     first, last = match[1], match[2]
-    start, stop = (int(first), min(size, int(last) + 1) if last else size) if first else (max(0, size - int(last)), size)
+    start, stop = (
+        (int(first), min(size, int(last) + 1) if last else size) if first else (max(0, size - int(last)), size)
+    )
     if start >= stop:
         return None
     return start, stop, {"Content-Range": f"bytes {start}-{stop - 1}/{size}"}
@@ -144,8 +154,17 @@ class Server:
             if name not in self.SETTINGS:
                 return json_reply(400, {"error": f"no such setting: {name}"})
             setattr(self, name, [Fault(**fault) for fault in value] if name == "faults" else value)
-        state = {name: getattr(self, name) for name in self.SETTINGS} | {"faults": [fault.described() for fault in self.faults]}
-        return json_reply(200, state | {"log": [dataclasses.asdict(entry) for entry in list(self.log)], "errors": [repr(error) for error in self.errors]})
+        state = {name: getattr(self, name) for name in self.SETTINGS} | {
+            "faults": [fault.described() for fault in self.faults]
+        }
+        return json_reply(
+            200,
+            state
+            | {
+                "log": [dataclasses.asdict(entry) for entry in list(self.log)],
+                "errors": [repr(error) for error in self.errors],
+            },
+        )
 
     def start(self) -> None:
         threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -216,7 +235,9 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_call(self) -> None:
         app = self.app
         url = urllib.parse.urlsplit(self.path)
-        call = Call(self.command, url.path, urllib.parse.parse_qs(url.query, keep_blank_values=True), self.headers, self._body())
+        call = Call(
+            self.command, url.path, urllib.parse.parse_qs(url.query, keep_blank_values=True), self.headers, self._body()
+        )
         if call.path == CONTROL:
             self._send(app.control(call), Entry("control", call.method, "", 200), {})
             return
@@ -231,7 +252,17 @@ class _Handler(BaseHTTPRequestHandler):
             reply = self._answer(call)
         if "lost" in faults:
             reply = dataclasses.replace(reply, status=0)
-        entry = Entry(reply.kind, call.method, reply.name, reply.status, reply.start, reply.start, 0, len(call.body), " ".join(faults))
+        entry = Entry(
+            reply.kind,
+            call.method,
+            reply.name,
+            reply.status,
+            reply.start,
+            reply.start,
+            0,
+            len(call.body),
+            " ".join(faults),
+        )
         app.log.append(entry)
         if reply.status:
             self._send(reply, entry, faults)
@@ -239,7 +270,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._reset()
 
     def handle_expect_100(self) -> bool:
-        """Says at once that the body may come: what is written here is buffered, and libcurl waits a second for it with each body above 1 MB."""
+        """Says at once that the body may come: what is written here is buffered, and libcurl waits a second for it with
+        each body above 1 MB.
+        """
         super().handle_expect_100()
         self.wfile.flush()
         return True
@@ -315,7 +348,7 @@ class _Handler(BaseHTTPRequestHandler):
         os.close(self.connection.detach())
 
 
-# --- in a process of its own ----------------------------------------------------------------------------------------------------
+# --- in a process of its own ------------------------------------------------------------------------------------------
 
 
 class Control:

@@ -1,4 +1,6 @@
-"""The fake Google Cloud Storage, driven by the stock clients only: what they write is what they read, and faults reach them as such."""
+"""The fake Google Cloud Storage, driven by the stock clients only: what they write is what they read, and faults reach
+them as such.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def race(function: Callable[[int], object], racers: int = 8) -> list[object]:
         return list(pool.map(run, range(racers)))
 
 
-# --- TensorStore ----------------------------------------------------------------------------------------------------------------
+# --- TensorStore ------------------------------------------------------------------------------------------------------
 
 
 def test_tensorstore(gcs: FakeGcs) -> None:
@@ -112,7 +114,8 @@ def test_an_atomic_transaction_in_ocdbt(gcs: FakeGcs) -> None:
         for key, value in values.items():
             store.with_transaction(transaction)[key] = value
         assert gcs.log.counts()["write"] == 0
-    assert sorted(name.rpartition("/")[0] for name in gcs.objects["bucket"]) == ["database", "database/d"]  # a manifest, and one file of data
+    # a manifest, and one file of data
+    assert sorted(name.rpartition("/")[0] for name in gcs.objects["bucket"]) == ["database", "database/d"]
     again = ts.KvStore.open(database, context=context()).result()
     assert {key.decode(): again[key] for key in again.list().result()} == values
     gcs.fail("status", status=503, matching="POST .*upload", times=2)
@@ -121,7 +124,15 @@ def test_an_atomic_transaction_in_ocdbt(gcs: FakeGcs) -> None:
     assert ts.KvStore.open(database, context=context()).result()["key/0"] == b"new"
 
 
-@pytest.mark.parametrize("fault", [dict(kind="status", status=503), dict(kind="status", status=429, retry_after=0), dict(kind="reset"), dict(kind="cut")])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        dict(kind="status", status=503),
+        dict(kind="status", status=429, retry_after=0),
+        dict(kind="reset"),
+        dict(kind="cut"),
+    ],
+)
 def test_tensorstore_tries_again(gcs: FakeGcs, fault: dict) -> None:
     gcs.put("bucket", "x", DATA)
     store = kvstore()
@@ -134,7 +145,7 @@ def test_tensorstore_tries_again(gcs: FakeGcs, fault: dict) -> None:
     assert gcs.objects["bucket"]["y"].data == DATA
 
 
-# --- google-cloud-storage -------------------------------------------------------------------------------------------------------
+# --- google-cloud-storage ---------------------------------------------------------------------------------------------
 
 
 def test_google_client(bucket: storage.Bucket, gcs: FakeGcs) -> None:
@@ -210,7 +221,11 @@ def test_lists(client: storage.Client, gcs: FakeGcs) -> None:
         found = client.list_blobs("bucket", prefix="b/", delimiter="/", page_size=size)
         assert [blob.name for blob in found] == [f"b/{i}" for i in range(5)]
         assert found.prefixes == {"b/c/", "b/d/"}
-    assert [blob.name for blob in client.list_blobs("bucket", start_offset="a/3", end_offset="b/1")] == ["a/3", "a/4", "b/0"]
+    assert [blob.name for blob in client.list_blobs("bucket", start_offset="a/3", end_offset="b/1")] == [
+        "a/3",
+        "a/4",
+        "b/0",
+    ]
     assert len(list(client.list_blobs("bucket", max_results=7))) == 7
 
 
@@ -289,7 +304,7 @@ def test_what_is_forbidden(client: storage.Client, bucket: storage.Bucket, gcs: 
     assert {name: one.data for name, one in gcs.objects["bucket"].items()} == {"closed/x": b"1", "fixed/x": b"1"}
 
 
-# --- racing ---------------------------------------------------------------------------------------------------------------------
+# --- racing -----------------------------------------------------------------------------------------------------------
 
 
 def test_of_racing_creators_one_wins(client: storage.Client, gcs: FakeGcs) -> None:
@@ -321,7 +336,9 @@ def test_no_change_is_lost(client: storage.Client, gcs: FakeGcs) -> None:
             try:
                 blob = client.bucket("bucket").get_blob("number")
                 value = int(blob.download_as_bytes())  # of that generation: 404 if there is another by now
-                client.bucket("bucket").blob("number").upload_from_string(b"%d" % (value + 1), if_generation_match=blob.generation)
+                client.bucket("bucket").blob("number").upload_from_string(
+                    b"%d" % (value + 1), if_generation_match=blob.generation
+                )
                 done += 1
             except (exceptions.NotFound, exceptions.PreconditionFailed):
                 continue
@@ -331,7 +348,7 @@ def test_no_change_is_lost(client: storage.Client, gcs: FakeGcs) -> None:
     assert gcs.objects["bucket"]["number"].data == b"40"
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 READ, WRITE = "GET .*alt=media", "POST .*upload"
 
@@ -342,7 +359,10 @@ def test_the_google_client_tries_again(client: storage.Client, gcs: FakeGcs) -> 
     blob.upload_from_string(DATA)
     for fault in (dict(status=503), dict(status=429, retry_after=0)):
         gcs.faults = []
-        reading, writing = gcs.fail("status", matching=READ, times=2, **fault), gcs.fail("status", matching=WRITE, times=2, **fault)
+        reading, writing = (
+            gcs.fail("status", matching=READ, times=2, **fault),
+            gcs.fail("status", matching=WRITE, times=2, **fault),
+        )
         assert blob.download_as_bytes(retry=QUICK) == DATA
         blob.upload_from_string(DATA, if_generation_match=blob.generation, retry=QUICK)
         assert (reading.hits, writing.hits) == (2, 2)
@@ -364,7 +384,11 @@ def test_without_retries_a_fault_is_seen(client: storage.Client, gcs: FakeGcs) -
     with pytest.raises(exceptions.TooManyRequests) as e:
         read()
     assert e.value.response.headers["Retry-After"] == "7"
-    for kind, error in (("reset", requests.ConnectionError), ("cut", requests.exceptions.ChunkedEncodingError), ("stall", requests.ConnectionError)):
+    for kind, error in (
+        ("reset", requests.ConnectionError),
+        ("cut", requests.exceptions.ChunkedEncodingError),
+        ("stall", requests.ConnectionError),
+    ):
         gcs.faults = []
         gcs.fail(kind, seconds=60)
         with pytest.raises(error):
@@ -374,7 +398,9 @@ def test_without_retries_a_fault_is_seen(client: storage.Client, gcs: FakeGcs) -
 
 
 def test_an_answer_that_is_lost(client: storage.Client, gcs: FakeGcs) -> None:
-    """The object is there, but who made it is told that it was there already: what every conditional write over a network must reckon with."""
+    """The object is there, but who made it is told that it was there already: what every conditional write over a
+    network must reckon with.
+    """
     gcs.fail("lost", matching=WRITE, times=1)
     with pytest.raises(exceptions.PreconditionFailed):
         client.bucket("bucket").blob("x").upload_from_string(b"mine", if_generation_match=0, retry=QUICK)
@@ -406,7 +432,7 @@ def test_every_nth_and_a_fraction(gcs: FakeGcs) -> None:
     assert time.monotonic() - start >= 0.15
 
 
-# --- gcsfs and epath ------------------------------------------------------------------------------------------------------------
+# --- gcsfs and epath --------------------------------------------------------------------------------------------------
 
 
 def test_gcsfs(gcs: FakeGcs) -> None:
@@ -450,7 +476,7 @@ def test_epath(gcs: FakeGcs) -> None:
     assert gcs.objects["paths"] == {}
 
 
-# --- the log, and a process of its own ------------------------------------------------------------------------------------------
+# --- the log, and a process of its own --------------------------------------------------------------------------------
 
 
 def test_the_log_knows_what_was_read_twice(bucket: storage.Bucket, gcs: FakeGcs) -> None:
@@ -464,7 +490,12 @@ def test_the_log_knows_what_was_read_twice(bucket: storage.Bucket, gcs: FakeGcs)
     assert (gcs.log.counts()["read"], gcs.log.of("read").sent) == (4, 1200)
     gcs.log.clear()
     gcs.fail("cut", times=1, matching="alt=media")  # and not what the client asks by itself, in the background
-    assert requests.get(f"{gcs.url}/storage/v1/b/bucket/o/x?alt=media", headers={"Range": "bytes=0-99"}, stream=True).raw.read(50) == DATA[:50]
+    assert (
+        requests.get(
+            f"{gcs.url}/storage/v1/b/bucket/o/x?alt=media", headers={"Range": "bytes=0-99"}, stream=True
+        ).raw.read(50)
+        == DATA[:50]
+    )
     assert [(entry.stop, entry.fault) for entry in gcs.log.of("read")] == [(50, "cut")]
 
 

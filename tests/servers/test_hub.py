@@ -1,4 +1,6 @@
-"""The fake hub, driven by stock huggingface_hub only: what the folders hold is what arrives, and refusals and faults are the hub's."""
+"""The fake hub, driven by stock huggingface_hub only: what the folders hold is what arrives, and refusals and faults
+are the hub's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from typing import Any
 import httpx2
 import pytest
 import requests
-from huggingface_hub import HfApi, HfFileSystem, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    HfFileSystem,
+    constants,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -78,7 +88,7 @@ def download(hub: FakeHub, cache: Path, name: str = SHARD, **options: Any) -> by
     return Path(hf_hub_download(filename=name, endpoint=hub.url, cache_dir=cache, **options)).read_bytes()
 
 
-# --- about models ---------------------------------------------------------------------------------------------------------------
+# --- about models -----------------------------------------------------------------------------------------------------
 
 
 def test_model_info(api: HfApi, folder: Path, hub: FakeHub) -> None:
@@ -100,7 +110,13 @@ def test_model_info(api: HfApi, folder: Path, hub: FakeHub) -> None:
             assert lfs is None
         git = subprocess.run(["git", "hash-object", "--stdin"], input=data, capture_output=True, check=True).stdout
         assert files[name].blob_id == git.decode().strip()
-    assert (info.id, info.author, info.gated, info.private, info.config) == (MODEL, "org", False, False, {"model_type": "llama"})
+    assert (info.id, info.author, info.gated, info.private, info.config) == (
+        MODEL,
+        "org",
+        False,
+        False,
+        {"model_type": "llama"},
+    )
     assert info.card_data is not None
     assert info.card_data.license == "mit"
     assert "license:mit" in (info.tags or [])
@@ -123,7 +139,10 @@ def test_list_models(api: HfApi, hub: FakeHub, folder: Path) -> None:
         assert [model.id for model in models] == names
         assert [len(model.siblings or []) for model in models] == [3, 2, 2, 2, 2]
         assert len({model.last_modified for model in models}) == 5
-        assert [model.id for model in api.list_models(author="team", sort="created_at", limit=2)] == ["team/model-4", "team/model-3"]
+        assert [model.id for model in api.list_models(author="team", sort="created_at", limit=2)] == [
+            "team/model-4",
+            "team/model-3",
+        ]
     assert [model.id for model in api.list_models(search="MODEL-2")] == ["team/model-2"]
     assert [model.id for model in api.list_models(author="team", gated=True)] == ["team/model-3"]
     assert [model.id for model in api.list_models(filter="license:mit")] == [MODEL]
@@ -144,8 +163,17 @@ def test_revisions(api: HfApi, hub: FakeHub, folder: Path, tmp_path: Path) -> No
     assert {ref.name: ref.target_commit for ref in refs.branches} == {"main": second, "pr/1": third}
     assert {ref.name: ref.target_commit for ref in refs.tags} == {"v1": first}
     hub.page = 2
-    assert [(commit.commit_id, commit.title) for commit in api.list_repo_commits(MODEL)][:2] == [(second, "Fix"), (first, "Upload")]
-    for revision, data in (("main", b"second"), ("v1", WEIGHTS), (first, WEIGHTS), (second, b"second"), ("pr/1", b"second")):
+    assert [(commit.commit_id, commit.title) for commit in api.list_repo_commits(MODEL)][:2] == [
+        (second, "Fix"),
+        (first, "Upload"),
+    ]
+    for revision, data in (
+        ("main", b"second"),
+        ("v1", WEIGHTS),
+        (first, WEIGHTS),
+        (second, b"second"),
+        ("pr/1", b"second"),
+    ):
         assert download(hub, tmp_path / "cache", revision=revision) == data
     with pytest.raises(RemoteEntryNotFoundError):
         download(hub, tmp_path / "cache", "original/params.json")
@@ -158,8 +186,13 @@ def test_trees(api: HfApi, hub: FakeHub) -> None:
         entries = list(api.list_repo_tree(MODEL, recursive=True, expand=True))
         assert [entry.path for entry in entries] == sorted([*FILES, ".gitattributes", "original"])
         assert {entry.last_commit.oid for entry in entries if entry.last_commit} == {api.model_info(MODEL).sha}
-    assert sorted(entry.path for entry in api.list_repo_tree(MODEL)) == sorted([".gitattributes", "original", *(name for name in FILES if "/" not in name)])
-    assert [entry.path for entry in api.list_repo_tree(MODEL, "original")] == ["original/a b+c%.txt", "original/params.json"]
+    assert sorted(entry.path for entry in api.list_repo_tree(MODEL)) == sorted(
+        [".gitattributes", "original", *(name for name in FILES if "/" not in name)]
+    )
+    assert [entry.path for entry in api.list_repo_tree(MODEL, "original")] == [
+        "original/a b+c%.txt",
+        "original/params.json",
+    ]
     assert [entry.path for entry in api.get_paths_info(MODEL, [SHARD, "original", "none"])] == [SHARD, "original"]
     with pytest.raises(RemoteEntryNotFoundError):
         list(api.list_repo_tree(MODEL, "none"))
@@ -173,7 +206,7 @@ def test_a_release_that_is_incomplete_first(api: HfApi, hub: FakeHub, folder: Pa
     assert download(hub, tmp_path, repo_id="org/new") == WEIGHTS
 
 
-# --- files ----------------------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("resolve_cache", [False, True])
@@ -185,15 +218,24 @@ def test_downloads(hub: FakeHub, tmp_path: Path, resolve_cache: bool) -> None:
     assert {name: (path / name).read_bytes() for name in FILES} == FILES
     assert download(hub, tmp_path / "other", token=token) == WEIGHTS
     assert hub.cdn.leaks == []
-    assert set(hub.log.of("read").ranges()) == {f"{MODEL}/{name}" for name in (*FILES, ".gitattributes") if not name.endswith(".safetensors")}
-    assert hub.cdn.log.ranges() == {f"{MODEL}/{SHARD}": [(0, len(WEIGHTS))] * 2, f"{MODEL}/{SHARD.replace('00001-', '00002-')}": [(0, len(WEIGHTS))]}
+    assert set(hub.log.of("read").ranges()) == {
+        f"{MODEL}/{name}" for name in (*FILES, ".gitattributes") if not name.endswith(".safetensors")
+    }
+    assert hub.cdn.log.ranges() == {
+        f"{MODEL}/{SHARD}": [(0, len(WEIGHTS))] * 2,
+        f"{MODEL}/{SHARD.replace('00001-', '00002-')}": [(0, len(WEIGHTS))],
+    }
     assert hub.traffic.read_twice() == len(WEIGHTS)
 
 
 def test_what_the_headers_say(hub: FakeHub) -> None:
     token = hub.allow("hf_reader")
     large = get_hf_file_metadata(hf_hub_url(MODEL, SHARD, endpoint=hub.url), token=token)
-    assert (large.commit_hash, large.etag, large.size) == (hub.repositories[MODEL].head.sha, hashlib.sha256(WEIGHTS).hexdigest(), len(WEIGHTS))
+    assert (large.commit_hash, large.etag, large.size) == (
+        hub.repositories[MODEL].head.sha,
+        hashlib.sha256(WEIGHTS).hexdigest(),
+        len(WEIGHTS),
+    )
     assert large.location.startswith(f"{hub.cdn.url}/")
     small = get_hf_file_metadata(hf_hub_url(MODEL, "config.json", endpoint=hub.url))
     assert (small.commit_hash, small.size) == (large.commit_hash, len(FILES["config.json"]))
@@ -241,9 +283,12 @@ def test_signed_addresses_expire(hub: FakeHub, tmp_path: Path) -> None:
         download(hub, tmp_path, force_download=True)
 
 
-# --- who may see what -----------------------------------------------------------------------------------------------------------
+# --- who may see what -------------------------------------------------------------------------------------------------
 
-LOG_IN, ASK = "is restricted. You must have access to it and be authenticated", "you are not in the authorized list. Visit https://huggingface.co/org/gated"
+LOG_IN, ASK = (
+    "is restricted. You must have access to it and be authenticated",
+    "you are not in the authorized list. Visit https://huggingface.co/org/gated",
+)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +303,16 @@ LOG_IN, ASK = "is restricted. You must have access to it and be authenticated", 
         (MODEL, "hf_forged", 401, HfHubHTTPError, "Invalid credentials in Authorization header"),
     ],
 )
-def test_refusals(hub: FakeHub, folder: Path, tmp_path: Path, name: str, token: str | bool, status: int, error: type[HfHubHTTPError], message: str) -> None:
+def test_refusals(
+    hub: FakeHub,
+    folder: Path,
+    tmp_path: Path,
+    name: str,
+    token: str | bool,
+    status: int,
+    error: type[HfHubHTTPError],
+    message: str,
+) -> None:
     """As the stock client understands them, whatever it asks."""
     hub.add("org/gated", folder, gated="manual")
     hub.add("org/private", folder, private=True)
@@ -291,7 +345,7 @@ def test_what_is_not_there(hub: FakeHub, api: HfApi, tmp_path: Path) -> None:
         download(hub, tmp_path, "none")
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 def test_rate_limits(hub: FakeHub, tmp_path: Path, waits: list[float]) -> None:
@@ -310,7 +364,9 @@ def test_rate_limits(hub: FakeHub, tmp_path: Path, waits: list[float]) -> None:
 
 @pytest.mark.usefixtures("waits")
 @pytest.mark.parametrize("kind", ["cut", "stall"])
-def test_a_download_that_breaks_goes_on(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_download_that_breaks_goes_on(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """Where it broke: the halves of halves, and no byte twice."""
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5 if kind == "stall" else 60)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # what the client hasn't a whole one of is lost to it
@@ -326,7 +382,12 @@ def test_a_download_that_breaks_goes_on(hub: FakeHub, tmp_path: Path, monkeypatc
 def test_faults_are_seen(hub: FakeHub, tmp_path: Path) -> None:
     """By a client that tries once, and by the stock one where it gives up."""
     url = f"{hub.url}/{MODEL}/resolve/main/original/params.json"
-    for kind, error in (("reset", httpx2.ReadError), ("lost", httpx2.ReadError), ("cut", httpx2.RemoteProtocolError), ("stall", httpx2.ReadTimeout)):
+    for kind, error in (
+        ("reset", httpx2.ReadError),
+        ("lost", httpx2.ReadError),
+        ("cut", httpx2.RemoteProtocolError),
+        ("stall", httpx2.ReadTimeout),
+    ):
         hub.faults = []
         hub.fail(kind, seconds=60)
         with pytest.raises(error), httpx2.Client(timeout=0.3 if kind == "stall" else 60) as client:
@@ -342,13 +403,15 @@ def test_faults_are_seen(hub: FakeHub, tmp_path: Path) -> None:
     assert download(hub, tmp_path) == WEIGHTS
 
 
-# --- as others use it -----------------------------------------------------------------------------------------------------------
+# --- as others use it -------------------------------------------------------------------------------------------------
 
 
 def run(code: str, environment: dict[str, str]) -> Any:
     """What a process prints that has only these variables to know the hub by."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    ran = subprocess.run([sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, check=False, timeout=60)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, check=False, timeout=60
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout)
 
@@ -367,7 +430,9 @@ def test_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
     with process("hub", "--folder", str(folder.parents[1])) as control:
         cdn = type(control)(control.set()["cdn"])
         cdn.set(faults=[dict(kind="status", status=403, times=1)])
-        options: dict[str, Any] = dict(repo_id=MODEL, filename=SHARD, endpoint=control.url, cache_dir=tmp_path / "cache", token=False)
+        options: dict[str, Any] = dict(
+            repo_id=MODEL, filename=SHARD, endpoint=control.url, cache_dir=tmp_path / "cache", token=False
+        )
         with pytest.raises(HfHubHTTPError, match="403"):
             hf_hub_download(**options)
         assert Path(hf_hub_download(**options)).read_bytes() == WEIGHTS

@@ -14,9 +14,10 @@ class Fault:
     """What goes wrong with some requests.
 
     Attributes:
-      kind: `slow`: answered after `seconds`. `status`: refused with `status`, nothing is done. `reset`: the connection is reset, nothing is done.
-        `lost`: done, then the connection is reset. `cut`: half of the body, then the connection is closed. `stall`: headers and half of the body, then
-        nothing for `seconds`. `flip`: a bit in the middle of the body is another one.
+      kind: `slow`: answered after `seconds`. `status`: refused with `status`, nothing is done. `reset`: the connection
+        is reset, nothing is done. `lost`: done, then the connection is reset. `cut`: half of the body, then the
+        connection is closed. `stall`: headers and half of the body, then nothing for `seconds`. `flip`: a bit in the
+        middle of the body is another one.
       every: each n-th of the requests that match.
       fraction: of those, so many by chance; the same ones in each run.
       matching: a pattern that is looked for in `GET /path?query`.
@@ -73,7 +74,9 @@ class Entry:
 
 
 class Log(list[Entry]):
-    """Every request so far, in the order of the answers. Bytes are counted when they are sent, whether the client waits for them or not."""
+    """Every request so far, in the order of the answers. Bytes are counted when they are sent, whether the client waits
+    for them or not.
+    """
 
     def counts(self) -> Counter[str]:
         """Requests by kind."""

@@ -1,4 +1,6 @@
-"""A planned conversion is the same everywhere: staged and loaded, in any process, and told apart from every other by its hash."""
+"""A planned conversion is the same everywhere: staged and loaded, in any process, and told apart from every other by
+its hash.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SMALL_UNITS = Options(mesh=("fsdp=4", "expert=2"), unit_bytes=30_000)
 
 def units_digest(conversion: Conversion) -> str:
     """Of every unit, spelled out."""
-    return hashlib.sha256(b"".join(repr(conversion.expand(unit)).encode() for unit in range(len(conversion.units)))).hexdigest()
+    return hashlib.sha256(
+        b"".join(repr(conversion.expand(unit)).encode() for unit in range(len(conversion.units)))
+    ).hexdigest()
 
 
 def test_plans_are_alike_in_every_process() -> None:
@@ -41,7 +45,13 @@ def test_plans_are_alike_in_every_process() -> None:
     conversion = prepare(SMALL_UNITS, headers_only(QWEN3_MOE))
     here = [conversion.hash, units_digest(conversion), str(len(conversion.units))]
     for seed in ("1", "2"):
-        ran = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+        ran = subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert ran.stdout.split() == here
     assert len(conversion.units) > 3
 
@@ -54,7 +64,9 @@ def test_staging_keeps_everything(tmp_path: Path, scan: bool) -> None:
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         blocks = tuple(-(-size // 16) for size in tensors[name].shape)
         tensors[name] = tensors[name].astype(FP8)
-        tensors[f"{name}_scale_inv"] = random_tensors(LLAMA)["model.embed_tokens.weight"][: blocks[0], : blocks[1]].astype("float32")
+        tensors[f"{name}_scale_inv"] = random_tensors(LLAMA)["model.embed_tokens.weight"][
+            : blocks[0], : blocks[1]
+        ].astype("float32")
     tensors["model.layers.3.extra"] = tensors["model.norm.weight"].copy()  # behind the last layer: dropped
     checkpoint = open_hf(save(tmp_path / "hf", config, *split(tensors, 3)))
     made = prepare(dataclasses.replace(SMALL_UNITS, scan_layers=scan), checkpoint)
@@ -88,9 +100,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 def test_the_hash_tells_every_option_apart() -> None:
     """Whatever changes a byte or a chunk's key changes the hash, so that `--resume` never mixes two conversions."""
     checkpoint = headers_only(LLAMA)
-    hashes = {name: prepare(dataclasses.replace(SMALL_UNITS, **change), checkpoint).hash for name, change in CHANGES.items()}
+    hashes = {
+        name: prepare(dataclasses.replace(SMALL_UNITS, **change), checkpoint).hash for name, change in CHANGES.items()
+    }
     assert len({prepare(SMALL_UNITS, checkpoint).hash, *hashes.values()}) == len(hashes) + 1
-    assert {field.name for field in dataclasses.fields(Options)} - set(CHANGES) == {"mtp", "multimodal"}  # Llama has neither; below
+    # Llama has neither; below
+    assert {field.name for field in dataclasses.fields(Options)} - set(CHANGES) == {"mtp", "multimodal"}
     deepseek = headers_only(DEEPSEEK)
     assert prepare(Options(mtp=True), deepseek).hash != prepare(Options(), deepseek).hash
 
@@ -114,7 +129,9 @@ def test_the_hash_doesnt_know_where_the_files_lie() -> None:
 
     def moved(shard: Any) -> Any:
         path = shard.path.replace("/nowhere", "/elsewhere")
-        return dataclasses.replace(shard, path=path, tensors=tuple(dataclasses.replace(tensor, path=path) for tensor in shard.tensors))
+        return dataclasses.replace(
+            shard, path=path, tensors=tuple(dataclasses.replace(tensor, path=path) for tensor in shard.tensors)
+        )
 
     elsewhere = HfCheckpoint("/elsewhere", checkpoint.config, tuple(moved(shard) for shard in checkpoint.shards))
     assert prepare(SMALL_UNITS, elsewhere).hash == prepare(SMALL_UNITS, checkpoint).hash
@@ -122,7 +139,14 @@ def test_the_hash_doesnt_know_where_the_files_lie() -> None:
 
 def gptq_headers(index: bool) -> HfCheckpoint:
     """A model of some size in GPTQ, with 4 bits in groups of 32, by its headers alone."""
-    model = LLAMA | dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_attention_heads=8, head_dim=128, vocab_size=2048)
+    model = LLAMA | dict(
+        model_type="qwen3",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=8,
+        head_dim=128,
+        vocab_size=2048,
+    )
     tensors: list[Tensor] = []
 
     def add(name: str, dtype: Any, shape: tuple[int, ...]) -> None:
@@ -147,7 +171,9 @@ def gptq_headers(index: bool) -> HfCheckpoint:
 @pytest.mark.parametrize("unit_bytes", [1 << 20, 4 << 20, 64 << 20])
 @pytest.mark.parametrize("options", [{}, {"scan_layers": False}, {"mesh": ("fsdp=16,tensor=4",)}], ids=str)
 def test_groups_in_any_order_are_read_once(index: bool, unit_bytes: int, options: dict[str, Any]) -> None:
-    """Where each input has its own group, a unit takes all inputs of some outputs: no scale is read for every part, and units stay within bounds."""
+    """Where each input has its own group, a unit takes all inputs of some outputs: no scale is read for every part, and
+    units stay within bounds.
+    """
     conversion = prepare(Options(unit_bytes=unit_bytes, **options), gptq_headers(index))
     assert not conversion.plan.problems
     assert conversion.unit_working_bytes <= unit_bytes

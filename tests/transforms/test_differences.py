@@ -27,7 +27,9 @@ def test_measures_are_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in (compare(a, b), compare(a[5:], b[5:]) + compare(a[:5], b[:5])):
         assert (found.status, found.elements, found.different) == ("changed", 143, int((a != b).sum()))
         x, y = a.astype(np.float64), b.astype(np.float64)
-        np.testing.assert_allclose([found.largest, found.mean, found.share], [np.abs(x - y).max(), np.abs(x - y).mean(), (a != b).mean()])
+        np.testing.assert_allclose(
+            [found.largest, found.mean, found.share], [np.abs(x - y).max(), np.abs(x - y).mean(), (a != b).mean()]
+        )
         np.testing.assert_allclose(found.cosine, (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()), rtol=1e-6)
 
 

@@ -1,4 +1,6 @@
-"""The planned files of a release, written and read back by safetensors itself, by transformers' rules, and by our own reader."""
+"""The planned files of a release, written and read back by safetensors itself, by transformers' rules, and by our own
+reader.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from weightbeam.formats.safetensors import DTYPES, open_hf, read_header
 from weightbeam.transforms.files import MAX_INDEX, Entry, FileLayout, natural, plan_files
 
-WORDS = st.lists(st.sampled_from(["model", "layers", "2", "10", "mlp", "weight", "ä", "experts", "0"]), min_size=1, max_size=5).map(".".join)
+WORDS = st.lists(
+    st.sampled_from(["model", "layers", "2", "10", "mlp", "weight", "ä", "experts", "0"]), min_size=1, max_size=5
+).map(".".join)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 ENTRIES = st.dictionaries(WORDS, st.tuples(st.sampled_from(sorted(DTYPES.values(), key=str)), SHAPES), max_size=12).map(
     lambda found: [Entry(name, dtype, shape) for name, (dtype, shape) in found.items()]
@@ -48,12 +52,16 @@ def write(layout: FileLayout, entries: list[Entry], folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "any"}')
 
 
-LIKE = st.dictionaries(WORDS, st.sampled_from(["model.safetensors", "b.safetensors", "model-9.safetensors"]), max_size=20)
+LIKE = st.dictionaries(
+    WORDS, st.sampled_from(["model.safetensors", "b.safetensors", "model-9.safetensors"]), max_size=20
+)
 
 
 @given(ENTRIES, st.one_of(st.none(), LIKE), LIMITS)
 @settings(deadline=None)  # files are written
-def test_read_back(tmp_path_factory: pytest.TempPathFactory, entries: list[Entry], like: dict[str, str] | None, most: int | None) -> None:
+def test_read_back(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[Entry], like: dict[str, str] | None, most: int | None
+) -> None:
     layout = plan_files(entries, like, most)
     folder = tmp_path_factory.mktemp("release")
     write(layout, entries, folder)
@@ -69,7 +77,11 @@ def test_read_back(tmp_path_factory: pytest.TempPathFactory, entries: list[Entry
         held = {tensor.name: tensor for tensor in read_header(str(folder / planned.name))}
         for entry in (entry for entry in entries if layout.tensors[entry.name].path == planned.name):
             found = held[entry.name]
-            assert (found.dtype, found.shape, found.offset) == (entry.dtype, entry.shape, layout.tensors[entry.name].offset)
+            assert (found.dtype, found.shape, found.offset) == (
+                entry.dtype,
+                entry.shape,
+                layout.tensors[entry.name].offset,
+            )
             assert raw[found.offset : found.offset + found.nbytes] == bytes_of(entry)
     assert (layout.index is None) == (len(layout.files) == 1)
     if entries:
@@ -89,8 +101,14 @@ def test_natural_order() -> None:
     """Layers by their numbers, as a reader expects them; transformers' own order is that of the modules."""
     entries = [Entry(f"model.layers.{layer}.mlp.weight", F32, (4,)) for layer in (10, 9, 0, 100)]
     layout = plan_files(entries, None, 32)
-    assert [[tensor.name.split(".")[2] for tensor in file.tensors] for file in layout.files] == [["0", "9"], ["10", "100"]]
-    assert [file.name for file in layout.files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [[tensor.name.split(".")[2] for tensor in file.tensors] for file in layout.files] == [
+        ["0", "9"],
+        ["10", "100"],
+    ]
+    assert [file.name for file in layout.files] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
     assert natural("a.2.b") < natural("a.10.b") < natural("a.10.c")
 
 
@@ -112,19 +130,35 @@ def test_the_layout_of_a_release_is_kept(tmp_path: Path) -> None:
 
 def test_a_scale_lies_behind_its_codes(tmp_path: Path) -> None:
     """What the release doesn't have goes where its neighbour is; wider elements still come first."""
-    files = {"model-00001-of-00002.safetensors": ["z", "b"], "model-00002-of-00002.safetensors": ["a.weight", "c.weight"]}
+    files = {
+        "model-00001-of-00002.safetensors": ["z", "b"],
+        "model-00002-of-00002.safetensors": ["a.weight", "c.weight"],
+    }
     _, like = release(tmp_path, files)
-    entries = [Entry(name, FP8, (8, 8)) for name in like] + [Entry("a.weight_scale_inv", F32, (1, 1)), Entry("A", F32, ())]
+    entries = [Entry(name, FP8, (8, 8)) for name in like] + [
+        Entry("a.weight_scale_inv", F32, (1, 1)),
+        Entry("A", F32, ()),
+    ]
     layout = plan_files(entries, like)
-    assert [[tensor.name for tensor in file.tensors] for file in layout.files] == [["b", "z"], ["A", "a.weight_scale_inv", "a.weight", "c.weight"]]
+    assert [[tensor.name for tensor in file.tensors] for file in layout.files] == [
+        ["b", "z"],
+        ["A", "a.weight_scale_inv", "a.weight", "c.weight"],
+    ]
 
 
 @pytest.mark.parametrize(
-    "like", [{"a": "consolidated.00.pth.safetensors", "b": "other.safetensors"}, {"a": "model-1.safetensors", "b": "pytorch_model.safetensors"}]
+    "like",
+    [
+        {"a": "consolidated.00.pth.safetensors", "b": "other.safetensors"},
+        {"a": "model-1.safetensors", "b": "pytorch_model.safetensors"},
+    ],
 )
 def test_names_that_not_every_loader_wants(like: dict[str, str]) -> None:
     layout = plan_files([("a", F32, (4,)), ("b", F32, (4,))], like)
-    assert [file.name for file in layout.files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [file.name for file in layout.files] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
 
 
 def test_a_file_of_the_release_that_has_grown_is_split_where_a_limit_is_named(tmp_path: Path) -> None:
@@ -144,13 +178,24 @@ def test_a_file_that_would_be_empty_is_left_out(tmp_path: Path) -> None:
 
 
 def llama(**fields: Any) -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, **fields))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, **fields
+        )
+    )
 
 
 def test_index_as_transformers_writes_it(tmp_path: Path) -> None:
     """The same model saved by transformers: the index, but for which file, is the same text; the sizes of files agree."""
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, tie_word_embeddings=False)
+        LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            tie_word_embeddings=False,
+        )
     )
     model.save_pretrained(tmp_path, max_shard_size=4000)
     text = (tmp_path / "model.safetensors.index.json").read_bytes()
@@ -166,7 +211,11 @@ def test_index_as_transformers_writes_it(tmp_path: Path) -> None:
 def test_numbers_of_files_as_huggingface_hub_has_them() -> None:
     """Their greedy split and ours make files of the same sizes from tensors in the same order."""
     model = llama(tie_word_embeddings=True)
-    state = {name: value for name, value in sorted(model.state_dict().items(), key=lambda item: natural(item[0])) if name != "lm_head.weight"}
+    state = {
+        name: value
+        for name, value in sorted(model.state_dict().items(), key=lambda item: natural(item[0]))
+        if name != "lm_head.weight"
+    }
     theirs = split_torch_state_dict_into_shards(state, max_shard_size=9000)
     ours = plan_files([(name, F32, tuple(value.shape)) for name, value in state.items()], None, 9000)
     assert {name: tensor.path for name, tensor in ours.tensors.items()} == theirs.tensor_to_filename

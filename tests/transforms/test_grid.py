@@ -33,7 +33,8 @@ from weightbeam.transforms.units import Unit
 
 MIB = 1 << 20
 SMALL_V3 = DEEPSEEK_V3 | dict(num_hidden_layers=5)  # three dense layers, two with 256 experts: 50 GB
-LLAMA_405B = LLAMA_8B | dict(hidden_size=16384, num_attention_heads=128, intermediate_size=53248, num_hidden_layers=4)  # four of its layers: 35 GB
+# four of its layers: 35 GB
+LLAMA_405B = LLAMA_8B | dict(hidden_size=16384, num_attention_heads=128, intermediate_size=53248, num_hidden_layers=4)
 MODELS = {"llama 8b": LLAMA_8B, "llama 405b": LLAMA_405B, "deepseek v3": SMALL_V3}
 MESHES = {
     "no mesh": (),
@@ -78,15 +79,17 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
     if base is QWEN3_MOE:
         changes |= dict(num_experts=experts, moe_intermediate_size=width)
     if base is DEEPSEEK:
-        changes |= dict(n_routed_experts=experts, moe_intermediate_size=width, kv_lora_rank=draw(st.sampled_from([16, 512])))
+        changes |= dict(
+            n_routed_experts=experts, moe_intermediate_size=width, kv_lora_rank=draw(st.sampled_from([16, 512]))
+        )
     return base | changes
 
 
 @settings(max_examples=100, deadline=None)
 @given(config=models(), meshes=st.lists(mesh_texts, min_size=1, max_size=3, unique=True), scan=st.booleans())
 def test_a_chunk_divides_the_shards_of_every_mesh(config: dict[str, Any], meshes: list[str], scan: bool) -> None:
-    """On every axis that a mesh cuts evenly, whole chunks make up a device's share, so that a host reads what it owns and no more; an
-    axis that a mesh doesn't divide has a warning, and no other has.
+    """On every axis that a mesh cuts evenly, whole chunks make up a device's share, so that a host reads what it owns
+    and no more; an axis that a mesh doesn't divide has a warning, and no other has.
     """
     conversion = plan(config, mesh=tuple(meshes), scan_layers=scan)
     expected = set()
@@ -110,7 +113,9 @@ def working_set(conversion: Conversion, number: int) -> int:
     """All that a unit makes in memory: what it reads, what it decodes, and the shards."""
     unit = conversion.expand(number)
     stored = sum(read.nbytes for fetch in unit.fetches for read in fetch.encoding.reads(fetch.box))
-    decoded = sum(math.prod(b - a for a, b in fetch.box) * fetch.dtype.itemsize for fetch in unit.fetches if fetch.encoding.label)
+    decoded = sum(
+        math.prod(b - a for a, b in fetch.box) * fetch.dtype.itemsize for fetch in unit.fetches if fetch.encoding.label
+    )
     return stored + decoded + made_bytes(unit)
 
 
@@ -133,10 +138,23 @@ def assert_each_shard_once(conversion: Conversion) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(config=models(), mesh=st.lists(mesh_texts, max_size=2, unique=True), unit_mib=st.sampled_from([32, 128]), dtype=st.sampled_from(["bfloat16", "float32"]))
-def test_units_tile_the_arrays_within_their_memory(config: dict[str, Any], mesh: list[str], unit_mib: int, dtype: str) -> None:
+@given(
+    config=models(),
+    mesh=st.lists(mesh_texts, max_size=2, unique=True),
+    unit_mib=st.sampled_from([32, 128]),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_units_tile_the_arrays_within_their_memory(
+    config: dict[str, Any], mesh: list[str], unit_mib: int, dtype: str
+) -> None:
     """Any model, meshes and bound: each shard once, and no unit above its bound (three units are spelled out)."""
-    conversion = plan(config, mesh=tuple(mesh), unit_bytes=unit_mib * MIB, save_dtype=dtype, scan_layers=config["num_hidden_layers"] % 2 == 0)
+    conversion = plan(
+        config,
+        mesh=tuple(mesh),
+        unit_bytes=unit_mib * MIB,
+        save_dtype=dtype,
+        scan_layers=config["num_hidden_layers"] % 2 == 0,
+    )
     assert_each_shard_once(conversion)
     assert all(working_set(conversion, number) <= unit_mib * MIB for number in sample(conversion, 3))
 
@@ -144,7 +162,9 @@ def test_units_tile_the_arrays_within_their_memory(config: dict[str, Any], mesh:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("model", MODELS)
 def test_real_sizes(model: str, mesh: str) -> None:
-    """For models of real size: source bytes are read once (≤ 1.02), each shard is in one unit, and units hold their bound."""
+    """For models of real size: source bytes are read once (≤ 1.02), each shard is in one unit, and units hold their
+    bound.
+    """
     conversion = plan(MODELS[model], mesh=MESHES[mesh])
     assert conversion.source_bytes == conversion.target_bytes == nbytes(MODELS[model])
     assert_each_shard_once(conversion)
@@ -165,7 +185,9 @@ def test_what_the_plan_says_is_read_is_what_units_fetch() -> None:
     for options in (dict(), dict(mesh=("fsdp=4,tensor=2",)), dict(mesh=("expert=2",), unit_bytes=30_000)):
         conversion = plan(DEEPSEEK, **options)
         units = [conversion.expand(number) for number in range(len(conversion.units))]
-        fetched = sum(read.nbytes for unit in units for fetch in unit.fetches for read in fetch.encoding.reads(fetch.box))
+        fetched = sum(
+            read.nbytes for unit in units for fetch in unit.fetches for read in fetch.encoding.reads(fetch.box)
+        )
         assert fetched == conversion.read_bytes
         assert sum(map(made_bytes, units)) == conversion.target_bytes
 
@@ -183,7 +205,9 @@ def test_chunks_have_a_good_size(model: str) -> None:
 
 
 def test_chunks_grow_along_the_axes_that_select_tensors_last() -> None:
-    """A layer of a stack is a chunk of its own wherever that makes a megabyte: so one layer can be read without the others."""
+    """A layer of a stack is a chunk of its own wherever that makes a megabyte: so one layer can be read without the
+    others.
+    """
     conversion = plan(LLAMA_8B, mesh=("fsdp=16",))
     grids = {grid.spec.key.removeprefix("params.params."): grid.spec for grid in conversion.grids}
     up = grids["decoder.layers.mlp.wi_1.kernel"]
@@ -212,14 +236,22 @@ def fp8_headers(config: dict[str, Any]) -> HfCheckpoint:
             tensors.append(Tensor(part, dtype, extents, "/nowhere/model.safetensors", offset))
             offset += tensors[-1].nbytes
     quantization = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    return HfCheckpoint("/nowhere", dict(config) | quantization, (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),))
+    return HfCheckpoint(
+        "/nowhere",
+        dict(config) | quantization,
+        (Shard("model.safetensors", "/nowhere/model.safetensors", offset, 0, tuple(tensors)),),
+    )
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_fp8_of_real_size(mesh: str, dtype: str) -> None:
-    """Codes, scales, decoded values and arrays count towards a unit's bound; scales that two units need are all that is read twice."""
-    conversion = prepare(Options(mesh=MESHES[mesh], save_dtype=dtype), fp8_headers(DEEPSEEK_V3 | dict(num_hidden_layers=4)))
+    """Codes, scales, decoded values and arrays count towards a unit's bound; scales that two units need are all that is
+    read twice.
+    """
+    conversion = prepare(
+        Options(mesh=MESHES[mesh], save_dtype=dtype), fp8_headers(DEEPSEEK_V3 | dict(num_hidden_layers=4))
+    )
     assert not conversion.plan.problems
     assert_each_shard_once(conversion)
     assert 1 <= conversion.read_bytes / conversion.source_bytes <= 1.02
@@ -234,7 +266,7 @@ def test_a_bound_that_is_too_small_is_a_problem() -> None:
     assert "needs at least" in str(problem)
 
 
-# --- with no mesh named: every common mesh, for every model that MaxText has ----------------------------------------------------
+# --- with no mesh named: every common mesh, for every model that MaxText has ------------------------------------------
 
 TREES = {name: tree for name, tree in facts.load_trees().items() if "tiny" not in tree.model}
 LARGE = 64_000_000  # bytes of an array that is held to the limit by itself
@@ -247,7 +279,9 @@ def powers(limit: int) -> list[int]:
 
 
 def common_meshes(experts: int) -> Iterator[Mesh]:
-    """`fsdp` up to 64 with `tensor` up to 8; and, if there are experts, with `expert` up to 64 where that divides them, on up to 512 devices."""
+    """`fsdp` up to 64 with `tensor` up to 8; and, if there are experts, with `expert` up to 64 where that divides them,
+    on up to 512 devices.
+    """
     for fsdp, tensor in itertools.product(powers(64), powers(8)):
         yield Mesh(f"fsdp={fsdp},tensor={tensor}", {"fsdp": fsdp, "tensor": tensor})
     for fsdp, expert in itertools.product(powers(64), powers(min(experts, 64))[1:]):
@@ -269,9 +303,15 @@ def loads(arrays: tuple[Array, ...], meshes: list[Mesh], format: Format = Format
     alike = collections.Counter((array.shape, array.logical_axes, array.dtype, pattern(array.key)) for array in arrays)
     kinds = {(array.shape, array.logical_axes, array.dtype, pattern(array.key)): array for array in arrays}
     experts = count_experts(arrays)
-    grids = {kind: make_grid(array, SourceCost(2), (), base_rules(), Options().unit_bytes, format, experts) for kind, array in kinds.items()}
+    grids = {
+        kind: make_grid(array, SourceCost(2), (), base_rules(), Options().unit_bytes, format, experts)
+        for kind, array in kinds.items()
+    }
     return {
-        mesh.text: {array: load_of(grids[kind].spec, partition_spec(array.logical_axes, base_rules()), mesh) * alike[kind] for kind, array in kinds.items()}
+        mesh.text: {
+            array: load_of(grids[kind].spec, partition_spec(array.logical_axes, base_rules()), mesh) * alike[kind]
+            for kind, array in kinds.items()
+        }
         for mesh in meshes
     }
 
@@ -288,7 +328,12 @@ def test_every_common_mesh_reads_what_it_needs(name: str) -> None:
 
 def test_more_experts_than_64_are_served_where_chunks_are_large() -> None:
     """A device for each expert: the scanned models, and the large ones; a small model's experts share chunks."""
-    for name, expert in {"deepseek3-671b--unscan": 256, "kimi-k2-1t--unscan": 128, "qwen3-30b-a3b--scan": 128, "qwen3-next-80b-a3b--scan": 512}.items():
+    for name, expert in {
+        "deepseek3-671b--unscan": 256,
+        "kimi-k2-1t--unscan": 128,
+        "qwen3-30b-a3b--scan": 128,
+        "qwen3-next-80b-a3b--scan": 512,
+    }.items():
         (each,) = loads(arrays_of(name), [Mesh("", {"expert": expert})]).values()
         assert total(each.values()).worst <= LIMIT, name
     (each,) = loads(arrays_of("qwen3-30b-a3b--unscan"), [Mesh("", {"expert": 128})]).values()
@@ -297,12 +342,16 @@ def test_more_experts_than_64_are_served_where_chunks_are_large() -> None:
 
 @pytest.mark.slow
 def test_shards_without_a_mesh_are_few_and_their_indexes_small() -> None:
-    """A shard is an object: one for 100 KB on average, even of the smallest experts; an index takes at most a sixteenth of a chunk."""
+    """A shard is an object: one for 100 KB on average, even of the smallest experts; an index takes at most a sixteenth
+    of a chunk.
+    """
     for name in TREES:
         arrays = arrays_of(name)
         shards = 0
         for array in arrays:
-            spec = make_grid(array, SourceCost(2), (), base_rules(), Options().unit_bytes, Format(), count_experts(arrays)).spec
+            spec = make_grid(
+                array, SourceCost(2), (), base_rules(), Options().unit_bytes, Format(), count_experts(arrays)
+            ).spec
             shards += math.prod(spec.grid)
             packed = math.prod(spec.shard) // math.prod(spec.chunk)
             assert packed == 1 or packed * 16 * 16 <= math.prod(spec.chunk) * 2

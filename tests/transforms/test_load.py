@@ -1,4 +1,6 @@
-"""What a host reads: the arithmetic against every element spelled out, against JAX's shardings, and against the operating system."""
+"""What a host reads: the arithmetic against every element spelled out, against JAX's shardings, and against the
+operating system.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def cases(draw: st.DrawFn) -> tuple[ArraySpec, tuple[Assignment, ...], Mesh]:
 
 @settings(max_examples=400, deadline=None)
 @given(case=cases())
-def test_a_hosts_reads_are_the_chunks_that_hold_its_elements(case: tuple[ArraySpec, tuple[Assignment, ...], Mesh]) -> None:
+def test_a_hosts_reads_are_the_chunks_that_hold_its_elements(
+    case: tuple[ArraySpec, tuple[Assignment, ...], Mesh],
+) -> None:
     """Every element of a host's part, one by one: which chunk it is in, and which shard."""
     spec, assignments, mesh = case
     load = load_of(spec, assignments, mesh)
@@ -49,8 +53,13 @@ def test_a_hosts_reads_are_the_chunks_that_hold_its_elements(case: tuple[ArraySp
     packed = spec.chunk != spec.shard
     index_bytes = math.prod(s // c for s, c in zip(spec.shard, spec.chunk, strict=True)) * 16 + 4
     for host in range(mesh.devices):
-        elements = list(itertools.product(*(range(start, stop) for start, stop in shard_box(spec.shape, assignments, mesh, host))))
-        chunks, shards = ({tuple(at // step for at, step in zip(e, steps, strict=True)) for e in elements} for steps in (spec.chunk, spec.shard))
+        elements = list(
+            itertools.product(*(range(start, stop) for start, stop in shard_box(spec.shape, assignments, mesh, host)))
+        )
+        chunks, shards = (
+            {tuple(at // step for at, step in zip(e, steps, strict=True)) for e in elements}
+            for steps in (spec.chunk, spec.shard)
+        )
         assert load.needed[host] == 2 * len(elements)
         assert load.reads[host] == len(chunks) + packed * len(shards)
         assert load.fetched[host] == 2 * len(chunks) * math.prod(spec.chunk) + packed * len(shards) * index_bytes
@@ -61,8 +70,13 @@ def test_a_hosts_reads_are_the_chunks_that_hold_its_elements(case: tuple[ArraySp
 def test_hosts_own_what_jax_gives_them(case: tuple[ArraySpec, tuple[Assignment, ...], Mesh]) -> None:
     """A host's part is that of JAX's `NamedSharding` on a mesh of the same axes; where JAX refuses, the axis isn't cut."""
     spec, assignments, mesh = case
-    kept = [axes if ways > 1 else None for axes, ways in zip(assignments, effective_ways(spec.shape, assignments, mesh), strict=True)]
-    sharding = jax.sharding.NamedSharding(AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.sizes)), PartitionSpec(*kept))
+    kept = [
+        axes if ways > 1 else None
+        for axes, ways in zip(assignments, effective_ways(spec.shape, assignments, mesh), strict=True)
+    ]
+    sharding = jax.sharding.NamedSharding(
+        AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.sizes)), PartitionSpec(*kept)
+    )
     boxes = [shard_box(spec.shape, assignments, mesh, host) for host in range(mesh.devices)]
     assert all(tuple(stop - start for start, stop in box) == sharding.shard_shape(spec.shape) for box in boxes)
     covered = np.zeros(spec.shape, int)
@@ -94,14 +108,18 @@ def test_the_table_of_the_layout() -> None:
 
 def test_loads_add_up() -> None:
     """The worst host of several arrays is a host, not the sum of the worst of each."""
-    first, second = Load(np.array([1, 1]), np.array([3, 1]), np.array([3, 1])), Load(np.array([1, 1]), np.array([1, 3]), np.array([1, 2]))
+    first, second = (
+        Load(np.array([1, 1]), np.array([3, 1]), np.array([3, 1])),
+        Load(np.array([1, 1]), np.array([1, 3]), np.array([1, 2])),
+    )
     both = total([first, second * 2])
     assert (both.needed.tolist(), both.fetched.tolist(), both.reads.tolist()) == ([3, 3], [5, 7], [5, 5])
     assert (first.worst, both.worst, both.mean) == (3, pytest.approx(7 / 3), 2)
 
 
 @pytest.mark.parametrize(
-    ("size", "step", "ways", "expected"), [(12, 3, 4, [1] * 4), (12, 4, 3, [1] * 3), (12, 5, 4, [1, 2, 1, 2]), (10, 4, 1, [3]), (6, 4, 2, [1, 2])]
+    ("size", "step", "ways", "expected"),
+    [(12, 3, 4, [1] * 4), (12, 4, 3, [1] * 3), (12, 5, 4, [1, 2, 1, 2]), (10, 4, 1, [3]), (6, 4, 2, [1, 2])],
 )
 def test_parts_that_shards_touch(size: int, step: int, ways: int, expected: list[int]) -> None:
     """Parts that straddle two shards count for both."""

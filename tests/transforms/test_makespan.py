@@ -1,4 +1,6 @@
-"""The simulated makespan: scheduling against its bounds and against brute force, and the simulation against figures made by hand."""
+"""The simulated makespan: scheduling against its bounds and against brute force, and the simulation against figures
+made by hand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,18 @@ from support import DEEPSEEK, FP8, LLAMA, LLAMA_8B, call, headers_only, random_t
 from weightbeam.formats.encodings import bitsandbytes, encoding, fp4, gptq, packed, scaled
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.transforms import makespan
-from weightbeam.transforms.makespan import DOUBLING, LATENCY, START, Effort, Worker, efforts_of, estimate, occupation, ramp, schedule
+from weightbeam.transforms.makespan import (
+    DOUBLING,
+    LATENCY,
+    START,
+    Effort,
+    Worker,
+    efforts_of,
+    estimate,
+    occupation,
+    ramp,
+    schedule,
+)
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 
@@ -50,7 +63,9 @@ def tick(durations: list[int], machines: int) -> int:
 
 @given(durations=jobs, machines=st.integers(1, 50))
 def test_schedule_holds_grahams_bounds(durations: list[int], machines: int) -> None:
-    """No shorter than the share of the work, or than the longest job; no longer than both (R. L. Graham 1969); and never longer with one machine more."""
+    """No shorter than the share of the work, or than the longest job; no longer than both (R. L. Graham 1969); and
+    never longer with one machine more.
+    """
     took, share, longest = schedule(durations, machines), sum(durations) / machines, max(durations)
     assert max(share, longest) <= took <= share + (1 - 1 / machines) * longest + 1e-9
     assert schedule(durations, machines + 1) <= took
@@ -88,7 +103,8 @@ def test_a_bucket_doubles_its_rate(requests: int, rate: float) -> None:
     ("effort", "seconds", "limit"),
     [
         (Effort(seconds=10, reads=1, read=10**9, written=10**9), 20, "vCPUs"),  # four threads on two cores
-        (Effort(seconds=1, reads=1, read=10**9, written=4 * 10**9), 16, "network of the workers"),  # four threads send 4 GB each
+        # four threads send 4 GB each
+        (Effort(seconds=1, reads=1, read=10**9, written=4 * 10**9), 16, "network of the workers"),
         (Effort(seconds=0.01, reads=1, read=10**6, written=10**6), 0.01 + 0.002 + 5 * LATENCY, "latency of the bucket"),
     ],
 )
@@ -97,7 +113,9 @@ def test_what_a_unit_waits_for(effort: Effort, seconds: float, limit: str) -> No
 
 
 def test_an_estimate_by_hand() -> None:
-    """800 units of 20 s on 10 workers with four threads each: 20 rounds, and the assembly's 800 × (0.3 ms + 4 × 50 ms ÷ 16)."""
+    """800 units of 20 s on 10 workers with four threads each: 20 rounds, and the assembly's 800 × (0.3 ms + 4 × 50 ms ÷
+    16).
+    """
     made = estimate([Effort(10, 2, 10**6, 10**6)] * 800, 10, WORKER, files=5, from_hub=False)
     wall = START + 400 + 800 * (0.0003 + 0.0125)
     assert made.unit_seconds == pytest.approx(400)
@@ -139,10 +157,13 @@ def test_more_workers_are_never_slower_from_a_bucket(units: list[Effort], worker
     one, two = (estimate(units, n, WORKER, 163, from_hub) for n in (workers, 2 * workers))
     assert one.vcpu_hours * 3600 >= sum(effort.seconds for effort in units)
     assume(not from_hub)
-    assert two.wall_seconds <= one.wall_seconds <= 2 * two.wall_seconds + 10  # Graham's bound; the slack is the longest unit's
+    # Graham's bound; the slack is the longest unit's
+    assert two.wall_seconds <= one.wall_seconds <= 2 * two.wall_seconds + 10
 
 
-@pytest.mark.parametrize("options", [dict(), dict(mesh=("fsdp=16",)), dict(scan_layers=False, mesh=("fsdp=4",))], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(), dict(mesh=("fsdp=16",)), dict(scan_layers=False, mesh=("fsdp=4",))], ids=str
+)
 def test_efforts_are_the_plans_bytes(options: dict[str, Any]) -> None:
     """All units together read and write what the plan says, one effort for each."""
     conversion = prepare(Options(**options), headers_only(LLAMA_8B | dict(num_hidden_layers=4)))
@@ -167,13 +188,24 @@ def test_decoding_takes_its_time(tmp_path: Path) -> None:
     efforts = list(efforts_of(conversion))
     assert sum(effort.read for effort in efforts) == conversion.read_bytes
     decoded = sum(tensors[name].nbytes for name in names) / makespan.FP8
-    rest = sum(effort.seconds for effort in efforts) - (conversion.read_bytes + conversion.target_bytes) / makespan.TRANSFER
-    assert decoded + conversion.target_bytes / makespan.COPY < rest < 1.1 * decoded + conversion.target_bytes / makespan.TRANSPOSE
+    rest = (
+        sum(effort.seconds for effort in efforts)
+        - (conversion.read_bytes + conversion.target_bytes) / makespan.TRANSFER
+    )
+    assert (
+        decoded + conversion.target_bytes / makespan.COPY
+        < rest
+        < 1.1 * decoded + conversion.target_bytes / makespan.TRANSPOSE
+    )
 
 
 def test_every_encoding_has_a_rate() -> None:
     """A new encoding needs its kernel's rate."""
-    kinds = [kind for module in (bitsandbytes, fp4, gptq, packed, scaled) for _, kind in inspect.getmembers(module, inspect.isclass)]
+    kinds = [
+        kind
+        for module in (bitsandbytes, fp4, gptq, packed, scaled)
+        for _, kind in inspect.getmembers(module, inspect.isclass)
+    ]
     kernels = {kind for kind in kinds if issubclass(kind, encoding.InOrder) and kind is not encoding.InOrder}
     assert kernels - {scaled.Scaled} == set(makespan.DECODE)
 
@@ -195,13 +227,19 @@ MEASURED = {
 def test_rates_are_those_measured(kernel: str) -> None:
     """Within a quarter of `benchmarks/results.json`."""
     scale = {"MB/s": 1e6, "GB/s": 1e9}
-    figures = {figure["what"]: figure["ours"] * scale[figure["unit"]] for figure in RESULTS["kernels"]["figures"] if figure["unit"] in scale}
+    figures = {
+        figure["what"]: figure["ours"] * scale[figure["unit"]]
+        for figure in RESULTS["kernels"]["figures"]
+        if figure["unit"] in scale
+    }
     assert MEASURED[kernel] == pytest.approx(figures[kernel], rel=0.25)
 
 
 @pytest.mark.parametrize(("hosts", "measured"), [(1, 85.6), (2, 46.0), (4, 23.6)])
 def test_the_simulation_against_hosts_that_were_measured(hosts: int, measured: float) -> None:
-    """992 MB in 15 units, from a bucket into a bucket, on Flink: one slot a host, a link of 240 Mbit/s. 16 to 19 % too fast, as docs/running.md says."""
+    """992 MB in 15 units, from a bucket into a bucket, on Flink: one slot a host, a link of 240 Mbit/s. 16 to 19 % too
+    fast, as docs/running.md says.
+    """
     nbytes = 992_000_000 // 15
     unit = Effort(2 * nbytes / makespan.TRANSFER + nbytes / makespan.TRANSPOSE, 9, nbytes, nbytes)
     worker = Worker(0.24, 0, 1, engine="Flink", start=makespan.CLUSTER_START)
@@ -218,7 +256,9 @@ def test_more_of_anything_is_never_faster(field: str) -> None:
 
 
 def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row and an entry for each number of workers; the price and Beam's threads count; without the option there is neither."""
+    """A row and an entry for each number of workers; the price and Beam's threads count; without the option there is
+    neither.
+    """
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     plan = ("plan", "--source", source, "--json", tmp_path / "plan.json")
 
@@ -235,7 +275,10 @@ def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.Capture
     assert all(entry["cost"] == pytest.approx(entry["workers"] * entry["wall_seconds"] / 3600) for entry in cheap)
     assert [entry["cost"] for entry in dear] == pytest.approx([2.5 * entry["cost"] for entry in cheap])
     units = ("--workers", "1", "--unit_bytes", "8KiB")
-    assert simulated(*units, "--number_of_worker_harness_threads=1")[0]["unit_seconds"] > simulated(*units)[0]["unit_seconds"]
+    assert (
+        simulated(*units, "--number_of_worker_harness_threads=1")[0]["unit_seconds"]
+        > simulated(*units)[0]["unit_seconds"]
+    )
     slow, slower = (simulated(*units, "--worker_gbps", gbps)[0]["unit_seconds"] for gbps in ("2e-6", "1e-6"))
     assert slower == pytest.approx(2 * slow, rel=0.05)
     capsys.readouterr()
@@ -248,7 +291,10 @@ def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.Capture
     assert "workers" not in json.loads((tmp_path / "plan.json").read_text())
 
 
-@pytest.mark.parametrize("option", ["--workers=0", "--workers=1,", "--workers=many", "--worker_gbps=0", "--worker_hour_price=nan", "--worker_gbps=-1"])
+@pytest.mark.parametrize(
+    "option",
+    ["--workers=0", "--workers=1,", "--workers=many", "--worker_gbps=0", "--worker_hour_price=nan", "--worker_gbps=-1"],
+)
 def test_what_cant_be_simulated_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("plan", "--source", "nowhere", option) == 2
     assert "should be a" in capsys.readouterr().err

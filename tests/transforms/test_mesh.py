@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from support import DEEPSEEK, LLAMA, QWEN3_MOE, headers_only
 
 from weightbeam.transforms.conversion import rules_of
-from weightbeam.transforms.mesh import Mesh, MeshError, RulesError, axes_in, base_rules, mesh_axes, model_rules, partition_spec, read_rules
+from weightbeam.transforms.mesh import (
+    Mesh,
+    MeshError,
+    RulesError,
+    axes_in,
+    base_rules,
+    mesh_axes,
+    model_rules,
+    partition_spec,
+    read_rules,
+)
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.staged import load
@@ -53,7 +63,9 @@ def names_of_arrays() -> set[tuple[str | None, ...]]:
 def test_the_rules_are_maxtexts() -> None:
     """Those of base.yml, in their order."""
     given_rules = json.loads((facts.HERE / "logical_axis_rules.json").read_text())
-    assert [(name, canonical([axes])[0]) for name, axes in base_rules()] == [(name, canonical([axes])[0]) for name, axes in given_rules]
+    assert [(name, canonical([axes])[0]) for name, axes in base_rules()] == [
+        (name, canonical([axes])[0]) for name, axes in given_rules
+    ]
     used = {axis for _, axes in base_rules() for axis in canonical([axes])[0]}
     assert used <= set(mesh_axes())
 
@@ -62,12 +74,16 @@ def test_specs_of_our_arrays_equal_flaxs() -> None:
     """Every combination of logical axes that an array of a family has."""
     names = names_of_arrays()
     assert len(names) > 15
-    assert {axes: canonical(partition_spec(axes, base_rules())) for axes in names} == {axes: flax_spec(axes) for axes in names}
+    assert {axes: canonical(partition_spec(axes, base_rules())) for axes in names} == {
+        axes: flax_spec(axes) for axes in names
+    }
     assert any(any(spec) for spec in map(flax_spec, names))
 
 
 @settings(max_examples=300, deadline=None)
-@given(names=st.lists(st.sampled_from(RULE_NAMES), max_size=5, unique=True), empty=st.sets(st.integers(0, 5), max_size=2))
+@given(
+    names=st.lists(st.sampled_from(RULE_NAMES), max_size=5, unique=True), empty=st.sets(st.integers(0, 5), max_size=2)
+)
 def test_specs_of_any_names_equal_flaxs(names: list[str], empty: set[int]) -> None:
     """Any logical axes that the rules know, with nameless ones in between: the same mesh axes, each used once."""
     axes: list[str | None] = list(names)
@@ -112,16 +128,29 @@ def test_a_mesh_that_cant_be_read(text: str, said: str) -> None:
     assert said in str(caught.value)
 
 
-# --- rules of the user's own, and of a model's ----------------------------------------------------------------------------------
+# --- rules of the user's own, and of a model's ------------------------------------------------------------------------
 
 PURE_FSDP = [["embed", ["fsdp"]], ["embed_vocab", ["fsdp"]], ["exp_with_fsdp", "fsdp"], ["heads", None], ["kv", []]]
 
 
 def test_a_list_and_a_whole_configuration_replace_the_rules() -> None:
-    """JSON's list; one of MaxText's custom_mesh_and_rule, which has its own mesh_axes; one that is based on base.yml; one that says so."""
-    expected = (("embed", ("fsdp",)), ("embed_vocab", ("fsdp",)), ("exp_with_fsdp", "fsdp"), ("heads", None), ("kv", ()))
+    """JSON's list; one of MaxText's custom_mesh_and_rule, which has its own mesh_axes; one that is based on base.yml;
+    one that says so.
+    """
+    expected = (
+        ("embed", ("fsdp",)),
+        ("embed_vocab", ("fsdp",)),
+        ("exp_with_fsdp", "fsdp"),
+        ("heads", None),
+        ("kv", ()),
+    )
     rules = {"logical_axis_rules": PURE_FSDP}
-    for given_file in (PURE_FSDP, rules | {"mesh_axes": ["fsdp"]}, rules | {"base_config": "base.yml"}, rules | {"override_logical_axis_rules": True}):
+    for given_file in (
+        PURE_FSDP,
+        rules | {"mesh_axes": ["fsdp"]},
+        rules | {"base_config": "base.yml"},
+        rules | {"override_logical_axis_rules": True},
+    ):
         assert read_rules(given_file, base_rules()) == expected
 
 
@@ -138,7 +167,11 @@ def test_a_models_configuration_overrides_some_rules() -> None:
 def test_llama2_shards_its_norms_over_fsdp() -> None:
     """What MaxText's llama2-*.yml say; no other model of the families says anything."""
     assert partition_spec(("norm", "layers"), model_rules("llama2-7b")) == ("fsdp", "stage")
-    assert partition_spec(("norm", "layers"), model_rules("llama3.1-8b")) == partition_spec(("norm", "layers"), base_rules()) == (("tensor",), "stage")
+    assert (
+        partition_spec(("norm", "layers"), model_rules("llama3.1-8b"))
+        == partition_spec(("norm", "layers"), base_rules())
+        == (("tensor",), "stage")
+    )
     conversion = prepare(Options(maxtext_model="llama2-70b", mesh=("fsdp=4",)), headers_only(LLAMA))
     (norm,) = (grid for grid in conversion.grids if grid.spec.key.endswith("decoder_norm.scale"))
     assert (norm.partition, norm.spec.shape, norm.spec.chunk) == ({"fsdp=4": ("fsdp",)}, (32,), (8,))
@@ -147,11 +180,16 @@ def test_llama2_shards_its_norms_over_fsdp() -> None:
 def test_rules_are_part_of_the_plan_and_reach_the_workers() -> None:
     """Another rule, another hash and another grid; a worker makes the same of what is staged."""
     rules = read_rules([["embed", ["rows", "fsdp"]], ["heads", None]], base_rules())
-    plain, own = (prepare(Options(mesh=("fsdp=4",), sharding_rules=given_rules), headers_only(LLAMA)) for given_rules in (None, rules))
+    plain, own = (
+        prepare(Options(mesh=("fsdp=4",), sharding_rules=given_rules), headers_only(LLAMA))
+        for given_rules in (None, rules)
+    )
     assert plain.hash != own.hash
     assert load(own.stage()).grids == own.grids
     assert rules_of(load(own.stage()).options) == rules
-    assert {grid.partition["fsdp=4"] for grid in own.grids if "mlp.wi_0" in grid.spec.key} == {(("rows", "fsdp"), None, None)}
+    assert {grid.partition["fsdp=4"] for grid in own.grids if "mlp.wi_0" in grid.spec.key} == {
+        (("rows", "fsdp"), None, None)
+    }
     with pytest.raises(MeshError, match="no axis 'rows'"):
         prepare(Options(mesh=("rows=4",)), headers_only(LLAMA))
     assert "rows" in axes_in(rules)

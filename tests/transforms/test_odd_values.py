@@ -1,4 +1,6 @@
-"""NaN, infinities and matrices of zeros are counted on the way, by tensor, whatever the layout, the units and the restarts."""
+"""NaN, infinities and matrices of zeros are counted on the way, by tensor, whatever the layout, the units and the
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,29 @@ from weightbeam.pipelines.convert import convert as convert_release
 from weightbeam.transforms import odd_values
 
 MODEL = ("--maxtext_model", "llama2-7b")
-NOT_FINITE = {"model.layers.1.mlp.up_proj.weight": {"nan": 2, "infinite": 1}, "model.norm.weight": {"nan": 1, "infinite": 0}}
+NOT_FINITE = {
+    "model.layers.1.mlp.up_proj.weight": {"nan": 2, "infinite": 1},
+    "model.norm.weight": {"nan": 1, "infinite": 0},
+}
 ZERO = ["lm_head.weight", "model.layers.0.self_attn.q_proj.weight"]
-SPECIAL = [0x0000, 0x8000, 0x0001, 0x8001, 0x3F80, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7F81, 0xFF81, 0x7FC0, 0xFFC0, 0x7FFF, 0xFFFF]
+SPECIAL = [
+    0x0000,
+    0x8000,
+    0x0001,
+    0x8001,
+    0x3F80,
+    0xBF80,
+    0x7F7F,
+    0xFF7F,
+    0x7F80,
+    0xFF80,
+    0x7F81,
+    0xFF81,
+    0x7FC0,
+    0xFFC0,
+    0x7FFF,
+    0xFFFF,
+]
 
 
 def odd_tensors() -> dict[str, np.ndarray]:
@@ -70,7 +92,12 @@ def test_integers_are_no_weights() -> None:
     ],
 )
 def test_they_are_told_and_recorded(
-    options: tuple[str, ...], piece: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...],
+    piece: int,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of padding nothing; each kind in one line, and in the record and `--json` all of them."""
     monkeypatch.setattr(provenance, "CACHED_BYTES", piece)
@@ -82,11 +109,16 @@ def test_they_are_told_and_recorded(
         "warning: 2 tensors hold values that aren't finite: model.layers.1.mlp.up_proj.weight (2 NaN, 1 infinite), model.norm.weight (1 NaN)",
         "warning: 2 matrices are zero throughout: lm_head.weight, model.layers.0.self_attn.q_proj.weight",
     ]
-    for told in (json.loads((tmp_path / "told.json").read_bytes()), json.loads((tmp_path / "out/0/conversion.json").read_bytes())):
+    for told in (
+        json.loads((tmp_path / "told.json").read_bytes()),
+        json.loads((tmp_path / "out/0/conversion.json").read_bytes()),
+    ):
         assert (told["not_finite"], told["zero"]) == (NOT_FINITE, ZERO)
 
 
-def test_they_survive_a_restart(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_they_survive_a_restart(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What was counted before the conversion stopped stands in the ledger."""
 
     def stop(*args: Any) -> None:
@@ -103,12 +135,17 @@ def test_they_survive_a_restart(source: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_many_are_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three by name; of experts each is a matrix."""
-    tensors = {name: np.zeros_like(values) if ".experts." in name else values for name, values in random_tensors(DEEPSEEK).items()}
+    tensors = {
+        name: np.zeros_like(values) if ".experts." in name else values
+        for name, values in random_tensors(DEEPSEEK).items()
+    }
     made = convert_release(str(save(tmp_path / "hf", DEEPSEEK, tensors)), str(tmp_path / "out"), progress=False)
     number = sum(".experts." in name for name in tensors)
     assert len(made.odd_values["zero"]) == number
     assert made.warnings[0].endswith(f" and {number - 3} more")
-    assert made.warnings[0].startswith(f"{number} matrices are zero throughout: model.layers.1.mlp.experts.0.down_proj.weight, ")
+    assert made.warnings[0].startswith(
+        f"{number} matrices are zero throughout: model.layers.1.mlp.experts.0.down_proj.weight, "
+    )
 
 
 def test_ordinary_values_make_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,9 @@ def test_none_in_the_background() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_in_order_and_bounded(most: int) -> None:
-    """Whatever takes how long: results in the order of the calls, each once, and never more than `most` calls at a time."""
+    """Whatever takes how long: results in the order of the calls, each once, and never more than `most` calls at a
+    time.
+    """
     lock, under_way, greatest = threading.Lock(), 0, 0
 
     def call(number: int) -> int:
@@ -68,7 +70,9 @@ def test_threads_take_turns() -> None:
     over: list[list[int]] = [[] for _ in threads]
     for number in range(12):
         over[number % 4] += threads[number % 4].begin(call, number)
-    assert [early + thread.end() for early, thread in zip(over, threads, strict=True)] == [[at, at + 4, at + 8] for at in range(4)]
+    assert [early + thread.end() for early, thread in zip(over, threads, strict=True)] == [
+        [at, at + 4, at + 8] for at in range(4)
+    ]
     assert greatest == READERS
     assert all(abs(at - number) < READERS for at, number in enumerate(order))
 

@@ -1,4 +1,6 @@
-"""The copies: whatever the strides, what is copied is what plain numpy assigns; and shards made together are those made alone."""
+"""The copies: whatever the strides, what is copied is what plain numpy assigns; and shards made together are those made
+alone.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,18 @@ def filled(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 @st.composite
 def copies(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """A view with axes in any order, and a target whose axes lie in memory in any other order, some of them cut out of longer ones."""
+    """A view with axes in any order, and a target whose axes lie in memory in any other order, some of them cut out of
+    longer ones.
+    """
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 8, 12, 40, 64, 130]), min_size=1, max_size=5)))
     while math.prod(shape) > 300_000:
         shape = shape[:-1]
     rank = len(shape)
-    dtype, into = draw(st.sampled_from([(BF16, BF16), (np.dtype(np.float32),) * 2, (BF16, np.dtype(np.float32)), (np.dtype(np.float32), BF16)]))
+    dtype, into = draw(
+        st.sampled_from(
+            [(BF16, BF16), (np.dtype(np.float32),) * 2, (BF16, np.dtype(np.float32)), (np.dtype(np.float32), BF16)]
+        )
+    )
     inner, outer = draw(st.permutations(range(rank))), draw(st.permutations(range(rank)))
     source = filled(tuple(shape[axis] for axis in inner), dtype).transpose(np.argsort(inner))
     padded = [shape[axis] + draw(st.sampled_from([0, 0, 4])) for axis in outer]
@@ -75,18 +83,33 @@ def test_shards_made_together_are_those_made_alone(config: dict, mesh: tuple[str
             for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True):
                 shards = tuple((start + at, start + at + 1) for (start, _), at in zip(job.shards, index, strict=True))
                 pieces = [piece for cell in arrays[job.spec.key].cells(box) for piece in cell.pieces(box)]
-                alone = dataclasses.replace(job, shards=shards, pieces=tuple((fetched[piece.tensor], piece) for piece in pieces))
+                alone = dataclasses.replace(
+                    job, shards=shards, pieces=tuple((fetched[piece.tensor], piece) for piece in pieces)
+                )
                 assert isinstance(alone, Job)
-                views = [(piece, piece.source.of(values[i], origins[i]).transpose(piece.order)) for i, piece in alone.pieces]
-                np.testing.assert_array_equal(made[index].view(np.uint16), stack(alone, views).reshape(made[index].shape).view(np.uint16))
+                views = [
+                    (piece, piece.source.of(values[i], origins[i]).transpose(piece.order)) for i, piece in alone.pieces
+                ]
+                np.testing.assert_array_equal(
+                    made[index].view(np.uint16), stack(alone, views).reshape(made[index].shape).view(np.uint16)
+                )
     assert together > 5
 
 
 def test_jobs_hold_every_shard_once() -> None:
     """However they are put together."""
     conversion = prepare(Options(mesh=("fsdp=4,expert=2",), unit_bytes=60_000), headers_only(DEEPSEEK))
-    made = [(job.spec.key, box) for number in range(len(conversion.units)) for job in conversion.expand(number).jobs for box in job.boxes()]
-    wanted = [(grid.spec.key, grid.spec.shard_box(index)) for grid in conversion.grids for index in itertools.product(*map(range, grid.spec.grid))]
+    made = [
+        (job.spec.key, box)
+        for number in range(len(conversion.units))
+        for job in conversion.expand(number).jobs
+        for box in job.boxes()
+    ]
+    wanted = [
+        (grid.spec.key, grid.spec.shard_box(index))
+        for grid in conversion.grids
+        for index in itertools.product(*map(range, grid.spec.grid))
+    ]
     assert sorted(made) == sorted(wanted)
 
 
@@ -105,7 +128,9 @@ def test_jobs_hold_every_shard_once() -> None:
     ids=str,
 )
 def test_blocks_of_a_transposition(shape: tuple[int, ...], order: tuple[int, ...], dtype: np.dtype) -> None:
-    """More rows and columns than one block has, and a rest on either side, odd ones too; with gaps in the target and without."""
+    """More rows and columns than one block has, and a rest on either side, odd ones too; with gaps in the target and
+    without.
+    """
     source = filled(shape, dtype).transpose(order)
     for gap in (0, 3):
         target = np.zeros((*source.shape[:-1], source.shape[-1] + gap), dtype)

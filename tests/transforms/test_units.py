@@ -76,10 +76,18 @@ def test_units_of_one_size_follow_the_source(config: dict[str, Any]) -> None:
 
 
 def test_the_size_follows_from_the_slots() -> None:
-    """Some eight units a slot, and 64 at least; none larger than it may be, none of a few MiB; the largest where nobody knows the slots."""
+    """Some eight units a slot, and 64 at least; none larger than it may be, none of a few MiB; the largest where nobody
+    knows the slots.
+    """
     gib, most = 1 << 30, 128 << 20
     assert target_bytes(gib, most, None) == most
-    assert [target_bytes(gib, most, slots) for slots in (1, 4, 8, 16, 1000)] == [gib // 64, gib // 64, gib // 64, gib // 128, 8 << 20]
+    assert [target_bytes(gib, most, slots) for slots in (1, 4, 8, 16, 1000)] == [
+        gib // 64,
+        gib // 64,
+        gib // 64,
+        gib // 128,
+        8 << 20,
+    ]
     assert target_bytes(1000 * gib, most, 4) == most
     assert target_bytes(1000 * gib, most, 4000) == 1000 * gib // 32_000
     assert target_bytes(gib, 1 << 20, 4) == 1 << 20

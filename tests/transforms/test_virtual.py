@@ -30,7 +30,11 @@ def plan(config: dict, dtype: np.dtype = BF16, **options: object) -> Conversion:
 
 def reasons(conversion: Conversion) -> dict[str, str]:
     """Why arrays aren't virtual."""
-    return {array.key: placed.reason for array, placed in zip(conversion.plan.arrays, conversion.placements, strict=True) if not placed.spec}
+    return {
+        array.key: placed.reason
+        for array, placed in zip(conversion.plan.arrays, conversion.placements, strict=True)
+        if not placed.spec
+    }
 
 
 def test_a_release_in_the_stored_dtype_is_virtual_as_a_whole() -> None:
@@ -49,12 +53,19 @@ def test_a_release_in_the_stored_dtype_is_virtual_as_a_whole() -> None:
     assert chunks["decoder.decoder_norm.scale"] == ((2048,), ())
 
 
-@pytest.mark.parametrize("options", [{}, {"mesh": ("fsdp=16",)}, {"mesh": ("expert=16,fsdp=4", "tensor=8")}, {"scan_layers": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"mesh": ("fsdp=16",)}, {"mesh": ("expert=16,fsdp=4", "tensor=8")}, {"scan_layers": False}]
+)
 @pytest.mark.parametrize("config", [QWEN_30B, DEEPSEEK_V3 | dict(num_hidden_layers=5)], ids=["qwen3-moe", "deepseek3"])
 def test_references_tile_the_arrays_and_the_tensors(config: dict, options: dict) -> None:
     """Exactly the keys of each array; and of the files every byte that belongs to a virtual array exactly once."""
     made = plan(config, **options)
-    keys = [key for grid, placed in zip(made.grids, made.placements, strict=True) if placed.spec for key in list(zarr.keys(grid.spec, made.format))[1:]]
+    keys = [
+        key
+        for grid, placed in zip(made.grids, made.placements, strict=True)
+        if placed.spec
+        for key in list(zarr.keys(grid.spec, made.format))[1:]
+    ]
     references = list(made.references())
     assert sorted(reference.key for reference in references) == sorted(keys)
     at: dict[str, int] = {}
@@ -103,7 +114,9 @@ def test_a_changed_dtype_is_refused_where_it_is_most_of_the_model(tmp_path: Path
         assert f"a changed dtype; --save_dtype {dtype.name}" in problem.message
     tensors = random_tensors(LLAMA)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(F32)
-    made = prepare(Options(virtual=True, maxtext_model="llama3.3-70b"), open_hf(save(tmp_path / "source", LLAMA, tensors)))
+    made = prepare(
+        Options(virtual=True, maxtext_model="llama3.3-70b"), open_hf(save(tmp_path / "source", LLAMA, tensors))
+    )
     assert not made.plan.problems
     assert reasons(made)[f"{P}decoder_norm.scale"] == "float32, stored as bfloat16"
 
@@ -123,18 +136,40 @@ def test_a_small_share_is_a_warning() -> None:
 
 
 def test_a_load_that_reads_much_for_nothing_is_a_warning() -> None:
-    """`fsdp` shards columns, which no chunk follows; experts are served exactly. It is the arithmetic of `inspect --mesh`."""
+    """`fsdp` shards columns, which no chunk follows; experts are served exactly. It is the arithmetic of `inspect
+    --mesh`.
+    """
     (warning,) = [text for text in plan(QWEN_30B, mesh=("fsdp=16",)).warnings if "a host reads" in text]
     assert warning.startswith("on fsdp=16 a host reads 1")
     assert not [text for text in plan(QWEN_30B, mesh=("tensor=4",)).warnings if "a host reads" in text]
     made = plan(QWEN_30B, mesh=("fsdp=16",))
     load = loads_of(made.grids, made.meshes)["fsdp=16"]
     chunks = {grid.spec.key: grid for grid in made.grids}
-    assert load_of(chunks[f"{P}layers.moe_block.wo"].spec, chunks[f"{P}layers.moe_block.wo"].partition["fsdp=16"], made.meshes[0]).worst == 1
-    assert load_of(chunks[f"{P}layers.moe_block.wi_0"].spec, chunks[f"{P}layers.moe_block.wi_0"].partition["fsdp=16"], made.meshes[0]).worst == 16
+    assert (
+        load_of(
+            chunks[f"{P}layers.moe_block.wo"].spec,
+            chunks[f"{P}layers.moe_block.wo"].partition["fsdp=16"],
+            made.meshes[0],
+        ).worst
+        == 1
+    )
+    assert (
+        load_of(
+            chunks[f"{P}layers.moe_block.wi_0"].spec,
+            chunks[f"{P}layers.moe_block.wi_0"].partition["fsdp=16"],
+            made.meshes[0],
+        ).worst
+        == 16
+    )
     assert 4 < load.mean < 16
 
 
 def test_a_share_is_whole_only_if_all_of_it_is() -> None:
     """99.98 % isn't 100 %."""
-    assert [percent(part, 10_000) for part in (10_000, 9_998, 9_951, 5_700, 0)] == ["100 %", "99.98 %", "99.5 %", "57 %", "0 %"]
+    assert [percent(part, 10_000) for part in (10_000, 9_998, 9_951, 5_700, 0)] == [
+        "100 %",
+        "99.98 %",
+        "99.5 %",
+        "57 %",
+        "0 %",
+    ]
