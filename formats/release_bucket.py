@@ -38,7 +38,7 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
     @property
     def parts(self) -> Bucket:
         """Where components lie."""
-        return self.work / PARTS
+        return self.plan_folder / PARTS
 
     def is_remains(self) -> bool:
         """Whether what lies in the place is what a command left that was thrown away; nothing gets there before all is
@@ -93,12 +93,15 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
             raise IncompleteError(str(e)) from e
         joined = f"{PARTS}/joined/{name}"
         compose(
-            self.work, f"{ASIDE}/{name}", [part._replace(name=f"{PARTS}/{part.name}") for part in components], joined
+            self.plan_folder,
+            f"{ASIDE}/{name}",
+            [part._replace(name=f"{PARTS}/{part.name}") for part in components],
+            joined,
         )
         self.check_claim()
         with concurrent.futures.ThreadPoolExecutor(self.parts.at_a_time) as pool:
             list(pool.map(lambda part: self.parts.delete(part.name), components))
-        self.work.delete_folder(joined)
+        self.plan_folder.delete_folder(joined)
 
     def gather(self) -> None:
         """Copies the files to their places, `config.json` last."""

@@ -117,7 +117,7 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
                 raise IncompleteError(
                     f"{self.checkpoint.path(name)} has {held.size if held else 0:,} bytes, expected {size:,}"
                 )
-        self.work.delete_folder(UNPACKED)
+        self.plan_folder.delete_folder(UNPACKED)
         sync_folder(Path(self.checkpoint.url))
 
 

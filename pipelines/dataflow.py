@@ -209,7 +209,7 @@ def check_alone(options: PipelineOptions) -> None:
 def note_job(staging: Staging, options: PipelineOptions) -> None:
     """Says beside the staged plan which job is at work on it: it outlives the command, and the command's lease."""
     cloud = options.view_as(GoogleCloudOptions)
-    staging.work.write(
+    staging.plan_folder.write(
         JOB, json.dumps({"job_name": cloud.job_name, "project": cloud.project, "region": cloud.region}).encode()
     )
 
@@ -221,13 +221,13 @@ def check_noted(staging: Staging, options: PipelineOptions) -> None:
       RefusedError: it is, or Dataflow doesn't let us see.
     """
     try:
-        noted = json.loads(staging.work.read(JOB))
+        noted = json.loads(staging.plan_folder.read(JOB))
         name, project, region = noted["job_name"], noted["project"], noted["region"]
     except FileNotFoundError:
         return
     except (ValueError, KeyError, TypeError) as e:
         raise RefusedError(
-            f"  output: {staging.work.path(JOB)} should name the job that is at work there, and is damaged; delete it if there is none"
+            f"  output: {staging.plan_folder.path(JOB)} should name the job that is at work there, and is damaged; delete it if there is none"
         ) from e
     cloud = options.view_as(GoogleCloudOptions)
     cloud.job_name, cloud.project, cloud.region, cloud.template_location = name, project, region, None
@@ -235,7 +235,7 @@ def check_noted(staging: Staging, options: PipelineOptions) -> None:
         check_alone(options)
     except RefusedError as e:
         raise type(e)(
-            f"  output: {staging.work}: {e}; {staging.work.path(JOB)} names the job: delete it if that is gone"
+            f"  output: {staging.plan_folder}: {e}; {staging.plan_folder.path(JOB)} names the job: delete it if that is gone"
         ) from e
 
 

@@ -99,7 +99,7 @@ def check_job(staging: Staging, rest: Sequence[str]) -> None:
       RefusedError: one is, or the engine doesn't let us see.
     """
     try:
-        noted = json.loads(staging.work.read(JOB))
+        noted = json.loads(staging.plan_folder.read(JOB))
     except (OSError, ValueError):
         noted = None
     if isinstance(noted, dict) and "runner" in noted:
@@ -228,5 +228,7 @@ def _failure(error: Exception, staging: Staging, noise: str) -> str:
             "The source's files are at fault: another attempt would fail alike. Get them anew, or from who made them."
         )
     elif staging.exists():
-        lines.append(f"What is done is kept in {staging.work}; the same command with --resume goes on from there.")
+        lines.append(
+            f"What is done is kept in {staging.plan_folder}; the same command with --resume goes on from there."
+        )
     return "\n".join(lines)

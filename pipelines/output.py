@@ -100,7 +100,7 @@ def look_for_job(staging: Staging, beam: Sequence[str]) -> Callable[[], None]:
     """
 
     def look() -> None:
-        if staging.exists() and staging.work.exists(JOB):
+        if staging.exists() and staging.plan_folder.exists(JOB):
             from weightbeam.pipelines.execution import check_job  # only now: it imports Beam
 
             check_job(staging, beam)
@@ -194,10 +194,12 @@ def _find_problems(
             staging.final, f"holds the source, or what it consists of ({source}), and would be deleted; {ANOTHER}"
         )
     if (stopped := staging.exists()) and not resume and not overwrite:
-        return _problem(staging.work, "holds a stopped conversion; go on with --resume, or start anew with --overwrite")
+        return _problem(
+            staging.plan_folder, "holds a stopped conversion; go on with --resume, or start anew with --overwrite"
+        )
     if stopped and resume and (differs := _difference(staging, conversion)):
         return _problem(
-            staging.work,
+            staging.plan_folder,
             f"holds a stopped conversion with another plan ({differs}); --overwrite without --resume starts anew",
         )
     if staging.is_taken():

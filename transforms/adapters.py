@@ -115,7 +115,7 @@ class AdapterExport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _WholeJob:
+class _WholeRecipe:
     """All of a tensor, to be made in float32 or in the checkpoint's own dtype."""
 
     box: Box
@@ -136,8 +136,8 @@ def _back(array: OrbaxArray, values: np.ndarray, key: str, part: Part, cell: Cel
     """The tensor of a cell, of all of its array."""
     box = whole(array.shape)
     pieces = tuple((0, piece) for piece in back(cell, box, key))
-    job = _WholeJob(whole(part.window_shape), array.dtype, pieces)
-    return make(job, arrange([_fetch(array)], [values], pieces)).reshape(part.window_shape)
+    recipe = _WholeRecipe(whole(part.window_shape), array.dtype, pieces)
+    return make(recipe, arrange([_fetch(array)], [values], pieces)).reshape(part.window_shape)
 
 
 def is_adapter(source: OrbaxCheckpoint) -> bool:

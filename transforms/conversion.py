@@ -272,7 +272,7 @@ class Conversion(InUnits):
         """Writes the shards of a unit into a database of their own, and enters the unit in the ledger; returns their
         bytes.
         """
-        shards = shards_of(unit.jobs, made)
+        shards = shards_of(unit.recipes, made)
         write_unit(staging, unit.id, shards, self.format, notes=notes, see=self._see)
         return sum(array.nbytes for array in made)
 

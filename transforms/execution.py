@@ -20,7 +20,7 @@ from weightbeam.formats.safetensors import Allocate
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.plan import Array
-from weightbeam.transforms.stack import Make, stack
+from weightbeam.transforms.stack import Recipe, stack
 from weightbeam.transforms.units import Fetch, fetches_for, find_fetch
 
 Views = list[tuple[Piece, np.ndarray]]  # the pieces of what is to be made, each with its source, in the array's layout
@@ -63,13 +63,13 @@ def arrange(fetches: Sequence[Fetch], values: Sequence[np.ndarray], pieces: Sequ
     return views
 
 
-def make(job: Make, views: Views, empty: Allocate = np.empty) -> np.ndarray:
-    """What the job asks for, of the views of its pieces: the one copy and the one cast."""
-    return stack(job, views, empty)
+def make(recipe: Recipe, views: Views, empty: Allocate = np.empty) -> np.ndarray:
+    """What the recipe asks for, of the views of its pieces: the one copy and the one cast."""
+    return stack(recipe, views, empty)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class BoxJob:
+class BoxRecipe:
     """A box of an array to make, as one.
 
     Attributes:
@@ -92,7 +92,7 @@ class BoxJob:
 
 def plan_boxes(
     wanted: Sequence[tuple[Array, Box]], encodings: Mapping[str, Encoding]
-) -> tuple[list[Fetch], list[BoxJob]]:
+) -> tuple[list[Fetch], list[BoxRecipe]]:
     """What to fetch for boxes of arrays, nothing twice, and how they are made of it."""
     fetches: list[Fetch] = []
     numbers: dict[str, list[tuple[Box, int]]] = {}
@@ -102,12 +102,12 @@ def plan_boxes(
         for box, computed in boxes:
             numbers.setdefault(tensor, []).append((box, len(fetches)))
             fetches.append(Fetch(encodings[tensor], box, np.dtype(np.float32) if computed else dtype))
-    jobs = []
+    recipes = []
     for array, box in wanted:
         pieces = (piece for cell in array.cells(box) for piece in cell.pieces(box))
         placed = tuple((find_fetch(numbers[piece.tensor], piece.source.box), piece) for piece in pieces)
-        jobs.append(BoxJob(box, array.dtype, array.fill, placed))
-    return fetches, jobs
+        recipes.append(BoxRecipe(box, array.dtype, array.fill, placed))
+    return fetches, recipes
 
 
 def make_boxes(
@@ -131,10 +131,10 @@ def make_boxes(
       StorageError: a file can't be read, or ends too early.
       ContentError: what it holds can't be right.
     """
-    fetches, jobs = plan_boxes(wanted, encodings)
+    fetches, recipes = plan_boxes(wanted, encodings)
     stored, nbytes = read(fetches, empty)
     values = decode(fetches, stored, empty)
     made = []
-    for job, result in zip(jobs, results or [empty] * len(jobs), strict=True):
-        made.append(make(job, arrange(fetches, values, job.pieces), result).reshape(extent(job.box)))
+    for recipe, result in zip(recipes, results or [empty] * len(recipes), strict=True):
+        made.append(make(recipe, arrange(fetches, values, recipe.pieces), result).reshape(extent(recipe.box)))
     return made, nbytes

@@ -32,7 +32,7 @@ from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.grid import Grid
 from weightbeam.transforms.inputs import Identity, pack_inputs
-from weightbeam.transforms.quantizing import Given, job_for
+from weightbeam.transforms.quantizing import Given, recipe_for
 from weightbeam.transforms.rows import ReleasePlan, RowsUnit
 from weightbeam.transforms.tensor_rows import rows_of
 from weightbeam.transforms.units import Block, Fetch, element_box
@@ -181,14 +181,14 @@ class Export(ReleasePlan):
             stored = self.encodings[array.key]
             encoding = UnpackedArray(stored, place.url) if array.key in self.unpacked else stored
             fetches.append(Fetch(encoding, element_box(self.grids[block.array].spec, block.shards), stored.dtype))
-        jobs = []
+        recipes = []
         for name, boxes in rows_of(self.plan.arrays, self.grids, self.units[unit]).items():
             for box, inside in boxes:
-                jobs += [
-                    job_for(self.layout.tensors, one, self.quantised, box, inside, self.merged.get(name), self.given)
+                recipes += [
+                    recipe_for(self.layout.tensors, one, self.quantised, box, inside, self.merged.get(name), self.given)
                     for one in self.names[name]
                 ]
-        return RowsUnit(unit, tuple(fetches), tuple(jobs))
+        return RowsUnit(unit, tuple(fetches), tuple(recipes))
 
     @property
     def hash(self) -> str:

@@ -36,8 +36,8 @@ from weightbeam.transforms.quantizing import (
     ROWS,
     Given,
     find_quantised,
-    job_for,
     quantization_config,
+    recipe_for,
     with_scales,
 )
 from weightbeam.transforms.rows import VALUES, ReleasePlan, RowsUnit
@@ -146,15 +146,15 @@ class Merge(ReleasePlan):
     def expand(self, unit: int, place: Store | None = None) -> RowsUnit:
         """A unit, spelled out."""
         names = list(self.encodings)
-        fetches, jobs = [], []
+        fetches, recipes = [], []
         for number, block in enumerate(self.units[unit]):
             name, box = names[block.array], block.shards
-            job = job_for(
+            recipe = recipe_for(
                 self.layout.tensors, name, self.quantised, box, ((number, _itself(name, box)),), given=self.given
             )
-            fetches.append(Fetch(self.encodings[name], box, self._read_as(name, job.dtype)))
-            jobs.append(job)
-        return RowsUnit(unit, tuple(fetches), tuple(jobs))
+            fetches.append(Fetch(self.encodings[name], box, self._read_as(name, recipe.dtype)))
+            recipes.append(recipe)
+        return RowsUnit(unit, tuple(fetches), tuple(recipes))
 
     def _read_as(self, name: str, written: np.dtype) -> np.dtype:
         """The dtype of a tensor's values in memory: of one that is quantised its own, so that nothing is rounded

@@ -92,8 +92,8 @@ class UnitOfWork(Protocol):
     def fetches(self) -> Sequence[Fetch]: ...
 
     @property
-    def jobs(self) -> Sequence[Any]:
-        """What is made; see `stack.Make`."""
+    def recipes(self) -> Sequence[Any]:
+        """What is made; see `stack.Recipe`."""
         ...
 
     @property

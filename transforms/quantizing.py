@@ -24,7 +24,7 @@ from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.plan import Problem, is_float
 from weightbeam.transforms.grid import Grid
-from weightbeam.transforms.rows import VALUES, RowsJob
+from weightbeam.transforms.rows import VALUES, RowsRecipe
 
 FORMATS = ("fp8",)
 ROWS = BLOCK[0]
@@ -34,7 +34,7 @@ Entry = tuple[str, np.dtype, tuple[int, ...]]  # name, dtype, shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class QuantizeJob(RowsJob):
+class QuantizeRecipe(RowsRecipe):
     """Rows of a weight to make, and to write as codes and scales; `tensor` has the codes.
 
     Attributes:
@@ -159,7 +159,7 @@ def with_scales(tensors: Iterable[Entry], quantised: frozenset[str]) -> Iterator
             yield name, dtype, shape
 
 
-def job_for(
+def recipe_for(
     written: Mapping[str, Tensor],
     name: str,
     quantised: frozenset[str],
@@ -167,13 +167,13 @@ def job_for(
     pieces: tuple,
     merged: Encoding | None = None,
     given: Given | None = None,
-) -> RowsJob:
+) -> RowsRecipe:
     """Rows of a tensor to make, of whichever kind it is."""
     if name in quantised:
-        return QuantizeJob(
+        return QuantizeRecipe(
             written[name], box, pieces, merged, scales=written[name + SUFFIX], given=given and given.scales[name]
         )
-    return RowsJob(written[name], box, pieces, merged)
+    return RowsRecipe(written[name], box, pieces, merged)
 
 
 def quantization_config(tensors: Iterable[Entry], quantised: frozenset[str]) -> dict[str, Any]:

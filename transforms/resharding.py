@@ -52,7 +52,7 @@ from weightbeam.transforms.units import (
     Block,
     Fetch,
     InUnits,
-    Job,
+    ShardsRecipe,
     element_box,
     expand_unit,
     make_units,
@@ -115,7 +115,7 @@ class ReshardUnit:
 
     id: int
     fetches: tuple[Fetch, ...]
-    jobs: tuple[Job, ...]
+    recipes: tuple[ShardsRecipe, ...]
     copies: tuple[tuple[str, ArraySpec, tuple[int, ...]], ...]
     working_bytes: int
     is_done = False
@@ -237,7 +237,7 @@ class Reshard(InUnits):
             for block in copied
             for index in itertools.product(*(range(start, stop) for start, stop in block.shards))
         ]
-        return ReshardUnit(unit, made.fetches, made.jobs, tuple(copies), made.working_bytes + working_bytes(copied))
+        return ReshardUnit(unit, made.fetches, made.recipes, tuple(copies), made.working_bytes + working_bytes(copied))
 
     def _is_encoded(self, block: Block) -> bool:
         """Whether chunks are copied as they are encoded; plain ones are read and written as values, which spares two
@@ -318,7 +318,7 @@ class Reshard(InUnits):
         self, staging: Staging, unit: ReshardUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None
     ) -> int:
         """Writes the shards of a unit, and the chunks that are copied, and enters the unit in the ledger."""
-        shards = shards_of(unit.jobs, made)
+        shards = shards_of(unit.recipes, made)
         copies = read_chunks(
             [(self.source.arrays[key], self.around.zarr[key], spec, index) for key, spec, index in unit.copies]
         )
@@ -335,7 +335,7 @@ class Reshard(InUnits):
         self.check()
         if not staging.is_complete():
             staging.gather()
-            staging.work.delete_folder(UNPACKED)
+            staging.plan_folder.delete_folder(UNPACKED)
         orbax.assemble(staging, self._contents(), overwrite)
 
     def _contents(self) -> Contents:

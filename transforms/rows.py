@@ -32,7 +32,7 @@ def made_here(name: str, shape: tuple[int, ...]) -> Encoding:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RowsJob:
+class RowsRecipe:
     """Rows of a tensor to make and to write.
 
     Attributes:
@@ -92,11 +92,11 @@ class RowsUnit:
 
     id: int
     fetches: tuple[Fetch, ...]
-    jobs: tuple[RowsJob, ...]
+    recipes: tuple[RowsRecipe, ...]
 
     @property
     def is_done(self) -> bool:
-        return not self.jobs
+        return not self.recipes
 
     @property
     def working_bytes(self) -> int:
@@ -107,7 +107,7 @@ class RowsUnit:
             for fetch in self.fetches
             if fetch.encoding.label is not None
         )
-        return read + sum(aligned(volume(job.box) * job.dtype.itemsize) for job in self.jobs)
+        return read + sum(aligned(volume(recipe.box) * recipe.dtype.itemsize) for recipe in self.recipes)
 
 
 class WritingOptions(UnitOptions, Protocol):
@@ -201,7 +201,7 @@ class ReleasePlan(InUnits):
         release_target.write_unit(
             staging,
             unit.id,
-            [rows for job, values in zip(unit.jobs, made, strict=True) for rows in job.write_as(values)],
+            [rows for recipe, values in zip(unit.recipes, made, strict=True) for rows in recipe.write_as(values)],
         )
         return sum(array.nbytes for array in made)
 

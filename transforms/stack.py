@@ -21,7 +21,7 @@ PITCH = 64  # bytes between the rows of a block: rows a power of two apart would
 RUN = 512  # bytes; shorter runs are copied as one element each
 
 
-class Make(Protocol):
+class Recipe(Protocol):
     """A box of an array to make: as one, or as shards of one shape side by side."""
 
     @property
@@ -41,17 +41,17 @@ class Make(Protocol):
         ...
 
 
-def stack(job: Make, views: Sequence[tuple[Piece, np.ndarray]], empty: Allocate = np.empty) -> np.ndarray:
+def stack(recipe: Recipe, views: Sequence[tuple[Piece, np.ndarray]], empty: Allocate = np.empty) -> np.ndarray:
     """Makes shards of their pieces' views, each already in the array's layout, in an array that `empty` makes.
 
     Returns:
       (number of the shard on each axis, index within a shard on each axis); each shard lies in C order.
     """
-    shard = tuple(n // count for n, count in zip(extent(job.box), job.counts, strict=True))
-    made = empty((*job.counts, *shard), job.dtype)
-    if job.fill is not None:
-        made[...] = job.fill
-    origin = tuple(start for start, _ in job.box)
+    shard = tuple(n // count for n, count in zip(extent(recipe.box), recipe.counts, strict=True))
+    made = empty((*recipe.counts, *shard), recipe.dtype)
+    if recipe.fill is not None:
+        made[...] = recipe.fill
+    origin = tuple(start for start, _ in recipe.box)
     for piece, view in views:
         copy(*_align(view, piece.target, made, origin), piece.ops)
     return made

@@ -103,7 +103,7 @@ class _ReadBoxesFn(StageFn):
         unit: Any = (
             Unit.done(number)
             if is_done
-            else load_staged(self.staging, self.plan_hash).expand(number, self.staging.work)
+            else load_staged(self.staging, self.plan_hash).expand(number, self.staging.plan_folder)
         )
         arena = take_now(unit.working_bytes, self.budget)
         if arena is None:  # what was read ahead goes on first: its memory may be what is waited for
@@ -124,14 +124,15 @@ class _DequantizeFn(StageFn):
 
 class _ReshapeFn(StageFn):
     def run(self, work: Work) -> int:
-        work.views = [execution.arrange(work.unit.fetches, work.values, job.pieces) for job in work.unit.jobs]
+        work.views = [execution.arrange(work.unit.fetches, work.values, recipe.pieces) for recipe in work.unit.recipes]
         return sum(view.nbytes for views in work.views for _, view in views)
 
 
 class _StackFn(StageFn):
     def run(self, work: Work) -> int:
         work.shards = [
-            execution.make(job, views, work.arena.empty) for job, views in zip(work.unit.jobs, work.views, strict=True)
+            execution.make(recipe, views, work.arena.empty)
+            for recipe, views in zip(work.unit.recipes, work.views, strict=True)
         ]
         work.values, work.views = [], []
         return total_bytes(work.shards)
@@ -236,7 +237,7 @@ class _UnpackFn(beam.DoFn):
 
     def process(self, number: int) -> Iterator[int]:
         if not is_published(self.staging, self.plan_hash):  # else this bundle is a repeated one
-            self.bytes.inc(load_staged(self.staging, self.plan_hash).unpack(number, self.staging.work))
+            self.bytes.inc(load_staged(self.staging, self.plan_hash).unpack(number, self.staging.plan_folder))
         yield number
 
 

@@ -229,7 +229,7 @@ class Fetch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Job:
+class ShardsRecipe:
     """Neighbouring shards to make in one go.
 
     Attributes:
@@ -267,12 +267,12 @@ class Job:
         )
 
 
-def shards_of(jobs: Sequence[Job], made: Sequence[np.ndarray]) -> list[tuple[ArraySpec, Box, np.ndarray]]:
-    """The shards that jobs have made, each with its array and its box there."""
+def shards_of(recipes: Sequence[ShardsRecipe], made: Sequence[np.ndarray]) -> list[tuple[ArraySpec, Box, np.ndarray]]:
+    """The shards that recipes have made, each with its array and its box there."""
     return [
-        (job.spec, box, of_job[index])
-        for job, of_job in zip(jobs, made, strict=True)
-        for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True)
+        (recipe.spec, box, of_recipe[index])
+        for recipe, of_recipe in zip(recipes, made, strict=True)
+        for index, box in zip(np.ndindex(recipe.counts), recipe.boxes(), strict=True)
     ]
 
 
@@ -282,7 +282,7 @@ class Unit:
 
     id: int
     fetches: tuple[Fetch, ...]
-    jobs: tuple[Job, ...]
+    recipes: tuple[ShardsRecipe, ...]
 
     @classmethod
     def done(cls, id: int) -> Unit:
@@ -291,12 +291,12 @@ class Unit:
 
     @property
     def is_done(self) -> bool:
-        return not self.jobs
+        return not self.recipes
 
     @property
     def working_bytes(self) -> int:
         """Memory for all of its arrays: stored, decoded and made."""
-        total = sum(aligned(volume(job.box) * job.spec.dtype.itemsize) for job in self.jobs)
+        total = sum(aligned(volume(recipe.box) * recipe.spec.dtype.itemsize) for recipe in self.recipes)
         for fetch in self.fetches:
             total += sum(aligned(read.nbytes) for read in fetch.encoding.reads(fetch.box))
             if fetch.encoding.label is not None:
@@ -351,7 +351,7 @@ def expand_unit(
             dtype = np.dtype(np.float32) if computed else save_dtype
             numbers.setdefault(tensor, []).append((box, len(fetches)))
             fetches.append(Fetch(encodings[tensor], box, dtype))
-    jobs = []
+    recipes = []
     for block in blocks:
         array, spec = arrays[block.array], grids[block.array].spec
         joined = _joined_axes(array, spec, block.shards)
@@ -363,8 +363,8 @@ def expand_unit(
             box = element_box(spec, shards)
             pieces = [piece for cell in array.cells(box) for piece in cell.pieces(box)]
             placed = tuple((find_fetch(numbers[piece.tensor], piece.source.box), piece) for piece in pieces)
-            jobs.append(Job(spec, shards, array.fill, placed))
-    return Unit(id, tuple(fetches), tuple(jobs))
+            recipes.append(ShardsRecipe(spec, shards, array.fill, placed))
+    return Unit(id, tuple(fetches), tuple(recipes))
 
 
 def _joined_axes(array: Array, spec: ArraySpec, shards: Box) -> set[int]:

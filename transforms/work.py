@@ -22,9 +22,9 @@ class Work:
       arena: makes the arrays.
       raw: by fetch, the arrays that were read (set by ReadBoxes).
       values: by fetch, the decoded values (Dequantize).
-      views: by job, the pieces and views of `values` in the array's layout (Reshape).
+      views: by recipe, the pieces and views of `values` in the array's layout (Reshape).
       notes: what the unit's ledger entry should say of what was read (ReadBoxes).
-      shards: by job, one array whose first axes count shards; each shard is in C order (Stack).
+      shards: by recipe, one array whose first axes count shards; each shard is in C order (Stack).
     """
 
     __slots__ = ("arena", "notes", "raw", "shards", "unit", "values", "views")

@@ -48,12 +48,12 @@ class BucketStaging(Staging):
         return self.output / self.name
 
     @property
-    def work(self) -> Bucket:
+    def plan_folder(self) -> Bucket:
         return self.desk / (self._id or next(iter(self._staged()), "new"))
 
     @property
     def aside(self) -> Bucket:
-        return self.work / ASIDE
+        return self.plan_folder / ASIDE
 
     @property
     def manifest(self) -> Bucket:
@@ -78,7 +78,7 @@ class BucketStaging(Staging):
         self._claim = f"claim.{uuid.uuid4().hex[:16]}"
         self.desk.write(f"{self._claim}/{MARKER}", MARK)
         self._id = next(iter(self._staged()), "")
-        found = self.work.stat(PLAN) if self._id else None
+        found = self.plan_folder.stat(PLAN) if self._id else None
         self._version = found.version if found else ""
 
     def leave(self) -> None:
@@ -111,11 +111,11 @@ class BucketStaging(Staging):
             self.claim()
         self.discard()
         self._id = uuid.uuid4().hex[:16]
-        self._version = self.work.replace(PLAN, plan, None) or ""
+        self._version = self.plan_folder.replace(PLAN, plan, None) or ""
         try:
             self.check_claim()
         except StorageError:
-            self.work.delete_folder()
+            self.plan_folder.delete_folder()
             raise
 
     def discard(self) -> None:
@@ -147,7 +147,7 @@ class BucketStaging(Staging):
     def write_plan(self, plan: bytes) -> None:
         if not self._claim:
             self.claim()
-        self._version = self.work.replace(PLAN, plan, self._version or None) or ""
+        self._version = self.plan_folder.replace(PLAN, plan, self._version or None) or ""
         if not self._version:
             raise self.taken_over()
 
@@ -155,7 +155,7 @@ class BucketStaging(Staging):
         try:
             return super().enter(unit, entry)
         except TakenOverError:
-            self.work.delete_folder()  # nobody else's
+            self.plan_folder.delete_folder()  # nobody else's
             raise
 
     def gather(self) -> None:

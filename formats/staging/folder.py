@@ -43,7 +43,7 @@ class FolderStaging(Staging):
         return self.output / (self._folder or next(iter(self._staged()), f"{self.name}{self.growing}"))
 
     @property
-    def work(self) -> LocalFolder:
+    def plan_folder(self) -> LocalFolder:
         return self.checkpoint
 
     @property
@@ -121,13 +121,13 @@ class FolderStaging(Staging):
         self.discard()
         self._folder = self._new_name()
         Path(self.items).mkdir(parents=True)
-        Path(self.work / self.units).mkdir(parents=True)
+        Path(self.plan_folder / self.units).mkdir(parents=True)
         try:
             self._check_lease()  # who took it away before hasn't seen this folder, and won't take it over
         except StorageError:
             self.discard()
             raise
-        self.work.write(PLAN, plan)
+        self.plan_folder.write(PLAN, plan)
 
     def discard(self) -> None:
         for name in [self._folder] if self._folder else self._staged():
@@ -147,8 +147,8 @@ class FolderStaging(Staging):
         _remove(self.checkpoint)  # TensorStore made it anew; its name is nobody else's
 
     def note_failure(self, text: str) -> str:
-        Path(self.work.path(FAILURE)).write_text(text)  # not durably, and only if the folder is there
-        return self.work.path(FAILURE)
+        Path(self.plan_folder.path(FAILURE)).write_text(text)  # not durably, and only if the folder is there
+        return self.plan_folder.path(FAILURE)
 
     def publish(self, overwrite: bool = False) -> None:
         growing, final = Path(self.checkpoint), Path(self.final)

@@ -47,7 +47,7 @@ class Staging(abc.ABC):
     Attributes:
       output: the folder that what is published lies in.
       name: what it is called there; of a checkpoint its step.
-      units: the ledger's folder in `work`; the plan's own.
+      units: the ledger's folder in `plan_folder`; the plan's own.
       marker: the file that is written last, and says that all is there.
       growing: how the name of a folder ends that isn't published yet.
     """
@@ -66,8 +66,8 @@ class Staging(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def work(self) -> Store:
-        """Where the plan and the ledger are."""
+    def plan_folder(self) -> Store:
+        """Where the plan, its ledger and its notes are."""
 
     @property
     @abc.abstractmethod
@@ -173,7 +173,7 @@ class Staging(abc.ABC):
 
     def is_staged(self) -> bool:
         """Whether the plan is there, so that units can be made."""
-        return self.work.exists(PLAN)
+        return self.plan_folder.exists(PLAN)
 
     def is_complete(self) -> bool:
         """Whether only publishing is left."""
@@ -190,7 +190,7 @@ class Staging(abc.ABC):
 
     def taken_over(self) -> TakenOverError:
         """The error that says so."""
-        return TakenOverError(f"{self.work} was taken over by another conversion, or removed")
+        return TakenOverError(f"{self.plan_folder} was taken over by another conversion, or removed")
 
     @abc.abstractmethod
     def create(self, plan: bytes) -> None:
@@ -203,15 +203,15 @@ class Staging(abc.ABC):
     @property
     def plan(self) -> str:
         """The URL of the staged plan."""
-        return self.work.path(PLAN)
+        return self.plan_folder.path(PLAN)
 
     def read_plan(self) -> bytes:
         """The staged plan."""
-        return self.work.read(PLAN)
+        return self.plan_folder.read(PLAN)
 
     def write_plan(self, plan: bytes) -> None:
         """Stages the same plan again, to go on with it: the source may have moved."""
-        self.work.write(PLAN, plan)
+        self.plan_folder.write(PLAN, plan)
 
     # --- the ledger
 
@@ -223,15 +223,15 @@ class Staging(abc.ABC):
         """
         name = f"{self.units}/{unit}.json"
         try:
-            made = self.work.create(name, json.dumps(entry).encode())
+            made = self.plan_folder.create(name, json.dumps(entry).encode())
         except FileNotFoundError as e:
             raise self.taken_over() from e
         self.check()
-        return dict(entry) if made else json.loads(self.work.read(name))
+        return dict(entry) if made else json.loads(self.plan_folder.read(name))
 
     def done(self) -> dict[int, tuple[str, int]]:
         """Committed units -> version and inode of their ledger entry."""
-        files = self.work.list(f"{self.units}/")
+        files = self.plan_folder.list(f"{self.units}/")
         names = {
             file.name.removeprefix(f"{self.units}/").removesuffix(".json"): (file.version, file.inode) for file in files
         }
@@ -243,7 +243,7 @@ class Staging(abc.ABC):
         return dict(
             zip(
                 units,
-                map(json.loads, self.work.read_many([f"{self.units}/{unit}.json" for unit in units])),
+                map(json.loads, self.plan_folder.read_many([f"{self.units}/{unit}.json" for unit in units])),
                 strict=True,
             )
         )
@@ -251,21 +251,21 @@ class Staging(abc.ABC):
     def withdraw(self, units: Iterable[int]) -> None:
         """Takes units out of the ledger: they are to be made anew."""
         for unit in units:
-            self.work.delete(f"{self.units}/{unit}.json")
+            self.plan_folder.delete(f"{self.units}/{unit}.json")
 
     # --- workers elsewhere
 
     def note_worker(self, name: str) -> None:
         """Says that a worker is ready: it sees the plan, and can write here."""
-        self.work.write(f"{WORKERS}/{name}", b"")
+        self.plan_folder.write(f"{WORKERS}/{name}", b"")
 
     def ready_workers(self) -> int:
         """How many workers have said so."""
-        return len(self.work.list(f"{WORKERS}/"))
+        return len(self.plan_folder.list(f"{WORKERS}/"))
 
     def forget_workers(self) -> None:
         """Removes what workers of an earlier job have said."""
-        self.work.delete_folder(WORKERS)
+        self.plan_folder.delete_folder(WORKERS)
 
     def sweep(self, database: str = "") -> None:
         """Removes what was written in vain, since the place was taken over meanwhile: a unit's database below `items`,
@@ -277,8 +277,8 @@ class Staging(abc.ABC):
     def note_failure(self, text: str) -> str:
         """Keeps the story of a failure, if the place is still this one's; returns where."""
         self.check()
-        self.work.write(FAILURE, text.encode())
-        return self.work.path(FAILURE)
+        self.plan_folder.write(FAILURE, text.encode())
+        return self.plan_folder.path(FAILURE)
 
     # --- publishing
 

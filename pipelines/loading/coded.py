@@ -28,7 +28,7 @@ from weightbeam.model_mappings.plan import Array
 from weightbeam.pipelines.loading.release import Release
 from weightbeam.pipelines.loading.source import Wanted
 from weightbeam.transforms.conversion import Conversion
-from weightbeam.transforms.execution import BoxJob, arrange, plan_boxes, read
+from weightbeam.transforms.execution import BoxRecipe, arrange, plan_boxes, read
 from weightbeam.transforms.stack import stack
 from weightbeam.transforms.units import Fetch
 
@@ -116,24 +116,24 @@ class CodedRelease(Release):
         """Boxes in arrays that `empty` makes; None where a scale is so small that a device may make 0 of what it
         scales.
         """
-        fetches, jobs = plan_boxes([(self.coded[want.key], want.box) for want in wanted], self.conversion.encodings)
+        fetches, recipes = plan_boxes([(self.coded[want.key], want.box) for want in wanted], self.conversion.encodings)
         stored, nbytes = read(fetches, empty)
         codes = [arrays[0].view(np.uint8) for arrays in stored]
         made: list[Coded | None] = []
-        for want, job in zip(wanted, jobs, strict=True):
+        for want, recipe in zip(wanted, recipes, strict=True):
             form = self.form_of(want)
             assert form is not None
             coded = Coded(empty(form.codes, np.dtype(np.uint8)), np.empty(form.scales, np.float32), form)
             into, scales = coded.codes.transpose(form.order), coded.scales.transpose(form.order)
             _arrange_scales(
-                job, self.coded[want.key].parts[0], self._field(want.key, want.box), fetches, stored, scales
+                recipe, self.coded[want.key].parts[0], self._field(want.key, want.box), fetches, stored, scales
             )
             if ((np.abs(scales) < SMALLEST) & (scales != 0)).any():
                 made.append(None)
                 continue
             stack(
-                dataclasses.replace(job, dtype=into.dtype),
-                arrange(fetches, codes, job.pieces),
+                dataclasses.replace(recipe, dtype=into.dtype),
+                arrange(fetches, codes, recipe.pieces),
                 lambda shape, _, into=into: into.reshape(shape, copy=False),
             )
             made.append(coded)
@@ -188,7 +188,7 @@ def _find_field(part: Part, encoding: Encoding, box: Box) -> Field:
         )
         pieces = [piece for cell in part.cells(narrow) for piece in cell.pieces(narrow)]
         views = [(piece, piece.source.of(numbers, (0,) * numbers.ndim).transpose(piece.order)) for piece in pieces]
-        found = stack(BoxJob(narrow, line.dtype, None, ()), views).reshape(extent(narrow))
+        found = stack(BoxRecipe(narrow, line.dtype, None, ()), views).reshape(extent(narrow))
         for axis in mine:
             runs[axis] = _run(np.moveaxis(found, axis, 0))
             found = found[(slice(None),) * axis + (slice(None, None, runs[axis]),)]
@@ -203,7 +203,7 @@ def _run(numbers: np.ndarray) -> int:
 
 
 def _arrange_scales(
-    job: BoxJob,
+    recipe: BoxRecipe,
     part: Part,
     field: Field,
     fetches: Sequence[Fetch],
@@ -216,18 +216,18 @@ def _arrange_scales(
       ContentError: one is NaN or infinite.
     """
     matrices: dict[Box, np.ndarray] = {}  # a tensor's scales, by its place along the axes that select it
-    for number, piece in job.pieces:
+    for number, piece in recipe.pieces:
         encoding, box = fetches[number].encoding, fetches[number].box
         assert isinstance(encoding, Scaled)
         place = tuple(
             span if axis in part.stack_axes else whole
-            for axis, (span, whole) in enumerate(zip(piece.target.box, job.box, strict=True))
+            for axis, (span, whole) in enumerate(zip(piece.target.box, recipe.box, strict=True))
         )
         matrix = matrices.setdefault(place, np.zeros(encoding.scale.shape, np.float32))
         matrix[tuple(slice(*span) for span in encoding.reads(box)[1].box)] = finite(stored[number][1], encoding.scale)
     for place, matrix in matrices.items():
         at = (
             slice(start - first, stop - first) if axis in part.stack_axes else slice(None)
-            for axis, ((start, stop), (first, _)) in enumerate(zip(place, job.box, strict=True))
+            for axis, ((start, stop), (first, _)) in enumerate(zip(place, recipe.box, strict=True))
         )
         scales[tuple(at)] = matrix[field.blocks]

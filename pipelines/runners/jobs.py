@@ -182,14 +182,14 @@ def may_get_one_slot(options: PipelineOptions) -> bool:
 
 def note(staging: Staging, site: Site) -> None:
     """Says beside the staged plan which job is at work on it."""
-    staging.work.write(JOB, json.dumps(dataclasses.asdict(site)).encode())
+    staging.plan_folder.write(JOB, json.dumps(dataclasses.asdict(site)).encode())
 
 
 def forget(staging: Staging) -> None:
     """Removes that note: the job has ended."""
     with contextlib.suppress(OSError):
         if staging.exists():
-            staging.work.delete(JOB)
+            staging.plan_folder.delete(JOB)
 
 
 def check_noted(staging: Staging, noted: Mapping[str, Any]) -> None:
@@ -199,15 +199,15 @@ def check_noted(staging: Staging, noted: Mapping[str, Any]) -> None:
       BusyError: it is.
       RefusedError: the engine doesn't let us see.
     """
-    site, file = Site(**noted), staging.work.path(JOB)
+    site, file = Site(**noted), staging.plan_folder.path(JOB)
     try:
         active = site.active()
     except OSError as e:
         raise RefusedError(
-            f"  output: {staging.work}: a job may be at work there, and {e}: {site.how_to_end}; delete {file} if it is gone"
+            f"  output: {staging.plan_folder}: a job may be at work there, and {e}: {site.how_to_end}; delete {file} if it is gone"
         ) from e
     if active:
-        raise BusyError(f"  output: {staging.work}: a job is at work there: {site.how_to_end}, or wait for it")
+        raise BusyError(f"  output: {staging.plan_folder}: a job is at work there: {site.how_to_end}, or wait for it")
 
 
 # --- a job ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.storage import Store
-from weightbeam.pipelines.watching.isolation import Work, WorkerProcess
+from weightbeam.pipelines.watching.isolation import Action, WorkerProcess
 from weightbeam.pipelines.watching.records import History, Target, Version, key_of
 
 
@@ -19,12 +19,12 @@ class Task:
     """One thing that is done for a version, in a process of its own.
 
     Attributes:
-      work: what.
+      action: what.
       arguments: as a command line.
       fact: under which name the record keeps what comes of it; empty where it doesn't.
     """
 
-    work: Work
+    action: Action
     arguments: Sequence[str]
     fact: str = ""
 

@@ -43,7 +43,7 @@ class Outcome:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-Work = Callable[[list[str]], dict[str, Any]]
+Action = Callable[[list[str]], dict[str, Any]]
 
 
 class WorkerProcess:
@@ -61,7 +61,7 @@ class WorkerProcess:
         self._end()
         self._log.close()
 
-    def run(self, work: Work, arguments: Sequence[str], seconds: float | None = None) -> Outcome:
+    def run(self, action: Action, arguments: Sequence[str], seconds: float | None = None) -> Outcome:
         """Does work, and waits for it; work that takes longer than so many `seconds` is ended."""
         if self._process is None:
             self._connection, theirs = self._context.Pipe()
@@ -69,7 +69,7 @@ class WorkerProcess:
             self._process.start()
             theirs.close()
         try:
-            self._connection.send((work, list(arguments)))
+            self._connection.send((action, list(arguments)))
             if self._connection.poll(seconds):
                 outcome: Outcome = self._connection.recv()
             else:
@@ -106,13 +106,13 @@ def _serve(connection: Connection, log: str) -> None:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     while True:
-        work, arguments = connection.recv()
-        connection.send(_outcome(work, arguments))
+        action, arguments = connection.recv()
+        connection.send(_outcome(action, arguments))
 
 
-def _outcome(work: Work, arguments: list[str]) -> Outcome:
+def _outcome(action: Action, arguments: list[str]) -> Outcome:
     try:
-        return Outcome(DONE, facts=work(arguments))
+        return Outcome(DONE, facts=action(arguments))
     except BusyError as e:
         return Outcome(BUSY, str(e).strip())
     except RefusedError as e:

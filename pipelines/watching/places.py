@@ -42,7 +42,7 @@ class Place(abc.ABC):
     url: str
 
     @abc.abstractmethod
-    def work(self, key: str, here: bool = False) -> Store:
+    def workplace(self, key: str, here: bool = False) -> Store:
         """The folder in which a step is made; on this machine, where it can't be made elsewhere."""
 
     @abc.abstractmethod
@@ -102,7 +102,7 @@ class StorePlace(Place):
     def __init__(self, store: Store, scratch: Path):
         self.store, self.url, self._scratch = store, store.url, scratch
 
-    def work(self, key: str, here: bool = False) -> Store:
+    def workplace(self, key: str, here: bool = False) -> Store:
         return self.store / WORK / key
 
     def of(self, name: str) -> str:
@@ -151,8 +151,8 @@ class FolderPlace(StorePlace):
 class BucketPlace(StorePlace):
     """A folder of a bucket: a step is whole once its report is there."""
 
-    def work(self, key: str, here: bool = False) -> Store:
-        return LocalFolder(str(self._scratch / key)) if here else super().work(key)
+    def workplace(self, key: str, here: bool = False) -> Store:
+        return LocalFolder(str(self._scratch / key)) if here else super().workplace(key)
 
     def publish(self, release: Store, url: str, title: str, is_newest: bool, create_pr: bool) -> dict[str, Any]:
         place = open_store(url)
@@ -184,7 +184,7 @@ class HubPlace(Place):
     def __init__(self, url: str, scratch: Path):
         self.url, self._scratch, self._repo = url, scratch, Target.parse(url).repo
 
-    def work(self, key: str, here: bool = False) -> Store:
+    def workplace(self, key: str, here: bool = False) -> Store:
         return LocalFolder(str(self._scratch / key))
 
     def of(self, name: str) -> str:

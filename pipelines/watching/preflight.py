@@ -92,7 +92,7 @@ def _find_problems(feed: RunFeed) -> list[str]:
     with feed.apart() as apart:
         for target in feed.targets:
             task = feed.plan(newest.url, target)
-            outcome = apart.run(task.work, task.arguments, PLAN_SECONDS)
+            outcome = apart.run(task.action, task.arguments, PLAN_SECONDS)
             if outcome.status == isolation.REFUSED:
                 problems.append(f"run {run.name}, target {target.name}: step {newest.number}: {outcome.message}")
     return problems

@@ -306,11 +306,11 @@ class RunFeed(Feed):
         """Where a step's result grows: an adapter on this machine, since it is written by no Beam pipeline."""
         target = self.target(history)
         is_adapter = history.facts.get("lora") and not (isinstance(target, RunTarget) and target.lora == MERGED)
-        return self._place(history).work(history.key, here=bool(is_adapter))
+        return self._place(history).workplace(history.key, here=bool(is_adapter))
 
     def _clear(self, history: History) -> None:
         for here in (False, True):
-            self._place(history).work(history.key, here).delete_folder()
+            self._place(history).workplace(history.key, here).delete_folder()
 
     def is_made(self, history: History) -> bool:
         return history.state == VERIFIED and (
@@ -334,7 +334,7 @@ class RunFeed(Feed):
                 yield Task(isolation.verify_reshard, [source, release.url], "verified")
                 compared = "every element"
         elif facts.get("lora"):
-            here = self._place(history).work(history.key, here=True)
+            here = self._place(history).workplace(history.key, here=True)
             adapter = here / ADAPTER if target.lora == MERGED else release
             # it appears there whole, and is what the stopped merge was planned with
             if target.lora == ADAPTER or not adapter.exists(WEIGHTS):

@@ -226,7 +226,7 @@ class Watcher:
             return
         if history.state in (DISCOVERED, FAILED):
             task = feed.plan(feed.source(history), target)
-            outcome = apart.run(task.work, task.arguments, PLAN_SECONDS)
+            outcome = apart.run(task.action, task.arguments, PLAN_SECONDS)
             if outcome.status != isolation.DONE and (why := feed.is_gone(history, patient=True)):
                 self._say_gone(feed, history, why)
                 return
@@ -261,7 +261,7 @@ class Watcher:
         self, feed: Feed, history: History, apart: WorkerProcess, task: Task, attempt: int
     ) -> isolation.Outcome | None:
         """Does it; None if it isn't done, which is recorded."""
-        outcome = apart.run(task.work, task.arguments)
+        outcome = apart.run(task.action, task.arguments)
         if outcome.status == isolation.DONE:
             return outcome
         # such as a conversion that was started by hand, or a job that outlived its watcher
@@ -292,7 +292,7 @@ class Watcher:
             return found
         task = feed.plan(version.url, target)
         with feed.apart() as apart:
-            outcome = apart.run(task.work, task.arguments, PLAN_SECONDS)
+            outcome = apart.run(task.action, task.arguments, PLAN_SECONDS)
         if outcome.status != isolation.DONE:
             return dataclasses.replace(found, state=outcome.status, reason=outcome.message)
         return dataclasses.replace(found, state=PLANNED, reason=f"would be {feed.made}: {feed.foresee(outcome.facts)}")

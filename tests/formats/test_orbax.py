@@ -332,7 +332,7 @@ def test_kills_at_any_moment_leave_nothing_that_counts_halfway(
     done = staging.done()
     assert 0 in done
     for unit in [number for number in done if number >= 4]:  # beyond the four of the checkpoint: not in this one
-        staging.work.delete(f"{staging.units}/{unit}.json")
+        staging.plan_folder.delete(f"{staging.units}/{unit}.json")
     write_all(staging, format, done=(0,))
     finish(staging, format)
     assert_whole(staging)

@@ -649,7 +649,7 @@ def test_a_note_of_a_job_that_is_damaged(tmp_path: Path, noted: bytes) -> None:
     """
     staging = staging_at(tmp_path, 0)
     staging.create(b"the plan")
-    staging.work.write(dataflow.JOB, noted)
+    staging.plan_folder.write(dataflow.JOB, noted)
     with pytest.raises(RefusedError, match=dataflow.JOB):
         dataflow.check_noted(staging, PipelineOptions())
     assert staging.is_staged()

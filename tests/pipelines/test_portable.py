@@ -129,7 +129,7 @@ def test_a_job_at_work_stands_in_the_way(
     source, staging, _ = stopped
     servicer, endpoint = service
     name, output = "weightbeam-hf-1234", tmp_path / "out"
-    staging.work.write(JOB, noted(Site("PortableRunner", name, str(output), endpoint)))
+    staging.plan_folder.write(JOB, noted(Site("PortableRunner", name, str(output), endpoint)))
     job = submit(servicer, name, output)
     submit(servicer, name, tmp_path / "another")
     for option in ("--resume", "--overwrite"):
@@ -148,13 +148,13 @@ def test_an_engine_that_cant_be_asked(
     """Refused, too, with the file that says so; without it the conversion goes on."""
     source, staging, _ = stopped
     site = Site("SparkRunner", "weightbeam-hf-1234", str(tmp_path / "out"), master="spark://nowhere:7077")
-    staging.work.write(JOB, noted(site))
+    staging.plan_folder.write(JOB, noted(site))
     asked = ("convert", "--source", source, "--output", tmp_path / "out", "--resume")
     assert call(*asked) == 2
     told = capfd.readouterr().err
     assert "spark://nowhere:7077 can't be asked for its jobs from here" in told
-    assert f"delete {staging.work.path(JOB)} if it is gone" in told
-    staging.work.delete(JOB)
+    assert f"delete {staging.plan_folder.path(JOB)} if it is gone" in told
+    staging.plan_folder.delete(JOB)
     assert call(*asked) == 0
 
 

@@ -120,7 +120,7 @@ def working_set(conversion: Conversion, number: int) -> int:
 
 
 def made_bytes(unit: Unit) -> int:
-    return sum(math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for job in unit.jobs)
+    return sum(math.prod(b - a for a, b in recipe.box) * recipe.spec.dtype.itemsize for recipe in unit.recipes)
 
 
 def sample(conversion: Conversion, count: int) -> list[int]:

@@ -19,7 +19,7 @@ from weightbeam.model_mappings.ops import Scale, Shift
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.stack import copy, stack
-from weightbeam.transforms.units import Job
+from weightbeam.transforms.units import ShardsRecipe
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -67,7 +67,7 @@ def test_copy_is_an_assignment(pair: tuple[np.ndarray, np.ndarray], ops: tuple) 
 @pytest.mark.parametrize("mesh", [("fsdp=4",), ("fsdp=2,tensor=2",), ("expert=4,fsdp=2",)], ids=str)
 @pytest.mark.parametrize("scan", [True, False])
 def test_shards_made_together_are_those_made_alone(config: dict, mesh: tuple[str, ...], scan: bool) -> None:
-    """A job of many shards, cut up into jobs of one shard each."""
+    """A recipe of many shards, cut up into recipes of one shard each."""
     conversion = prepare(Options(mesh=mesh, scan_layers=scan), headers_only(config))
     together = 0
     for number in range(len(conversion.units)):
@@ -75,18 +75,22 @@ def test_shards_made_together_are_those_made_alone(config: dict, mesh: tuple[str
         values = [filled(tuple(b - a for a, b in fetch.box), BF16) for fetch in unit.fetches]
         origins = [tuple(start for start, _ in fetch.box) for fetch in unit.fetches]
         arrays = {grid.spec.key: array for array, grid in zip(conversion.plan.arrays, conversion.grids, strict=True)}
-        for job in unit.jobs:
-            views = [(piece, piece.source.of(values[i], origins[i]).transpose(piece.order)) for i, piece in job.pieces]
-            made = stack(job, views)
-            together += made.size > 0 and math.prod(job.counts) > 1
+        for recipe in unit.recipes:
+            views = [
+                (piece, piece.source.of(values[i], origins[i]).transpose(piece.order)) for i, piece in recipe.pieces
+            ]
+            made = stack(recipe, views)
+            together += made.size > 0 and math.prod(recipe.counts) > 1
             fetched = {fetch.encoding.weight.name: i for i, fetch in enumerate(unit.fetches)}
-            for index, box in zip(np.ndindex(job.counts), job.boxes(), strict=True):
-                shards = tuple((start + at, start + at + 1) for (start, _), at in zip(job.shards, index, strict=True))
-                pieces = [piece for cell in arrays[job.spec.key].cells(box) for piece in cell.pieces(box)]
-                alone = dataclasses.replace(
-                    job, shards=shards, pieces=tuple((fetched[piece.tensor], piece) for piece in pieces)
+            for index, box in zip(np.ndindex(recipe.counts), recipe.boxes(), strict=True):
+                shards = tuple(
+                    (start + at, start + at + 1) for (start, _), at in zip(recipe.shards, index, strict=True)
                 )
-                assert isinstance(alone, Job)
+                pieces = [piece for cell in arrays[recipe.spec.key].cells(box) for piece in cell.pieces(box)]
+                alone = dataclasses.replace(
+                    recipe, shards=shards, pieces=tuple((fetched[piece.tensor], piece) for piece in pieces)
+                )
+                assert isinstance(alone, ShardsRecipe)
                 views = [
                     (piece, piece.source.of(values[i], origins[i]).transpose(piece.order)) for i, piece in alone.pieces
                 ]
@@ -100,10 +104,10 @@ def test_jobs_hold_every_shard_once() -> None:
     """However they are put together."""
     conversion = prepare(Options(mesh=("fsdp=4,expert=2",), unit_bytes=60_000), headers_only(DEEPSEEK))
     made = [
-        (job.spec.key, box)
+        (recipe.spec.key, box)
         for number in range(len(conversion.units))
-        for job in conversion.expand(number).jobs
-        for box in job.boxes()
+        for recipe in conversion.expand(number).recipes
+        for box in recipe.boxes()
     ]
     wanted = [
         (grid.spec.key, grid.spec.shard_box(index))
