@@ -97,6 +97,9 @@ def bucket(folder: Path) -> Iterator[dict[str, str]]:
         try:
             assert server.stdout
             url = server.stdout.readline().strip()
+            listing = f"import urllib.request; urllib.request.urlopen('{url}/storage/v1/b/{IN}/o').read()"
+            # the server sums the objects when they are first listed; a bucket has the sums
+            subprocess.run(at(SERVER, sys.executable, "-c", listing), check=True)
             yield {
                 "STORAGE_EMULATOR_HOST": url,
                 "TENSORSTORE_GCS_HTTP_URL": url,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.output import CheckpointPlan, alone, check_output, is_finished, look_for_job
 from weightbeam.pipelines.progress import Report, reporter
+from weightbeam.pipelines.starting import get_ready
 from weightbeam.transforms.assembly import stage
 
 LOG = logging.getLogger("weightbeam")
@@ -104,10 +104,8 @@ def carry_checkpoint(
             return Made(items, in_folder, state="nothing to do")
     for warning in warnings:
         LOG.warning(warning)
-    if planned.units:  # Beam is imported before the output is taken: that takes a while, and may be interrupted
-        importlib.import_module("weightbeam.pipelines.execution")
     start, written = time.monotonic(), 0
-    with alone(staging, look_for_job(staging, beam)):
+    with get_ready(planned, staging, how.resume, beam), alone(staging, look_for_job(staging, beam)):
         refuse(check_output(staging, planned, *asked))  # again: now nobody else changes it
         if planned.units:
             from weightbeam.pipelines.execution import run_units

@@ -21,6 +21,7 @@ from weightbeam.pipelines.arguments import parse
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.shell import messages
 from weightbeam.pipelines.streams import prepare_streams
+from weightbeam.pipelines.without_beam import is_local, leave_out_services
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 IMPATIENCE = 1.0  # seconds in which a second Ctrl-C adds nothing to the first
@@ -42,6 +43,8 @@ def run() -> NoReturn:
             os._exit(status[0])
 
     atexit.register(end)  # the first that is registered is the last that is called: what Beam registers comes before
+    if is_local(sys.argv) and "watch" not in sys.argv:  # a watcher's runners stand in its file
+        leave_out_services()
     status.append(main())
     sys.exit(status[0])
 

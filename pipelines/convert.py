@@ -28,6 +28,7 @@ from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.tables import count, human
+from weightbeam.pipelines.without_beam import says_threads
 from weightbeam.transforms import odd_values
 from weightbeam.transforms.conversion import Conversion
 
@@ -232,8 +233,8 @@ def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str
 
 
 def check_places(beam: Sequence[str], command: str, places: Mapping[str, str | None]) -> None:
-    """Checks Beam's options, if there are any: that imports Beam."""
-    if beam:
+    """Checks Beam's options, if there are any: that imports Beam, unless they say only how many threads there are."""
+    if beam and not says_threads(beam):
         from weightbeam.pipelines.options import check_options
 
         check_options(beam, command, places)

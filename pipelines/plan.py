@@ -20,6 +20,7 @@ from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.shell import STDOUT, say, write_json, write_text
 from weightbeam.pipelines.slots import slots_of
+from weightbeam.pipelines.without_beam import says_threads
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.makespan import Estimate, efforts_of, estimate
 from weightbeam.transforms.options import Options
@@ -239,7 +240,7 @@ def _plan(
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
-    if rest:
+    if rest and not says_threads(rest):
         # An option of the runner's is fine here: it is how `convert` would be called. Beam is imported only to check
         # it.
         from weightbeam.pipelines.options import check_options

@@ -29,7 +29,9 @@ from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, units_text
 from weightbeam.pipelines.shell import STDOUT, say
 from weightbeam.pipelines.slots import slots_of, slots_of_release
+from weightbeam.pipelines.starting import get_ready
 from weightbeam.pipelines.tables import count, human
+from weightbeam.pipelines.without_beam import says_threads
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.movement import Movement
 from weightbeam.transforms.rows import ReleasePlan
@@ -180,7 +182,7 @@ def slots_for(
 
 def check_places(command: str, source: str, output: str, beam: Sequence[str]) -> None:
     """Raises `Refused` where an output isn't named, or one of Beam's options can't be."""
-    if beam:
+    if beam and not says_threads(beam):
         from weightbeam.pipelines.options import check_options  # imports Beam
 
         check_options(beam, command, {"source": source, "output": output})
@@ -260,13 +262,13 @@ def carry_out(
         return Written(str(staging.final), state="nothing to do")
     for warning in planned.warnings:
         LOG.warning(warning)
-    start = time.monotonic()
-    with alone(staging, look_for_job(staging, beam)):
+    start, movement = time.monotonic(), cast(Movement, planned)
+    with get_ready(movement, staging, resume, beam), alone(staging, look_for_job(staging, beam)):
         refuse(check_release(staging, planned, resume, overwrite))  # again: now nobody else changes it
         from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
 
         run_units(
-            cast(Movement, planned),
+            movement,
             staging,
             beam,
             {"source": planned.inputs[0], "output": output},

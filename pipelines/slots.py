@@ -15,6 +15,7 @@ from weightbeam.formats.release_target import release_staging
 from weightbeam.formats.staging import ITEMS, Staging, staging_at
 from weightbeam.pipelines.arguments import Unsaid
 from weightbeam.pipelines.report import thread_options, threads_of, worker_of
+from weightbeam.pipelines.without_beam import is_local
 from weightbeam.transforms.inputs import unpack_inputs
 from weightbeam.transforms.overlap import overlaps
 
@@ -29,11 +30,10 @@ def slots_of(arguments: Sequence[str], unit_bytes: object, simulated: int | None
     if simulated:
         return simulated
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--runner", default="")
     for option in ("--parallelism", "--max_num_workers", "--num_workers"):
         parser.add_argument(option, type=int)
     said = parser.parse_known_args(list(arguments))[0]
-    if said.runner.rpartition(".")[2].lower().removesuffix("runner") in ("", "direct", "fnapi"):
+    if is_local(arguments):
         return threads_of(thread_options(arguments)) if overlaps(*places) else None
     workers = said.max_num_workers or said.num_workers
     return said.parallelism or (workers * worker_of(arguments, 1, 0).threads if workers else None)

@@ -83,6 +83,11 @@ class Background(Generic[T]):
         self._calls.clear()
 
 
+def read_in_background(call: Callable[P, object], *arguments: P.args, **keywords: P.kwargs) -> None:
+    """Has something read in the background, in the turn of one of the readers. It raises nothing."""
+    _pool(READERS).submit(call, *arguments, **keywords)
+
+
 @functools.cache
 def _pool(turns: int) -> ThreadPoolExecutor:
     """This process's threads for calls in the background that take turns; as many start as there are calls under way,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import apache_beam as beam
 from apache_beam.metrics import Metrics
@@ -27,6 +27,7 @@ from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.transforms import execution
 from weightbeam.transforms.arena import give_back, hand_over, let_go, release_free, take, take_now
+from weightbeam.transforms.head_start import claim
 from weightbeam.transforms.overlap import AHEAD, BEHIND, READERS, Background
 from weightbeam.transforms.staged import load_staged, made_by
 from weightbeam.transforms.units import Unit
@@ -93,13 +94,20 @@ class _ReadBoxesFn(StageFn):
         self.reading.forget(lambda done: let_go(done[0].arena))
 
     def run(self, work: Work) -> int:
-        work.raw, nbytes = execution.read(work.unit.fetches, work.arena.empty)
+        if work.begun:
+            work.raw, nbytes = work.begun.result()
+        else:
+            work.raw, nbytes = execution.read(work.unit.fetches, work.arena.empty)
         if not work.unit.is_done:
             work.notes = load_staged(self.staging, self.plan_hash).note_reads(work.unit, work.raw)
         return nbytes
 
     def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
         number, is_done = todo
+        if begun := claim(self.plan_hash, number):
+            work = Work(cast(Unit, begun.unit), begun.arena, begun.stored)
+            yield from map(self.counted, self.reading.begin(self.measured, work))
+            return
         unit: Any = (
             Unit.done(number)
             if is_done

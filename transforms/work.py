@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import apache_beam as beam
@@ -20,6 +21,7 @@ class Work:
     Attributes:
       unit: what to do.
       arena: makes the arrays.
+      begun: what was begun to be read of it before the pipeline (`head_start.py`); mostly nothing.
       raw: by fetch, the arrays that were read (set by ReadBoxes).
       values: by fetch, the decoded values (Dequantize).
       views: by recipe, the pieces and views of `values` in the array's layout (Reshape).
@@ -27,11 +29,12 @@ class Work:
       shards: by recipe, one array whose first axes count shards; each shard is in C order (Stack).
     """
 
-    __slots__ = ("arena", "notes", "raw", "shards", "unit", "values", "views")
+    __slots__ = ("arena", "begun", "notes", "raw", "shards", "unit", "values", "views")
 
-    def __init__(self, unit: Unit, arena: Arena):
+    def __init__(self, unit: Unit, arena: Arena, begun: Future[tuple[list[list[np.ndarray]], int]] | None = None):
         self.unit = unit
         self.arena = arena
+        self.begun = begun
         self.raw: list[list[np.ndarray]] = []
         self.notes: dict[str, Any] = {}
         self.values: list[np.ndarray] = []

@@ -18,6 +18,7 @@ from support import DEEPSEEK, FP8, LLAMA, assert_same_bits, call, convert, rando
 
 import weightbeam
 from weightbeam.pipelines.arguments import add_conversion, add_output
+from weightbeam.pipelines.without_beam import is_local, says_threads
 from weightbeam.transforms.mesh import mesh_axes
 
 HEAVY = ["apache_beam", "numpy", "ml_dtypes", "tensorstore", "rich", "grpc", "torch", "transformers", "jax", "orbax"]
@@ -155,6 +156,43 @@ def test_a_plan_needs_no_beam(tmp_path: Path) -> None:
         f"from weightbeam.pipelines.cli import main\nassert main(['plan', '--source', {str(source)!r}]) == 0"
     )
     assert "apache_beam" not in modules
+
+
+def test_a_local_command_leaves_out_beams_services(tmp_path: Path) -> None:
+    """The console script imports no client of a service that a local run has nothing to do with, and converts as well."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    code = f"import sys\nfrom weightbeam.pipelines import cli\nsys.argv = ['weightbeam', 'convert', {str(source)!r}, {str(tmp_path / 'out')!r}]\n"
+    end = "import os\nos._exit = lambda status: print('MODULES', status, *(name for name, module in sys.modules.items() if module))\n"
+    ran = run(sys.executable, "-c", f"{code}{end}cli.run()")
+    status, *modules = ran.stdout.rpartition("MODULES ")[2].split()
+    assert status == "0", ran.stderr
+    assert "apache_beam" in modules
+    assert not [name for name in modules if name.startswith(("google.cloud.bigquery", "google.pubsub", "pymongo"))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "local"),
+    [
+        ([], True),
+        (["--runner=DirectRunner"], True),
+        (["--runner", "apache_beam.runners.portability.fn_api_runner.FnApiRunner"], True),
+        (["convert", "--runner"], True),
+        (["--runner=FlinkRunner"], False),
+        (["--runner", "DataflowRunner"], False),
+    ],
+)
+def test_what_runs_here(arguments: list[str], local: bool) -> None:
+    assert is_local(arguments) is local
+
+
+def test_threads_alone_need_no_beam(tmp_path: Path) -> None:
+    """A refusal comes without Beam where its only option says how many threads there are; a wrong number is refused."""
+    arguments = ["convert", str(tmp_path / "none"), str(tmp_path / "out"), "--direct_num_workers=2"]
+    modules = imported_by(f"from weightbeam.pipelines.cli import main\nassert main({arguments!r}) == 2")
+    assert "apache_beam" not in modules
+    assert call(*arguments[:-1], "--direct_num_workers=two") == 2
+    assert not says_threads(["--direct_num_workers=0"])
+    assert not says_threads(["--direct_num_workers=2", "--runner=FlinkRunner"])
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
