@@ -22,7 +22,7 @@ from weightbeam.formats import json_text
 from weightbeam.formats.links import SOURCE
 from weightbeam.formats.safetensors import QUANT_CONFIGS
 from weightbeam.formats.staging import ITEMS
-from weightbeam.formats.storage import StorageError, Store, reason
+from weightbeam.formats.storage import File, StorageError, Store, read_whole, reason
 from weightbeam.formats.strict_json import JsonError, parse_json
 
 LOGGER = logging.getLogger("weightbeam")
@@ -114,11 +114,11 @@ def small_files(store: Store) -> SmallFiles:
     Raises:
       StorageError: it can't be listed.
     """
-    sizes: dict[str, int] = {}
+    files: dict[str, File] = {}
     refused: dict[str, str] = {}
     for file in [*store.list(recursive=False), *store.list(f"{TEMPLATES}/", recursive=False)]:
         if role_of(file.name):
-            sizes[file.name] = file.size
+            files[file.name] = file
             try:
                 store.check_file(file.name)
             except StorageError as e:
@@ -126,11 +126,13 @@ def small_files(store: Store) -> SmallFiles:
 
     def read(name: str) -> bytes:
         try:
-            return store.read(name, 0, sizes[name] + 1)
+            return read_whole(store, files[name])
+        except StorageError:
+            raise
         except OSError as e:
             raise StorageError(f"{store.path(name)}: {reason(e)}") from e
 
-    return SmallFiles(sizes, read, refused)
+    return SmallFiles({name: file.size for name, file in files.items()}, read, refused)
 
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")

@@ -48,6 +48,7 @@ class Converted:
         process.
       link: how the source's files got into a virtual checkpoint.
       odd_values: what its record says of NaN, infinities and matrices of zeros (`transforms/odd_values.py`).
+      stated: the source's files whose hash is known, and wasn't compared with what was read.
     """
 
     conversion: Conversion
@@ -57,6 +58,7 @@ class Converted:
     state: str = "done"
     link: str = HARD
     odd_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stated: Sequence[str] = ()
 
     @property
     def warnings(self) -> list[str]:
@@ -88,6 +90,10 @@ class Converted:
             lines.append(
                 f"{count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why"
             )
+        if self.stated:
+            lines.append(
+                f"the hashes of {count(len(self.stated), 'file')} of the source are stated, not checked; --check_source true reads and compares"
+            )
         lines.append(f"in MaxText: {' '.join(shlex.quote(f'{name}={value}') for name, value in self.maxtext.items())}")
         if conversion.plan.note:
             lines.append(f"            {conversion.plan.note}")
@@ -118,6 +124,7 @@ class Converted:
             "maxtext": self.maxtext,
             "rounded": {array.key: array.lossy for array in plan.arrays if array.lossy},
             "left_out": dict(plan.dropped),
+            "stated": list(self.stated),
             "warnings": [*report.warnings_of(self.conversion), *self.warnings],
             **self.odd_values,
         }
@@ -202,7 +209,8 @@ def carry_out(
         return Converted(conversion, made.items, made.seconds, made.written, made.state)
     record = record_of(made.items)
     odd = {field: record[field] for field in (odd_values.NOT_FINITE, odd_values.ZERO) if field in record}
-    converted = Converted(conversion, made.items, made.seconds, made.written, made.state, said, odd)
+    stated = [shard["name"] for shard in record.get("shards", ()) if shard.get("hash") == "stated"]
+    converted = Converted(conversion, made.items, made.seconds, made.written, made.state, said, odd, stated)
     for warning in converted.warnings:
         LOG.warning(warning)
     return converted

@@ -112,15 +112,21 @@ class Plan:
         return " ".join(words)
 
     def verdict(self) -> Iterator[tables.Block]:
-        """That it can be carried out, with what it takes, and the command."""
+        """That it can be carried out, with what it takes, and the command. How long it takes is said where it was
+        simulated: on this machine it depends on disks and neighbours that no plan knows.
+        """
         conversion = self.conversion
         memory = tables.human(report.memory_bound(conversion, self.threads, self.output))
-        model = f", MaxText's {conversion.plan.model}" if conversion.plan.model else ""
-        yield from (
-            "",
-            f"ready: {tables.human(conversion.made_bytes)} to write, at most {memory} of memory{model}",
-            f"  {self.command}",
+        times = (
+            f"{tables.duration(each.wall_seconds)} on {tables.count(each.workers, 'worker')}" for each in self.estimates
         )
+        parts = (
+            f"{tables.human(conversion.made_bytes)} to write",
+            f"at most {memory} of memory{' a worker' if self.estimates else ''}",
+            " or ".join(times),
+            f"MaxText's {conversion.plan.model}" if conversion.plan.model else "",
+        )
+        yield from ("", f"ready: {', '.join(filter(None, parts))}", f"  {self.command}")
 
     def blocks(self) -> Iterator[tables.Block]:
         """What a person sees of it, without its problems."""

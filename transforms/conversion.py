@@ -326,7 +326,7 @@ class Conversion(InUnits):
         try:
             checked = check_reads(self.source, ledger) if self._summed else frozenset()
         except DamagedError as e:
-            staging.withdraw(e.units)
+            staging.withdraw(e.units, str(e))
             raise
         odd = odd_values.conclude(
             (found for entry in ledger.values() for found in entry.get(SEEN, ())), self.plan.arrays

@@ -34,7 +34,7 @@ from weightbeam.formats.orbax.metadata import (
 from weightbeam.formats.provenance import RECORD, digest, record_json, summary, total
 from weightbeam.formats.references import Reference, find_faults, remove_database, write_database
 from weightbeam.formats.staging import ITEMS, LOCK, MARKER, Staging
-from weightbeam.formats.storage import TEMPORARY, Store
+from weightbeam.formats.storage import TEMPORARY, StorageError, Store
 from weightbeam.formats.zarr import ArraySpec, EncodedChunk, Format
 from weightbeam.model_mappings.boxes import Box
 
@@ -205,6 +205,8 @@ def _complete(staging: Staging, contents: Contents) -> None:
     format, items = contents.format, staging.items
     done, ledger = staging.done(), staging.ledger()
     if missing := set(range(contents.units)) - set(ledger):
+        if why := staging.why_missing(missing):  # an engine tries again what failed for it
+            raise StorageError(why)
         raise ocdbt.IncompleteError(f"{len(missing)} of {contents.units} units are missing, e.g. {sorted(missing)[:3]}")
     concluded = contents.conclude(ledger)
     everything = contents.arrays

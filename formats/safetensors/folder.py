@@ -30,7 +30,7 @@ from weightbeam.formats.safetensors.header import (
     require,
 )
 from weightbeam.formats.safetensors.kinds import describe_other, hint, snapshot_in
-from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, stretches
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, read_whole, reason, stretches
 from weightbeam.formats.storage.store import in_base64
 from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
@@ -283,9 +283,10 @@ def read_json(
     try:
         if not allow_links:
             store.check_file(name)
-        raw = store.read(name, 0, MAX_HEADER + 1)
-        if len(raw) > MAX_HEADER:
+        file = require(store, name)
+        if file.size > MAX_HEADER:
             raise HeaderError(f"more than {MAX_HEADER:,} bytes")
+        raw = read_whole(store, file)
         check_pointer(raw)
         value = parse_json(raw, budget=budget)
         if isinstance(value, dict) and value:

@@ -17,7 +17,7 @@ import abc
 import contextlib
 import json
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats import lease
@@ -29,6 +29,7 @@ ITEMS = "items"
 JOB = "job.json"  # beside the staged plan: the job that is at work on it, where it can outlive its command
 PLAN, UNITS, FAILURE, ASIDE = "plan.json.gz", "units", "failure.txt", "aside"
 WORKERS = f"{UNITS}/workers"  # a file of each worker elsewhere that has said it can do the job
+WITHDRAWN = "withdrawn.json"  # in the ledger: which units were taken out of it, and why
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item
 GROWING = ".orbax-checkpoint-tmp"  # how the name of a folder ends that isn't a checkpoint yet; Orbax's own word
 LOCK = ".__lock"  # how the names of TensorStore's lock files end
@@ -248,10 +249,18 @@ class Staging(abc.ABC):
             )
         )
 
-    def withdraw(self, units: Iterable[int]) -> None:
+    def withdraw(self, units: Iterable[int], why: str) -> None:
         """Takes units out of the ledger: they are to be made anew."""
-        for unit in units:
+        withdrawn = sorted(units)
+        self.plan_folder.write(f"{self.units}/{WITHDRAWN}", json.dumps({"units": withdrawn, "why": why}).encode())
+        for unit in withdrawn:
             self.plan_folder.delete(f"{self.units}/{unit}.json")
+
+    def why_missing(self, units: Collection[int]) -> str:
+        """Why units aren't in the ledger any more, where all of them were withdrawn; else empty."""
+        name = f"{self.units}/{WITHDRAWN}"
+        noted = json.loads(self.plan_folder.read(name)) if self.plan_folder.exists(name) else {"units": (), "why": ""}
+        return noted["why"] if set(units) <= set(noted["units"]) else ""
 
     # --- workers elsewhere
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from weightbeam.formats.storage.local import TEMPORARY, LocalFolder, create_file, sync_folder, write_file
-from weightbeam.formats.storage.store import ByteRange, File, StorageError, Store, reason, stretches
+from weightbeam.formats.storage.store import ByteRange, File, StorageError, Store, read_whole, reason, stretches
 
 __all__ = [
     "TEMPORARY",
@@ -17,6 +17,7 @@ __all__ = [
     "Store",
     "create_file",
     "open_store",
+    "read_whole",
     "reason",
     "store_and_name",
     "stretches",

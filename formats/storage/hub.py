@@ -163,11 +163,16 @@ class Repository(Store):
         if (file := self.stat(name)) is None:
             raise FileNotFoundError(2, "no such file", self.path(name))
         stop = file.size if stop is None else min(stop, file.size)
-        if (start, stop) == (0, file.size) and (cached := self._cached(name)):
+        is_whole = (start, stop) == (0, file.size)
+        if is_whole and (cached := self._cached(name)):
             return hub_cache.read_whole(cached, name)
         buffer = bytearray(max(0, stop - start))
         self.read_into(name, [(start, memoryview(buffer))] if buffer else [])
-        return bytes(buffer)
+        data = bytes(buffer)
+        if is_whole and not hub_cache.has_hash(data, file.version):
+            kind = "sha256" if file.sha256 else "hash in git"
+            raise StorageError(f"{self.path(name)}: its {kind} isn't {file.version}, what came is damaged")
+        return data
 
     def read_into(self, name: str, ranges: Iterable[ByteRange]) -> int:
         if cached := self._cached(name):

@@ -64,11 +64,18 @@ def read_whole(files: LocalFolder, name: str) -> bytes:
     """
     data = files.read(name)
     etag = _etag(files, name)
-    if GIT.fullmatch(etag) and hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() != etag:
+    if GIT.fullmatch(etag) and not has_hash(data, etag):
         raise StorageError(
             f"{files.path(name)}: isn't what the hub's cache holds it for (its blob is named {etag}); remove it, and get it anew"
         )
     return data
+
+
+def has_hash(data: bytes, etag: str) -> bool:
+    """Whether bytes have the hash that an ETag of the hub is, git's or a sha256; True where it is neither."""
+    if GIT.fullmatch(etag):
+        return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == etag
+    return not SHA256.fullmatch(etag) or hashlib.sha256(data).hexdigest() == etag
 
 
 def _folder(repo: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from support import BF16, DEEPSEEK, QWEN3_MOE, call, digests, random_tensors, reference, restore, save, split
 
+from weightbeam.formats.ocdbt import IncompleteError
 from weightbeam.formats.safetensors import open_hf, read_header
+from weightbeam.formats.staging import staging_at
+from weightbeam.formats.storage import StorageError
 from weightbeam.pipelines.convert import carry_out
 from weightbeam.pipelines.errors import Failed
 from weightbeam.transforms.options import Options
@@ -99,6 +103,43 @@ def test_all_damaged_files_are_named(gcs: FakeGcs, tmp_path: Path, capsys: pytes
     gcs.faults = []
     assert call(*options, "--resume") == 0
     assert digests(restore(tmp_path / "out/0")) == WANTED
+
+
+def test_an_assembly_that_is_tried_again_says_what_was_damaged(gcs: FakeGcs, tmp_path: Path) -> None:
+    """As engines do with what fails for them: it named units that are missing, which it had thrown away itself."""
+    conversion = prepare(Options(), open_hf("gs://bucket/models/it"))
+    gcs.fail("flip", matching=RANGES, every=2, times=1)
+    with pytest.raises(Failed, match="damaged on its way"):
+        carry_out(conversion, str(tmp_path / "out"), progress=False)
+    staging = staging_at(tmp_path / "out", 0, conversion.hash)
+    with pytest.raises(StorageError, match=r"what was read of it has the crc32c .* damaged on its way"):
+        conversion.assemble(staging, overwrite=False)
+    staging.withdraw([], "nothing")  # and where units are missing for another reason, that is said
+    with pytest.raises(IncompleteError, match="units are missing"):
+        conversion.assemble(staging, overwrite=False)
+
+
+def test_small_files_are_compared_when_they_are_read(
+    gcs: FakeGcs, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the crc32c of a bucket's object, and with git's hash of the hub's file: it costs nothing."""
+    folder = Path(shutil.copytree(source, tmp_path / "source"))
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    gcs.put("bucket", "models/it/tokenizer.json", (folder / "tokenizer.json").read_bytes())
+    with FakeHub() as hub:
+        hub.add("org/small", folder)
+        for variable, value in hub.env().items():
+            monkeypatch.setenv(variable, value)
+        for server, url, media, words in (
+            (gcs, "gs://bucket/models/it", ".*alt=media", "its crc32c isn't"),
+            (hub, "hf://org/small", "", "its hash in git isn't"),
+        ):
+            for name in ("config.json", "model.safetensors.index.json", "tokenizer.json"):
+                fault = server.fail("flip", matching=rf"GET .*{name}{media}", times=1)
+                assert call("convert", url, tmp_path / "out", *OPTIONS) in (1, 2)
+                assert fault.hits == 1
+                assert words in " ".join(capsys.readouterr().err.split())
+                assert not (tmp_path / "out/0").exists()
 
 
 def test_a_header_that_was_damaged_when_it_was_planned(gcs: FakeGcs, tmp_path: Path) -> None:

@@ -270,6 +270,8 @@ def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert "limited by" in shown
     assert "start-up" in shown
+    one, ten = (f"{entry['wall_seconds'] / 60:.1f} min on" for entry in cheap)
+    assert f"of memory a worker, {one} 1 worker or {ten} 10 workers" in " ".join(shown.split())
     assert [entry["workers"] for entry in cheap] == [1, 10]
     assert set(cheap[0]) == {field.name for field in dataclasses.fields(makespan.Estimate)}
     assert all(entry["cost"] == pytest.approx(entry["workers"] * entry["wall_seconds"] / 3600) for entry in cheap)
