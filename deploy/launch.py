@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from weightbeam.pipelines.arguments import SHELL, make_parser
+from weightbeam.pipelines.arguments.parser import SHELL, make_parser
 from weightbeam.pipelines.cli import main
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from deploy.launch import conversion_options, is_switch, may_repeat
-from weightbeam.pipelines.arguments import CONVERT, boolean, natural, positive, secret, size
+from weightbeam.pipelines.arguments.texts import CONVERT
+from weightbeam.pipelines.arguments.values import boolean, natural, positive, secret, size
 
 FILE = Path(__file__).with_name("metadata.json")
 NAME = "Weightbeam"

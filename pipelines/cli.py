@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from weightbeam.formats.printable import printable
-from weightbeam.pipelines.arguments import parse
+from weightbeam.pipelines.arguments.parser import parse
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.shell import messages
 from weightbeam.pipelines.streams import prepare_streams

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import shtab
 
-from weightbeam.pipelines.arguments import make_parser
+from weightbeam.pipelines.arguments.parser import make_parser
 from weightbeam.pipelines.errors import Refused
 
 

@@ -17,7 +17,7 @@ from weightbeam.formats.orbax import record_of
 from weightbeam.formats.printable import printable
 from weightbeam.formats.storage import Store
 from weightbeam.pipelines import report
-from weightbeam.pipelines.arguments import UNIT_BYTES
+from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, option_keywords, read_options, takes_options

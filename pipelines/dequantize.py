@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from weightbeam.formats.storage.token import name_secret
-from weightbeam.pipelines.arguments import UNIT_BYTES
+from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.merge import Merged, plan_with, say_ready

@@ -22,7 +22,7 @@ from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.pipelines.adapters import ExportedAdapter, export_adapter
-from weightbeam.pipelines.arguments import UNIT_BYTES
+from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras, read_maxtext_yaml
 from weightbeam.pipelines.prepare import describe, open_adapters

@@ -6,7 +6,7 @@ import argparse
 import importlib.resources
 from collections.abc import Sequence
 
-from weightbeam.pipelines.arguments import did_you_mean
+from weightbeam.pipelines.arguments.values import did_you_mean
 from weightbeam.pipelines.errors import Refused
 
 

@@ -27,7 +27,7 @@ from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
-from weightbeam.pipelines.arguments import did_you_mean
+from weightbeam.pipelines.arguments.values import did_you_mean
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, sharding_rules
 from weightbeam.pipelines.prepare import describe, open_source, options_of, reading, refuse

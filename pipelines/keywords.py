@@ -16,7 +16,7 @@ from typing import Any, TypedDict, TypeVar
 import yaml
 
 from weightbeam.formats.storage import StorageError, open_store
-from weightbeam.pipelines.arguments import add_conversion
+from weightbeam.pipelines.arguments.options import add_conversion
 from weightbeam.pipelines.errors import Refused
 from weightbeam.transforms.mesh import Rules, RulesError, model_rules, read_rules
 from weightbeam.transforms.options import Options

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.orbax import find_items, record_of
-from weightbeam.pipelines.arguments import UNIT_BYTES
+from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.convert import Converted, carry_out, check_places, dry_run
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import check_options_of, keywords_of, option_keywords

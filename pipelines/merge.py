@@ -14,7 +14,7 @@ from weightbeam.formats.release import small_files
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.registry import UnknownFamilyError
-from weightbeam.pipelines.arguments import UNIT_BYTES
+from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.prepare import open_adapters, open_source

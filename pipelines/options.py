@@ -25,7 +25,8 @@ from apache_beam.options.pipeline_options_validator import PipelineOptionsValida
 from apache_beam.runners.runner import create_runner
 
 from weightbeam.pipelines import dataflow
-from weightbeam.pipelines.arguments import add_conversion, add_output, did_you_mean
+from weightbeam.pipelines.arguments.options import add_conversion, add_output
+from weightbeam.pipelines.arguments.values import did_you_mean
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.report import local_threads
 from weightbeam.pipelines.runners import local, portable

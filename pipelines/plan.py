@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines import report, tables, virtual
-from weightbeam.pipelines.arguments import GBPS, HOUR_PRICE, UNIT_BYTES
+from weightbeam.pipelines.arguments.options import GBPS, HOUR_PRICE, UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, arguments_of, option_keywords, read_options, takes_options
 from weightbeam.pipelines.loading import report as load_report

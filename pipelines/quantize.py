@@ -10,7 +10,7 @@ from weightbeam.formats.safetensors import is_release
 from weightbeam.formats.storage import open_store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines import export, merge
-from weightbeam.pipelines.arguments import UNIT_BYTES
+from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.export import Exported
 from weightbeam.pipelines.keywords import keywords_of, read_loras

@@ -21,7 +21,8 @@ from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.strict_json import JsonError
 from weightbeam.model_mappings.plan import Problem
-from weightbeam.pipelines.arguments import command_line, size
+from weightbeam.pipelines.arguments.parser import command_line
+from weightbeam.pipelines.arguments.values import size
 from weightbeam.pipelines.errors import Busy, Failed, Refused
 from weightbeam.pipelines.output import alone, look_for_job
 from weightbeam.pipelines.prepare import describe

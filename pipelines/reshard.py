@@ -23,7 +23,7 @@ from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import Problem
-from weightbeam.pipelines.arguments import UNIT_BYTES
+from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
 from weightbeam.pipelines.convert import check_places
 from weightbeam.pipelines.errors import Refused

@@ -14,7 +14,7 @@ import pytest
 from facts import tiny
 from support import BF16, save
 
-from weightbeam.pipelines.arguments import parse
+from weightbeam.pipelines.arguments.parser import parse
 from weightbeam.pipelines.options import check_options
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Instanc
 
 from weightbeam.formats.hub_publishing import Target as HubTarget
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
-from weightbeam.pipelines.arguments import SHELL, add_conversion, add_output, make_parser, secret, size
+from weightbeam.pipelines.arguments.options import add_conversion, add_output
+from weightbeam.pipelines.arguments.parser import SHELL, make_parser
+from weightbeam.pipelines.arguments.values import secret, size
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.keywords import option_keywords, read_options
 from weightbeam.pipelines.watching.runs import Steps, local_path, run_name

@@ -20,7 +20,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self
 
-from weightbeam.pipelines.arguments import parse
+from weightbeam.pipelines.arguments.parser import parse
 from weightbeam.pipelines.errors import BusyError, FailedError, RefusedError
 from weightbeam.pipelines.tables import count
 

@@ -34,12 +34,12 @@ def made(merge: Merge) -> dict[str, np.ndarray]:
     for number in range(len(merge.units)):
         unit = merge.expand(number)
         fetched = decode(unit.fetches, read(unit.fetches)[0])
-        for job in unit.jobs:
-            part = tuple(slice(*span) for span in job.box)
-            values[job.tensor.name][part] = make(job, arrange(unit.fetches, fetched, job.pieces)).reshape(
-                values[job.tensor.name][part].shape
+        for recipe in unit.recipes:
+            part = tuple(slice(*span) for span in recipe.box)
+            values[recipe.tensor.name][part] = make(recipe, arrange(unit.fetches, fetched, recipe.pieces)).reshape(
+                values[recipe.tensor.name][part].shape
             )
-            counts[job.tensor.name][part] += 1
+            counts[recipe.tensor.name][part] += 1
     assert all((count == 1).all() for count in counts.values())
     return values
 

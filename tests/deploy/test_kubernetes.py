@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from weightbeam.pipelines.arguments import parse
+from weightbeam.pipelines.arguments.parser import parse
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -15,7 +15,8 @@ from apache_beam.options.pipeline_options import SetupOptions, WorkerOptions
 
 from deploy import metadata
 from deploy.launch import conversion_options, to_arguments
-from weightbeam.pipelines.arguments import SHELL, boolean, make_parser
+from weightbeam.pipelines.arguments.parser import SHELL, make_parser
+from weightbeam.pipelines.arguments.values import boolean
 from weightbeam.pipelines.options import pipeline_options
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,8 @@ from support import LLAMA, assert_same_bits, random_tensors, restore, save
 
 import weightbeam as wb
 from weightbeam.pipelines import api
-from weightbeam.pipelines.arguments import SHELL, make_parser, size
+from weightbeam.pipelines.arguments.parser import SHELL, make_parser
+from weightbeam.pipelines.arguments.values import size
 from weightbeam.pipelines.keywords import OptionKeywords
 from weightbeam.transforms.options import Options
 

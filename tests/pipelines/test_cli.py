@@ -17,7 +17,7 @@ import pytest
 from support import DEEPSEEK, FP8, LLAMA, assert_same_bits, call, convert, random_tensors, restore, save, split
 
 import weightbeam
-from weightbeam.pipelines.arguments import add_conversion, add_output
+from weightbeam.pipelines.arguments.options import add_conversion, add_output
 from weightbeam.pipelines.without_beam import is_local, says_threads
 from weightbeam.transforms.mesh import mesh_axes
 

@@ -109,7 +109,7 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
         if (c.key.metric.namespace, c.key.metric.name) == ("WriteChunks", "bytes")
     ]
     assert written == sum(
-        math.prod(b - a for a, b in job.box) * job.spec.dtype.itemsize for unit in rest for job in unit.jobs
+        math.prod(b - a for a, b in recipe.box) * recipe.spec.dtype.itemsize for unit in rest for recipe in unit.recipes
     )
     used = {path.name.removeprefix(ATTEMPT) for path in (output / "0" / "items").glob(f"{ATTEMPT}*")}
     assert set(second.values()) <= used

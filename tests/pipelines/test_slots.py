@@ -10,7 +10,7 @@ from support import LLAMA, assert_same_bits, call, convert, random_tensors, read
 
 from weightbeam.pipelines import convert as converting
 from weightbeam.pipelines import export, quantize, reshard
-from weightbeam.pipelines.arguments import UNIT_BYTES
+from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.slots import slots_of
 from weightbeam.transforms.staged import load
 

@@ -24,7 +24,7 @@ import pytest
 from servers.hub import FakeHub
 from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
 
-from weightbeam.pipelines.arguments import make_parser
+from weightbeam.pipelines.arguments.parser import make_parser
 
 WEIGHTBEAM = [sys.executable, "-c", "from weightbeam.pipelines.entry import run; run()"]
 COLUMNS = 80

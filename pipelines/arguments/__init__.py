@@ -1,0 +1,1 @@
+"""The command line's options, without Beam: `--help` must not wait for it."""

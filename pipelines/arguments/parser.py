@@ -1,0 +1,223 @@
+"""The whole command line: its parser, what it reads, and the line that asks for the same."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, cast
+
+import weightbeam
+from weightbeam.pipelines.arguments import texts
+from weightbeam.pipelines.arguments.options import (
+    add_comparison,
+    add_conversion,
+    add_dequantization,
+    add_export,
+    add_fit,
+    add_inspection,
+    add_materialization,
+    add_merge,
+    add_output,
+    add_plan,
+    add_quantization,
+    add_reshard,
+    add_shell,
+    add_verification,
+    add_watching,
+)
+from weightbeam.pipelines.arguments.values import did_you_mean
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are told in a line or two, with what may have been meant."""
+
+    def error(self, message: str) -> NoReturn:
+        if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            commands = re.findall("'(.*?)'", wrong[2])
+            message = f"no command {wrong[1]!r}{did_you_mean(wrong[1], commands)}; weightbeam --help lists them"
+        self.exit(2, f"{self.format_usage()}{self.prog}: {message}\n")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Fits the texts to the terminal, but for lines that begin with blanks; shows the defaults that say something."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = itertools.groupby(text.splitlines(), key=lambda line: not line or line.startswith(" "))
+        lines = [list(block) if as_it_is else textwrap.wrap(" ".join(block), width) for as_it_is, block in blocks]
+        return "".join(f"{indent}{line}\n" for line in itertools.chain.from_iterable(lines))
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, argparse.SUPPRESS) or action.nargs == 0:
+            return action.help
+        default = str(action.default).lower() if isinstance(action.default, bool) else action.default
+        return f"{action.help} (default: {default})"
+
+
+SHELL = frozenset({"dry_run", "json", "progress", "quiet", "verbose", "log_file"})  # the names of `add_shell`
+WITHOUT_JSON = {"help", "completion"}
+WITH_PROGRESS = {
+    "convert",
+    "verify",
+    "materialize",
+    "diff",
+    "export",
+    "dequantize",
+    "quantize",
+    "merge",
+    "reshard",
+    "watch",
+}
+POSITIONALS = {  # by command: the options that words without an option stand for; other commands' are argparse's own
+    "convert": ("source", "output"),
+    "plan": ("source", "output"),
+    "verify": ("source", "checkpoint"),
+    "materialize": ("checkpoint", "output"),
+    "inspect": ("checkpoint",),
+    "export": ("source", "output"),
+    "dequantize": ("source", "output"),
+    "quantize": ("source", "output"),
+    "merge": ("source", "output"),
+    "reshard": ("source", "output"),
+    "fit": ("source", "maxtext_model"),
+    "help": ("topic",),
+    "completion": ("shell",),
+}
+USAGES = {
+    "convert": "SOURCE OUTPUT [options]",
+    "plan": "SOURCE [OUTPUT] [options]\n       weightbeam plan COMMAND … [options]",
+    "verify": "[SOURCE] CHECKPOINT [options]",
+    "materialize": "CHECKPOINT OUTPUT [options]",
+    "inspect": "CHECKPOINT [options]",
+    "export": "CHECKPOINT OUTPUT [options]",
+    "dequantize": "SOURCE OUTPUT [options]",
+    "quantize": "SOURCE OUTPUT [options]",
+    "merge": "SOURCE OUTPUT --lora PATH [options]",
+    "reshard": "CHECKPOINT OUTPUT [options]",
+    "fit": "SOURCE MODEL [options]",
+    "diff": "A B [options]",
+    "help": "[TOPIC]",
+    "completion": "bash|zsh|tcsh",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = _Parser(
+        "weightbeam",
+        description=texts.OVERVIEW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"weightbeam {weightbeam.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
+
+    def command(name: str, help: str, description: str) -> argparse.ArgumentParser:
+        usage = f"weightbeam {name} {USAGES.get(name, '[options]')}"
+        return commands.add_parser(
+            name, help=help, description=description, usage=usage, formatter_class=_Formatter, allow_abbrev=False
+        )
+
+    convert = command("convert", "convert a release into an Orbax checkpoint", texts.CONVERT)
+    add_conversion(convert)
+    add_output(convert)
+    plan = command("plan", "say what a conversion would do, and every problem", texts.PLAN)
+    add_plan(plan)
+    add_fit(command("fit", "compare a release with a MaxText configuration, field by field", texts.FIT))
+    add_verification(command("verify", "compare a checkpoint with its source, element by element", texts.VERIFY))
+    add_export(command("export", "write a checkpoint as a Hugging Face release", texts.EXPORT))
+    add_reshard(command("reshard", "write a checkpoint anew, for another mesh or layout", texts.RESHARD))
+    add_dequantization(command("dequantize", "write a quantised release as an ordinary one", texts.DEQUANTIZE))
+    add_quantization(command("quantize", "write a release in FP8", texts.QUANTIZE))
+    add_merge(command("merge", "merge PEFT adapters into a release", texts.MERGE))
+    add_materialization(command("materialize", "make an ordinary checkpoint of a virtual one", texts.MATERIALIZE))
+    add_comparison(command("diff", "compare any two checkpoints, tensor by tensor", texts.DIFF))
+    add_inspection(command("inspect", "show what a checkpoint holds", texts.INSPECT))
+    add_watching(command("watch", "convert the hub's releases, or export a run's steps, as they come", texts.WATCH))
+    command("models", "list the families that can be converted", texts.MODELS)
+    topic = command("help", "print a page of the manual", texts.HELP)
+    topic.add_argument("--topic", metavar="TOPIC", help="a page; without one, their list")
+    shell = command("completion", "print a script that completes commands and options", texts.COMPLETION)
+    shell.add_argument("--shell", metavar="SHELL", help="bash, zsh or tcsh")
+    for name, made in commands.choices.items():
+        add_shell(made, json=name not in WITHOUT_JSON, progress=name in WITH_PROGRESS)
+    return parser
+
+
+def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    (commands,) = (action.choices for action in parser._actions if action.dest == "command")
+    return cast("Mapping[str, argparse.ArgumentParser]", commands)
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Reads a command line: what is ours, and what is left for Beam.
+
+    Hyphens in the names of options are underscores. Words without an option are the command's places, in order. An
+    option that isn't ours takes the word behind it along, unless that begins with a hyphen: Beam's options aren't known
+    here.
+    """
+    parser = make_parser()
+    commands = _commands(parser)
+    given = list(arguments)
+    if given[:1] == ["plan"] and len(given) > 1 and given[1] in commands and given[1] not in ("help", "completion"):
+        given = [*given[1:], "--dry_run"]
+    if not given or given[0] not in commands:
+        return parser.parse_args(given), []
+    name, words = given[0], given[1:]
+    known, ours, places, rest = commands[name]._option_string_actions, [], [], []
+    while words:
+        word = words.pop(0)
+        option, equals, value = word.partition("=")
+        if option.startswith("--"):
+            option = "--" + option[2:].replace("-", "_")
+        if option in known:
+            ours.append(option + equals + value)
+            if not equals and known[option].nargs is None and words:
+                ours.append(words.pop(0))
+        elif word.startswith("-") and len(word) > 1:
+            rest.append(option + equals + value)
+            if not equals and words and not words[0].startswith("-"):
+                rest.append(words.pop(0))
+        elif equals and f"--{option}" in known:
+            commands[name].error(f"unexpected: {word}; did you mean --{word}?")
+        else:
+            places.append(word)
+    args = commands[name].parse_args(ours if name in POSITIONALS else [*ours, *places])
+    args.command = name
+    if name in POSITIONALS:
+        _place(commands[name], args, places)
+    return args, rest
+
+
+def command_line(args: argparse.Namespace, rest: Sequence[str] = ()) -> str:
+    """The command line that `parse` read, with options in place of words, quoted for a shell; without what only says
+    what a person sees.
+    """
+    commands = _commands(make_parser())
+    parser = commands[args.command]
+    blank = parser.parse_args([])
+    words = ["weightbeam", args.command]
+    for action in parser._actions:
+        if action.dest in SHELL | {"help"} or (value := getattr(args, action.dest)) == getattr(blank, action.dest):
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            words += (
+                [f"--{action.dest}"]
+                if action.nargs == 0
+                else [f"--{action.dest}", str(each).lower() if isinstance(each, bool) else str(each)]
+            )
+    return shlex.join([*words, *rest])
+
+
+def _place(parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Gives the words without an option to the places that no option named."""
+    names = [name for name in POSITIONALS.get(args.command, ()) if getattr(args, name) is None]
+    if args.command == "verify" and len(words) == 1:  # a checkpoint knows its source
+        names = [name for name in ("checkpoint", "source") if name in names]
+    if len(words) > len(names):
+        parser.error(f"unexpected: {' '.join(words[len(names) :])}")
+    for name, word in zip(names, words, strict=False):
+        setattr(args, name, word)

@@ -1,0 +1,107 @@
+"""Values of options: from their text, or with an error that says what it should be."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import re
+from collections.abc import Iterable
+
+
+def boolean(text: str) -> bool:
+    """`true` or `false`, as MaxText writes them."""
+    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} should be true or false")
+    return values[text.lower()]
+
+
+MAX_INTEGER = 2**31 - 1
+
+
+def natural(text: str) -> int:
+    """An integer from 0 on."""
+    if not text.isascii() or not text.isdigit() or int(text) > MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"{text!r} should be an integer from 0 to {MAX_INTEGER}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """An integer from 1 on."""
+    if (number := natural(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a positive integer")
+    return number
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Integers from 1 on, with commas between them."""
+    return tuple(positive(number.strip()) for number in text.split(","))
+
+
+def amount(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0")
+    return number
+
+
+def distance(text: str) -> float:
+    """A number from 0 on."""
+    return 0.0 if re.fullmatch(r"0*\.?0*", text) and text not in ("", ".") else amount(text)
+
+
+def secret(text: str) -> str:
+    """A version of a secret, as Secret Manager names it. What isn't one may be a token, and isn't repeated."""
+    if not re.fullmatch(r"projects/[^/\s]+/secrets/[^/\s]+/versions/[^/\s]+", text):
+        raise argparse.ArgumentTypeError(
+            "it should be the name of a secret, projects/PROJECT/secrets/SECRET/versions/latest, and no token"
+        )
+    return text
+
+
+def fraction(text: str) -> float:
+    """A number above 0, up to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number above 0 and up to 1")
+    return number
+
+
+def size(text: str) -> int:
+    """Bytes: a number, or one with K, M, G or T (or KiB, …: of 1024) or with KB, MB, GB or TB (of 1000), in letters of
+    either case.
+    """
+    found = re.fullmatch(r"([0-9]+) *(?:([kmgt])(i?b)?|b)?", text.strip().lower(), re.ASCII)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} should be bytes, such as 134217728 or 128MiB")
+    power = " kmgt".index(found[2] or " ")
+    return int(found[1]) * (1000 if found[3] == "b" else 1024) ** power
+
+
+def seconds(text: str) -> float:
+    """Seconds: a number with s, m, h or d."""
+    number, factor = text[:-1], {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
+    if factor is None or not number.isascii() or not number.isdigit() or not 0 < int(number) < MAX_INTEGER:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number with s, m, h or d, such as 15m")
+    return float(int(number) * factor)
+
+
+def port(text: str) -> int:
+    """A number of a TCP port."""
+    if (number := natural(text)) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a port, up to 65535")
+    return number
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean …?` where something like it is known."""
+    near = difflib.get_close_matches(word, list(known), 1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
