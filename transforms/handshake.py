@@ -25,7 +25,7 @@ from apache_beam.utils.python_callable import PythonCallableWithSource
 
 from weightbeam import __version__
 from weightbeam.formats.staging import Staging
-from weightbeam.formats.storage import StorageError, reason
+from weightbeam.formats.storage import StorageError, reason, store_and_name
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.transforms.staged import load_staged
 from weightbeam.transforms.stages import is_published
@@ -90,7 +90,7 @@ _FIT: set[bytes] = set()  # what this process was found fit for
 
 
 def check_place(worker: str, packed: bytes) -> None:
-    """Makes sure that this process sees the plan and can write the output of a job.
+    """Makes sure that this process sees the plan and what it is made of, and can write the output of a job.
 
     Raises:
       UnfitError: it can't.
@@ -101,7 +101,9 @@ def check_place(worker: str, packed: bytes) -> None:
         staging, plan_hash, secret = pickle.loads(packed)
         name_secret(secret)
         if not is_published(staging, plan_hash):  # else this bundle is a repeated one
-            load_staged(staging, plan_hash)
+            inputs = filter(None, load_staged(staging, plan_hash).inputs)
+            for store in {store.url: store for store, _ in map(store_and_name, inputs)}.values():
+                store.check_readable()
             check_writable(worker, staging)
             with contextlib.suppress(OSError):  # it's for show
                 staging.note_worker(f"{socket.gethostname()}-{os.getpid()}")
@@ -110,9 +112,9 @@ def check_place(worker: str, packed: bytes) -> None:
             f"{worker} lacks a client of the storage ({e}); install 'weightbeam[gcp]' there, or run the image"
         ) from e
     except StorageError as e:
-        raise UnfitError(
-            f"{worker} doesn't see what the command sees: {e}; every host needs the same folders, or name gs://BUCKET/FOLDER"
-        ) from e
+        # in a bucket and on the hub the reason says what helps
+        helps = "" if "://" in str(e) else "; every host needs the same folders, or name gs://BUCKET/FOLDER"
+        raise UnfitError(f"{worker} doesn't see what the command sees: {e}{helps}") from e
     except (OSError, RuntimeError) as e:
         raise UnfitError(f"{worker}: {e}") from e
     _FIT.add(packed)

@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 import logging
+import re
 import threading
 import time
 import urllib.request
@@ -249,6 +250,7 @@ def run(
     pool, patience = pool_of(pipeline.options) if follows else "", patience_of(pipeline.options)
     given_up: threading.Event | None = None
     result: Any = None
+    servers = own_servers(pipeline.runner)
     try:
         with watch_progress(total, done, "converting", report, state), quiet(noise), as_in_a_script():
             result = state.result = pipeline.run()
@@ -259,8 +261,12 @@ def run(
             ):
                 result.wait_until_finish()
     except KeyboardInterrupt:
-        if follows:
-            _stop(site, staging, before, result)
+        try:
+            if follows:
+                _stop(site, staging, before, result)
+        finally:
+            for server in servers:
+                server.stop()
         raise
     except Exception as e:
         if follows and not _is_over(site, before, result):
@@ -279,6 +285,21 @@ def run(
     if follows:
         forget(staging)
     return result
+
+
+def own_servers(runner: Any) -> list[Any]:
+    """The job servers that a runner will have started, to be stopped with a command that is: Beam does so when Python
+    ends in an orderly way, and after Ctrl-C, but not after a kill.
+    """
+    servers: list[Any] = []
+    start: Callable[[PipelineOptions], Any] = runner.default_job_server
+
+    def keep(options: PipelineOptions) -> Any:
+        servers.append(start(options))
+        return servers[-1]
+
+    runner.default_job_server = keep
+    return servers
 
 
 def patience_of(options: PipelineOptions) -> float:
@@ -310,13 +331,15 @@ def giving_up(seconds: float, is_there: Callable[[], object], cancel: Callable[[
 
 
 def pool_of(options: PipelineOptions) -> str:
-    """Where the engine's hosts should find a worker, as a question to a person; empty where workers don't come from
-    pools.
+    """Where the engine's hosts should find a worker, as a question to a person; empty where workers come from images,
+    which may have to be fetched first.
     """
     portable = options.view_as(PortableOptions)
-    if portable.environment_type not in ("EXTERNAL", "beam:env:external:v1"):
-        return ""
-    return f"is a worker pool there at {portable.environment_config} of each host of the engine (--environment_config), and has the engine a free slot?"
+    where = {
+        "EXTERNAL": f"is a worker pool there at {portable.environment_config} of each host of the engine (--environment_config)",
+        "PROCESS": f"can each host of the engine run {portable.lookup_environment_option('process_command')} (--environment_options)",
+    }.get(re.sub(r"beam:env:(\w+):v1", r"\1", portable.environment_type or "").upper())
+    return f"{where}, and has the engine a free slot?" if where else ""
 
 
 def _is_over(site: Site, before: Sequence[str], result: Any) -> bool:

@@ -62,3 +62,16 @@ def test_spark(large: Path, local: dict, tmp_path: Path) -> None:
         lose_a_host(engine, tmp_path / "out")
         ended(process)
         assert_same_bits(restore(tmp_path / "out/0"), local)
+
+
+def test_flink_without_a_slot(source: Path, tmp_path: Path) -> None:
+    """A cluster that has no task manager: told within a minute; the job is over, and what is staged is kept."""
+    with flink(tmp_path, hosts=0) as engine:
+        options = [option for option in engine.options if not option.startswith("--parallelism")]
+        process = weightbeam("convert", "--source", source, "--output", tmp_path / "out", *options, "--parallelism=1")
+        told = ended(process, 1, 90)
+        assert "no worker has come" in told
+        assert "has the engine a free slot?" in told
+        assert "--resume goes on from there" in told
+        assert "RUNNING" not in engine.states()
+        assert not (tmp_path / "out/0").exists()

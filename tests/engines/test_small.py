@@ -4,11 +4,14 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +19,17 @@ import pytest
 from processes import ROOT, free_port, listening, running, wait_until
 from support import assert_same_bits, convert, read_tensors, restore
 
-from engines.clusters import Engine, flink_in_one_process, prism_with_pool, spark_in_one_process, worker_pool
+from engines.clusters import (
+    FLINK_DRIVER,
+    OPENED,
+    Engine,
+    flink_in_one_process,
+    prism_with_pool,
+    spark_in_one_process,
+    worker_pool,
+)
 from engines.commands import LONG, begin, ended, weightbeam
+from engines.programs import jars
 
 STARTS = [
     pytest.param(flink_in_one_process, id="flink"),
@@ -163,3 +175,62 @@ def test_a_worker_that_cant_write(engine: Engine, source: Path, tmp_path: Path) 
             90,
         )
     assert f"the worker on {socket.gethostname()} can't write to {place}" in told
+
+
+@LONG
+@pytest.mark.parametrize("engine", STARTS[:2], indirect=True, scope="module")
+@pytest.mark.parametrize("hidden", ["source", "output"])
+def test_a_worker_out_of_sight(engine: Engine, source: Path, tmp_path: Path, hidden: str) -> None:
+    """The folder that is read, or the one that is written, isn't on the worker's host: told within a minute, with host
+    and folder; nothing is published.
+    """
+    copied = shutil.copytree(source, tmp_path / "in" / source.name)
+    place = tmp_path / "out"
+    place.mkdir()
+    port, unseen = free_port(), copied.parent if hidden == "source" else place
+    pool = f"{sys.executable} -m apache_beam.runners.worker.worker_pool_main --service_port {port}"
+    mounted = f"mount -t tmpfs none {unseen} && exec {pool}"
+    with running(tmp_path / "pool.log", "unshare", "--mount", "sh", "-c", mounted):
+        listening(port)
+        words = dataclasses.replace(engine, pool=f"localhost:{port}").options
+        told = ended(weightbeam("convert", "--source", copied, "--output", place, *words), 1, 90)
+    assert f"the worker on {socket.gethostname()} doesn't see what the command sees: {unseen}" in told
+    assert "every host needs the same folders" in told
+    assert not (place / "0").exists()
+
+
+@LONG
+def test_a_job_server_of_its_own_ends_with_a_killed_command(large: Path, tmp_path: Path) -> None:
+    """A polite kill leaves no Java behind, nor the folders that its server had."""
+    jar = as_one_jar(tmp_path / "server.jar", jars("flink"), FLINK_DRIVER)
+    options = ("--runner=FlinkRunner", f"--flink_job_server_jar={jar}", "--environment_type=LOOPBACK")
+    process, _ = begin(large, tmp_path / "out", *options)
+    assert commands_with(str(jar))
+    process.terminate()
+    assert "--resume goes on from there" in ended(process, 1, 60)
+    wait_until(lambda: not commands_with(str(jar)), lambda: f"still there: {commands_with(str(jar))}", seconds=20)
+
+
+def as_one_jar(file: Path, folder: Path, main: str) -> Path:
+    """A jar that runs a class of the jars of a folder, as Beam's job servers are one."""
+    lines = [
+        "Manifest-Version: 1.0",
+        f"Main-Class: {main}",
+        f"Class-Path: {' '.join(jar.as_uri() for jar in sorted(folder.glob('*.jar')))}",
+        f"Add-Opens: {' '.join(f'java.base/{package}' for package in OPENED)}",
+    ]
+    # a line has 72 bytes at most, and one that goes on begins with a space
+    cut = ["\n ".join(line[at : at + 70] for at in range(0, len(line), 70)) for line in lines]
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr("META-INF/MANIFEST.MF", "\n".join(cut) + "\n")
+    return file
+
+
+def commands_with(word: str) -> list[str]:
+    """The commands of this machine's processes that name it; those of ended ones are empty."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found += [command] if command.startswith("java ") and word in command else []
+    return found

@@ -14,13 +14,15 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.portability.api import beam_job_api_pb2, beam_runner_api_pb2
 from apache_beam.runners.portability import abstract_job_service, local_job_service
+from servers.clients import asking
+from servers.gcs import FakeGcs
 from support import LLAMA, call, random_tensors, save
 
 from weightbeam import __version__
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import JOB, Staging, staging_at
 from weightbeam.pipelines.runners.failure import last_words
-from weightbeam.pipelines.runners.jobs import Site, may_get_one_slot, outlives
+from weightbeam.pipelines.runners.jobs import Site, may_get_one_slot, outlives, pool_of
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.handshake import UnfitError, check_place, greet
@@ -218,3 +220,52 @@ def test_a_worker_that_sees_no_plan(tmp_path: Path) -> None:
         UnfitError, match=r"the worker on here doesn't see what the command sees: .*every host needs the same folders"
     ):
         check_place("the worker on here", packed)
+
+
+def test_a_worker_that_sees_no_source(stopped: tuple[Path, Staging, Conversion]) -> None:
+    """Its host has the output, but not the folder that is converted: it says so before any unit is read."""
+    source, staging, conversion = stopped
+    source.rename(source.with_name("elsewhere"))
+    with pytest.raises(
+        UnfitError,
+        match=rf"the worker on here doesn't see what the command sees: {source}: no such folder; every host needs the same folders",
+    ):
+        check_place("the worker on here", pickle.dumps((staging, conversion.hash, None)))
+
+
+def test_a_worker_that_cant_write_the_bucket(stopped: tuple[Path, Staging, Conversion]) -> None:
+    """Its account may read it only, or not even that; the message has the right that is missing."""
+    _, _, conversion = stopped
+    with FakeGcs("bucket") as server, asking(server):
+        staging = staging_at("gs://bucket/out", 0, conversion.hash)
+        stage(conversion, staging, resume=False)
+        packed = pickle.dumps((staging, conversion.hash, None))
+        server.read_only = ["bucket"]
+        with pytest.raises(
+            UnfitError, match=r"the worker on here can't write to gs://bucket/out: .*roles/storage.objectUser"
+        ):
+            check_place("the worker on here", packed)
+        server.forbidden = ["bucket"]
+        with pytest.raises(
+            UnfitError, match=r"the worker on here doesn't see .*gs://bucket/out.*roles/storage"
+        ) as told:
+            check_place("the worker on here", packed)
+    assert "every host needs the same folders" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "asks"),
+    [
+        ("--environment_type=EXTERNAL --environment_config=localhost:50000", "a worker pool there at localhost:50000"),
+        (
+            "--environment_type=PROCESS --environment_options=process_command=/opt/boot",
+            "each host of the engine run /opt/boot",
+        ),
+        ("--environment_type=DOCKER", ""),
+    ],
+)
+def test_where_workers_should_come_from(options: str, asks: str) -> None:
+    """As a question to who waits for them in vain; nobody gives up on an image that is being fetched."""
+    asked = pool_of(PipelineOptions(options.split()))
+    assert asks in asked
+    assert bool(asks) is ("has the engine a free slot?" in asked)
