@@ -133,7 +133,8 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     add = functools.partial(_add, parser.add_argument_group("layout of the checkpoint"))
     add("--scan_layers", "stack the layers of a kind in one array, as in MaxText", default=DEFAULTS.scan_layers)
     add("--param_scan_axis", "where the stacked axis goes, as in MaxText", default=DEFAULTS.param_scan_axis)
-    add("--save_dtype", "dtype of every float array; computed in float32, cast once", choices=("bfloat16", "float32"), default=DEFAULTS.save_dtype)
+    told = "dtype of every float array; computed in float32, cast once"
+    add("--save_dtype", told, choices=("bfloat16", "float32"), default=DEFAULTS.save_dtype)
     add("--mesh", "the mesh that loads it, such as fsdp=16,expert=4; repeat it for several (default: fit for any)")
     add("--sharding_rules", "your logical_axis_rules: a MaxText config (YAML), or JSON (default: those of MaxText's base.yml)")
     add = functools.partial(_add, parser.add_argument_group("storage"))
@@ -270,7 +271,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("--output", "a folder or gs://bucket/folder for the release, which must not be there yet; or hf://owner/name: one commit there")
     add("--create_pr", "on the hub, open a pull request")
     add("--like", "the release whose config.json, tokenizer, names and dtypes are taken: a folder, gs:// or hf://")
-    add("--save_dtype", "dtype of every float tensor; auto: as --like has it", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
+    told = "dtype of every float tensor; auto: as --like has it"
+    add("--save_dtype", told, choices=("auto", "bfloat16", "float16", "float32"), default="auto")
     add("--maxtext_model", "the MaxText model, where neither the checkpoint nor config.json settles it")
     add("--param_scan_axis", "where the layers are stacked, where the shapes fit several axes")
     add("--max_shard_size", "bytes of tensors in a file, such as 5GB (default: as --like, else 5GB)")

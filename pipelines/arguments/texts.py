@@ -18,8 +18,9 @@ The last line says whether the conversion can go ahead, and the command.
   weightbeam plan ~/models/Qwen3-8B
   weightbeam plan hf://deepseek-ai/DeepSeek-V3 --mesh fsdp=64 --workers 1,10,100
 
-With --workers it simulates the conversion on so many workers of Dataflow, or of Flink
-with --runner=FlinkRunner, from a bucket or the hub into a bucket: the time, the cost, and what limits them. `weightbeam help running` says what it assumes.
+With --workers it simulates the conversion on so many workers of Dataflow, or of Flink with --runner=FlinkRunner, from
+a bucket or the hub into a bucket: the time, the cost, and what limits them. `weightbeam help running` says what it
+assumes.
 
 `weightbeam plan COMMAND …` plans another command, such as `weightbeam plan materialize ckpt new`.
 
@@ -56,9 +57,9 @@ config.json.
 
 
 FIT = """\
-Compares what MaxText must be told of a release, from its config.json, with what one of MaxText's models or a file says: each
-key that differs, what is needed, what is said, and what the difference would do. Says too what MaxText can't express. Reads
-no weights.
+Compares what MaxText must be told of a release, from its config.json, with what one of MaxText's models or a file
+says: each key that differs, what is needed, what is said, and what the difference would do. Says too what MaxText
+can't express. Reads no weights.
 
   weightbeam fit ~/models/Qwen3-8B qwen3-8b
   weightbeam fit hf://Qwen/Qwen3-8B my_model.yml
@@ -75,7 +76,8 @@ Beam pipeline: Beam's options pass through.
   weightbeam verify ckpt
   weightbeam verify ~/models/Qwen3-8B ckpt --sample 0.05
 
-What isn't given is taken from the checkpoint: its source, its layout, its vocabulary, and whether it has MTP layers or towers.
+What isn't given is taken from the checkpoint: its source, its layout, its vocabulary, and whether it has MTP layers
+or towers.
 
 Exit status: 0 all of it is right, 1 something differs, 2 it can't be compared.
 """
@@ -95,11 +97,11 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 
 
 DIFF = """\
-Compares two checkpoints of any kinds, every element of every tensor, in one spelling: releases (quantised ones by their values)
-and Orbax checkpoints, ours or MaxText's, in a folder, gs:// or (releases) hf://. Says of each tensor whether it is equal, rounded
-(no element is off by more than one step of the coarser dtype), changed (largest and mean difference, the share of elements that
-differ, the cosine of the angle between both) or missing. A release beside an Orbax checkpoint is compared as it would be
-converted into it.
+Compares two checkpoints of any kinds, every element of every tensor, in one spelling: releases (quantised ones by
+their values) and Orbax checkpoints, ours or MaxText's, in a folder, gs:// or (releases) hf://. Says of each tensor
+whether it is equal, rounded (no element is off by more than one step of the coarser dtype), changed (largest and mean
+difference, the share of elements that differ, the cosine of the angle between both) or missing. A release beside an
+Orbax checkpoint is compared as it would be converted into it.
 
   weightbeam diff ~/models/Qwen3-8B qwen3-8b-tuned
   weightbeam diff hf://Qwen/Qwen3-8B ckpt/0/items --tolerance 1e-2
@@ -109,9 +111,10 @@ Exit status: 0 the same within the tolerance, 1 not, 2 they can't be compared.
 
 
 RESHARD = """\
-Writes an Orbax checkpoint anew: cut for another mesh, with layers stacked or apart, in another dtype or storage, with or without
-the optimizer. The checkpoint may be anyone's: one of Weightbeam's, of MaxText's training with all of its state, of post-training.
-Chunks that fit already are copied as they are encoded; each other chunk is decoded once. As a Beam pipeline.
+Writes an Orbax checkpoint anew: cut for another mesh, with layers stacked or apart, in another dtype or storage, with
+or without the optimizer. The checkpoint may be anyone's: one of Weightbeam's, of MaxText's training with all of its
+state, of post-training. Chunks that fit already are copied as they are encoded; each other chunk is decoded once. As
+a Beam pipeline.
 
   weightbeam reshard ckpt ckpt64 --mesh fsdp=64
   weightbeam reshard run/checkpoints/1000 served --state params
@@ -124,9 +127,10 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 
 
 EXPORT = """\
-Writes an Orbax checkpoint as a Hugging Face release: safetensors files and index, config.json, tokenizer and the other small
-files. The checkpoint may be one of Weightbeam's, of MaxText's converter, or one that MaxText's training wrote. What it remembers
-of its release, or --like, says how the release should look. Values are computed in float32 and cast once. As a Beam pipeline.
+Writes an Orbax checkpoint as a Hugging Face release: safetensors files and index, config.json, tokenizer and the
+other small files. The checkpoint may be one of Weightbeam's, of MaxText's converter, or one that MaxText's training
+wrote. What it remembers of its release, or --like, says how the release should look. Values are computed in float32
+and cast once. As a Beam pipeline.
 
   weightbeam export ckpt qwen3-8b-tuned
   weightbeam export run/checkpoints/1000 tuned --like hf://Qwen/Qwen3-8B
@@ -136,8 +140,9 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 
 
 DEQUANTIZE = """\
-Writes a quantised release with the values of its weights: computed in float32, cast once. What isn't quantised is carried over byte
-for byte, config.json loses its quantization_config, and the other small files stay as they are. Every format that convert reads.
+Writes a quantised release with the values of its weights: computed in float32, cast once. What isn't quantised is
+carried over byte for byte, config.json loses its quantization_config, and the other small files stay as they are.
+Every format that convert reads.
 
   weightbeam dequantize hf://deepseek-ai/DeepSeek-V3 deepseek-v3-bf16
 
@@ -146,9 +151,10 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 
 
 QUANTIZE = """\
-Writes the linear layers of a model as FP8 in blocks of 128 × 128, in DeepSeek's layout, which vLLM, SGLang and transformers load:
-codes, and a float32 scale for each block. Embeddings, norms, routers, the head and towers stay as they are, and config.json names
-them. The source is a release, or an Orbax checkpoint, which is exported in the same pass. As a Beam pipeline.
+Writes the linear layers of a model as FP8 in blocks of 128 × 128, in DeepSeek's layout, which vLLM, SGLang and
+transformers load: codes, and a float32 scale for each block. Embeddings, norms, routers, the head and towers stay as
+they are, and config.json names them. The source is a release, or an Orbax checkpoint, which is exported in the same
+pass. As a Beam pipeline.
 
   weightbeam quantize --source ~/models/Qwen3-8B --output qwen3-8b-fp8
   weightbeam quantize run/checkpoints/1000 tuned-fp8 --like hf://Qwen/Qwen3-8B
@@ -158,8 +164,9 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 
 
 MERGE = """\
-Merges PEFT adapters into a release: the same safetensors files with the adapters in them, all else as it was. In float32 with one
-cast; what no adapter reaches is carried over byte for byte, quantised weights included. As a Beam pipeline.
+Merges PEFT adapters into a release: the same safetensors files with the adapters in them, all else as it was. In
+float32 with one cast; what no adapter reaches is carried over byte for byte, quantised weights included. As a Beam
+pipeline.
 
   weightbeam merge hf://Qwen/Qwen3-8B qwen3-8b-tuned --lora my-adapter
   weightbeam merge ~/models/Qwen3-8B both --lora math,0.7 --lora code,0.3
@@ -173,8 +180,8 @@ Converts the releases of the hub that a configuration asks for: looks for models
 complete, refuses it with the reason or converts, verifies and publishes it, and records each step in the output. Any
 number of watchers may run at once. `weightbeam help watching` explains the configuration.
 
-With --run it follows a training run instead: each step, once committed, becomes a release that transformers loads, compared with
-the checkpoint, published and announced. `weightbeam help following` explains it.
+With --run it follows a training run instead: each step, once committed, becomes a release that transformers loads,
+compared with the checkpoint, published and announced. `weightbeam help following` explains it.
 
   weightbeam watch --config watch.yaml --dry_run        what would be done
   weightbeam watch --config watch.yaml --once           for schedulers
@@ -186,7 +193,8 @@ Exit status: 0 nothing failed, 1 something did, 2 the configuration is refused.
 """
 
 MODELS = """\
-Lists the families that can be converted: the model_type of their config.json, MaxText's models among them, and what of them is supported.
+Lists the families that can be converted: the model_type of their config.json, MaxText's models among them, and what
+of them is supported.
 """
 
 HELP = """\
