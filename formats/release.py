@@ -22,7 +22,7 @@ from weightbeam.formats import json_text
 from weightbeam.formats.links import SOURCE
 from weightbeam.formats.safetensors import QUANT_CONFIGS
 from weightbeam.formats.staging import ITEMS
-from weightbeam.formats.storage import File, StorageError, Store, read_whole, reason
+from weightbeam.formats.storage import File, StorageError, Store, open_store, read_whole, reason
 from weightbeam.formats.strict_json import JsonError, parse_json
 
 LOGGER = logging.getLogger("weightbeam")
@@ -133,6 +133,14 @@ def small_files(store: Store) -> SmallFiles:
             raise StorageError(f"{store.path(name)}: {reason(e)}") from e
 
     return SmallFiles({name: file.size for name, file in files.items()}, read, refused)
+
+
+def has_weights(url: str) -> bool:
+    """Whether a release has weights; one that gives its form only has none."""
+    try:
+        return any(name.endswith(".safetensors") for name in open_store(url).entries())
+    except OSError:
+        return False
 
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")

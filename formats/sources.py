@@ -147,3 +147,16 @@ def open_source(checkpoint: HfCheckpoint) -> Source:
                 problems.append(Problem("overlap", name, f"holds {logical}, as {encodings[logical].weight.name} does"))
             encodings.setdefault(logical, encoding)
     return Source(encodings, tuple(problems), dropped, frozenset(lost), spare_biases(encodings))
+
+
+def stored_tensors(checkpoint: HfCheckpoint, source: Source, name: str) -> set[str]:
+    """The stored tensors of a quantised weight: those that it is decoded from, and others that lie below its name."""
+    encoding = source.encodings[name]
+    read = {part.tensor.name for part in encoding.reads(whole(encoding.shape)) if isinstance(part, BoxRead)}
+    stem = name.removesuffix(".weight")
+    below = {
+        stored
+        for stored in checkpoint.tensors
+        if stored.startswith((f"{stem}.", f"{name}.")) and stored not in source.encodings
+    }
+    return read | below | {encoding.weight.name}

@@ -13,6 +13,14 @@ from weightbeam.model_mappings.configuration import Line
 from weightbeam.model_mappings.rules import Stack
 
 
+class Tower(str):
+    """Why a tower, or another part of a release beside its text model, is left out."""
+
+
+class Prediction(str):
+    """Why layers of multi-token prediction are left out."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """The table of a family, and how to tell that a checkpoint belongs to it.
@@ -22,7 +30,8 @@ class Family:
       models: patterns of MaxText's model names, with the `model_type`s of `config.json` that each may stand for.
       dims: the axis words of the table and their sizes.
       stacks: the table itself.
-      drops: tensors left out on purpose: `{pattern or window: reason}`.
+      drops: tensors left out on purpose: `{pattern or window: reason}`; the reason is a `Tower` or a `Prediction` where
+        a part of the model stays out, which an export may take from the release.
       copies: tensors left out that hold what another one does, `{tensor: the tensor it is a copy of}`; a release may
         store them.
       releases: the releases it covers.

@@ -1,26 +1,38 @@
-"""`weightbeam export` of an adapter: MaxText's factors as a folder that PEFT and serving engines read."""
+"""`weightbeam export` of an adapter: MaxText's factors as a folder that PEFT and serving engines read, in whatever place a
+release may be written to.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
-import shutil
 import sys
-import uuid
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.adapters.config import CONFIG
-from weightbeam.formats.storage import TEMPORARY, LocalFolder, open_store, reason, sync_folder
+from weightbeam.formats.provenance import versions
+from weightbeam.formats.release_target import (
+    RECORD,
+    ReleaseFolder,
+    ReleasePlace,
+    assemble,
+    plan_hash_of,
+    release_staging,
+    write_unit,
+)
+from weightbeam.formats.storage import StorageError, reason
+from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.errors import Failed, Refused
+from weightbeam.pipelines.output import alone
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport
 from weightbeam.transforms.files import plan_files
+from weightbeam.transforms.inputs import Identity, pack_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +44,7 @@ class ExportedAdapter:
       tensors: how many it has.
       size: of them, in bytes.
       rank, alpha: of all its modules.
+      page: of the commit, where it was published on the hub.
     """
 
     folder: str
@@ -40,18 +53,23 @@ class ExportedAdapter:
     rank: int
     alpha: float
     state: str = "done"
+    page: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` writes."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
+        if self.page:
+            return f"{self.folder}: published, {self.page}"
         about = f"{self.folder}: a PEFT adapter of rank {self.rank} with alpha {self.alpha:g}, {count(self.tensors, 'tensor')}, {human(self.size)}"
         return f"{about}\nload it:  peft.PeftModel.from_pretrained(model, {self.folder!r})"
 
 
-def export_adapter(planned: AdapterExport, output: str, overwrite: bool = False) -> ExportedAdapter:
-    """Writes an adapter to a folder, which appears there whole.
+def export_adapter(
+    planned: AdapterExport, output: str, overwrite: bool = False, create_pr: bool = False
+) -> ExportedAdapter:
+    """Writes an adapter to a folder or a bucket, where it appears whole, or as one commit of the hub.
 
     Raises:
       Refused: it can't be done; nothing was written.
@@ -59,52 +77,106 @@ def export_adapter(planned: AdapterExport, output: str, overwrite: bool = False)
     """
     if planned.problems:
         raise Refused(f"{count(len(planned.problems), 'problem')}:\n{describe(planned.problems)}", planned.problems)
+    if output.startswith("hf://"):
+        return _to_hub(planned, output, create_pr)
+    if create_pr:
+        raise Refused(f"--create_pr: only the hub has pull requests, and --output is {output}")
+    plan_hash = _hash(planned)
     try:
-        store = open_store(output)
+        place = release_staging(output, plan_hash)
     except OSError as e:
+        raise Refused(f"--output={reason(e)}") from e
+    _check(place, overwrite)
+    with alone(place):
+        _check(place, overwrite)  # again: now nobody else changes it
+        try:
+            return _write(planned, place, plan_hash)
+        except OSError as e:
+            raise Failed(f"  {output}: {reason(e)}") from e
+
+
+def _to_hub(planned: AdapterExport, output: str, create_pr: bool) -> ExportedAdapter:
+    """Writes it to a folder that is removed again, and publishes that."""
+    # here: the hub's client takes a third of a second to import
+    from weightbeam.formats.hub_publishing import check_target, publish_folder
+
+    try:
+        check_target(output)
+    except StorageError as e:
         raise Refused(f"--output={e}") from e
-    if not isinstance(store, LocalFolder):
-        raise Refused(f"--output={output}: an adapter is written to a folder")
-    folder = store.folder
-    if folder.exists() and not _is_replaceable(folder, overwrite):
-        raise Refused(f"--output={output}: exists" + ("" if overwrite else "; --overwrite replaces an adapter"))
-    temporary = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
+    with tempfile.TemporaryDirectory(prefix="weightbeam-") as parent:
+        folder = Path(parent, "adapter")
+        written = export_adapter(planned, str(folder))
+        try:
+            message = f"Adapter of {planned.source.root} ({_hash(planned)[:12]})"
+            made = publish_folder(folder, output, message, create_pr=create_pr)
+        except StorageError as e:
+            raise Failed(f"  {e}") from e
+    return dataclasses.replace(written, folder=made.url, page=made.page)
+
+
+def _hash(planned: AdapterExport) -> str:
+    """Identifies the result: the checkpoint's files, the release that it is for, rank and alpha."""
+    identity = Identity()
+    identity.add("adapter", planned.source.root, planned.source.files, planned.base, planned.rank, planned.alpha)
+    return identity.hash
+
+
+def _check(place: ReleasePlace, overwrite: bool) -> None:
+    """Raises `Refused` where something is in the place that may not go."""
+    if place.is_taken() and not _is_replaceable(place, overwrite):
+        raise Refused(f"--output={place.final}: exists" + ("" if overwrite else "; --overwrite replaces an adapter"))
+
+
+def _is_replaceable(place: ReleasePlace, overwrite: bool) -> bool:
+    """Whether what is there is an empty folder, or an adapter and nothing else, which may be replaced."""
+    if isinstance(place, ReleaseFolder):
+        folder = Path(place.final.url)
+        if folder.is_symlink() or not folder.is_dir():
+            return False
+        if not any(folder.iterdir()):
+            return True
+    held = {file.name for file in place.final.list()}
+    return overwrite and held <= {WEIGHTS, CONFIG, RECORD, "README.md"}
+
+
+def _write(planned: AdapterExport, place: ReleasePlace, plan_hash: str) -> ExportedAdapter:
+    """Writes it, as a release of one file and one unit of work, and publishes it."""
+    made = dict(planned.tensors())
+    planned.source.check()
+    entries = ((name, values.dtype, values.shape) for name, values in made.items())
+    (file,) = plan_files(entries, max_shard_size=sys.maxsize).files
+    files = [(WEIGHTS, file.header, file.size)]
+    rows = [
+        (dataclasses.replace(tensor, path=WEIGHTS), whole(tensor.shape), made[tensor.name]) for tensor in file.tensors
+    ]
+    record = {
+        "command": "export",
+        "kind": "adapter",
+        "source": planned.source.root,
+        "like": planned.base,
+        "plan": plan_hash,
+        "rank": planned.rank,
+        "alpha": planned.alpha,
+        "versions": versions(),
+    }
+    place.create(pack_inputs({"kind": "adapter", "hash": plan_hash}))
+    with _discarded(place):
+        place.lay_out(files, {CONFIG: planned.peft_config(list(made))})
+        write_unit(place, 0, rows)
+        assemble(place, 1, files, record, overwrite=True)
+    if plan_hash_of(place.final) != plan_hash:
+        raise Failed(f"  {place.final} isn't what was written")
+    size = sum(values.nbytes for values in made.values())
+    return ExportedAdapter(str(place.final), len(made), size, planned.rank, planned.alpha)
+
+
+@contextlib.contextmanager
+def _discarded(place: ReleasePlace) -> Iterator[None]:
+    """Context manager: what is staged is thrown away where that fails; it is made anew in a moment."""
     try:
-        tensors = dict(planned.tensors())
-        planned.source.check()
-        temporary.mkdir(parents=True)
-        _write(temporary / WEIGHTS, tensors)
-        (temporary / CONFIG).write_bytes(planned.peft_config(list(tensors)))
-        sync_folder(temporary)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(temporary, folder)
-        sync_folder(folder.parent)
-    except OSError as e:
-        raise Failed(f"  {output}: {reason(e)}") from e
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return ExportedAdapter(
-        str(folder), len(tensors), sum(values.nbytes for values in tensors.values()), planned.rank, planned.alpha
-    )
-
-
-def _is_replaceable(folder: Path, overwrite: bool) -> bool:
-    """Whether a folder is empty, or holds an adapter and nothing else, which may be replaced."""
-    if folder.is_symlink() or not folder.is_dir():
-        return False
-    held = {path.name for path in folder.iterdir()}
-    return not held or (overwrite and held <= {WEIGHTS, CONFIG, "README.md"})
-
-
-def _write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """One safetensors file."""
-    (file,) = plan_files(
-        ((name, values.dtype, values.shape) for name, values in tensors.items()), max_shard_size=sys.maxsize
-    ).files
-    with path.open("xb") as out:
-        out.write(file.header)
-        for tensor in file.tensors:
-            out.write(np.ascontiguousarray(tensors[tensor.name]).reshape(-1).view(np.uint8).data)
-        out.flush()
-        os.fsync(out.fileno())
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            place.discard()
+        raise

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightbeam.formats.encodings import stored_bytes
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
 from weightbeam.formats.provenance import tensors_of
-from weightbeam.formats.release import packed_files, role_of, small_files, token_ids
+from weightbeam.formats.release import NEXTN, packed_files, role_of, small_files, token_ids
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.token import name_secret
@@ -51,7 +52,17 @@ from weightbeam.transforms.quantizing import Given
 
 LOG = logging.getLogger("weightbeam")
 # keywords that adapters have no use for
-OF_MODELS = ("save_dtype", "param_scan_axis", "max_shard_size", "lora", "family", "maxtext_config", "tokenizer")
+OF_MODELS = (
+    "save_dtype",
+    "param_scan_axis",
+    "max_shard_size",
+    "lora",
+    "family",
+    "maxtext_config",
+    "tokenizer",
+    "multimodal",
+    "mtp",
+)
 TOKENIZER_ROLES = ("tokenizer", "chat template", "processor")
 
 
@@ -122,6 +133,8 @@ def export(
     family: str | None = None,
     maxtext_config: str | None = None,
     tokenizer: str | None = None,
+    multimodal: bool | None = None,
+    mtp: bool = False,
     resume: bool = False,
     overwrite: bool = False,
     create_pr: bool = False,
@@ -150,6 +163,9 @@ def export(
       maxtext_config: a MaxText configuration (`.yml`) that `config.json` is made of, for a model without a release; in
         place of `like`.
       tokenizer: a folder, `gs://` or `hf://` whose tokenizer, chat template and processor are taken.
+      multimodal: `True`: with vision and audio towers, those of the release where the checkpoint has none; `False`: the
+        language model alone; by default with towers where the checkpoint or `like` has them.
+      mtp: with the release's multi-token-prediction layers where the checkpoint has none.
       lora_alpha: of an adapter of MaxText's that doesn't say it; an adapter becomes a folder for PEFT.
       resume: go on with a stopped export.
       overwrite: replace a release, or throw a stopped export away.
@@ -168,9 +184,11 @@ def export(
     given = {
         "like": like, "save_dtype": save_dtype, "maxtext_model": maxtext_model, "param_scan_axis": param_scan_axis, "max_shard_size": max_shard_size,
         "unit_bytes": unit_bytes, "lora": lora, "family": family, "maxtext_config": maxtext_config, "tokenizer": tokenizer,
+        "multimodal": multimodal, "mtp": mtp,
     }  # fmt: skip
     if is_adapter(checkpoint):
-        return export_adapter(plan_adapter_with(checkpoint, given | {"lora_alpha": lora_alpha}), output, overwrite)
+        adapter = plan_adapter_with(checkpoint, given | {"lora_alpha": lora_alpha})
+        return export_adapter(adapter, output, overwrite, create_pr)
     if lora_alpha is not None:
         raise Refused(f"--lora_alpha: is of an adapter, and {checkpoint.root} holds a model; leave it out")
     planned = plan(checkpoint, **given, slots=slots_for(unit_bytes, beam, source, output, resume))
@@ -200,7 +218,7 @@ def plan_adapter_with(checkpoint: OrbaxCheckpoint, given: Mapping[str, Any]) -> 
     Raises:
       Refused: the release can't be read, or a keyword has no meaning for factors, which are written as they are.
     """
-    if vain := [f"--{name}" for name in OF_MODELS if given.get(name) not in (None, AUTO, (), [])]:
+    if vain := [f"--{name}" for name in OF_MODELS if given.get(name) not in (None, AUTO, (), [], False)]:
         raise Refused(
             f"{', '.join(vain)}: {checkpoint.root} is an adapter, whose factors are written as they are; leave that out"
         )
@@ -225,6 +243,8 @@ def plan(
     family: str | None = None,
     maxtext_config: str | None = None,
     tokenizer: str | None = None,
+    multimodal: bool | None = None,
+    mtp: bool = False,
     quantize: str | None = None,
     slots: int | None = None,
 ) -> Export:
@@ -242,11 +262,12 @@ def plan(
         )
     checkpoint = source if isinstance(source, OrbaxCheckpoint) else _open(source, step)
     try:
+        parts = None
         if maxtext_config:
             form, small, named = read_maxtext_config(maxtext_config)
             maxtext_model = maxtext_model or named
         else:
-            form, small = find_like(checkpoint, like)
+            form, small, parts = _find_form(checkpoint, like, bool(multimodal or mtp))
         if tokenizer:
             small = with_tokenizer(small, small_files(open_store(tokenizer)), tokenizer)
     except StorageError as e:
@@ -260,10 +281,11 @@ def plan(
         lora=read_loras(lora) or (),
         family=family,
         quantize=quantize,
+        multimodal=multimodal,
+        mtp=mtp,
     )
-    planned = plan_export(
-        options, checkpoint, form, open_adapters(options), open_given(like) if quantize and like else None, slots
-    )
+    given = open_given(like) if quantize and like else None
+    planned = plan_export(options, checkpoint, form, open_adapters(options), given, slots, parts)
     return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
 
 
@@ -285,6 +307,11 @@ def plan_text(planned: Export, threads: int, output: str | None = None) -> str:
         lines.append(
             f"unpacked    {count(len(planned.chunks), 'chunk')} of {count(len(planned.unpacked), 'array')} first, {human(nbytes)} of disk meanwhile"
         )
+    if planned.parts:
+        nbytes = sum(map(stored_bytes, planned.carried.values()))
+        lines.append(
+            f"taken       {count(len(planned.carried), 'tensor')} of {planned.parts.root}, {human(nbytes)}: parts of the model that the checkpoint doesn't hold"
+        )
     for title, reasons in (("rounded", planned.lossy), ("left out", plan.dropped)):
         for reason_, times in Counter(reasons.values()).most_common(5):
             lines.append(f"{title:12}{count(times, 'tensor')}: {reason_}")
@@ -301,12 +328,22 @@ def find_like(checkpoint: OrbaxCheckpoint, like: str | None) -> tuple[Like, Mapp
       Refused: none is named, and the checkpoint remembers none.
       StorageError: it can't be read.
     """
+    return _find_form(checkpoint, like)[:2]
+
+
+def _find_form(
+    checkpoint: OrbaxCheckpoint, like: str | None, with_parts: bool = False
+) -> tuple[Like, Mapping[str, bytes], HfCheckpoint | None]:
+    """The same, and the release with its weights, of which towers and prediction layers can be taken: the one that is
+    named; else, `with_parts`, the one that the checkpoint was made of.
+    """
     if like:
         return _open_like(like)
     record = checkpoint.record
     if isinstance(record.get("config"), dict) and isinstance(record.get("tensors"), dict):
         small = packed_files(open_store(checkpoint.root).parent) or {}
-        return Like.of(_remembered(record)), small
+        parts = _release_of(record) if with_parts else None
+        return Like.of(_remembered(record)), small, parts
     if isinstance(url := record.get("source"), str):
         try:
             return _open_like(url)
@@ -317,6 +354,14 @@ def find_like(checkpoint: OrbaxCheckpoint, like: str | None) -> tuple[Like, Mapp
     raise Refused(
         "--like is missing: the release whose config.json, tokenizer and names are taken, since this checkpoint remembers none"
     )
+
+
+def _release_of(record: Mapping[str, Any]) -> HfCheckpoint | None:
+    """The release that a checkpoint was made of; None where it isn't there any more."""
+    try:
+        return _open_like(str(record.get("source")))[2]
+    except OSError:
+        return None
 
 
 def read_maxtext_config(file: str) -> tuple[Like, Mapping[str, bytes], str | None]:
@@ -354,13 +399,13 @@ def with_tokenizer(small: Mapping[str, bytes], given: Mapping[str, bytes], where
     return {**kept, **taken}
 
 
-def _open_like(url: str) -> tuple[Like, Mapping[str, bytes]]:
+def _open_like(url: str) -> tuple[Like, Mapping[str, bytes], HfCheckpoint]:
     checkpoint = open_hf(url)
     if wrong := [
         problem for problem in checkpoint.problems if problem.kind != "missing" or problem.subject == "config.json"
     ]:
         raise Refused(f"--like={url}: {count(len(wrong), 'problem')}:\n{describe(wrong)}", wrong)
-    return Like.of(checkpoint), small_files(open_store(checkpoint.root))
+    return Like.of(checkpoint), small_files(open_store(checkpoint.root)), checkpoint
 
 
 def open_given(like: str) -> Given | None:
@@ -391,18 +436,21 @@ def _remembered(record: Mapping[str, Any]) -> HfCheckpoint:
 
 def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
     """The small files of the release that is written; `small` are those of the release that it is like."""
+    if planned.form is not planned.like:
+        text = json.dumps(dict(planned.form.config), indent=2, ensure_ascii=False)
+        small = {name: small[name] for name in small if role_of(name) != "processor"} | {"config.json": text.encode()}
     dtype = planned.options.save_dtype if planned.options.save_dtype != AUTO else None
-    if dtype is None and dtype_of_model(planned.like.config) is None:  # engines would take float32, or float16
+    if dtype is None and dtype_of_model(planned.form.config) is None:  # engines would take float32, or float16
         dtype = Counter(
             name for tensor in planned.layout.tensors.values() if (name := tensor.dtype.name) in SAVED
         ).most_common(1)[0][0]
-    quantised = any(key in planned.like.config for key in ("quantization_config", "compression_config"))
+    quantised = any(key in planned.form.config for key in ("quantization_config", "compression_config"))
     edits = {
         "dtype": dtype or ("bfloat16" if quantised else None),
         "vocab_size": planned.config_edits.get("vocab_size"),
         "drop_quantization": True,
         "quantization": planned.quantization or None,
-        "nextn": planned.config_edits.get("num_nextn_predict_layers"),
+        "nextn": next((planned.config_edits[field] for field in NEXTN if field in planned.config_edits), None),
     }
 
     def said(reasons: Mapping[str, str]) -> str:
@@ -418,10 +466,16 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
             for number, adapter in enumerate(planned.adapters, 1)
         },
         "rounded": said(planned.lossy),
+        "taken from the release": f"{count(len(planned.carried), 'tensor')} of {planned.parts.root}: towers or prediction layers that the weights don't hold"
+        if planned.parts
+        else "",
+        "form": f"the language model alone, {planned.config_edits['model_type']}; config.json is its part of the release's"
+        if planned.form is not planned.like
+        else "",
         "left out of the release": said(planned.plan.dropped),
     }
     files = make_small_files(
-        small, planned.like.config, edits, ("quantisation",), planned.like.root, facts, planned.plan.family
+        small, planned.form.config, edits, ("quantisation",), planned.like.root, facts, planned.plan.family
     )
     return files | ({FILE: planned.plan.maxtext.to_yaml().encode()} if planned.plan.maxtext else {})
 

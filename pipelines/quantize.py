@@ -35,6 +35,8 @@ def quantize(
     unit_bytes: int | str = UNIT_BYTES,
     step: int | None = None,
     lora: str | Sequence[str] = (),
+    multimodal: bool | None = None,
+    mtp: bool = False,
     resume: bool = False,
     overwrite: bool = False,
     create_pr: bool = False,
@@ -64,7 +66,7 @@ def quantize(
     name_secret(hf_token_secret)
     planned = plan(
         source, format=format, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes,
-        step=step, lora=lora, slots=slots_for(unit_bytes, beam, source, output, resume),
+        step=step, lora=lora, multimodal=multimodal, mtp=mtp, slots=slots_for(unit_bytes, beam, source, output, resume),
     )  # fmt: skip
     written = carry_out(planned, output, resume, overwrite, beam, progress, create_pr)
     return Exported(planned, written) if isinstance(planned, Export) else Merged(planned, written)
@@ -81,6 +83,8 @@ def plan(
     unit_bytes: int | str = UNIT_BYTES,
     step: int | None = None,
     lora: str | Sequence[str] = (),
+    multimodal: bool | None = None,
+    mtp: bool = False,
     slots: int | None = None,
 ) -> Merge | Export:
     """Plans a quantisation; problems stay in the plan. See `quantize`; `slots` as `plan_merge` has it.
@@ -99,9 +103,11 @@ def plan(
     if not released:
         return export.plan(
             source, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes, step=step,
-            lora=lora, quantize=format, slots=slots,
+            lora=lora, multimodal=multimodal, mtp=mtp, quantize=format, slots=slots,
         )  # fmt: skip
-    of_checkpoints = {"maxtext_model": maxtext_model, "param_scan_axis": param_scan_axis, "step": step}
+    of_checkpoints = {
+        "maxtext_model": maxtext_model, "param_scan_axis": param_scan_axis, "step": step, "multimodal": multimodal, "mtp": mtp or None,
+    }  # fmt: skip
     if vain := [f"--{name}" for name, value in of_checkpoints.items() if value is not None]:
         raise Refused(f"{', '.join(vain)}: of an Orbax checkpoint, and {source} is a release")
     given = export.open_given(like) if like else None

@@ -7,6 +7,7 @@ metadata, config.json, headers of the release
   │  _audit                  the tensors that they become against the release's; what it has and the checkpoint hasn't
   │  _names                  what each tensor is called in the release, copies of it included
   │  merge                   adapters that are added on the way
+  │  _carried                towers and prediction layers that the release has and the checkpoint hasn't
   │  _form                   what each tensor is written as: its dtype, or codes and scales
   │  plan_files              which tensor goes into which file, at which byte
   ▼  cut                     blocks of whole chunks, units (`chunk_blocks.py`)
@@ -25,20 +26,32 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter, merge
-from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings import Encoding, Plain
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
+from weightbeam.formats.release import NEXTN
 from weightbeam.formats.safetensors import HfCheckpoint
-from weightbeam.model_mappings.audit import audit
+from weightbeam.formats.sources import Source, open_source, stored_tensors
+from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
-from weightbeam.model_mappings.family import Family, rename
+from weightbeam.model_mappings.family import Family, Prediction, Tower, rename
 from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.transforms.carrying import row_units
 from weightbeam.transforms.chunk_blocks import Cut, chunk_blocks, chunk_grid, cut
 from weightbeam.transforms.exporting import AUTO, DTYPES, Export, ExportOptions, Like, dtype_of_model
-from weightbeam.transforms.files import plan_files
-from weightbeam.transforms.layouts import EMBEDDING, MTP, SCAN_AXES, layout_of, maxtext_of, scan_axis_of, scan_of
+from weightbeam.transforms.files import FileLayout, plan_files
+from weightbeam.transforms.layouts import (
+    EMBEDDING,
+    MTP,
+    SCAN_AXES,
+    TOWERS,
+    layout_of,
+    maxtext_of,
+    scan_axis_of,
+    scan_of,
+)
 from weightbeam.transforms.quantizing import (
     REASON,
     Entry,
@@ -50,7 +63,8 @@ from weightbeam.transforms.quantizing import (
 )
 from weightbeam.transforms.rows import VALUES, made_here
 from weightbeam.transforms.tensor_rows import rows_of
-from weightbeam.transforms.units import find_twins
+from weightbeam.transforms.text_model import text_model
+from weightbeam.transforms.units import Block, find_twins
 
 
 class _Released(NamedTuple):
@@ -87,29 +101,47 @@ def plan_export(
     adapters: Sequence[Adapter] = (),
     given: Given | None = None,
     slots: int | None = None,
+    parts: HfCheckpoint | None = None,
 ) -> Export:
     """Plans an export. What stands against it is in `plan.problems`.
 
     Args:
       given: `like`, where it is in FP8 and what is written is to be so too.
+      parts: the release that towers and prediction layers may be taken from, which has the names of `like`.
       slots: units at a time that they are cut for, if that is known; see `units.target_bytes`.
     """
     config = Config(like.config)
     model = options.maxtext_model or _said_model(source)
     try:
         family = family_of(config, model, options.family)
+        likeness = text_model(like, family) if options.multimodal is False else like
+        config = Config(likeness.config)
         naming = name_model(family, config, model)
-        released = _released(like, family)
+        released = _released(likeness, family)
         arrays, layout, problems = _find_arrays(options, source, family, config, naming.model, released)
         drops = family.drops(config, layout)
-        copies = {copy: original for copy, original in family.copies(config, layout).items() if copy in released}
+        copies = {
+            copy: original
+            for copy, original in family.copies(config, layout).items()
+            if copy in released and not isinstance(drop_reason(copy, drops), Prediction)
+        }
     except (ConfigError, UnknownFamilyError) as e:
         return _without_table(options, source, like, e)
     shapes = _tensor_shapes(arrays)
-    specs = _specs(shapes, released, copies, like)
+    specs = _specs(shapes, released, copies, likeness)
     dropped, found = audit(arrays, specs, drops, family.name)
     problems += [problem for problem in found if released or problem.kind != "missing"]
     names, dropped = _names(shapes, released, copies, dropped)
+    release = open_source(parts) if parts else None
+    taken = {
+        name: reason
+        for name, reason in dropped.items()
+        if release and _is_taken(options, reason) and released[name].name in release.encodings
+    }
+    problems += _without_parts(options, arrays, taken, parts)
+    spelled = [released[name].name for name in taken]
+    carried = _carried(parts, release, spelled, bool(given)) if parts and release else {}
+    dropped = {name: reason for name, reason in dropped.items() if name not in taken}
     merging = merge(
         {name: made_here(name, shape) for name, shape in shapes.items()},
         adapters,
@@ -122,13 +154,16 @@ def plan_export(
     form = _form(options, arrays, source.weights, names, shapes, specs, bool(options.quantize) and not problems, given)
     if options.quantize and not problems:
         if given:
-            problems += [*given.problems, *given.missing(form.entries), *_not_in_blocks(form, given)]
+            left = {released[name].name for name in {*dropped, *taken} if name in released}
+            problems += [*given.problems, *given.missing(form.entries, left), *_not_in_blocks(form, given)]
         elif not form.quantised:
             problems.append(Problem("quantised", source.root, "none of its weights is one that is quantised"))
     files, made = None, Cut()
+    others = [(name, _target_dtype(options, _stored_dtype(one)), one.shape) for name, one in carried.items()]
     if not problems:
         order = {tensor.name: tensor.file for tensor in released.values()}
-        files = plan_files(with_scales(form.entries, form.quantised), order or None, options.max_shard_size)
+        entries = [*with_scales(form.entries, form.quantised), *others]
+        files = plan_files(entries, order or None, options.max_shard_size)
         made = cut(arrays, source.weights, _element_bytes(form, merged), form.coded, options.unit_bytes, slots)
         problems += made.problems
     maxtext, _ = maxtext_of(family, config, layout, naming)
@@ -142,10 +177,12 @@ def plan_export(
         names,
         files,
         made.grids,
-        made.units,
-        _lossy(arrays, form, names, merged),
-        _config_edits(config, arrays, shapes),
-        files.warnings if files else (),
+        made.units + _carrying(carried, len(arrays), files, options.unit_bytes, slots) if files else made.units,
+        _lossy(arrays, form, names, merged) | _rounded_again(carried, others),
+        _config_edits(config, arrays, shapes, any(isinstance(reason, Prediction) for reason in taken.values()))
+        | {field: likeness.config[field] for field in ("architectures", "model_type") if likeness is not like},
+        likeness,
+        (*(files.warnings if files else ()), *_warn_of_towers(dropped, like)),
         tuple(adapters),
         merged,
         quantised=form.quantised,
@@ -153,8 +190,10 @@ def plan_export(
         if not form.quantised
         else given.quantization_config
         if given
-        else quantization_config(form.entries, form.quantised),
+        else quantization_config([*form.entries, *others], form.quantised),
         given=given,
+        carried=carried,
+        parts=parts if carried else None,
         unpacked=made.unpacked,
         slots=slots,
     )
@@ -167,7 +206,17 @@ def _without_table(
     kind = "config" if isinstance(error, ConfigError) else "family"
     text = str(error).removeprefix("config.json: ").removeprefix("config.json ")
     return Export(
-        options, source, like, Plan("unknown", (), {}, (Problem(kind, "config.json", text),)), {}, None, (), (), {}, {}
+        options,
+        source,
+        like,
+        Plan("unknown", (), {}, (Problem(kind, "config.json", text),)),
+        {},
+        None,
+        (),
+        (),
+        {},
+        {},
+        like,
     )
 
 
@@ -200,6 +249,8 @@ def _find_arrays(
       ConfigError: `config.json` lacks what the table needs.
     """
     weights = source.weights
+    if options.multimodal is False:
+        weights = {key: weight for key, weight in weights.items() if not key.startswith(TOWERS)}
     said = options.param_scan_axis if options.param_scan_axis is not None else scan_axis_of(source)
     axes = SCAN_AXES if said is None else (said,)
     base = layout_of(
@@ -295,6 +346,73 @@ def _names(
     for copy, original in written.items():
         names[original] += (released[copy].name,)
     return names, {name: reason for name, reason in dropped.items() if "[" not in name and name not in written}
+
+
+def _is_taken(options: ExportOptions, reason: str) -> bool:
+    """Whether what is left out for a reason is taken from the release: towers, unless the language model alone is
+    wanted, and prediction layers where they are.
+    """
+    if isinstance(reason, Tower):
+        return options.multimodal is not False
+    return isinstance(reason, Prediction) and options.mtp
+
+
+def _without_parts(
+    options: ExportOptions, arrays: Iterable[Array], taken: Mapping[str, str], parts: HfCheckpoint | None
+) -> Iterator[Problem]:
+    """Parts of the model that are asked for, and that neither the checkpoint has nor a release."""
+    keys = [array.key for array in arrays]
+    for option, asked, kind, held, what in (
+        ("--multimodal", options.multimodal, Tower, TOWERS, "towers"),
+        ("--mtp", options.mtp, Prediction, MTP, "prediction layers"),
+    ):
+        has = any(isinstance(reason, kind) for reason in taken.values()) or any(key.startswith(held) for key in keys)
+        if asked and not has:
+            where = "the release has none either" if parts else "no release is named that has them; name it with --like"
+            yield Problem("option", option, f"the checkpoint has no {what}, and {where}")
+
+
+def _carried(parts: HfCheckpoint, release: Source, names: Sequence[str], as_stored: bool) -> dict[str, Encoding]:
+    """Tensors of a release by name: their values, or codes and scales as they are stored."""
+    if not as_stored:
+        return {name: release.encodings[name] for name in sorted(names)}
+    stored = {one for name in names for one in stored_tensors(parts, release, name)}
+    return {name: Plain(parts.tensors[name]) for name in sorted(stored)}
+
+
+def _stored_dtype(encoding: Encoding) -> np.dtype:
+    """Of the values: those that are computed are bfloat16, as `Like` has them."""
+    return encoding.weight.dtype if encoding.label is None else DTYPES["bfloat16"]
+
+
+def _carrying(
+    carried: Mapping[str, Encoding], first: int, files: FileLayout, unit_bytes: int, slots: int | None
+) -> tuple[tuple[Block, ...], ...]:
+    """The units of the tensors that are taken from the release; they count as arrays behind the last."""
+    return tuple(
+        tuple(dataclasses.replace(block, array=first + block.array) for block in unit)
+        for unit in row_units(carried, files, unit_bytes, (), slots)
+    )
+
+
+def _rounded_again(carried: Mapping[str, Encoding], written: Iterable[Entry]) -> dict[str, str]:
+    """Of the tensors that are taken from the release, those whose values aren't its own to the bit."""
+    reasons = {}
+    for name, dtype, _ in written:
+        had, label = _stored_dtype(carried[name]), carried[name].label
+        if label or (is_float(had) and not holds(dtype, had)):
+            reasons[name] = f"{label or had.name}, rounded to {dtype.name}"
+    return reasons
+
+
+def _warn_of_towers(dropped: Mapping[str, str], like: Like) -> Iterator[str]:
+    """What `config.json` promises and no field of it can take back."""
+    towers = [reason for reason in dropped.values() if isinstance(reason, Tower)]
+    if towers:
+        yield (
+            f"config.json describes towers that the checkpoint doesn't hold ({len(towers):,} tensors of {like.root or 'the release'}), "
+            "so loaders miss them: --like RELEASE takes them from the release, --multimodal false writes the language model alone"
+        )
 
 
 def _needing_columns(merged: Mapping[str, Encoding]) -> Iterator[Problem]:
@@ -411,7 +529,9 @@ def _rounded(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype]) -> dict[st
     return reasons
 
 
-def _config_edits(config: Config, arrays: Sequence[Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _config_edits(
+    config: Config, arrays: Sequence[Array], shapes: Mapping[str, tuple[int, ...]], takes_mtp: bool
+) -> dict[str, Any]:
     """What `config.json` has to say otherwise: rows of a cut vocabulary, prediction layers that aren't there."""
     edits: dict[str, Any] = {}
     nested = config.get("text_config")
@@ -421,8 +541,8 @@ def _config_edits(config: Config, arrays: Sequence[Array], shapes: Mapping[str, 
         rows = {shapes[name][0] for part in embedding.parts for name in part.tensors}
         if len(rows) == 1 and (count := rows.pop()) != text.get("vocab_size", count):
             edits["vocab_size"] = count
-    if text.get("num_nextn_predict_layers") and not any(array.key.startswith(MTP) for array in arrays):
-        edits["num_nextn_predict_layers"] = 0
+    if not takes_mtp and not any(array.key.startswith(MTP) for array in arrays):
+        edits |= {field: 0 for field in NEXTN if text.get(field)}
     return edits
 
 
@@ -433,6 +553,7 @@ def load(inputs: Mapping[str, Any]) -> Export:
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
+    parts = HfCheckpoint.from_json(inputs["parts"]) if inputs.get("parts") else None
     return plan_export(
         ExportOptions(**inputs["options"] | {"lora": lora}),
         load_checkpoint(inputs["source"]),
@@ -440,4 +561,5 @@ def load(inputs: Mapping[str, Any]) -> Export:
         adapters,
         given,
         inputs.get("slots"),
+        parts,
     )

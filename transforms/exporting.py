@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from weightbeam.formats.adapters import Adapter
-from weightbeam.formats.encodings import Encoding
+from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.safetensors import HfCheckpoint
@@ -29,11 +29,12 @@ from weightbeam.formats.storage import Store
 from weightbeam.formats.unpacking import UnpackedArray, chunks, unpack
 from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.transforms.carrying import itself
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.grid import Grid
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.quantizing import Given, recipe_for
-from weightbeam.transforms.rows import ReleasePlan, RowsUnit
+from weightbeam.transforms.rows import ReleasePlan, RowsRecipe, RowsUnit
 from weightbeam.transforms.tensor_rows import rows_of
 from weightbeam.transforms.units import Block, Fetch, element_box
 
@@ -64,6 +65,10 @@ class ExportOptions:
     lora: tuple[tuple[str, float], ...] = ()
     family: str | None = None
     quantize: str | None = None  # one of `quantizing.FORMATS`: write the weights of linear layers so
+    multimodal: bool | None = (
+        None  # True: with towers; False: the language model alone; None: towers where there are any
+    )
+    mtp: bool = False  # take the release's prediction layers where the checkpoint has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +109,15 @@ class Export(ReleasePlan):
       units: the blocks of each unit.
       lossy: by tensor, why its values aren't the array's to the bit.
       config_edits: what of `config.json` has to change: `{field: value}`.
+      form: `like`, or that of its language model alone.
       adapters: what is merged on the way.
       merged: by the table's name, what adapters make of a tensor.
       quantised: the tensors, by the release's names, that are written as codes and scales.
       quantization: `quantization_config` as it will be; empty where nothing is quantised.
       given: the release in FP8 whose scales, and choice of weights, are taken; None for none.
+      carried: the tensors that are taken from a release, by its names: towers and prediction layers that the checkpoint
+        hasn't. They count as arrays behind the last, of shards of one element.
+      parts: that release; None where nothing is taken.
       slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
     """
 
@@ -122,12 +131,15 @@ class Export(ReleasePlan):
     units: tuple[tuple[Block, ...], ...]
     lossy: Mapping[str, str]
     config_edits: Mapping[str, Any]
+    form: Like
     warnings: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     merged: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
     quantised: frozenset[str] = frozenset()
     quantization: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: Given | None = None
+    carried: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
+    parts: HfCheckpoint | None = None
     unpacked: frozenset[str] = frozenset()  # keys of the arrays whose chunks are unpacked first
     # the release's small files as they will be; not staged
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
@@ -146,17 +158,19 @@ class Export(ReleasePlan):
 
     @functools.cached_property
     def source_bytes(self) -> int:
-        """Bytes of the arrays that are read."""
-        return sum(self.encodings[array.key].nbytes for array in self.plan.arrays if array.key in self.encodings)
+        """Bytes of what is read: arrays, and tensors that are taken from the release."""
+        arrays = sum(self.encodings[array.key].nbytes for array in self.plan.arrays if array.key in self.encodings)
+        return arrays + sum(map(stored_bytes, self.carried.values()))
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the chunks that the units read, decoded."""
-        return sum(
+        """Bytes of the chunks that the units read, decoded, and of what is taken from the release."""
+        return sum(map(stored_bytes, self.carried.values())) + sum(
             math.prod(extent(element_box(self.grids[block.array].spec, block.shards)))
             * self.grids[block.array].spec.dtype.itemsize
             for unit in self.units
             for block in unit
+            if block.array < len(self.grids)
         )
 
     @property
@@ -176,18 +190,26 @@ class Export(ReleasePlan):
     def expand(self, unit: int, place: Store) -> RowsUnit:
         """A unit, spelled out; `place` is where the plan is at work."""
         fetches: list[Fetch] = []
-        for block in self.units[unit]:
+        of_arrays = [block for block in self.units[unit] if block.array < len(self.grids)]
+        for block in of_arrays:
             array = self.plan.arrays[block.array]
             stored = self.encodings[array.key]
             encoding = UnpackedArray(stored, place.url) if array.key in self.unpacked else stored
             fetches.append(Fetch(encoding, element_box(self.grids[block.array].spec, block.shards), stored.dtype))
         recipes = []
-        for name, boxes in rows_of(self.plan.arrays, self.grids, self.units[unit]).items():
+        for name, boxes in rows_of(self.plan.arrays, self.grids, of_arrays).items():
             for box, inside in boxes:
                 recipes += [
                     recipe_for(self.layout.tensors, one, self.quantised, box, inside, self.merged.get(name), self.given)
                     for one in self.names[name]
                 ]
+        names = list(self.carried) if len(of_arrays) < len(self.units[unit]) else []
+        for block in self.units[unit]:
+            if block.array >= len(self.grids):
+                name, box = names[block.array - len(self.grids)], block.shards
+                tensor = self.layout.tensors[name]
+                recipes.append(RowsRecipe(tensor, box, ((len(fetches), itself(name, box)),)))
+                fetches.append(Fetch(self.carried[name], box, tensor.dtype))
         return RowsUnit(unit, tuple(fetches), tuple(recipes))
 
     @property
@@ -201,8 +223,9 @@ class Export(ReleasePlan):
         identity.add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.like.config)
         for adapter in self.adapters:
             identity.add(adapter.identity)
-        for shard in self.given.files.shards if self.given else ():
-            identity.add(*shard.identity)
+        for files in (self.given.files if self.given else None, self.parts):
+            for shard in files.shards if files else ():
+                identity.add(*shard.identity)
         for array in self.plan.arrays:
             identity.add(
                 array.key,
@@ -228,7 +251,11 @@ class Export(ReleasePlan):
     @property
     def _files(self) -> tuple[HfCheckpoint, ...]:
         """What is read beside the checkpoint."""
-        return *(adapter.files for adapter in self.adapters), *([self.given.files] if self.given else [])
+        return (
+            *(adapter.files for adapter in self.adapters),
+            *([self.given.files] if self.given else []),
+            *([self.parts] if self.parts else []),
+        )
 
     def unreadable(self) -> list[Problem]:
         """The files beside the checkpoint whose end can't be read."""
@@ -255,6 +282,7 @@ class Export(ReleasePlan):
             "versions": versions(),
             "lossy": dict(self.lossy),
             "left_out": dict(self.plan.dropped),
+            **({"taken": {"from": self.parts.root, "tensors": list(self.carried)}} if self.parts else {}),
             "config_edits": dict(self.config_edits),
         }
 
@@ -267,6 +295,7 @@ class Export(ReleasePlan):
             "like": dataclasses.asdict(self.like),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "given": self.given.files.to_json() if self.given else None,
+            "parts": self.parts.to_json() if self.parts else None,
             "slots": self.slots,
             "hash": self.hash,
         }

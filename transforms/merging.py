@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,22 +18,19 @@ import numpy as np
 from weightbeam.formats.adapters import Adapter, Merging, merge
 from weightbeam.formats.encodings import Encoding, Plain, stored_bytes
 from weightbeam.formats.provenance import versions
-from weightbeam.formats.safetensors import BoxRead, HfCheckpoint
-from weightbeam.formats.sources import Source, open_source
+from weightbeam.formats.safetensors import HfCheckpoint
+from weightbeam.formats.sources import Source, open_source, stored_tensors
 from weightbeam.formats.storage import Store
-from weightbeam.model_mappings.boxes import Box, extent, volume, whole
-from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
-from weightbeam.model_mappings.relation import View
+from weightbeam.transforms.carrying import itself, row_units
 from weightbeam.transforms.exporting import DTYPES, dtype_of_model
 from weightbeam.transforms.files import FileLayout, plan_files
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.quantizing import (
     REASON,
-    ROWS,
     Given,
     find_quantised,
     quantization_config,
@@ -41,7 +38,7 @@ from weightbeam.transforms.quantizing import (
     with_scales,
 )
 from weightbeam.transforms.rows import VALUES, ReleasePlan, RowsUnit
-from weightbeam.transforms.units import Block, Fetch, make_units
+from weightbeam.transforms.units import Block, Fetch
 
 # By `quant_method`: the field of `quantization_config` that names modules which aren't quantised.
 KEPT_MODULES = {
@@ -150,7 +147,7 @@ class Merge(ReleasePlan):
         for number, block in enumerate(self.units[unit]):
             name, box = names[block.array], block.shards
             recipe = recipe_for(
-                self.layout.tensors, name, self.quantised, box, ((number, _itself(name, box)),), given=self.given
+                self.layout.tensors, name, self.quantised, box, ((number, itself(name, box)),), given=self.given
             )
             fetches.append(Fetch(self.encodings[name], box, self._read_as(name, recipe.dtype)))
             recipes.append(recipe)
@@ -287,7 +284,7 @@ def plan_merge(
     replaced |= {
         tensor: f"codes or scales of {name}, which is written as its values"
         for name in quantised
-        for tensor in _companions(checkpoint, source, name)
+        for tensor in stored_tensors(checkpoint, source, name)
     }
     quantization, why = _quantization(checkpoint, source, quantised)
     problems += why
@@ -318,7 +315,7 @@ def plan_merge(
             )
         quantization = given.quantization_config if given else quantization_config(wanted, codes)
     files = plan_files(with_scales(wanted, codes), order, options.max_shard_size)
-    units = _units(encodings, files, options.unit_bytes, codes, slots)
+    units = row_units(encodings, files, options.unit_bytes, codes, slots)
     plan = Plan("identity", (), replaced, ())
     made = Merge(
         options,
@@ -349,19 +346,6 @@ def _aliases(checkpoint: HfCheckpoint, named: str | None) -> Mapping[str, str]:
         if named:
             raise
         return {}
-
-
-def _companions(checkpoint: HfCheckpoint, source: Source, name: str) -> set[str]:
-    """The stored tensors of a quantised weight: those that it is decoded from, and others that lie below its name."""
-    encoding = source.encodings[name]
-    read = {part.tensor.name for part in encoding.reads(whole(encoding.shape)) if isinstance(part, BoxRead)}
-    stem = name.removesuffix(".weight")
-    below = {
-        stored
-        for stored in checkpoint.tensors
-        if stored.startswith((f"{stem}.", f"{name}.")) and stored not in source.encodings
-    }
-    return read | below | {encoding.weight.name}
 
 
 def _dtype(name: str, quantised: Collection[str], checkpoint: HfCheckpoint, save_dtype: str | None) -> np.dtype:
@@ -395,60 +379,3 @@ def _quantization(
             *(name for name in modules if name not in (kept or ())),
         ],
     }, []
-
-
-def _itself(name: str, box: Box) -> Piece:
-    """A box of a tensor as the same box of the same tensor."""
-    sizes = extent(box)
-    view = View(box, (1,) * len(box), tuple((n,) for n in sizes), tuple(((0, n),) for n in sizes))
-    return Piece(name, view, view, tuple(range(len(box))), ())
-
-
-def _units(
-    encodings: Mapping[str, Encoding], files: FileLayout, most: int, quantised: Collection[str], slots: int | None
-) -> list[tuple[Block, ...]]:
-    """The units: rows of tensors."""
-    total = sum(
-        _working_bytes(encoding, _itemsize(name, files, quantised), whole(encoding.shape))
-        for name, encoding in encodings.items()
-    )
-    return make_units(
-        lambda unit_bytes: ((block,) for block in _blocks(encodings, files, unit_bytes, quantised)), total, most, slots
-    )
-
-
-def _itemsize(name: str, files: FileLayout, quantised: Collection[str]) -> int:
-    """Bytes that an element of a tensor takes when it is written, with its value where it becomes a code."""
-    return VALUES.itemsize + 1 if name in quantised else files.tensors[name].dtype.itemsize
-
-
-def _blocks(
-    encodings: Mapping[str, Encoding], files: FileLayout, unit_bytes: int, quantised: Collection[str] = ()
-) -> Iterator[Block]:
-    """Boxes of the tensors, each as many rows as fit into a unit; of those that are quantised whole blocks of rows."""
-    for number, (name, encoding) in enumerate(encodings.items()):
-        shape = encoding.shape
-        axis = next((axis for axis in range(len(shape)) if axis not in encoding.indivisible), None)
-        size = 1 if axis is None else shape[axis]
-        grain = ROWS if name in quantised and axis == len(shape) - 2 else 1
-        itemsize = _itemsize(name, files, quantised)
-        one = _working_bytes(encoding, itemsize, _cut(shape, axis, 0, grain))
-        # for each further row
-        many = max(1, _working_bytes(encoding, itemsize, whole(shape)) - one) / max(1, size - grain)
-        rows = max(1, int((unit_bytes - one) / many) // grain) * grain
-        parts, grains = -(-size // rows) if size else 1, -(-size // grain)
-        for part in range(parts):
-            box = _cut(shape, axis, grains * part // parts * grain, grains * (part + 1) // parts * grain)
-            yield Block(
-                number, box, _working_bytes(encoding, itemsize, box), (encoding.weight.path, encoding.weight.offset)
-            )
-
-
-def _cut(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> Box:
-    return tuple((min(start, size), min(stop, size)) if at == axis else (0, size) for at, size in enumerate(shape))
-
-
-def _working_bytes(encoding: Encoding, itemsize: int, box: Box) -> int:
-    """Memory for a box: as it is stored, as it is decoded, and as it is written, `itemsize` bytes an element."""
-    made = volume(box) * itemsize
-    return stored_bytes(encoding, box) + made * (2 if encoding.label else 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,10 +115,14 @@ class Given:
         """As the release says it."""
         return dict(Quantization.of(self.files.config).fields)
 
-    def missing(self, tensors: Iterable[Entry]) -> Iterator[Problem]:
-        """The weights that it has as codes, and that what is quantised hasn't, or has with another shape."""
+    def missing(self, tensors: Iterable[Entry], left_out: Container[str] = ()) -> Iterator[Problem]:
+        """The weights that it has as codes, and that what is quantised hasn't, or has with another shape; but for those
+        that are left out on purpose.
+        """
         shapes = {name: shape for name, _, shape in tensors}
         for name, scale in self.scales.items():
+            if name in left_out and name not in shapes:
+                continue
             if name not in shapes:
                 yield Problem("missing", name, f"is in {self.files.root}, and there is no such weight to quantise")
             elif scale_shape(shapes[name]) != scale.shape:

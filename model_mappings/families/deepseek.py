@@ -35,7 +35,7 @@ from weightbeam.model_mappings.configuration import (
     unless,
     written,
 )
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, Prediction, Tower
 from weightbeam.model_mappings.lines import CONTEXT, MLP, NORM_TOPK, SIZES, TIED, activation, architecture, eps
 from weightbeam.model_mappings.lines import experts as expert_lines
 from weightbeam.model_mappings.rope import is_yarn, rope_of, theta
@@ -109,9 +109,9 @@ def drops(c, layout):
     c = text_part(c)
     mtp = f"model.layers.{c.size('num_hidden_layers')}."
     towers = ("vision_tower.*", "mm_projector.*", "model.vision_tower.*", "model.mm_projector.*")
-    common = common_drops(c, layout) | dict.fromkeys(towers, "vision tower, MaxText's Kimi K2 has none")
+    common = common_drops(c, layout) | dict.fromkeys(towers, Tower("vision tower, MaxText's Kimi K2 has none"))
     if not layout.mtp:
-        return common | {f"{mtp}*": "multi-token prediction, convert it with --mtp"}
+        return common | {f"{mtp}*": Prediction("multi-token prediction, convert it with --mtp")}
     return common | {
         f"{mtp}embed_tokens.weight": "a copy of the embedding, MaxText shares it",
         f"{mtp}shared_head.*": "MaxText's MTP block shares the model's head and last norm",

@@ -24,7 +24,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import derived, fixed, number, only, real, size, unless
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, Prediction
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     NORM_TOPK,
@@ -190,7 +190,7 @@ def drops(c, layout):
     return {
         **common_drops(c, layout, **TOP),
         **beyond_vocabulary(c, layout, *(f"layers.{i}.ffn.gate.tid2eid" for i in range(hash_layers(c)))),
-        "mtp.*": "multi-token prediction, which MaxText's DeepSeek V4 doesn't have",
+        "mtp.*": Prediction("multi-token prediction, which MaxText's DeepSeek V4 doesn't have"),
     }
 
 

@@ -21,7 +21,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import copied, derived, fixed, inside, number, real, size, truth, written
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     LAYERS,
@@ -123,9 +123,9 @@ def stacks(c, layout):
 
 def drops(c, layout):
     if layout.multimodal:
-        tower = {f"{HF_TOWER}head.*": "SigLIP's pooling head, which neither Gemma 3 nor MaxText uses"}
+        tower = {f"{HF_TOWER}head.*": Tower("SigLIP's pooling head, which neither Gemma 3 nor MaxText uses")}
     else:
-        tower = dict.fromkeys(("vision_tower.*", "multi_modal_projector.*"), "vision tower, convert it with --multimodal true")
+        tower = dict.fromkeys(("vision_tower.*", "multi_modal_projector.*"), Tower("vision tower, convert it with --multimodal true"))
     t, hf = text(c)
     return common_drops(t, layout, hf) | tower
 

@@ -31,7 +31,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.configuration import derived, fixed, inside, number, real, size, truth, written
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     LAYERS,
@@ -187,7 +187,7 @@ def tower(v):
 
 
 def drops(c, layout):
-    vision, audio = "vision tower, convert it with --multimodal true", "MaxText has no audio tower for Gemma 4"
+    vision, audio = Tower("vision tower, convert it with --multimodal true"), Tower("MaxText has no audio tower for Gemma 4")
     found = common_drops(text(c), layout, HF) | {"model.audio_tower.*": audio, "model.embed_audio.*": audio}
     return found | ({} if layout.multimodal else {"model.vision_tower.*": vision, "model.embed_vision.*": vision})
 

@@ -28,7 +28,7 @@ from weightbeam.model_mappings.families.gemma4 import (
     text,
     text_dims,
 )
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.ops import Scale
 from weightbeam.model_mappings.rules import rule, stack
 
@@ -85,7 +85,7 @@ def stacks(c, layout):
 
 def drops(c, layout):
     t = text(c)
-    towers = dict.fromkeys(("vision_tower", "embed_vision", "audio_tower", "embed_audio"), "MaxText's Gemma 4 E2B and E4B are text only")
+    towers = dict.fromkeys(("vision_tower", "embed_vision", "audio_tower", "embed_audio"), Tower("MaxText's Gemma 4 E2B and E4B are text only"))
     shared = range(first_shared(t), t.size("num_hidden_layers"))
     unused = {f"{HF}layers.{layer}.self_attn.{name}.*": "the layer shares the keys and values of an earlier one" for layer in shared for name in ("k_proj", "k_norm", "v_proj", "v_norm")}
     return common_drops(t, layout, HF) | {f"model.{name}.*": reason for name, reason in towers.items()} | unused

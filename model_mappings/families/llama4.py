@@ -27,7 +27,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import derived, fixed, inside, only, size, truth, unless, written
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     SIZES,
@@ -83,7 +83,7 @@ def stacks(c, layout):
 
 
 def drops(c, layout):
-    reason = "vision tower; Weightbeam converts Llama 4's text model"
+    reason = Tower("vision tower; Weightbeam converts Llama 4's text model")
     return common_drops(text_part(c), layout) | {"vision_model.*": reason, "multi_modal_projector.*": reason}
 
 

@@ -11,7 +11,7 @@ from weightbeam.model_mappings.blocks import common_drops, text_part, tied_head
 from weightbeam.model_mappings.configuration import fixed, inside
 from weightbeam.model_mappings.families.qwen3_next import BA, LINES, MTP, QKVZ, decoder, partial
 from weightbeam.model_mappings.families.qwen3_next import dims as text_dims
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
     TIED,
     architecture,
@@ -48,7 +48,7 @@ def stacks(c, layout):
 
 
 def drops(c, layout):
-    tower = {} if layout.multimodal else {f"{HF_TOWER}*": "vision tower, convert it with --multimodal true"}
+    tower = {} if layout.multimodal else {f"{HF_TOWER}*": Tower("vision tower, convert it with --multimodal true")}
     return common_drops(text_part(c), layout, HF) | MTP | tower
 
 

@@ -22,7 +22,7 @@ from weightbeam.model_mappings.blocks import (
 )
 from weightbeam.model_mappings.config import ConfigError
 from weightbeam.model_mappings.configuration import copied, derived, fixed, number, only, size, written
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, Prediction
 from weightbeam.model_mappings.lines import (
     CONTEXT,
     NORM_TOPK,
@@ -57,7 +57,7 @@ ATTENTION = [
     rule("attention/attention/query_norm/scale", "self_attn.q_norm.weight", "dim", "-"),
     rule("attention/attention/key_norm/scale", "self_attn.k_norm.weight", "dim", "-"),
 ]
-MTP = {"mtp.*": "multi-token prediction, MaxText has no block for this model's"}
+MTP = {"mtp.*": Prediction("multi-token prediction, MaxText has no block for this model's")}
 
 
 def dims(c, layout):

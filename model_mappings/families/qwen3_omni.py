@@ -9,7 +9,7 @@ towers in models/qwen3.py, e591f30).
 from weightbeam.model_mappings.blocks import common_drops, text_part, tied_head
 from weightbeam.model_mappings.configuration import fixed, inside, size
 from weightbeam.model_mappings.families.qwen import MOE, decoder, moe_mlp, routed_experts, text_dims
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
     TIED,
     architecture,
@@ -98,9 +98,9 @@ def stacks(c, layout):
 
 
 def drops(c, layout):
-    left = dict.fromkeys(("talker.*", "code2wav.*"), "makes speech; MaxText has the thinker alone")
+    left = dict.fromkeys(("talker.*", "code2wav.*"), Tower("makes speech; MaxText has the thinker alone"))
     if not layout.multimodal:
-        left |= {f"{HF_VISION}*": "vision tower, convert it with --multimodal true", f"{HF_AUDIO}*": "audio tower, convert it with --multimodal true"}
+        left |= {f"{HF_VISION}*": Tower("vision tower, convert it with --multimodal true"), f"{HF_AUDIO}*": Tower("audio tower, convert it with --multimodal true")}
     return common_drops(text_part(thinker(c)), layout, HF, head=HEAD) | left
 
 

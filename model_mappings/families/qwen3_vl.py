@@ -10,7 +10,7 @@ with deepstack, its text alone included (AI-Hypercomputer/maxtext, src/maxtext/c
 from weightbeam.model_mappings.blocks import common_drops, experts_in_out, gated_mlp, text_part, tied_head
 from weightbeam.model_mappings.configuration import fixed, inside
 from weightbeam.model_mappings.families.qwen import DENSE, HEAD, MOE, decoder, moe_mlp, routed_experts, text_dims
-from weightbeam.model_mappings.family import Family
+from weightbeam.model_mappings.family import Family, Tower
 from weightbeam.model_mappings.lines import (
     TIED,
     architecture,
@@ -56,7 +56,7 @@ def stacks(c, layout):
 
 
 def drops(c, layout):
-    tower = {} if layout.multimodal else {f"{HF_TOWER}*": "vision tower, convert it with --multimodal true"}
+    tower = {} if layout.multimodal else {f"{HF_TOWER}*": Tower("vision tower, convert it with --multimodal true")}
     return common_drops(text_part(c), layout, HF) | tower
 
 

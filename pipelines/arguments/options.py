@@ -116,6 +116,13 @@ def _add_storage(add: Callable[..., None]) -> None:
     add("--unit_bytes", UNITS_HELP, default=UNIT_BYTES)
 
 
+def _add_parts(add: Callable[..., None], of: str = "") -> None:
+    """What is taken of the release where a checkpoint doesn't hold it."""
+    towers = "true: with vision and audio towers, those of --like where the checkpoint has none"
+    add("--multimodal", f"{of}{towers}; false: the language model alone")
+    add("--mtp", f"{of}with --like's multi-token-prediction layers where the checkpoint has none", default=False)
+
+
 def add_conversion(parser: argparse.ArgumentParser) -> None:
     """The options that say what is converted, and into what."""
     add = functools.partial(_add, parser.add_argument_group("what is converted"))
@@ -249,6 +256,7 @@ def add_quantization(parser: argparse.ArgumentParser) -> None:
     add("--maxtext_model", "of an Orbax checkpoint: the MaxText model, where neither it nor config.json settles it")
     add("--param_scan_axis", "of an Orbax checkpoint: where the layers are stacked, where its shapes fit several axes")
     add("--step", "of an Orbax checkpoint: which step, where the root has several")
+    _add_parts(add, "of an Orbax checkpoint: ")
 
 
 def add_materialization(parser: argparse.ArgumentParser) -> None:
@@ -282,6 +290,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("--family", "the table: one of ours, an installed package's or a file of your own (default: by config.json)")
     add("--maxtext_config", "a MaxText configuration (.yml) to make config.json of, for a model without a release")
     add("--tokenizer", "a folder, gs:// or hf:// whose tokenizer, chat template and processor are taken")
+    _add_parts(add)
     add("--lora_alpha", "of an adapter that MaxText trained, where its metadata don't say it")
     add("--resume", "go on with a stopped export")
     add("--overwrite", "replace a release, or throw a stopped export away")

@@ -8,8 +8,9 @@ from typing import Any
 
 from weightbeam.formats.adapters.adapter import open_adapter
 from weightbeam.formats.hub_publishing import CARD
+from weightbeam.formats.release import has_weights
 from weightbeam.formats.safetensors import BoxRead, read_boxes
-from weightbeam.formats.storage import StorageError, Store, open_store, reason
+from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.diff import diff
 from weightbeam.pipelines.errors import Refused
@@ -40,7 +41,7 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     notes: list[str] = []
     is_adapter = about.get("lora") == ADAPTER
     for what, other in (("before", before and before["url"]), ("like", None if is_adapter else about.get("like"))):
-        if other and (what == "before" or _has_weights(other)):
+        if other and (what == "before" or has_weights(other)):
             try:
                 compared[what] = _compare(other, release.url, is_adapter)
             except Refused as e:
@@ -88,14 +89,6 @@ def _compare(old: str, new: str, is_adapter: bool) -> dict[str, dict[str, Any]]:
     reads = [BoxRead(side[name], whole(side[name].shape)) for name in same for side in (before, after)]
     values, _ = read_boxes(reads)
     return changes.summarise({name: compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)})
-
-
-def _has_weights(url: str) -> bool:
-    """Whether a release has weights to compare with: one that gives its form only has none."""
-    try:
-        return any(name.endswith(".safetensors") for name in open_store(url).entries())
-    except OSError:
-        return False
 
 
 def _write_card(release: Store, about: Mapping[str, Any], said: list[str], drawn: bool) -> None:

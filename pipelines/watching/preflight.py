@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
+from weightbeam.formats.release import has_weights
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.watching import isolation
+from weightbeam.pipelines.watching.config import MERGED
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import Place
 from weightbeam.pipelines.watching.records import now
@@ -95,6 +97,15 @@ def _find_problems(feed: RunFeed) -> list[str]:
             outcome = apart.run(task.action, task.arguments, PLAN_SECONDS)
             if outcome.status == isolation.REFUSED:
                 problems.append(f"run {run.name}, target {target.name}: step {newest.number}: {outcome.message}")
+            elif (
+                outcome.facts.get("lora")
+                and target.facts["lora"] == MERGED
+                and not has_weights(form := outcome.facts["form"])
+            ):
+                problems.append(
+                    f"run {run.name}, target {target.name}: step {newest.number} is an adapter, and like, {form}, has no weights "
+                    "that it could be merged into; name the release itself"
+                )
     return problems
 
 

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+from servers.clients import asking
+from servers.gcs import FakeGcs
+from servers.hub import FakeHub
 from support import call, decoded, read_config, read_file
 
 from weightbeam.formats.adapters import merge, open_adapter
 from weightbeam.formats.orbax_source import open_orbax
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.sources import open_source
+from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.adapters import export_adapter
 from weightbeam.pipelines.errors import Refused
 from weightbeam.transforms.adapters import is_adapter, plan_adapter
@@ -111,6 +117,47 @@ def test_the_command(written: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         )
         == 0
     )
+
+
+def test_into_a_bucket_and_onto_the_hub(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The folder's files, byte for byte but for the record: whole at once in a bucket, one commit or a pull request on
+    the hub. Nothing else is left anywhere, and nothing of anybody else's is replaced.
+    """
+    checkpoint = there(written / "plain", tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b")
+    assert call("export", checkpoint, tmp_path / "adapter") == 0
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
+    assert wanted.keys() == {"adapter_model.safetensors", "adapter_config.json", "weightbeam.json"}
+    del wanted["weightbeam.json"]
+    with FakeGcs("bucket") as gcs, asking(gcs):
+        objects = gcs.objects["bucket"]
+        for options, status in (((), 0), ((), 2), (("--overwrite",), 0)):
+            assert call("export", checkpoint, "gs://bucket/run/adapter", *options) == status
+            held = {name.removeprefix("run/adapter/"): bytes(made.data) for name, made in objects.items()}
+            assert json.loads(held.pop("weightbeam.json"))["rank"] == 4
+            assert held == wanted
+        assert "gs://bucket/run/adapter: exists; --overwrite replaces an adapter" in capsys.readouterr().err
+        stranger = open_store("gs://bucket/run/theirs")
+        stranger.write("model.safetensors", b"")
+        assert call("export", checkpoint, "gs://bucket/run/theirs", "--overwrite") == 2
+        assert stranger.exists("model.safetensors")
+    assert call("export", checkpoint, tmp_path / "x", "--create_pr") == 2
+    with FakeHub() as hub:
+        for name, value in hub.env("hf_secret").items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        assert call("export", checkpoint, "hf://org/adapter") == 2  # the token isn't known
+        hub.users.add("hf_secret")
+        hub.writers.add("hf_secret")
+        assert call("export", checkpoint, "hf://org/adapter") == 0
+        assert "published" in capsys.readouterr().out
+        held = {name: bytes(made.data) for name, made in hub.repositories["org/adapter"].branches["main"].files.items()}
+        assert held.items() >= wanted.items()
+        assert call("export", checkpoint, "hf://org/reviewed", "--create_pr") == 0
+        (pull,) = hub.repositories["org/reviewed"].pulls
+        assert pull.title.startswith("Adapter of ")
+        close_session()
 
 
 def test_another_model_is_refused(written: Path, tmp_path: Path) -> None:

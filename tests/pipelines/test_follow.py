@@ -467,6 +467,38 @@ def test_what_adapters_have_no_use_for(
         assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_an_adapter_needs_weights_to_be_merged_into(
+    model: tuple[Path, dict[str, Any]],
+    lora_run: tuple[Path, dict[str, np.ndarray]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A release that gives its form only is refused at the start, not after the first export."""
+    form = shutil.copytree(model[0], tmp_path / "form", ignore=shutil.ignore_patterns("*.safetensors*"))
+    for options in (["--lora", "merged"], ["--kind", "quantize"]):
+        told = ["--once", "--maxtext_model", "llama2-7b", *options]
+        assert call("watch", "--run", lora_run[0], "--like", form, "--output", tmp_path / "out", *told) == 2
+        assert "has no weights" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out/step-*"))
+
+
+def test_a_clock_that_is_wrong(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step that was committed tomorrow: told at the start, published all the same, and once."""
+    run = tmp_path / "run" / "checkpoints"
+    write(run, 1, model=model)
+    about = run / "1" / "_CHECKPOINT_METADATA"
+    said = json.loads(about.read_text())
+    tomorrow = said["commit_timestamp_nsecs"] + 86_400 * 10**9
+    about.write_text(json.dumps(said | {"commit_timestamp_nsecs": tomorrow}))
+    assert watch(run, model[0], tmp_path / "out") == 0
+    assert "by the run's clock" in capsys.readouterr().err
+    assert (tmp_path / "out" / "step-1").exists()
+    assert watch(run, model[0], tmp_path / "out") == 0
+    assert sorted(path.name for path in (tmp_path / "out").glob("step-*")) == ["step-1"]
+
+
 def test_a_copy_for_another_mesh(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """The parameters alone, in bfloat16, as stock Orbax restores them."""
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"

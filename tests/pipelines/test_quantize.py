@@ -236,6 +236,21 @@ def test_an_adapter_on_the_way(tmp_path: Path) -> None:
     check(made, tensors | {f"{name}.weight": tensors[f"{name}.weight"].astype(F32) + 2 * b @ a})
 
 
+def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> None:
+    """Like a release that has them: left out where they aren't asked for, else its codes and scales as they are."""
+    source, like = generated / "cases" / "deepseek3-mtp-standalone", tmp_path / "fp8"
+    assert call("quantize", source, like) == 0
+    convert(source, tmp_path / "ckpt", "--save_dtype", "float32")
+    wanted = read_tensors(like)
+    own = {name for name in wanted if name.startswith("model.layers.5.")}
+    assert any(name.endswith("_scale_inv") for name in own)
+    for folder, options, names in (("without", (), wanted.keys() - own), ("with", ("--mtp", "true"), wanted.keys())):
+        assert call("quantize", tmp_path / "ckpt", tmp_path / folder, "--like", like, *options) == 0
+        made = read_tensors(tmp_path / folder)
+        assert made.keys() == names
+        assert all(made[name].tobytes() == wanted[name].tobytes() for name in own & names)
+
+
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is quantised already, what has nothing to quantise, another format: before anything is written."""
     source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))

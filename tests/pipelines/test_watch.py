@@ -91,7 +91,7 @@ class Watch:
         store = open_store(str(self.output)) / ROOT / repo
         found: dict[str, list[dict[str, Any]]] = {}
         for file in store.list():
-            if file.name.endswith("/lease") or "/same-" in file.name or file.name.endswith("-tmp"):
+            if file.name.endswith(("/lease", "/lease.lock", "-tmp")) or "/same-" in file.name:
                 continue
             found.setdefault(file.name.partition("/")[0], []).append(json.loads(store.read(file.name)))
         return sorted(found.values(), key=lambda records: records[0]["time"])

@@ -1,0 +1,114 @@
+"""Towers and prediction layers that a checkpoint doesn't hold: taken from the release, or left out so that the rest is a
+model of its own. transformers says whether a tensor is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from support import call, convert, read_config, read_tensors
+
+WITH_TOWERS = ["models/gemma3-vision", "models/llama4", "cases/qwen3.5", "cases/gemma4-dense", "models/gemma4-e4b"]
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The model that `config.json` names, in float32; it lacks no tensor, and knows each that there is."""
+    (name,) = read_config(folder)["architectures"]
+    model, found = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(24).reshape(2, 12)).logits
+
+
+def same_bits(made: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> list[str]:
+    """The names of the tensors that are the same in both, to the bit."""
+    return [name for name in made if made[name].tobytes() == wanted[name].tobytes()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", WITH_TOWERS)
+def test_a_text_model_becomes_whole_or_a_model_of_its_own(generated: Path, tmp_path: Path, model: str) -> None:
+    """The text part of a release with towers, converted and exported: with the release's towers byte for byte, and as
+    the class that transformers has for the language model alone. Both compute what the release computes.
+    """
+    source, ckpt = generated / model, tmp_path / "ckpt"
+    scan = ("--scan_layers", "false") if "e4b" in model else ()
+    convert(source, ckpt, "--save_dtype", "float32", *scan)
+    assert call("export", ckpt, tmp_path / "whole", "--like", source) == 0
+    assert call("export", ckpt, tmp_path / "text", "--multimodal", "false") == 0
+
+    wanted, whole, text = (read_tensors(folder) for folder in (source, tmp_path / "whole", tmp_path / "text"))
+    record = json.loads((tmp_path / "whole" / "weightbeam.json").read_text())
+    taken = record["taken"]["tensors"]
+    assert whole.keys() == wanted.keys()
+    assert set(taken) <= set(same_bits(whole, wanted))
+    assert len(taken) + len(text) == len(wanted)
+    assert record["taken"]["from"] == str(source)
+    assert not any("tower" in reason for reason in record["left_out"].values())
+    assert f"{len(taken)} tensors of {source}" in (tmp_path / "whole" / "README.md").read_text()
+    config = read_config(tmp_path / "text")
+    edits = json.loads((tmp_path / "text" / "weightbeam.json").read_text())["config_edits"]
+    assert edits == {field: config[field] for field in ("architectures", "model_type")}
+    assert "the language model alone" in (tmp_path / "text" / "README.md").read_text()
+
+    expected = logits(load(source))
+    assert torch.equal(logits(load(tmp_path / "whole")), expected)
+    assert torch.equal(logits(load(tmp_path / "text")), expected)
+    for made in ("whole", "text"):
+        assert call("verify", "--source", ckpt, "--checkpoint", tmp_path / made) == 0
+
+
+def test_what_no_release_has_is_said_at_the_start(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Towers that are nowhere; a language model that has no class of its own; prediction layers that the release lacks.
+    Unasked they stay out with a warning, which the plan has, too.
+    """
+    source = shutil.copytree(generated / "models" / "qwen3_vl", tmp_path / "hf")
+    convert(source, tmp_path / "ckpt", "--scan_layers", "false")
+    lines = capsys.readouterr
+    lines()
+    assert call("export", tmp_path / "ckpt", tmp_path / "x", "--dry_run") == 0
+    assert "warning     config.json describes towers that the checkpoint doesn't hold" in lines().out
+    assert call("export", tmp_path / "ckpt", tmp_path / "x", "--dry_run", "--multimodal", "true") == 0
+    assert f"taken       57 tensors of {source}" in lines().out  # the release that it was made of is still there
+    shutil.rmtree(source)
+    for options, message in (
+        (("--multimodal", "true"), "--multimodal: the checkpoint has no towers, and no release is named that has them"),
+        (("--multimodal", "false"), "the language model of 'qwen3_vl' alone is no model of its own"),
+        (
+            ("--mtp", "true", "--like", generated / "models" / "qwen3_vl"),
+            "no prediction layers, and the release has none",
+        ),
+    ):
+        assert call("export", tmp_path / "ckpt", tmp_path / "x", *options) == 2
+        assert message in lines().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> None:
+    """Of a checkpoint without them: none, not even the copies of embedding and head that belong to them, and
+    `config.json` says so; or those of the release, byte for byte.
+    """
+    source = generated / "cases" / "deepseek3-mtp-standalone"
+    convert(source, tmp_path / "ckpt", "--save_dtype", "float32")
+    wanted = read_tensors(source)
+    own = {name for name in wanted if name.startswith("model.layers.5.")}
+    assert call("export", tmp_path / "ckpt", tmp_path / "without", "--like", source) == 0
+    assert read_tensors(tmp_path / "without").keys() == wanted.keys() - own
+    assert read_config(tmp_path / "without")["num_nextn_predict_layers"] == 0
+    assert "num_nextn_predict_layers: 1 -> 0" in (tmp_path / "without" / "README.md").read_text()
+    assert call("export", tmp_path / "ckpt", tmp_path / "with", "--like", source, "--mtp", "true") == 0
+    assert set(same_bits(read_tensors(tmp_path / "with"), wanted)) == wanted.keys()
+    assert read_config(tmp_path / "with")["num_nextn_predict_layers"] == 1
