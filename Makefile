@@ -39,7 +39,7 @@ bench: .venv-bench .venv/test ## measure what the README claims, one table and a
 	$(RUN)/python -m benchmarks.shaped_link --json benchmarks/results.json # needs Google's clients, and root's rights
 	.venv-bench/bin/python -m benchmarks
 
-bench-hosts: .venv/test ## 1, 2 and 4 hosts of a Flink cluster: needs what test-engines needs, Google's clients and a machine that is idle; ten minutes
+bench-hosts: .venv/test ## 1, 2 and 4 hosts of a Flink cluster: needs what test-engines needs, Google's clients and a machine that is idle; twenty minutes
 	PYTHONPATH=.:tests $(RUN)/python -m benchmarks.hosts --json benchmarks/results.json
 
 bench-full: .venv-bench ## convert a sparse DeepSeek-V3 at its full size: half an hour, 20 GB of disk

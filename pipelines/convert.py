@@ -23,7 +23,7 @@ from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, option_keywords, read_options, takes_options
 from weightbeam.pipelines.output import check_output
 from weightbeam.pipelines.plan import Plan
-from weightbeam.pipelines.prepare import prepare_conversion, refuse
+from weightbeam.pipelines.prepare import NO_SOURCE, prepare_conversion, refuse
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.slots import slots_of, slots_of_checkpoint
@@ -170,7 +170,8 @@ def convert(
     places = {"source": source.source if isinstance(source, Plan) else source, "output": output}
     check_places(beam, "convert", places)
     if not output:
-        raise Refused("--output is missing: the folder that the checkpoint should lie in")
+        missing = "--output is missing: the folder that the checkpoint should lie in"
+        raise Refused(missing if source else f"{NO_SOURCE}\n{missing}")
     if isinstance(source, Plan):
         if options:
             raise TypeError(f"a plan has its options already: {', '.join(options)}")

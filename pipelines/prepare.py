@@ -35,6 +35,7 @@ from weightbeam.transforms.planner import UNKNOWN_FAMILY, prepare
 
 LOG = logging.getLogger("weightbeam")
 SHOWN = 20  # problems of one kind; the rest is counted
+NO_SOURCE = "--source is missing: the folder with config.json and the safetensors files"
 LINE = 5000  # characters of a problem: names and values in it are the files', however long
 KINDS, NAME = 200, 300  # of tensors that an inventory lists, and characters of their names
 
@@ -48,7 +49,7 @@ def prepare_conversion(
       Refused: there is nothing to plan: no source, no such mesh.
     """
     if not source:
-        raise Refused("--source is missing: the folder with config.json and the safetensors files")
+        raise Refused(NO_SOURCE)
     name_secret(hf_token_secret)
     return plan_with(options, open_source(source, options.allow_links), slots)
 
@@ -91,6 +92,8 @@ def reading(checkpoint: str) -> Iterator[None]:
     """
     try:
         yield
+    except BrokenPipeError:  # who reads what is said of them has seen enough
+        raise
     except (StorageError, MeshError) as e:
         raise Refused(str(e)) from e
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
@@ -197,7 +200,7 @@ def describe(problems: Iterable[Problem]) -> str:
     """All problems, by kind; those that differ only in numbers once, and many of one kind are counted."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for problem in problems:
-        kinds[problem.kind].append(printable(str(problem), LINE))
+        kinds[problem.kind].append(printable(str(problem), LINE, lines=problem.kind == UNKNOWN_FAMILY))
     lines = []
     for kind, texts in kinds.items():
         different = collapse(texts)

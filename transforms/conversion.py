@@ -39,7 +39,6 @@ from weightbeam.transforms.units import Block, InUnits, Unit, expand_unit, fetch
 from weightbeam.transforms.virtual import Placement, references
 
 DECODING_VERSION = 1  # raise it when an encoding or an operation gives other values
-UNKNOWN_FAMILY = "family"  # the kind of problem where no table was found
 # problems of one quantised tensor, which don't count where it is dropped
 PAIRING = {"unscaled", "scale", "orphan scale"}
 SAVE_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}

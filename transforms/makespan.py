@@ -23,6 +23,7 @@ from weightbeam.formats.encodings.scaled import Scaled
 from weightbeam.model_mappings.boxes import volume
 from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.overlap import units_at_a_time
 from weightbeam.transforms.units import element_box, fetches_of
 
 # Bytes a second that one core handles.
@@ -170,14 +171,23 @@ def schedule(durations: Sequence[float], machines: int) -> float:
     return max(free, default=0.0)
 
 
+def passage(effort: Effort, worker: Worker) -> float:
+    """Seconds that a unit takes from its first byte to its ledger entry, where nothing else is under way."""
+    moved = effort.read + effort.written
+    return effort.seconds + moved / (worker.gbps * 1e9 / 8) + SEQUENTIAL_REQUESTS * LATENCY
+
+
 def occupation(effort: Effort, worker: Worker) -> tuple[float, str]:
-    """Seconds that a unit keeps a thread, all of the worker's threads being busy, and what decides it."""
-    rate = worker.gbps * 1e9 / 8
-    alone = effort.seconds + (effort.read + effort.written) / rate + SEQUENTIAL_REQUESTS * LATENCY
+    """Seconds that a unit keeps a thread, all of the worker's threads being busy, and what decides it.
+
+    A thread computes one unit while the next is read and others are written (`overlap.py`), so that a worker has more
+    units under way than threads.
+    """
+    under_way = units_at_a_time(worker.threads, overlapping=True)
     return max(
-        (alone, "latency of the bucket"),
-        (effort.seconds * worker.threads / worker.cores, "vCPUs"),
-        (max(effort.read, effort.written) * worker.threads / rate, "network of the workers"),
+        (passage(effort, worker) * worker.threads / under_way, "latency of the bucket"),
+        (effort.seconds * max(1.0, worker.threads / worker.cores), "vCPUs"),
+        (max(effort.read, effort.written) * worker.threads / (worker.gbps * 1e9 / 8), "network of the workers"),
     )
 
 
@@ -199,6 +209,8 @@ def estimate(efforts: Sequence[Effort], workers: int, worker: Worker, files: int
     occupied = [occupation(effort, worker) for effort in efforts]
     durations = [seconds for seconds, _ in occupied]
     worked = schedule(durations, workers * worker.threads)
+    if efforts:  # nothing overlaps with the reading of the first unit, nor with the writing of the last
+        worked += max(0.0, passage(efforts[0], worker) - durations[0])
     longest = max(durations, default=0.0)
     totals: dict[str, float] = {}
     for seconds, why in occupied:

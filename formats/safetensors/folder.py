@@ -176,7 +176,7 @@ class HfCheckpoint:
                     for piece in stretches(store, shard.name, shard.size, shard.sha256, shard.crc32c):
                         summed.update(piece)
                 except OSError as e:
-                    problems.append(Problem("source", shard.path, reason(e)))
+                    problems.append(Problem("source", shard.path, reason(e).removeprefix(f"{shard.path}: ")))
                 else:
                     self.sums[shard.name] = in_base64(summed)
         return problems

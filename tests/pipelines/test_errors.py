@@ -342,6 +342,7 @@ def test_an_unknown_family_gets_an_inventory(source: Path, refused: Refused) -> 
     configure(source, model_type="gpt_neox")
     message = refused(source)
     assert "'gpt_neox'" in message
+    assert "\\n" not in message  # the list is one of lines
     for kind in (
         "llama",
         "mistral",

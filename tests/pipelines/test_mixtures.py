@@ -85,7 +85,9 @@ def test_known_hashes_are_compared_on_request(rotten: bool, tmp_path: Path, caps
     assert "the hashes of 1 file of the source are stated, not checked; --check_source true" in capsys.readouterr().out
     assert call("convert", *options, "--output", tmp_path / "checked", "--check_source", "true") == (2 if rotten else 0)
     if rotten:
-        assert "its sha256 isn't aaaa" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "its sha256 isn't aaaa" in said
+        assert said.count("model.safetensors") == 1
         assert not (tmp_path / "checked").exists()
     else:
         assert json.loads((tmp_path / "checked/0/conversion.json").read_bytes())["shards"][0]["hash"] == "checked"

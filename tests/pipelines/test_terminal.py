@@ -346,3 +346,14 @@ def test_a_watcher_at_a_terminal_says_sentences(tmp_path: Path, monkeypatch: pyt
             ("refused", "one")
         ]
     assert on_terminal(*watch, "--json", "-")[0] == 2
+
+
+def test_a_reader_that_has_seen_enough(source: Path) -> None:
+    """As `weightbeam inspect … | head -5`: nothing is wrong with what was inspected, as it said."""
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    with os.fdopen(ours, "wb") as stdout:
+        ran = subprocess.run(
+            [*WEIGHTBEAM, "inspect", str(source)], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (ran.returncode, ran.stderr) == (1, "")
