@@ -27,6 +27,7 @@ SECTIONS = {
     "kernels": "kernels",
     "plan": "full_size",
     "virtual": "virtual",
+    "following": "following",
     "link": "shaped_link",
 }  # and their modules
 
