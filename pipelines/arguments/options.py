@@ -37,7 +37,10 @@ CHECK_HELP = (
     "true all of them, reading the files once more"
 )
 TOKEN_HELP = "the version of a secret in Secret Manager that holds the hub's token"
-UNITS_HELP = "bound on the memory of one unit of work, such as 64M; smaller units where the workers are known"
+UNITS_HELP = (
+    "bound on the memory of one unit of work, such as 64M "
+    "(default: 128MiB, and smaller units where the workers are known)"
+)
 
 FLAG = dict(action="store_true")
 TRUTH = dict(type=boolean, metavar="true|false")

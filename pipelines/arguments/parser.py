@@ -51,7 +51,8 @@ class _Formatter(argparse.HelpFormatter):
         return "".join(f"{indent}{line}\n" for line in itertools.chain.from_iterable(lines))
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, argparse.SUPPRESS) or action.nargs == 0:
+        says_it = "(default: " in (action.help or "")
+        if says_it or action.default in (None, argparse.SUPPRESS) or action.nargs == 0:
             return action.help
         default = str(action.default).lower() if isinstance(action.default, bool) else action.default
         return f"{action.help} (default: {default})"
