@@ -243,7 +243,7 @@ def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str
 
 def check_places(beam: Sequence[str], command: str, places: Mapping[str, str | None]) -> None:
     """Checks Beam's options, if there are any: that imports Beam, unless they say only how many threads there are."""
-    if beam and not says_threads(beam):
+    if not says_threads(beam):
         from weightbeam.pipelines.options import check_options
 
         check_options(beam, command, places)

@@ -246,7 +246,7 @@ def _plan(
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
-    if rest and not says_threads(rest):
+    if not says_threads(rest):
         # An option of the runner's is fine here: it is how `convert` would be called. Beam is imported only to check
         # it.
         from weightbeam.pipelines.options import check_options

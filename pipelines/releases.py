@@ -183,7 +183,7 @@ def slots_for(
 
 def check_places(command: str, source: str, output: str, beam: Sequence[str]) -> None:
     """Raises `Refused` where an output isn't named, or one of Beam's options can't be."""
-    if beam and not says_threads(beam):
+    if not says_threads(beam):
         from weightbeam.pipelines.options import check_options  # imports Beam
 
         check_options(beam, command, {"source": source, "output": output})

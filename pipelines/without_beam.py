@@ -22,7 +22,7 @@ def is_local(arguments: Sequence[str]) -> bool:
 
 
 def says_threads(arguments: Sequence[str]) -> bool:
-    """Whether Beam's options are only how many threads a local run has, so that nothing is left to check."""
+    """Whether Beam's options, if there are any, are only how many threads a local run has: nothing is left to check."""
     return all(re.fullmatch(r"--direct_num_workers=[1-9]\d{0,3}", argument) for argument in arguments)
 
 
