@@ -16,18 +16,23 @@ from weightbeam.model_mappings.plan import is_float
 BOX_BYTES = 32 << 20  # of one side, read at a time
 MOST_BYTES = 256 << 20  # the same where a chunk has to be read whole
 SLAB = 1 << 20  # elements that are compared at a time
+CACHED = 1 << 14  # the same where they differ: what is made of them stays in a core's cache, and on the heap
+FEWEST = 2.0**-100  # a sum of squares in float32 that is less has lost some of them
+EXPONENT = np.uint32(0x7F800000)  # the bits of a float32 that are 2^e of its magnitude
 EQUAL, ROUNDED, CHANGED = "equal", "rounded", "changed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """How far two arrays, or the same boxes of both, are apart. Values are compared as float64; NaN equals NaN.
+    """How far two arrays, or the same boxes of both, are apart. NaN equals NaN.
+
+    What is counted is exact. Sums are those of float32 or float64, slab by slab.
 
     Attributes:
       elements, different: how many were compared, and how many of them aren't equal.
       beyond: how many are further apart than one step between neighbouring numbers of the coarser dtype.
       largest, total: of the absolute differences.
-      product, left, right: sums of a · b, a², b².
+      squares, product, left, right: sums of (a - b)², a · b, a², b².
     """
 
     elements: int = 0
@@ -35,6 +40,7 @@ class Difference:
     beyond: int = 0
     largest: float = 0.0
     total: float = 0.0
+    squares: float = 0.0
     product: float = 0.0
     left: float = 0.0
     right: float = 0.0
@@ -46,6 +52,7 @@ class Difference:
             self.beyond + other.beyond,
             _larger(self.largest, other.largest),
             self.total + other.total,
+            self.squares + other.squares,
             self.product + other.product,
             self.left + other.left,
             self.right + other.right,
@@ -72,6 +79,8 @@ class Difference:
         if not self.different:
             return 1.0
         norm = math.sqrt(self.left) * math.sqrt(self.right)
+        if self.squares < min(self.left, self.right):  # close to each other: what the sums have lost cancels out
+            return (self.left + self.right - self.squares) / 2 / norm
         return self.product / norm if norm else 0.0
 
 
@@ -97,33 +106,74 @@ def coarser(a: np.dtype, b: np.dtype) -> np.dtype | None:
 
 
 def _compare(a: np.ndarray, b: np.ndarray, step: np.dtype | None) -> Difference:
-    # most of what is compared; five times as fast
+    # most of what is compared
     if a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8)):
         square = _square(a)
         return Difference(a.size, product=square, left=square, right=square)
     with np.errstate(all="ignore"):
-        x, y = a.astype(np.float64), b.astype(np.float64)
-        wrong = (x != y) & ~(np.isnan(x) & np.isnan(y))
-        count = int(np.count_nonzero(wrong))
-        if not count:
-            square = float(np.dot(x, x))
-            return Difference(x.size, product=square, left=square, right=square)
-        off = np.abs(x - y)[wrong]
-        beyond = (
-            np.count_nonzero(~(off <= spacing(np.maximum(np.abs(x[wrong]), np.abs(y[wrong])), step)))
-            if step is not None
-            else count
-        )
-        return Difference(
-            x.size,
-            count,
-            int(beyond),
-            float(off.max()),
-            float(off.sum()),
-            float(np.dot(x, y)),
-            float(np.dot(x, x)),
-            float(np.dot(y, y)),
-        )
+        if step is None or not all(is_float(side.dtype) and side.itemsize <= 4 for side in (a, b)):
+            return _compare_float64(a, b, step)
+        parts = (slice(start, start + CACHED) for start in range(0, a.size, CACHED))
+        found = (_compare_float32(a[part], b[part], step) or _compare_float64(a[part], b[part], step) for part in parts)
+        return sum(found, Difference())
+
+
+def _compare_float32(a: np.ndarray, b: np.ndarray, step: np.dtype) -> Difference | None:
+    """In float32: six times as fast. None where squares are too large or too small for that, or something isn't finite.
+
+    Two numbers that are a step apart are within a factor of two of each other, so that their difference is exact
+    (Sterbenz): what is counted is what float64 counts.
+    """
+    x, y = a.astype(np.float32, copy=False), b.astype(np.float32, copy=False)
+    off = x - y
+    left, right, squares = float(np.dot(x, x)), float(np.dot(y, y)), float(np.dot(off, off))
+    np.abs(off, out=off)
+    different = int(np.count_nonzero(off != 0))
+    if not all(FEWEST < held < math.inf for held in (left, right, squares if different else 1.0)):
+        return None
+    furthest = int(off.argmax())
+    info = ml_dtypes.finfo(step)
+    steps = np.maximum(np.abs(x), np.abs(y))
+    np.bitwise_and(steps.view(np.uint32), EXPONENT, out=steps.view(np.uint32))
+    steps *= np.float32(2.0 ** -int(info.nmant))
+    np.maximum(steps, np.float32(2.0 ** (int(info.minexp) - int(info.nmant))), out=steps)
+    return Difference(
+        x.size,
+        different,
+        int(np.count_nonzero(off > steps)),
+        abs(float(x[furthest]) - float(y[furthest])),
+        float(off.sum()),
+        squares,
+        float(np.dot(x, y)),
+        left,
+        right,
+    )
+
+
+def _compare_float64(a: np.ndarray, b: np.ndarray, step: np.dtype | None) -> Difference:
+    """In float64: any real dtypes, any values."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    wrong = (x != y) & ~(np.isnan(x) & np.isnan(y))
+    count = int(np.count_nonzero(wrong))
+    left, right = float(np.dot(x, x)), float(np.dot(y, y))
+    if not count:
+        return Difference(x.size, product=left, left=left, right=right)
+    off = np.abs(x - y)[wrong]
+    beyond = count
+    if step is not None:
+        steps = spacing(np.maximum(np.abs(x[wrong]), np.abs(y[wrong])), step)
+        beyond = int(np.count_nonzero(~(off <= steps)))
+    return Difference(
+        x.size,
+        count,
+        beyond,
+        float(off.max()),
+        float(off.sum()),
+        float(np.dot(off, off)),
+        float(np.dot(x, y)),
+        left,
+        right,
+    )
 
 
 def _square(values: np.ndarray) -> float:

@@ -27,12 +27,11 @@ def relative(difference: Difference) -> float:
     """The norm of the difference of two tensors over that of the first; NaN where one isn't finite, infinite where the
     first is zeros.
     """
-    squares = difference.left + difference.right - 2 * difference.product
     if not difference.different:
         return 0.0 if math.isfinite(difference.right) else math.nan
-    if not math.isfinite(squares):
+    if not all(map(math.isfinite, (difference.squares, difference.left, difference.right))):
         return math.nan
-    return math.sqrt(max(0.0, squares) / difference.left) if difference.left else math.inf
+    return math.sqrt(difference.squares / difference.left) if difference.left else math.inf
 
 
 def summarise(found: Mapping[str, Difference | None]) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import BF16, FP8
+from support import BF16, F32, FP8
 
 from weightbeam.model_mappings.boxes import volume
 from weightbeam.transforms import differences
@@ -65,6 +65,32 @@ def test_special_values() -> None:
     found = compare(a[1:], np.array([np.inf, np.inf, 0.0], np.float32))
     assert (found.status, found.largest) == ("changed", math.inf)
     assert math.isnan((Difference() + compare(a, np.ones(4, np.float32)) + compare(a[3:], a[3:])).largest)
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (F32, F32), (BF16, F32), (F16, BF16), (F32, FP8)])
+def test_float32_counts_what_float64_counts(dtypes: tuple[np.dtype, np.dtype]) -> None:
+    """Of neighbours, of numbers a step and a half apart, of some that aren't close at all; and the sums are its sums."""
+    values = RNG.standard_normal(50_000) * 2.0 ** RNG.integers(-12, 4, 50_000)
+    steps = spacing(values, min(dtypes, key=lambda dtype: ml_dtypes.finfo(dtype).nmant))
+    other = values + steps * RNG.choice([0, 0.4, 1, 1.00001, 1.5, 2, 1000], 50_000)
+    a, b = values.astype(dtypes[0]), other.clip(-400, 400).astype(dtypes[1])  # FP8 has no more
+    found, wanted = compare(a, b), compare(a.astype(np.float64), b.astype(np.float64))
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    beyond = np.abs(x - y) > spacing(np.maximum(np.abs(x), np.abs(y)), differences.coarser(*dtypes) or F32)
+    assert (found.different, found.beyond, found.largest) == (wanted.different, int(beyond.sum()), wanted.largest)
+    for name in ("squares", "product", "left", "right", "total", "cosine"):
+        assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=1e-6), name
+
+
+def test_a_small_change_is_measured() -> None:
+    """Of a part in ten million, which sums of squares of float32 wouldn't show; of numbers whose squares vanish there."""
+    a = RNG.standard_normal(100_000).astype(np.float32)
+    for scale in (1.0, 1e-25):
+        before = (a * np.float32(scale)).astype(np.float32)
+        after = (before * np.float32(1 + 2**-23)).astype(np.float32)
+        found, exact = compare(before, after), after.astype(np.float64) - before
+        assert found.squares == pytest.approx(float(np.dot(exact, exact)), rel=1e-5)
+        assert found.cosine == pytest.approx(1.0, abs=1e-12)
 
 
 def test_integers_are_equal_or_changed() -> None:
