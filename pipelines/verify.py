@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import itertools
 import json
 import logging
 import sys
@@ -20,10 +21,13 @@ import tensorstore as ts
 from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of
 from weightbeam.formats.orbax_source import open_orbax
 from weightbeam.formats.printable import printable
-from weightbeam.formats.safetensors import is_release
-from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
+from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.token import name_secret
+from weightbeam.model_mappings.config import Config, Layout
+from weightbeam.model_mappings.family import Prediction, rename
 from weightbeam.model_mappings.plan import PARAMETERS, Array
+from weightbeam.model_mappings.registry import family_of
 from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
@@ -47,10 +51,11 @@ from weightbeam.pipelines.tables import CELL, count, human, page
 from weightbeam.pipelines.virtual import check_files, open_own_source
 from weightbeam.transforms.comparing import COMPARED, CompareArrays, read_findings
 from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.counterparts import Counterpart, copied, taken
 from weightbeam.transforms.metadata import find_metadata_faults
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.staged import remember
-from weightbeam.transforms.verification import ArrayResult, compared_elements, tasks
+from weightbeam.transforms.verification import ArrayResult, compared_elements, is_compared, tasks
 
 LOG = logging.getLogger("weightbeam")
 MISSING = "is missing"
@@ -67,6 +72,8 @@ class Verification:
       wrong: arrays that are missing, unexpected or of another shape, and what is wrong with each.
       sample: the share of each array's tensors that was compared.
       export: the release, where it is the one that is judged: an export of the checkpoint.
+      others: what was found of its tensors that no array makes, by what they were compared with.
+      unjudged: its tensors that were compared with nothing, with the reason why the table leaves them out.
     """
 
     checkpoint: str
@@ -75,6 +82,12 @@ class Verification:
     wrong: tuple[tuple[str, str], ...]
     sample: float = 1.0
     export: str | None = None
+    others: Mapping[str, Mapping[str, ArrayResult]] = dataclasses.field(default_factory=dict)
+    unjudged: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def _all(self) -> Mapping[str, ArrayResult]:
+        return dict(itertools.chain(self.findings.items(), *(found.items() for found in self.others.values())))
 
     @property
     def ok(self) -> bool:
@@ -93,7 +106,7 @@ class Verification:
         faults = [f"{key.removeprefix(PARAMETERS)} {what}" for key, what in self.wrong if key not in left_out]
         return faults + [
             f"{key.removeprefix(PARAMETERS)}: {found.different:,} of {found.compared:,} elements differ; {found.first}"
-            for key, found in self.findings.items()
+            for key, found in self._all.items()
             if found.different
         ]
 
@@ -105,9 +118,9 @@ class Verification:
             raise Failed(f"{shown}{more}")
 
     def to_dict(self) -> dict[str, Any]:
-        """What `weightbeam verify --json` writes: for each array what was found."""
+        """What `weightbeam verify --json` writes: what was found of each array, and of an export's other tensors."""
         arrays: dict[str, Any] = {key: {"different": None, "message": what} for key, what in self.wrong}
-        for key, found in self.findings.items():
+        for key, found in self._all.items():
             message = str(found.first) if found.first else None
             arrays[key] = {
                 "compared": found.compared,
@@ -141,13 +154,16 @@ class Verification:
 
     def __str__(self) -> str:
         kinds = Counter(
-            "different" if found.different else "rounded" if found.rounded else "exact"
-            for found in self.findings.values()
+            "different" if found.different else "rounded" if found.rounded else "exact" for found in self._all.values()
         )
-        compared = sum(found.compared for found in self.findings.values())
+        compared = _elements(self.findings)
         part = f", a sample of {self.sample:.3g}" if self.sample < 1 else ""
         judged = f" with {printable(self.export)}, which was exported of them" if self.export else ""
         lines = [f"{compared:,} elements of {count(len(self.findings), 'array')} compared{judged}{part}"]
+        lines += [
+            f"{_elements(found):,} elements of {count(len(found), 'tensor')} of it compared with {printable(origin)}"
+            for origin, found in self.others.items()
+        ]
         texts = dict(exact="exact", rounded="rounded once, as the plan says", different="different")
         for kind, text in texts.items():
             if kinds[kind]:
@@ -155,7 +171,7 @@ class Verification:
             if kind == "rounded":
                 keys = [
                     key.removeprefix(PARAMETERS)
-                    for key, found in self.findings.items()
+                    for key, found in self._all.items()
                     if found.rounded and not found.different
                 ]
                 lines += [f"         {printable(key, CELL)}" for key in collapse(keys)]
@@ -164,16 +180,24 @@ class Verification:
             lines.append(
                 f"  {len(self.left_out):>6,} not in the checkpoint, and not among the parameters that MaxText loads: {name} …"
             )
+        for why, times in Counter(self.unjudged.values()).items():
+            lines.append(f"  {times:>6,} of its tensors compared with nothing: {printable(why)}")
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
         return page([str(self), *self.faults])
 
 
+def _elements(findings: Mapping[str, ArrayResult]) -> int:
+    """How many elements were compared."""
+    return sum(found.compared for found in findings.values())
+
+
 def verify(
     checkpoint: str,
     source: str | None = None,
     *,
+    like: str | None = None,
     lora: str | Sequence[str] = (),
     sample: float = 1.0,
     maxtext_model: str | None = None,
@@ -191,6 +215,8 @@ def verify(
         `gs://`. Or a release that was exported, which is compared with the checkpoint it was made of.
       source: a folder, `gs://…` or `hf://…`; None for what the checkpoint says, and for the files of a virtual
         checkpoint. Of a release that was exported, the checkpoint.
+      like: of a release that was exported, the one that its towers or prediction layers were taken from, where that isn't
+        where the export says.
       lora: adapters that were merged, where they aren't where the checkpoint says.
       sample: compare only this share of each array's tensors, but one at least.
       maxtext_model, scan_layers, param_scan_axis: None for what the checkpoint says.
@@ -209,6 +235,7 @@ def verify(
         "param_scan_axis": param_scan_axis,
         "maxtext_model": maxtext_model,
         "lora": read_loras(lora),
+        "like": like,
     }
     subject = plan_verification(checkpoint, source, given, hf_token_secret, beam)
     findings = execute(subject, sample, beam, reporter(progress))
@@ -224,17 +251,26 @@ class Subject:
       conversion: of the release into such a checkpoint.
       wrong: arrays that are missing, unexpected or of another shape.
       keys: where the release is what is judged: the checkpoint's key of each array.
+      counterparts: its tensors that no array makes, and what they should be, by what that is.
+      unjudged: its tensors that are compared with nothing, each with the reason why the table leaves it out.
     """
 
     items: Store
     conversion: Conversion
     wrong: tuple[tuple[str, str], ...]
     keys: Mapping[str, str] | None = None
+    counterparts: Mapping[str, Sequence[Counterpart]] = dataclasses.field(default_factory=dict)
+    unjudged: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def found(self, findings: Mapping[str, ArrayResult], sample: float) -> Verification:
         """The same with what was found."""
         export = None if self.keys is None else self.conversion.source.root
-        return Verification(str(self.items), self.conversion, findings, self.wrong, sample, export)
+        others = {
+            origin: {one.name: findings[one.name] for one in counterparts if one.name in findings}
+            for origin, counterparts in self.counterparts.items()
+        }
+        arrays = {key: found for key, found in findings.items() if not any(key in found for found in others.values())}
+        return Verification(str(self.items), self.conversion, arrays, self.wrong, sample, export, others, self.unjudged)
 
 
 def plan_verification(
@@ -341,13 +377,70 @@ def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Sub
     options = dataclasses.replace(options, lora=(), adapter_only=False)
     conversion = prepare(options, open_source(release))
     refuse(conversion, conversion.plan.problems)
-    return Subject(items, conversion, tuple(compare_trees(conversion, weights)), keys)
+    counterparts, wrong, unjudged = _find_counterparts(conversion, read_record(release).get("taken"), given.get("like"))
+    return Subject(items, conversion, (*compare_trees(conversion, weights), *wrong), keys, counterparts, unjudged)
+
+
+def _find_counterparts(
+    conversion: Conversion, record: Any, like: str | None
+) -> tuple[dict[str, list[Counterpart]], list[tuple[str, str]], dict[str, str]]:
+    """An export's tensors that no array makes, with what they should be.
+
+    Args:
+      record: what the export says of the tensors that it has from a release.
+      like: that release, where it isn't where the export says.
+
+    Returns:
+      The counterparts by what they are; what is wrong with those that have none; the tensors that nothing is known of,
+      each with the reason why the table leaves it out.
+
+    Raises:
+      Refused: the release can't be read.
+    """
+    export = conversion.source
+    config, options = Config(export.config), conversion.options
+    family = family_of(config, options.maxtext_model, options.family)
+    found: dict[str, list[Counterpart]] = {}
+    wrong: dict[str, str] = {}
+    said = record.get("tensors") if isinstance(record, Mapping) else None
+    names = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+    if names:
+        release = _open_like(like or str(record.get("from")))
+        found[f"{release.root}, which they were taken from"], wrong = taken(export, release, names)
+    judged = {rename(name, family.aliases) for name in names}
+    left = {
+        name: why
+        for name, why in conversion.plan.dropped.items()
+        if name not in judged and name in conversion.encodings
+    }
+    copies = {
+        copy: original
+        for copy, original in family.copies(config, Layout()).items()
+        if copy in left and not isinstance(left[copy], Prediction)
+    }
+    if pairs := copied(conversion.encodings, copies):
+        found["those that they are copies of"] = pairs
+    return found, list(wrong.items()), {name: why for name, why in left.items() if name not in copies}
+
+
+def _open_like(url: str) -> HfCheckpoint:
+    """The release that towers or prediction layers were taken from.
+
+    Raises:
+      Refused: it can't be read.
+    """
+    try:
+        return open_hf(url)
+    except OSError as e:
+        raise Refused(
+            f"{url}, which the export has towers or prediction layers from, can't be read ({reason(e)}); name it with --like"
+        ) from e
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether all of it is right."""
     if args.dry_run:
-        given = {name: getattr(args, name) for name in ("scan_layers", "param_scan_axis", "maxtext_model")} | {
+        given = {name: getattr(args, name) for name in ("scan_layers", "param_scan_axis", "maxtext_model", "like")} | {
             "lora": read_loras(args.lora)
         }
         subject = plan_verification(args.checkpoint, args.source, given, args.hf_token_secret, rest)
@@ -389,11 +482,14 @@ def execute(
     Raises:
       Failed: it failed on the way.
     """
-    conversion, skipped = subject.conversion, {key for key, _ in subject.wrong}
-    todo = [
-        number for number, task in enumerate(tasks(conversion)) if conversion.plan.arrays[task.array].key not in skipped
+    conversion, skipped, all_tasks = subject.conversion, {key for key, _ in subject.wrong}, tasks(subject.conversion)
+    todo = [number for number, task in enumerate(all_tasks) if conversion.plan.arrays[task.array].key not in skipped]
+    counterparts = [
+        one for ones in subject.counterparts.values() for number, one in enumerate(ones) if is_compared(number, sample)
     ]
+    todo += range(len(all_tasks), len(all_tasks) + len(counterparts))
     nbytes = sum(compared_bytes(array, sample) for array in conversion.plan.arrays if array.key not in skipped)
+    nbytes += sum(one.nbytes for one in counterparts)
     remember(conversion)
     noise = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
@@ -409,7 +505,15 @@ def execute(
                 _ = (
                     pipeline
                     | beam.Create(todo)
-                    | CompareArrays(conversion.stage(), conversion.hash, subject.items, sample, file, subject.keys)
+                    | CompareArrays(
+                        conversion.stage(),
+                        conversion.hash,
+                        subject.items,
+                        sample,
+                        file,
+                        subject.keys,
+                        counterparts,
+                    )
                 )
                 pipeline.run().wait_until_finish()
             return read_findings(file, len(todo))

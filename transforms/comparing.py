@@ -17,6 +17,7 @@ import apache_beam as beam
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.storage import Store, write_file
 from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.counterparts import Counterpart, compare_counterparts
 from weightbeam.transforms.staged import load_bytes
 from weightbeam.transforms.verification import ArrayResult, run_task, tasks
 from weightbeam.transforms.work import Tally
@@ -27,7 +28,8 @@ COMPARED = Tally()  # bytes of the checkpoint
 class CompareArrays(beam.PTransform):
     """Numbers of tasks -> a file with all findings, which `read_findings` reads.
 
-    With `keys`, the checkpoint's key of each array, it is the release that is judged: an export of the checkpoint.
+    With `keys`, the checkpoint's key of each array, it is the release that is judged: an export of the checkpoint. Its
+    `counterparts` are numbered behind the last task.
     """
 
     def __init__(
@@ -38,9 +40,10 @@ class CompareArrays(beam.PTransform):
         sample: float,
         report: Path,
         keys: Mapping[str, str] | None = None,
+        counterparts: Sequence[Counterpart] = (),
     ):
         super().__init__()
-        self.fn = _CompareFn(staged, plan_hash, items, sample, keys)
+        self.fn = _CompareFn(staged, plan_hash, items, sample, keys, counterparts)
         self.report = report
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
@@ -54,8 +57,17 @@ class CompareArrays(beam.PTransform):
 
 
 class _CompareFn(beam.DoFn):
-    def __init__(self, staged: bytes, plan_hash: str, items: Store, sample: float, keys: Mapping[str, str] | None):
+    def __init__(
+        self,
+        staged: bytes,
+        plan_hash: str,
+        items: Store,
+        sample: float,
+        keys: Mapping[str, str] | None,
+        counterparts: Sequence[Counterpart],
+    ):
         self.staged, self.plan_hash, self.items, self.sample, self.keys = staged, plan_hash, items, sample, keys
+        self.counterparts = counterparts
 
     def setup(self) -> None:
         self.stores = open_arrays(self.items)
@@ -63,6 +75,11 @@ class _CompareFn(beam.DoFn):
         self.tasks = tasks(self.conversion)
 
     def process(self, number: int) -> Iterator[bytes]:
+        if number >= len(self.tasks):
+            counterpart = self.counterparts[number - len(self.tasks)]
+            COMPARED.add(counterpart.nbytes)
+            yield pickle.dumps(compare_counterparts(counterpart))
+            return
         task = self.tasks[number]
         key = self.conversion.plan.arrays[task.array].key
         store = self.stores[key if self.keys is None else self.keys[key]]
@@ -76,7 +93,7 @@ def _write(findings: Sequence[bytes], report: Path) -> None:
 
 
 def read_findings(report: Path, tasks: int) -> dict[str, ArrayResult]:
-    """What was found of each array.
+    """What was found of each array, and of each tensor that has a counterpart.
 
     Raises:
       RuntimeError: not all of so many tasks are there: the runner lost some.

@@ -187,12 +187,12 @@ def compare(
         found = layouts.read(store, slab).reshape(values.shape)
         if exported:
             expected, rounded = _exported(found, cell.part, encoding)
-            wrong = _differs(expected, values) if encoding.label is None else _is_no_code(expected, values)
+            wrong = differs(expected, values) if encoding.label is None else _is_no_code(expected, values)
             found = values
         else:
             expected, rounded = _expected(values, cell.part, encoding, found.dtype)
-            wrong = _differs(expected, found)
-        count, index = _count(wrong)
+            wrong = differs(expected, found)
+        count, index = count_wrong(wrong)
         first = None
         if index is not None:
             place = tuple(low + i * step for (low, _), i, step in zip(box, index, cell.part.steps, strict=True))
@@ -234,7 +234,7 @@ def _is_no_code(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
     return ~(np.abs(wide - other) <= np.maximum(np.abs(wide) * (2**-4 * 1.001), scale * 2**-10 * 1.001))
 
 
-def _count(wrong: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
+def count_wrong(wrong: np.ndarray) -> tuple[int, tuple[int, ...] | None]:
     """How many elements differ, and the index of the first."""
     count = int(np.count_nonzero(wrong))
     return count, tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape)) if count else None
@@ -257,7 +257,7 @@ def _expected(values: np.ndarray, part: Part, encoding: Encoding, stored: np.dty
     return values.astype(stored), rounded
 
 
-def _differs(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+def differs(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
     """Where two arrays differ: bit by bit where their dtypes are the same, but for NaN; else by value."""
     if expected.dtype != found.dtype:
         expected, found = expected.astype(np.float64), found.astype(np.float64)
@@ -277,7 +277,7 @@ def compare_fill(array: Array, store: ts.TensorStore, scan_axis: int) -> ArrayRe
         for start in range(region[0].start, region[0].stop, step) if region else (0,):
             slab = (range(start, min(start + step, region[0].stop)), *region[1:]) if region else ()
             found = np.asarray(store[tuple(slice(r.start, r.stop) for r in slab)].read().result())
-            count, index = _count(_differs(np.full(found.shape, array.fill, np.float32).astype(found.dtype), found))
+            count, index = count_wrong(differs(np.full(found.shape, array.fill, np.float32).astype(found.dtype), found))
             first = None
             if index is not None:
                 place = tuple(r.start + i for r, i in zip(slab, index, strict=True))

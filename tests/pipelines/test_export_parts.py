@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support import call, convert, read_config, read_tensors
+from support import BF16, LLAMA, call, convert, random_tensors, read_config, read_tensors, save
 
 WITH_TOWERS = ["models/gemma3-vision", "models/llama4", "cases/qwen3.5", "cases/gemma4-dense", "models/gemma4-e4b"]
 
@@ -112,3 +112,54 @@ def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> No
     assert call("export", tmp_path / "ckpt", tmp_path / "with", "--like", source, "--mtp", "true") == 0
     assert set(same_bits(read_tensors(tmp_path / "with"), wanted)) == wanted.keys()
     assert read_config(tmp_path / "with")["num_nextn_predict_layers"] == 1
+
+
+def flip(folder: Path, name: str) -> None:
+    """Turns a bit of a tensor's first element."""
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start + json.loads(data[8:start])[name]["data_offsets"][0]] ^= 1
+    file.write_bytes(data)
+
+
+def test_verify_judges_what_was_taken(generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensors that no array makes are compared with the release that they were taken from, whichever side is named
+    first: counted, named where they differ, by bytes, after a cast too. Where the release isn't there, `--like` names it.
+    """
+    source = shutil.copytree(generated / "cases" / "deepseek3-mtp-standalone", tmp_path / "hf")
+    convert(source, tmp_path / "ckpt")
+    for folder, options in (("out", ()), ("half", ("--save_dtype", "float16"))):
+        assert call("export", tmp_path / "ckpt", tmp_path / folder, "--like", source, "--mtp", "true", *options) == 0
+    taken = json.loads((tmp_path / "out" / "weightbeam.json").read_text())["taken"]["tensors"]
+    capsys.readouterr()
+    assert call("verify", tmp_path / "ckpt", tmp_path / "out") == 0
+    assert f"of {len(taken)} tensors of it compared with {source}" in capsys.readouterr().out
+
+    name = "model.layers.5.eh_proj.weight"
+    assert name in taken
+    for folder, sides in (("out", ("--source", tmp_path / "out", "--checkpoint", tmp_path / "ckpt")), ("half", ())):
+        flip(tmp_path / folder, name)
+        assert call("verify", *(sides or (tmp_path / folder,)), "--json", tmp_path / "found.json") == 1
+        assert f"{name}: 1 of 8,192 elements differ; {name}[0, 0] should be" in capsys.readouterr().err
+        assert json.loads((tmp_path / "found.json").read_text())[name]["different"] == 1
+    flip(tmp_path / "out", name)
+    source.rename(tmp_path / "moved")
+    assert call("verify", tmp_path / "out") == 2
+    assert "name it with --like" in capsys.readouterr().err
+    assert call("verify", tmp_path / "out", "--like", tmp_path / "moved") == 0
+
+
+def test_verify_judges_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tied head that the release stores is written again, and is what the embedding is."""
+    tensors = random_tensors(LLAMA)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    source = save(tmp_path / "hf", LLAMA | {"tie_word_embeddings": True}, tensors)
+    convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
+    assert call("export", tmp_path / "ckpt", tmp_path / "out") == 0
+    assert read_tensors(tmp_path / "out")["lm_head.weight"].dtype == BF16
+    assert call("verify", tmp_path / "out") == 0
+    assert "of 1 tensor of it compared with those that they are copies of" in capsys.readouterr().out
+    flip(tmp_path / "out", "lm_head.weight")
+    assert call("verify", tmp_path / "out") == 1
+    assert "lm_head.weight: 1 of 2,048 elements differ" in capsys.readouterr().err

@@ -249,6 +249,7 @@ def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> No
         made = read_tensors(tmp_path / folder)
         assert made.keys() == names
         assert all(made[name].tobytes() == wanted[name].tobytes() for name in own & names)
+        assert call("verify", tmp_path / folder) == 0
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
