@@ -108,8 +108,9 @@ class SmallFiles(Mapping[str, bytes]):
         return len(self.sizes)
 
 
-def small_files(store: Store) -> SmallFiles:
-    """The small files of the release in a folder, a bucket or a repository.
+def small_files(store: Store, allow_links: bool = False) -> SmallFiles:
+    """The small files of the release in a folder, a bucket or a repository; links that lead elsewhere are left out
+    unless they are allowed.
 
     Raises:
       StorageError: it can't be listed.
@@ -120,7 +121,8 @@ def small_files(store: Store) -> SmallFiles:
         if role_of(file.name):
             files[file.name] = file
             try:
-                store.check_file(file.name)
+                if not allow_links:
+                    store.check_file(file.name)
             except StorageError as e:
                 refused[file.name] = reason(e)
 
@@ -227,7 +229,7 @@ def packed_files(step: Store) -> SmallFiles | None:
     return SmallFiles({info.filename: info.file_size for info in archive.infolist() if role_of(info.filename)}, read)
 
 
-def keep_files(step: Store, source: Store) -> None:
+def keep_files(step: Store, source: Store, allow_links: bool = False) -> None:
     """Packs a release's small files into the archive that lies with a checkpoint; those of a virtual checkpoint lie
     with that one.
 
@@ -237,7 +239,7 @@ def keep_files(step: Store, source: Store) -> None:
     if (source.parent.name, source.name) == (ITEMS, SOURCE) and (virtual := source.parent.parent).exists(ARCHIVE):
         step.write(ARCHIVE, virtual.read(ARCHIVE))
         return
-    files = small_files(source)
+    files = small_files(source, allow_links)
     for name, why in files.left.items():
         LOGGER.warning("%s isn't kept with the checkpoint: %s", source.path(name), why)
     with concurrent.futures.ThreadPoolExecutor(source.at_a_time) as pool:

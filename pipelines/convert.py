@@ -18,11 +18,11 @@ from weightbeam.formats.printable import printable
 from weightbeam.formats.storage import Store
 from weightbeam.pipelines import report
 from weightbeam.pipelines.arguments.options import UNIT_BYTES
-from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
+from weightbeam.pipelines.arguments.parser import command_line
+from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, keywords_of, option_keywords, read_options, takes_options
-from weightbeam.pipelines.output import check_output
-from weightbeam.pipelines.plan import Plan
+from weightbeam.pipelines.plan import Plan, placed
 from weightbeam.pipelines.prepare import NO_SOURCE, prepare_conversion, refuse
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.shell import say
@@ -223,22 +223,20 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         check_places(rest, "convert", {"source": args.source, "output": args.output})
         asked = read_options(option_keywords(args))
         slots = slots_of(rest, args.unit_bytes, None, args.source, args.output or "")
-        dry_run(args, prepare_conversion(args.source, asked, args.hf_token_secret, slots), rest)
+        conversion = prepare_conversion(args.source, asked, args.hf_token_secret, slots)
+        places = conversion.source.root, args.output or "OUTPUT"
+        dry_run(args, conversion, rest, command_line(args, rest, places=places))
         return 0
     say(args, convert(**keywords_of(args, convert), beam=rest))
     return 0
 
 
-def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str], command: str = "") -> None:
+def dry_run(args: argparse.Namespace, conversion: Conversion, rest: Sequence[str], command: str) -> None:
     """Shows what a command would do, and everything that stands against it, its output among it."""
     threads = report.threads_of(report.thread_options(rest))
-    say(args, Plan(conversion, threads, output=args.output, as_command=command))
-    problems = list(conversion.plan.problems)
-    if args.output:
-        problems += check_output(
-            find_place(args.output, conversion), conversion, args.resume, args.overwrite, getattr(args, "link", HARD)
-        )
-    refuse(conversion, problems)
+    made = placed(Plan(conversion, threads, output=args.output), args, command)
+    say(args, made)
+    made.check()
 
 
 def check_places(beam: Sequence[str], command: str, places: Mapping[str, str | None]) -> None:

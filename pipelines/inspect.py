@@ -380,8 +380,13 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
         yield printable("custom metadata: " + json.dumps(custom), CUSTOM)
         return
     rows = Table("", "")
-    for name in ("source", "family", "model", "plan"):
-        rows.add_row(name, str(about.get(name) or "none of MaxText's has these sizes"))
+    for name in ("source", "family", "plan"):
+        if about.get(name):
+            rows.add_row(name, str(about[name]))
+    if about.get("family"):
+        rows.add_row("model", str(about.get("model") or "none of MaxText's has these sizes"))
+    if before := about.get("resharded_from"):
+        rows.add_row("made from", str(before["checkpoint"]))
     options = {
         name: f"{len(value)} rules" if name == "sharding_rules" and value else value
         for name, value in about.get("options", {}).items()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from weightbeam.formats.orbax import find_items, record_of
 from weightbeam.pipelines.arguments.options import UNIT_BYTES
+from weightbeam.pipelines.arguments.parser import command_line
 from weightbeam.pipelines.convert import Converted, carry_out, check_places, dry_run
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import check_options_of, keywords_of, option_keywords
@@ -102,8 +102,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.dry_run:
         check_places(rest, "materialize", {"checkpoint": args.checkpoint, "output": args.output})
         conversion = plan_materialization(args.checkpoint, option_keywords(args))
-        words = shlex.quote(args.checkpoint), shlex.quote(args.output or "OUTPUT")
-        dry_run(args, conversion, rest, f"weightbeam materialize {' '.join(words)}")
+        places = args.checkpoint, args.output or "OUTPUT"
+        dry_run(args, conversion, rest, command_line(args, rest, places=places))
         return 0
     say(args, materialize(**keywords_of(args, materialize), beam=rest))
     return 0

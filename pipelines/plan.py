@@ -10,10 +10,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
+from weightbeam.formats.links import HARD
 from weightbeam.model_mappings.maxtext_config import MaxTextConfig
 from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines import report, tables, virtual
 from weightbeam.pipelines.arguments.options import GBPS, HOUR_PRICE, UNIT_BYTES
+from weightbeam.pipelines.arguments.parser import command_line
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import OptionKeywords, arguments_of, option_keywords, read_options, takes_options
 from weightbeam.pipelines.loading import report as load_report
@@ -37,7 +39,8 @@ class Plan:
       threads: units that one process works on at a time, which its bound on memory follows from.
       estimates: the simulation, for each number of workers that was asked for.
       output: where the checkpoint would go, if that is known.
-      as_command: the command that carries it out, where that isn't `convert`.
+      as_command: the command that carries it out, as it was given; empty where a function was called.
+      against: what stands against its output, if that is known.
     """
 
     conversion: Conversion
@@ -45,6 +48,7 @@ class Plan:
     estimates: tuple[Estimate, ...] = ()
     output: str | None = None
     as_command: str = ""
+    against: tuple[Problem, ...] = ()
 
     @property
     def source(self) -> str:
@@ -54,7 +58,7 @@ class Plan:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """All that stands against it; each has `kind`, `subject` and `message`."""
-        return self.conversion.plan.problems
+        return (*self.conversion.plan.problems, *self.against)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -89,7 +93,7 @@ class Plan:
         """What `weightbeam plan --json` writes."""
         simulated = {"workers": [dataclasses.asdict(each) for each in self.estimates]} if self.estimates else {}
         return (
-            report.json_report(self.conversion, self.threads, self.output)
+            report.json_report(self.conversion, self.threads, self.output, self.problems)
             | virtual.json_report(self.conversion)
             | simulated
         )
@@ -244,6 +248,21 @@ def _plan(
     return Plan(conversion, threads, tuple(estimates), output)
 
 
+def placed(made: Plan, args: argparse.Namespace, command: str) -> Plan:
+    """A plan with the command that carries it out, and with what stands against the output that the command names."""
+    made = dataclasses.replace(made, as_command=command)
+    if not args.output:
+        return made
+    from weightbeam.pipelines.checkpoints import find_place
+    from weightbeam.pipelines.output import check_output
+
+    place = find_place(args.output, made.conversion)
+    link = getattr(args, "link", HARD)
+    return dataclasses.replace(
+        made, against=tuple(check_output(place, made.conversion, args.resume, args.overwrite, link))
+    )
+
+
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the plan, writes it as JSON if asked, and says whether it can be carried out."""
     if not says_threads(rest):
@@ -265,6 +284,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         rest,
         args.output,
     )
+    places = made.source, args.output or "OUTPUT"
+    made = placed(made, args, command_line(args, rest, "convert", places))
     loads = _plan_loads(made, args) if args.load else []
     if args.maxtext_config:
         if made.conversion.plan.family == UNKNOWN:

@@ -176,9 +176,11 @@ def refuse(conversion: Conversion, problems: Sequence[Problem]) -> None:
     if not problems:
         return
     message = f"{count(len(problems), 'problem')}:\n{describe(problems)}"
-    if any(problem.kind == UNKNOWN_FAMILY for problem in problems):
+    if unknown := next((problem for problem in problems if problem.kind == UNKNOWN_FAMILY), None):
         LOG.debug(f"What {conversion.source.root} holds:\n{inventory(conversion.source)}\n")
-        message += f"\nweightbeam inspect {shlex.quote(conversion.source.root)} lists what it holds."
+        what, _, listed = unknown.message.partition("\n")  # the families, which fill a screen
+        again = f"{printable(what.removesuffix(' Supported:'), NAME)} " if listed else ""
+        message += f"\n{again}weightbeam inspect {shlex.quote(conversion.source.root)} lists what it holds."
     raise Refused(message, problems)
 
 

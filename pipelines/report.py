@@ -13,7 +13,7 @@ from typing import Any
 from weightbeam.formats.storage import open_store
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.maxtext_config import scalar
-from weightbeam.model_mappings.plan import PARAMETERS, Plan
+from weightbeam.model_mappings.plan import PARAMETERS, Plan, Problem
 from weightbeam.pipelines.tables import Block, Table, count, duration, human, shape_text
 from weightbeam.transforms.conversion import Conversion, rules_of
 from weightbeam.transforms.makespan import CLUSTER_SLOTS, CLUSTER_START, Estimate, Worker
@@ -298,7 +298,9 @@ def rules_text(conversion: Conversion) -> str:
     return f"{whose}, which differ for {', '.join(changed) or 'no axis of this model'}"
 
 
-def json_report(conversion: Conversion, threads: int, output: str | None = None) -> dict[str, Any]:
+def json_report(
+    conversion: Conversion, threads: int, output: str | None, problems: Sequence[Problem]
+) -> dict[str, Any]:
     """What `weightbeam plan --json` writes; see `docs/data_model.md`."""
     plan, grids = conversion.plan, {grid.spec.key: grid for grid in conversion.grids}
     arrays = {}
@@ -334,8 +336,7 @@ def json_report(conversion: Conversion, threads: int, output: str | None = None)
             for adapter, uses in zip(conversion.adapters, conversion.uses, strict=False)
         ],
         "problems": [
-            {"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message}
-            for p in plan.problems
+            {"kind": p.kind, "array" if p.is_array else "tensor": p.subject, "message": p.message} for p in problems
         ],
         "warnings": conversion.warnings,
         "note": plan.note,

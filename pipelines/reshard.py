@@ -83,7 +83,9 @@ class Resharded:
             else "load_parameters_path"
         )
         scan = "" if planned.tree.scan is None else f" scan_layers={str(planned.tree.scan).lower()}"
-        lines.append(f"in MaxText: {option}={self.path}{scan}")
+        named = planned.source.record.get("model")
+        model = f" model_name={shlex.quote(printable(named))}" if isinstance(named, str) else ""
+        lines.append(f"in MaxText: {option}={shlex.quote(self.path)}{scan}{model}")
         lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
         return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -290,6 +291,7 @@ def plan_verification(
     name_secret(hf_token_secret)
     if not checkpoint:
         raise Refused("--checkpoint is missing: what was made of the source")
+    checkpoint, source = _in_order(checkpoint, source)
     with reading(checkpoint):
         if (pair := find_export(checkpoint, source)) is not None:
             return _plan_export(*pair, given)
@@ -325,6 +327,16 @@ def plan_verification(
             *find_metadata_faults(items, stores, conversion.plan.arrays, record_of(items)),
         )
     return Subject(items, conversion, wrong)
+
+
+def _in_order(checkpoint: str, source: str | None) -> tuple[str, str | None]:
+    """Checkpoint and source: a release that tells nothing of itself, where the checkpoint should stand, is the source of
+    what stands where it should.
+    """
+    with contextlib.suppress(StorageError):  # which is told where they are looked for
+        if source and is_release(open_store(checkpoint)) and not is_release(open_store(source)):
+            return (checkpoint, source) if read_record(checkpoint) else (source, checkpoint)
+    return checkpoint, source
 
 
 def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:

@@ -248,7 +248,7 @@ class Conversion(InUnits):
         Raises:
           StorageError: the small files can't be read, or the source's files can't be put there so (LinkError).
         """
-        keep_files(staging.aside, open_store(self.source.root))
+        keep_files(staging.aside, open_store(self.source.root), self.options.allow_links)
         if self.virtual_bytes:
             put_source(staging.shards / SOURCE, self.source, link, hashed)
 

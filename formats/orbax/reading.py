@@ -51,7 +51,11 @@ def find_items(where: str | Path | Store) -> Store:
     steps = {name: item for name in folders if STEP_NAME.fullmatch(name) and (item := _item_of(store / name))}
     if len(steps) == 1:
         return next(iter(steps.values()))
-    found = f"{len(steps)} steps: name one of {', '.join(steps)}" if steps else _what_it_is(store)
+    found = (
+        f"{len(steps)} steps: name one of {', '.join(steps)}, as in {store / next(reversed(steps))}"
+        if steps
+        else _what_it_is(store)
+    )
     if not steps and (
         old := next(
             (
@@ -106,14 +110,16 @@ def _item_of(store: Store) -> Store | None:
     if MODEL_ITEM in items:
         items = [MODEL_ITEM]
     if len(items) > 1:
-        raise StorageError(f"{store}: {len(items)} items with arrays: name one of {', '.join(items)}")
+        raise StorageError(
+            f"{store}: {len(items)} items with arrays: name one of {', '.join(items)}, as in {store / items[0]}"
+        )
     return store / items[0] if items else None
 
 
 def _what_it_is(store: Store) -> str:
     """What a place is that holds no checkpoint."""
     if isinstance(store, LocalFolder) and not store.folder.exists():
-        return "no such folder"
+        return store.missing()
     is_release = any(name.endswith(".safetensors") for name in store.entries())
     return "no Orbax checkpoint" + (
         ", but a release; weightbeam convert makes a checkpoint of it" if is_release else ""

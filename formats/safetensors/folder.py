@@ -29,8 +29,18 @@ from weightbeam.formats.safetensors.header import (
     header_of,
     require,
 )
-from weightbeam.formats.safetensors.kinds import describe_other, hint, snapshot_in
-from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, read_whole, reason, stretches
+from weightbeam.formats.safetensors.kinds import describe_other, snapshot_in
+from weightbeam.formats.storage import (
+    File,
+    LeadsOutError,
+    LocalFolder,
+    StorageError,
+    Store,
+    open_store,
+    read_whole,
+    reason,
+    stretches,
+)
 from weightbeam.formats.storage.store import in_base64
 from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
@@ -223,11 +233,8 @@ def open_hf(where: str | Path | Store, allow_links: bool = False) -> HfCheckpoin
     Raises:
       StorageError: there is no such folder, or the store doesn't answer; with what was meant, where that can be told.
     """
-    try:
-        store = open_store(where)
-        store.check_readable()
-    except StorageError as e:
-        raise StorageError(f"{e}{hint(str(where))}") from e
+    store = open_store(where)
+    store.check_readable()
     store = snapshot_in(store)
     problems: list[Problem] = []
     budget = Budget()
@@ -294,6 +301,9 @@ def read_json(
         message = "is empty" if value == {} else f"should be a JSON object, is a {type(value).__name__}"
     except FileNotFoundError:
         message = "no such file"
+    except LeadsOutError as e:
+        problems.append(Problem("link", name, reason(e)))
+        return {}
     except OSError as e:
         message = reason(e)
     except (HeaderError, JsonError) as e:
@@ -343,6 +353,8 @@ def open_shard(store: Store, name: str, budget: Budget | None = None, allow_link
         return Shard(name, store.path(name), file.size, file.version, tensors, *known)
     except FileNotFoundError:
         return Problem("missing", name, f"the index names this file, but it isn't in {store}")
+    except LeadsOutError as e:
+        return Problem("link", name, reason(e))
     except OSError as e:
         return Problem("corrupt", name, reason(e))
     except HeaderError as e:

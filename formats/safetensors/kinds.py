@@ -1,43 +1,12 @@
-"""What a folder is that holds no model in safetensors files, and what to do with it; and what was meant by a name that
-is no folder.
-"""
+"""What a folder is that holds no model in safetensors files, and what to do with it."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from weightbeam.formats.storage import LocalFolder, Store
-
-PICKLES = (".bin", ".pt", ".pth")
-_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_PAGE = re.compile(
-    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*"
-)
-
-
-def hint(where: str) -> str:
-    """What was meant by a source that isn't there, as the end of a message; empty where nothing suggests itself."""
-    if page := _PAGE.fullmatch(where):
-        return f"; did you mean hf://{page[1]}" + (f"@{page[2]}?" if page[2] else "?")
-    if (
-        where.startswith("hf:")
-        and not where.startswith("hf://")
-        and _REPOSITORY.fullmatch(where.removeprefix("hf:").strip("/").partition("@")[0])
-    ):
-        return f"; did you mean hf://{where.removeprefix('hf:').strip('/')}?"
-    path = Path(where).expanduser()
-    if path.is_file():
-        if path.suffix != ".safetensors" and (
-            other := describe_other(LocalFolder(str(path.parent.absolute())), [path.name])
-        ):
-            return f"; {other}"
-        return f"; it is a file: name its folder, {path.parent}"
-    if _REPOSITORY.fullmatch(where.partition("@")[0]):
-        return f"; did you mean hf://{where}?"
-    return ""
+from weightbeam.formats.storage.meant import GGUF, PICKLES, foreign_format
 
 
 def snapshot_in(store: Store) -> Store:
@@ -76,14 +45,14 @@ def describe_other(store: Store, entries: Sequence[str]) -> str:
         or _holds_steps(store, names)
     ):
         return "an Orbax checkpoint already: weightbeam inspect, verify, reshard and export take it"
-    if gguf := first(".gguf"):
-        return f"{gguf} is a GGUF file, made for llama.cpp: take the release with safetensors files that it was made of"
+    if gguf := first(GGUF):
+        return foreign_format(gguf)
     if "snapshots" in names:
         return "a repository in a hub's cache, with several snapshots or none: name one of snapshots/…"
     if cached := next((name for name in sorted(names) if name.startswith("models--")), ""):
         return f"a hub's cache: name hf://{cached.removeprefix('models--').replace('--', '/')}, or one of {cached}/snapshots/…"
     if pickle := first(*PICKLES):
-        return f"{pickle} is a pickle file, which can run code when it is loaded: convert it to safetensors first"
+        return foreign_format(pickle)
     return ""
 
 

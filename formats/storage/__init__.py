@@ -6,12 +6,23 @@ import os
 from pathlib import Path
 
 from weightbeam.formats.storage.local import TEMPORARY, LocalFolder, create_file, sync_folder, write_file
-from weightbeam.formats.storage.store import ByteRange, File, StorageError, Store, read_whole, reason, stretches
+from weightbeam.formats.storage.meant import hint
+from weightbeam.formats.storage.store import (
+    ByteRange,
+    File,
+    LeadsOutError,
+    StorageError,
+    Store,
+    read_whole,
+    reason,
+    stretches,
+)
 
 __all__ = [
     "TEMPORARY",
     "ByteRange",
     "File",
+    "LeadsOutError",
     "LocalFolder",
     "StorageError",
     "Store",
@@ -43,7 +54,9 @@ def open_store(where: str | Path | Store) -> Store:
     scheme, separator, _ = url.partition("://")
     if not separator:
         path = Path(url).expanduser().absolute()
-        return LocalFolder(os.path.realpath(path) if ".." in path.parts else str(path))
+        folder = LocalFolder(os.path.realpath(path) if ".." in path.parts else str(path))
+        folder.given = url
+        return folder
     if scheme == "gs":
         from weightbeam.formats.storage.bucket import Bucket  # only now: the clients take a while to import
 
@@ -53,7 +66,7 @@ def open_store(where: str | Path | Store) -> Store:
 
         return open_repository(url.rstrip("/"))
     raise StorageError(
-        f"{url}: {scheme}:// isn't supported; local folders, gs://bucket/folder and hf://organisation/model are"
+        f"{url}: {scheme}:// isn't supported; local folders, gs://bucket/folder and hf://organisation/model are{hint(url)}"
     )
 
 

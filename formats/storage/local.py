@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightbeam.formats.storage.meant import hint
 from weightbeam.formats.storage.renaming import link_new
-from weightbeam.formats.storage.store import PROBE, ByteRange, File, StorageError, Store
+from weightbeam.formats.storage.store import PROBE, ByteRange, File, LeadsOutError, StorageError, Store
 
 PAGE = 4096  # bytes; what a disk reads at least
 MAX_BUFFERS = 1024  # IOV_MAX on Linux
@@ -154,6 +155,7 @@ class LocalFolder(Store):
     """A folder of this machine, or of a file system that it has mounted."""
 
     at_a_time = 1
+    given = ""  # how the user wrote it, where that is known
 
     @property
     def folder(self) -> Path:
@@ -164,7 +166,11 @@ class LocalFolder(Store):
 
     def check_readable(self) -> None:
         if not self.folder.is_dir():
-            raise StorageError(f"{self.url}: no such folder")
+            raise StorageError(f"{self.url}: {self.missing()}")
+
+    def missing(self) -> str:
+        """That there is no such folder, and what was meant."""
+        return f"no such folder{hint(self.given)}"
 
     def check_file(self, name: str) -> None:
         """Links may lead within the folder, and from a hub cache's snapshot to its blobs."""
@@ -175,7 +181,7 @@ class LocalFolder(Store):
         if not target.is_relative_to(root) and not (
             root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
         ):
-            raise StorageError("a symbolic link that leads out of the folder; --allow_links true takes it")
+            raise LeadsOutError("a symbolic link that leads out of the folder; --allow_links true takes it")
 
     def make(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,10 @@ class StorageError(OSError):
     """Something can't be read or written, or isn't what it was; the message is for the user."""
 
 
+class LeadsOutError(StorageError):
+    """A file of a folder is a link to elsewhere."""
+
+
 def reason(error: OSError) -> str:
     """Why, without the name of the file."""
     return error.strerror or str(error) or type(error).__name__

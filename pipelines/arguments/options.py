@@ -163,6 +163,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add = functools.partial(_add, parser)
     add("--maxtext_config", "write maxtext.yml; - is standard output, and nothing else is printed")
     add("--output", "where the checkpoint would go")
+    add("--resume", "of a conversion that goes on there")
+    add("--overwrite", "of a conversion that replaces what is there")
     _add_simulation(parser)
     add("--load", "say how weightbeam.load would read it onto each --mesh")
     add("--hosts", "hosts that share the devices of a mesh, for --load; one for each device unless said")

@@ -193,16 +193,24 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, rest
 
 
-def command_line(args: argparse.Namespace, rest: Sequence[str] = ()) -> str:
-    """The command line that `parse` read, with options in place of words, quoted for a shell; without what only says
-    what a person sees.
+def command_line(
+    args: argparse.Namespace, rest: Sequence[str] = (), command: str = "", places: Sequence[str] = ()
+) -> str:
+    """The command line that `parse` read, quoted for a shell; without what only says what a person sees.
+
+    Args:
+      args, rest: what `parse` returned.
+      command: another command that takes the same options, as `convert` does those of `plan`.
+      places: the words without an option; without them options stand in their place.
     """
-    commands = _commands(make_parser())
-    parser = commands[args.command]
+    name = command or args.command
+    parser = _commands(make_parser())[name]
     blank = parser.parse_args([])
-    words = ["weightbeam", args.command]
+    words = ["weightbeam", name, *places]
+    unsaid = SHELL | {"help"} | (set(POSITIONALS[name]) if places else set())
     for action in parser._actions:
-        if action.dest in SHELL | {"help"} or (value := getattr(args, action.dest)) == getattr(blank, action.dest):
+        default = getattr(blank, action.dest, None)
+        if action.dest in unsaid or (value := getattr(args, action.dest, default)) == default:
             continue
         for each in value if isinstance(value, list) else [value]:
             words += (

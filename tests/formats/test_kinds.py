@@ -5,6 +5,7 @@ read.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,30 @@ def test_what_isnt_a_model_is_named(kind: str, tmp_path: Path, capsys: pytest.Ca
 def test_what_was_meant(source: str, meant: str) -> None:
     with pytest.raises(StorageError, match=f"did you mean {meant}\\?"):
         open_hf(source)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "Qwen/Qwen3-8B"),
+        ("inspect", "Qwen/Qwen3-8B"),
+        ("verify", "Qwen/Qwen3-8B", "ckpt"),
+        ("verify", "Qwen/Qwen3-8B"),
+        ("diff", "Qwen/Qwen3-8B", "ckpt"),
+        ("fit", "Qwen/Qwen3-8B", "qwen3-8b"),
+        *((name, "Qwen/Qwen3-8B", "out") for name in ("convert", "export", "reshard", "quantize", "dequantize", "materialize")),
+        ("merge", "Qwen/Qwen3-8B", "out", "--lora", "adapter"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_every_command_says_what_was_meant(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ckpt" / "items").mkdir(parents=True)
+    (tmp_path / "ckpt" / "items" / "_METADATA").write_text('{"tree_metadata": {}}')
+    assert call(*command) == 2
+    assert "Qwen/Qwen3-8B: no such folder; did you mean hf://Qwen/Qwen3-8B?" in capsys.readouterr().err
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
@@ -122,9 +147,15 @@ def test_links_to_another_folder_are_allowed_by_an_option(tmp_path: Path, capsys
     (tmp_path / "elsewhere").mkdir()
     (folder / "model.safetensors").rename(tmp_path / "elsewhere" / "w")
     (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere" / "w")
+    (folder / "config.json").rename(tmp_path / "elsewhere" / "c")
+    (folder / "config.json").symlink_to(tmp_path / "elsewhere" / "c")
     options = ["--source", folder, "--maxtext_model", "llama2-7b"]
     assert call("plan", *options) == 2
-    assert "--allow_links true" in capsys.readouterr().err
+    assert "link: model.safetensors: a symbolic link that leads out of the folder; --allow_links true takes it" in (
+        capsys.readouterr().err
+    )
     assert call("convert", *options, "--output", tmp_path / "out", "--allow_links", "true") == 0
+    assert "isn't kept" not in capsys.readouterr().err
+    assert "config.json" in zipfile.ZipFile(tmp_path / "out/0/release.zip").namelist()
     assert json.loads((tmp_path / "out/0/conversion.json").read_text())["options"]["allow_links"] is True
     assert call("verify", *options, "--checkpoint", tmp_path / "out") == 0

@@ -381,5 +381,5 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for step in ("0", "5"):
         (tmp_path / step / "items").mkdir(parents=True)
         (tmp_path / step / "items" / "_METADATA").write_text("{}")
-    with pytest.raises(StorageError, match="2 steps: name one of 0, 5"):
+    with pytest.raises(StorageError, match=f"2 steps: name one of 0, 5, as in {tmp_path}/5"):
         find_items(tmp_path)

@@ -98,9 +98,22 @@ def test_inspect_shows_where_a_checkpoint_comes_from(tmp_path: Path, capsys) -> 
         rf"source +{source}",
         "family +llama",
         f"plan +{record(step)['plan']}",
+        "model +none of MaxText's has these sizes",
         "versions +python .*weightbeam ",
     ):
         assert re.search(text, shown)
+
+
+def test_inspect_of_a_reshard_says_what_it_was_made_from(tmp_path: Path, capsys) -> None:
+    """Of a stranger's checkpoint no release is known, and none is claimed."""
+    made = tmp_path / "theirs" / "0" / "default"
+    ocp.PyTreeCheckpointer().save(made, {"w": np.ones((4, 4), np.float32)})
+    assert call("reshard", made, tmp_path / "out") == 0
+    capsys.readouterr()
+    assert call("inspect", tmp_path / "out") == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"made from +{made}", shown)
+    assert not re.search("^(source|family|model) ", shown, re.MULTILINE)
 
 
 def test_the_record_tells_what_the_release_was(tmp_path: Path) -> None:

@@ -175,7 +175,16 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capfd: pytest.Ca
     convert(source, tmp_path / "out")
     capfd.readouterr()
     assert call("convert", source, tmp_path / "out", "--dry_run") == 2
-    assert "exists; --overwrite replaces it" in capfd.readouterr().err
+    told = capfd.readouterr()
+    assert "exists; --overwrite replaces it" in told.err
+    assert "ready" not in told.out
+    assert call("plan", source, tmp_path / "out", "--json", "-") == 2  # a plan that knows its output looks at it
+    (problem,) = json.loads(capfd.readouterr().out)["problems"]
+    assert problem["kind"] == "output"
+    assert call("plan", source, tmp_path / "out", "--overwrite", "--direct_num_workers=2", "--mesh", "fsdp=2") == 0
+    assert capfd.readouterr().out.splitlines()[-1] == (
+        f"  weightbeam convert {source} {tmp_path / 'out'} --mesh fsdp=2 --overwrite --direct_num_workers=2"
+    )
     assert call("verify", tmp_path / "out", "--dry_run") == 0
     assert "would compare " in capfd.readouterr().out
     assert call("plan", "convert", source, tmp_path / "new") == 0

@@ -179,3 +179,12 @@ def test_what_can_not_be_compared_is_refused(source: Path, tmp_path: Path, capsy
     assert "Traceback" not in capsys.readouterr().err
     shutil.rmtree(step / "items" / "d")
     assert call("verify", "--source", source, "--checkpoint", step) == 2
+
+
+def test_either_may_be_named_first(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A release that doesn't say it is an export isn't taken for one, whatever comes first."""
+    convert(source, tmp_path / "out")
+    for words in ((source, tmp_path / "out"), (tmp_path / "out", source)):
+        capsys.readouterr()
+        assert call("verify", *words) == 0
+        assert "exported" not in capsys.readouterr().out
