@@ -13,8 +13,8 @@ conversion of a GB takes some 22 seconds of them, and over four links of 70 Mbit
 The data must be many times the largest unit, 65 MB, too: reading it while nothing can be written takes 8 seconds, on any
 number of hosts.
 
-What counts is the *work phase*, told by the links' own counters: from the first 4 MB that went to the hosts until the
-bytes that they have sent are all but 1 %. Submission and the workers' start come before it, the assembly after it. The
+What counts is the *work phase*, told by the links' own counters: from the first 4 MB that the hosts got from the bucket
+until the bytes that they have sent are all but 1 %. Submission and the workers' start come before it, the assembly after it. The
 *efficiency* of n hosts is the seconds of one by n times theirs. The *model's error* is by how much `weightbeam plan
 --workers`, which simulates the same phase of the same units, is too slow or (negative) too fast.
 
@@ -33,10 +33,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.bench import MESH, make_source, tell
 from benchmarks.figures import Figure, make_parser, report
@@ -47,26 +47,30 @@ from weightbeam.transforms.makespan import CLUSTER_START, Worker, efforts_of, es
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 
+if TYPE_CHECKING:
+    from engines.clusters import Host  # pyright: ignore[reportMissingImports] — of the tests
+
 HOSTS = (1, 2, 4)
-RATE = 70.0  # Mbit/s
+RATE = 30.0  # Mbit/s
 EFFICIENCY = 0.85  # at least
-# bytes that went to the hosts when the work has begun, and the share they have sent when it has ended
+# bytes that came from the bucket when the work has begun, and the share they have sent when it has ended
 BEGUN, ENDED = 4 << 20, 0.99
 POLL = 0.05  # seconds between looks at the counters
+PATIENCE = 600  # seconds for the first worker: a job's 150 MB of jars come to its hosts over the same slow links
 
 
 class Phase:
     """The work phase of one conversion, told by the counters of links.
 
     Attributes:
-      moments: seconds, and the bytes that went to the hosts and came from them until then, from the beginning on.
+      moments: seconds, and the bytes that the hosts got from the bucket and sent until then, from the beginning on.
     """
 
-    def __init__(self, ports: list[str]):
-        """`ports`: the bridge's ends of the links."""
-        self._files = [
-            [Path(f"/sys/class/net/{port}/statistics/{way}_bytes") for port in ports] for way in ("tx", "rx")
-        ]
+    def __init__(self, manager: Host, hosts: Sequence[Host]):
+        # what this machine, with the bucket, sent to any host; but the jars that it sent to the manager, which passes
+        # them on from port to port
+        self._bucket, self._jars = counter(manager.bridge, "tx"), counter(manager.port, "tx")
+        self._sent = [counter(host.port, "rx") for host in hosts]
         self.moments: list[tuple[float, int, int]] = []
         self._over = threading.Event()
 
@@ -88,8 +92,7 @@ class Phase:
             self.moments.append((time.monotonic(), to - start[0], back - start[1]))
 
     def _counters(self) -> tuple[int, int]:
-        to, back = (sum(int(file.read_text()) for file in files) for files in self._files)
-        return to, back
+        return value(self._bucket) - value(self._jars), sum(map(value, self._sent))
 
     @property
     def seconds(self) -> float:
@@ -99,13 +102,23 @@ class Phase:
         return ended - begun
 
 
-def convert(source: Path, hosts: int, number: int, options: list[str], ports: list[str]) -> float:
+def counter(device: str, way: str) -> Path:
+    """How many bytes have left this machine through a device (`tx`), or have come (`rx`)."""
+    return Path(f"/sys/class/net/{device}/statistics/{way}_bytes")
+
+
+def value(counter: Path) -> int:
+    """What it says."""
+    return int(counter.read_text())
+
+
+def convert(source: Path, hosts: int, number: int, options: list[str], phase: Phase) -> float:
     """The seconds of the work phase of a conversion on so many hosts."""
     places = [f"gs://{IN}/{source.name}", f"gs://{OUT}/{hosts}-{number}"]
-    phase = Phase(ports)
+    options = [*options, f"--parallelism={hosts}", f"--job_server_timeout={PATIENCE}"]
     with phase.watched():
         done = subprocess.run(
-            [WEIGHTBEAM, "convert", *places, "--mesh", MESH, *options, f"--parallelism={hosts}"],
+            [WEIGHTBEAM, "convert", *places, "--mesh", MESH, *options],
             capture_output=True,
             text=True,
             check=False,
@@ -131,7 +144,7 @@ def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[
 
     seconds: dict[int, list[float]] = {hosts: [] for hosts in HOSTS}
     with ExitStack() as stack:
-        gateway, hosts = stack.enter_context(network(1 + max(HOSTS)))
+        gateway, (manager, *others) = stack.enter_context(network(1 + max(HOSTS)))
         url = f"http://{gateway}:{PORT}"
         os.environ.update(
             STORAGE_EMULATOR_HOST=url,
@@ -139,13 +152,15 @@ def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[
             GOOGLE_AUTH_TOKEN_FOR_TESTING="x",
             GOOGLE_CLOUD_PROJECT="test",
         )
-        engine = stack.enter_context(flink_on(hosts, Path(stack.enter_context(tempfile.TemporaryDirectory())), slots=1))
+        engine = stack.enter_context(
+            flink_on([manager, *others], Path(stack.enter_context(tempfile.TemporaryDirectory())), slots=1)
+        )
         for host in engine.hosts:
             host.shape(rate)
         for number, (count, runs) in itertools.product(range(1, rounds + 1), seconds.items()):
             # a new one: all is in its memory
             with process("gcs", f"--host={gateway}", f"--port={PORT}", f"--folder={folder}", f"--bucket={OUT}"):
-                runs.append(convert(source, count, number, engine.options, [host.port for host in engine.hosts]))
+                runs.append(convert(source, count, number, engine.options, Phase(manager, engine.hosts)))
             tell("hosts", f"round {number} of {rounds}: {count} hosts, {runs[-1]:.1f} s")
     took = {count: statistics.median(runs) for count, runs in seconds.items()}
     simulated = {count: simulate(source, count, rate) for count in HOSTS}

@@ -1,11 +1,11 @@
 """From a bucket into a bucket over a slow link, against reading and writing the same bytes at once: are both directions
 of it used?
 
-    python -m benchmarks.shaped_link --folder out/bench --layers 26 --rounds 3 --json benchmarks/results.json
+    python -m benchmarks.shaped_link --folder out/bench --layers 26 53 --rounds 3 --json benchmarks/results.json
 
 Two network namespaces are joined by a link of 240 Mbit/s each way (`tc tbf`). In one the tests' bucket serves a
-Llama-like model of about 990 MB in bfloat16; in the other run, in turns, so that what else the machine does changes
-them alike:
+Llama-like model of about 0.99 GB in bfloat16, and then one of 2 GB, for which start-up and assembly take as long; in the
+other run, in turns, so that what else the machine does changes them alike:
 
 - *raw*: TensorStore reads all objects in ranges of 8 MiB, 16 at a time, and meanwhile writes as many bytes as objects of 16 MiB, 16
   at a time. Only the transfer is on the clock.
@@ -156,8 +156,9 @@ def convert(source: Path, threads: int, output: str, *options: str | Path) -> Ru
 def measure(
     source: Path, adapter: Path, served: Path, rounds: int, options: Sequence[str]
 ) -> tuple[list[Figure], dict[str, Any]]:
-    """The figures, and every single round."""
+    """The figures for a model, and every single round."""
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    size = f"{nbytes / 1e9:.2f} GB"
     raw: list[float] = []
     made: dict[int, list[Run]] = {threads: [] for threads in THREADS}
     merged: list[Run] = []
@@ -173,16 +174,19 @@ def measure(
             f"{threads} threads {runs[-1].seconds:.1f} s (CPU {runs[-1].cpu_seconds:.1f} s)"
             for threads, runs in made.items()
         )
-        tell("link", f"round {number} of {rounds}: raw {raw[-1]:.1f} s, {told}, merging {merged[-1].seconds:.1f} s")
-    figures = [Figure("link, raw transfer", "small", statistics.median(raw), "s")]
+        tell(
+            "link",
+            f"{size}, round {number} of {rounds}: raw {raw[-1]:.1f} s, {told}, merging {merged[-1].seconds:.1f} s",
+        )
+    figures = [Figure("link, raw transfer", size, statistics.median(raw), "s")]
     for threads, runs in made.items():
         ratio = statistics.median(one.seconds / alone for one, alone in zip(runs, raw, strict=True))
         what = f"link, convert with {threads} thread{'s' if threads > 1 else ''}"
-        figures.append(Figure(what, "small", statistics.median(one.seconds for one in runs), "s"))
-        figures.append(Figure(f"{what}, of raw", "small", ratio, "×", THREADS[threads]))
-        figures.append(Figure(f"{what}, CPU", "small", statistics.median(one.cpu_seconds for one in runs), "s"))
+        figures.append(Figure(what, size, statistics.median(one.seconds for one in runs), "s"))
+        figures.append(Figure(f"{what}, of raw", size, ratio, "×", THREADS[threads]))
+        figures.append(Figure(f"{what}, CPU", size, statistics.median(one.cpu_seconds for one in runs), "s"))
     ratio = statistics.median(one.seconds / plain.seconds for one, plain in zip(merged, made[MERGING], strict=True))
-    figures.append(Figure(f"link, convert --lora ÷ convert with {MERGING} threads", "small", ratio, "×", MOST))
+    figures.append(Figure(f"link, convert --lora ÷ convert with {MERGING} threads", size, ratio, "×", MOST))
     details = {"bytes": nbytes, "raw_seconds": raw, "merged_seconds": [one.seconds for one in merged]}
     details |= {f"convert_seconds_{threads}": [one.seconds for one in runs] for threads, runs in made.items()}
     return figures, details
@@ -192,7 +196,7 @@ def main() -> int:
     """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("out/bench"))
-    parser.add_argument("--layers", type=int, default=26)
+    parser.add_argument("--layers", type=int, nargs="+", default=(26, 53), help="of each model; 26 make about 1 GB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--options", default="", help="more options of the conversion, such as '--unit_bytes 24MiB'")
     parser.add_argument("--json", type=Path, metavar="FILE", help="put the figures into this file")
@@ -206,11 +210,13 @@ def main() -> int:
         print(f"the shaped link isn't measured: {lacks} missing here", file=sys.stderr)
         return 0
     args.folder.mkdir(parents=True, exist_ok=True)
-    source = make_source("small", args.folder, args.layers)
-    with serving(source, args.folder) as served, link():
-        figures, details = measure(
-            source, make_adapter(source, args.folder / "adapter"), served, args.rounds, shlex.split(args.options)
-        )
+    figures, details = list[Figure](), dict[str, Any]()
+    for layers in args.layers:
+        source = make_source("small", args.folder, layers)
+        adapter = make_adapter(source, args.folder / f"adapter-{layers}")
+        with serving(source, args.folder) as served, link():
+            found, details[source.name] = measure(source, adapter, served, args.rounds, shlex.split(args.options))
+        figures += found
     report("link", figures, details, args.json)
     return 0
 

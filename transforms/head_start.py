@@ -17,7 +17,7 @@ from weightbeam.formats.staging import Staging
 from weightbeam.transforms import execution
 from weightbeam.transforms.arena import Arena, hand_over, let_go, take
 from weightbeam.transforms.movement import Movement, UnitOfWork
-from weightbeam.transforms.overlap import SPARE, read_in_background
+from weightbeam.transforms.overlap import SPARE, begin_at_once
 
 Stored = tuple[list[list[np.ndarray]], int]  # what `execution.read` returns
 
@@ -57,7 +57,7 @@ def head_start(plan: Movement, staging: Staging) -> Iterator[None]:
         hand_over(arena)
         begun[plan.hash, number] = Begun(unit, arena, Future())
     _BEGUN.update(begun)
-    read_in_background(_read, list(begun.values()))
+    begin_at_once(_read, list(begun.values()))
     try:
         yield
     finally:

@@ -20,11 +20,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, ParamSpec, TypeVar
 
 REMOTE = "://"  # of a URL of a bucket or of the hub; local folders have none
-AHEAD, BEHIND = 1, 6  # units of a thread that are read before it gets to them, and written after it is done with them
+BEHIND = 6  # units of a thread that are written after it is done with them
 # Units that a process reads at a time, whatever its threads: each of many would get a small share of the link, and all
 # would be there at once, late; until then nothing could be written. Of two, one fills the link while the other one ends
 # or begins.
 READERS = 2
+AHEAD = READERS  # units of a thread that are read before it gets to them, so that one thread keeps all readers busy
 # units that a process has memory for beside one for each of its threads, where it overlaps; its threads share them
 SPARE = 2
 P = ParamSpec("P")
@@ -83,9 +84,11 @@ class Background(Generic[T]):
         self._calls.clear()
 
 
-def read_in_background(call: Callable[P, object], *arguments: P.args, **keywords: P.kwargs) -> None:
-    """Has something read in the background, in the turn of one of the readers. It raises nothing."""
-    _pool(READERS).submit(call, *arguments, **keywords)
+def begin_at_once(call: Callable[P, object], *arguments: P.args, **keywords: P.kwargs) -> None:
+    """Has something done in the background that takes nobody's turn: those whose turn it is may wait for it. It raises
+    nothing.
+    """
+    _pool(0).submit(call, *arguments, **keywords)
 
 
 @functools.cache

@@ -1,4 +1,6 @@
-"""The CronJob runs a command that there is, as an account that the Terraform makes."""
+"""All that is applied fits Kubernetes' own schemas; the CronJob runs a command that there is, as an account that the
+Terraform makes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
+import pytest
 import yaml
 
 from weightbeam.pipelines.arguments.parser import parse
@@ -30,3 +34,19 @@ def test_the_cron_job() -> None:
     secrets = [env["valueFrom"]["secretKeyRef"]["name"] for env in container["env"] if "valueFrom" in env]
     assert secrets == re.findall(r"create secret generic (\S+)", (DEPLOY / "README.md").read_text())
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize(
+    "file", ["flink/convert.yaml", "flink/deployment.yaml", "kubernetes/follow.yaml", "spark/deployment.yaml"]
+)
+def test_kubernetes_takes_it(file: str) -> None:
+    """An unknown field is an error here, though Kubernetes only drops it. What the Flink operator defines is checked
+    with its own schema, in `tests/engines`.
+    """
+    version = kubernetes_validate.latest_version()
+    ours = [each for each in yaml.safe_load_all((DEPLOY / file).read_text()) if each["kind"] != "FlinkDeployment"]
+    assert ours
+    for each in ours:
+        kubernetes_validate.validate(each, version, strict=True)
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(each | {"speck": {}}, version, strict=True)

@@ -90,11 +90,13 @@ class Host:
     Attributes:
       name: of the namespace.
       address: on the bridge that joins all of them.
+      bridge: this machine's end of it.
       port: the bridge's end of its link.
     """
 
     name: str
     address: str
+    bridge: str
     port: str
 
     def command(self, *command: object) -> list[object]:
@@ -134,7 +136,7 @@ def network(hosts: int) -> Iterator[tuple[str, list[Host]]]:
         ip("link", "set", bridge, "up")
         made = []
         for place in range(2, 2 + hosts):
-            host = Host(f"{bridge}-{place}", f"{prefix}.{place}", f"{bridge}v{place}")
+            host = Host(f"{bridge}-{place}", f"{prefix}.{place}", bridge, f"{bridge}v{place}")
             ip("netns", "add", host.name)
             stack.callback(ip, "netns", "del", host.name)
             stack.callback(host.kill)

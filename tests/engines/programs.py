@@ -7,12 +7,14 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weig
 # too.
 WANTED = os.environ.get("WEIGHTBEAM_ENGINES", "")
 PRISM = "github.com/apache/beam/sdks/v2/go/cmd/prism@v2.77.0"
+COMPOSE = "github.com/compose-spec/compose-go/v2@v2.16.2"
 PATIENCE = 1200  # seconds for a download
 
 
@@ -92,3 +95,12 @@ def prism() -> Path:
     home = CACHE / PRISM.rpartition("/")[2]
     _fetch(home, "go", "install", PRISM, environment={"GOBIN": f"{home}.part"})
     return home / "prism"
+
+
+@functools.cache
+def compose_schema() -> Any:
+    """What a compose file may say, by those who define it."""
+    need("go")
+    home = CACHE / f"compose-{COMPOSE.rpartition('@')[2]}"
+    _fetch(home, "go", "mod", "download", COMPOSE, environment={"GOMODCACHE": f"{home}.part", "GOFLAGS": "-modcacherw"})
+    return json.loads((home / COMPOSE / "schema/compose-spec.json").read_text())

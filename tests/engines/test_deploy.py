@@ -15,7 +15,7 @@ import pytest
 import yaml
 from processes import ROOT
 
-from engines.programs import HERE, jars
+from engines.programs import HERE, compose_schema, jars
 from weightbeam.transforms.makespan import CLUSTER_SLOTS
 
 ENGINES = ("flink", "spark")
@@ -136,6 +136,16 @@ def test_the_operator_takes_it() -> None:
     jsonschema.validate(cluster, schema)
     with pytest.raises(jsonschema.ValidationError, match="flinkVersoin"):
         jsonschema.validate(cluster | {"spec": cluster["spec"] | {"flinkVersoin": "v1_19"}}, schema)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_compose_takes_it(engine: str) -> None:
+    """By the schema of its specification."""
+    said = yaml.safe_load((ROOT / "deploy" / engine / "compose.yaml").read_text())
+    jsonschema.validate(said, compose_schema())
+    (name, service), *_ = said["services"].items()
+    with pytest.raises(jsonschema.ValidationError, match="imago"):
+        jsonschema.validate(said | {"services": {name: service | {"imago": "flink"}}}, compose_schema())
 
 
 def closed(schema: Any) -> Any:

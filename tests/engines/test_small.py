@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from processes import ROOT, free_port, listening, running, wait_until
+from servers.gcs import FakeGcs
 from support import assert_same_bits, convert, read_tensors, restore
 
 from engines.clusters import (
@@ -175,6 +176,24 @@ def test_a_worker_that_cant_write(engine: Engine, source: Path, tmp_path: Path) 
             90,
         )
     assert f"the worker on {socket.gethostname()} can't write to {place}" in told
+
+
+@LONG
+@pytest.mark.parametrize("engine", STARTS[:2], indirect=True, scope="module")
+def test_a_worker_that_cant_write_a_bucket(
+    engine: Engine, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool's account may only read it, where the command's may write: told by host, with the place."""
+    port = free_port()
+    with FakeGcs("bucket") as ours, FakeGcs() as theirs:
+        theirs.objects, theirs.read_only = ours.objects, ["bucket"]
+        with worker_pool(tmp_path / "pool.log", port, environment=theirs.env()):
+            for name, value in ours.env().items():
+                monkeypatch.setenv(name, value)
+            words = dataclasses.replace(engine, pool=f"localhost:{port}").options
+            told = ended(weightbeam("convert", "--source", source, "--output", "gs://bucket/out", *words), 1, 90)
+    assert f"the worker on {socket.gethostname()} can't write to gs://bucket/out" in told
+    assert not [name for name in ours.objects["bucket"] if name.startswith("out/0/")]
 
 
 @LONG

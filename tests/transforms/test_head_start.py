@@ -16,7 +16,7 @@ from weightbeam.transforms import arena, execution
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.head_start import claim, head_start
 from weightbeam.transforms.options import Options
-from weightbeam.transforms.overlap import SPARE, wait_for_all
+from weightbeam.transforms.overlap import READERS, SPARE, Background, wait_for_all
 from weightbeam.transforms.planner import prepare
 
 
@@ -71,6 +71,22 @@ def test_nothing_stays(planned: Conversion, staging: Staging) -> None:
     assert held() == before
     assert claim(planned.hash, 0) is None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("background")]
+
+
+def test_readers_that_wait(planned: Conversion, staging: Staging) -> None:
+    """It goes on while all readers wait: for what it reads, it may be."""
+    over = threading.Event()
+    for _ in range(READERS):
+        Background(1, READERS).begin(over.wait, 60)
+    try:
+        with head_start(planned, staging):
+            begun = claim(planned.hash, 0)
+            assert begun
+            begun.stored.result(timeout=30)
+            arena.give_back(begun.arena)
+    finally:
+        over.set()
+        wait_for_all()
 
 
 def test_what_cant_be_read(planned: Conversion, staging: Staging, source: Path) -> None:
