@@ -264,6 +264,7 @@ def edit_config(
     quantization: Mapping[str, Any] | None = None,
     nextn: int | None = None,
     tie_word_embeddings: bool | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[str]]:
     """Edits `config.json` so that it describes other weights, and leaves all else as the release spells it.
 
@@ -275,6 +276,7 @@ def edit_config(
       quantization: the `quantization_config` of the new weights, in place of any other.
       nextn: layers of multi-token prediction that the weights have; only where the config has a number for them.
       tie_word_embeddings: whether the head is the embedding.
+      fields: others, and what they become; a dot leads into a section.
 
     Returns:
       The new text, and what was edited, a line each. At the root both `dtype` (transformers 5) and `torch_dtype` (4,
@@ -323,6 +325,8 @@ def edit_config(
         places = [section for section in TEXT_SECTIONS if editor.has((*section, "tie_word_embeddings"))]
         for section in places or [()]:
             editor.set((*section, "tie_word_embeddings"), tie_word_embeddings)
+    for field, value in (fields or {}).items():
+        editor.set(tuple(field.split(".")), value)
     return editor.text, editor.edits
 
 

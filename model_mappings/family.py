@@ -7,6 +7,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.configuration import Line
@@ -14,7 +15,19 @@ from weightbeam.model_mappings.rules import Stack
 
 
 class Tower(str):
-    """Why a tower, or another part of a release beside its text model, is left out."""
+    """Why a tower, or another part of a release beside its text model, is left out.
+
+    Attributes:
+      absent: the field of `config.json`, and its value, by which transformers makes the model without it, such as
+        `{"vision_config": None}`; a dot leads into a section. Empty where it makes one in any case, of random weights.
+    """
+
+    absent: Mapping[str, Any]
+
+    def __new__(cls, reason: str, absent: Mapping[str, Any] | None = None) -> Self:
+        made = super().__new__(cls, reason)
+        made.absent = absent or {}
+        return made
 
 
 class Prediction(str):

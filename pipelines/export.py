@@ -315,7 +315,7 @@ def plan_text(planned: Export, threads: int, output: str | None = None) -> str:
     for title, reasons in (("rounded", planned.lossy), ("left out", plan.dropped)):
         for reason_, times in Counter(reasons.values()).most_common(5):
             lines.append(f"{title:12}{count(times, 'tensor')}: {reason_}")
-    lines += [f"config.json {key} becomes {value}" for key, value in planned.config_edits.items()]
+    lines += [f"config.json {key} becomes {json.dumps(value)}" for key, value in planned.config_edits.items()]
     lines += [f"warning     {warning}" for warning in planned.warnings]
     return "\n".join(map(printable, lines))
 
@@ -451,6 +451,9 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
         "drop_quantization": True,
         "quantization": planned.quantization or None,
         "nextn": next((planned.config_edits[field] for field in NEXTN if field in planned.config_edits), None),
+        "fields": {
+            field: value for field, value in planned.config_edits.items() if field not in ("vocab_size", *NEXTN)
+        },
     }
 
     def said(reasons: Mapping[str, str]) -> str:

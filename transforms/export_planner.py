@@ -63,7 +63,7 @@ from weightbeam.transforms.quantizing import (
 )
 from weightbeam.transforms.rows import VALUES, made_here
 from weightbeam.transforms.tensor_rows import rows_of
-from weightbeam.transforms.text_model import text_model
+from weightbeam.transforms.text_model import has_towers, text_class, text_model
 from weightbeam.transforms.units import Block, find_twins
 
 
@@ -179,10 +179,10 @@ def plan_export(
         made.grids,
         made.units + _carrying(carried, len(arrays), files, options.unit_bytes, slots) if files else made.units,
         _lossy(arrays, form, names, merged) | _rounded_again(carried, others),
-        _config_edits(config, arrays, shapes, any(isinstance(reason, Prediction) for reason in taken.values()))
+        _config_edits(config, arrays, shapes, drops, taken)
         | {field: likeness.config[field] for field in ("architectures", "model_type") if likeness is not like},
         likeness,
-        (*(files.warnings if files else ()), *_warn_of_towers(dropped, like)),
+        (*(files.warnings if files else ()), *_warn_of_towers(dropped, like, family)),
         tuple(adapters),
         merged,
         quantised=form.quantised,
@@ -405,13 +405,25 @@ def _rounded_again(carried: Mapping[str, Encoding], written: Iterable[Entry]) ->
     return reasons
 
 
-def _warn_of_towers(dropped: Mapping[str, str], like: Like) -> Iterator[str]:
-    """What `config.json` promises and no field of it can take back."""
+def _warn_of_towers(dropped: Mapping[str, str], like: Like, family: Family) -> Iterator[str]:
+    """Towers that stay out: those that `config.json` goes on to describe, since no field of it can take them back, and
+    others.
+    """
     towers = [reason for reason in dropped.values() if isinstance(reason, Tower)]
-    if towers:
+    config = Config(like.config)
+    ways = ["--like RELEASE takes them from the release"]
+    if has_towers(family, config) and text_class(config, family):
+        ways.append("--multimodal false writes the language model alone")
+    of, hint = like.root or "the release", ", ".join(ways)
+    if described := sum(not tower.absent for tower in towers):
         yield (
-            f"config.json describes towers that the checkpoint doesn't hold ({len(towers):,} tensors of {like.root or 'the release'}), "
-            "so loaders miss them: --like RELEASE takes them from the release, --multimodal false writes the language model alone"
+            f"config.json describes towers that the checkpoint doesn't hold ({described:,} tensors of {of}), "
+            f"so loaders miss them: {hint}"
+        )
+    if fields := dict.fromkeys(field for tower in towers for field in tower.absent):
+        yield (
+            f"parts that the checkpoint doesn't hold stay out ({len(towers) - described:,} tensors of {of}), and config.json says so "
+            f"({', '.join(fields)}): {hint}"
         )
 
 
@@ -530,9 +542,18 @@ def _rounded(arrays: Iterable[Array], dtypes: Mapping[str, np.dtype]) -> dict[st
 
 
 def _config_edits(
-    config: Config, arrays: Sequence[Array], shapes: Mapping[str, tuple[int, ...]], takes_mtp: bool
+    config: Config,
+    arrays: Sequence[Array],
+    shapes: Mapping[str, tuple[int, ...]],
+    drops: Mapping[str, str],
+    taken: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What `config.json` has to say otherwise: rows of a cut vocabulary, prediction layers that aren't there."""
+    """What `config.json` has to say otherwise: rows of a cut vocabulary, prediction layers and towers that aren't there.
+
+    Args:
+      drops: what the table leaves out.
+      taken: what of that is taken from the release.
+    """
     edits: dict[str, Any] = {}
     nested = config.get("text_config")
     text = nested if isinstance(nested, dict) else config
@@ -541,9 +562,23 @@ def _config_edits(
         rows = {shapes[name][0] for part in embedding.parts for name in part.tensors}
         if len(rows) == 1 and (count := rows.pop()) != text.get("vocab_size", count):
             edits["vocab_size"] = count
-    if not takes_mtp and not any(array.key.startswith(MTP) for array in arrays):
+    parts = set(taken.values())
+    if not any(isinstance(reason, Prediction) for reason in parts) and not any(
+        array.key.startswith(MTP) for array in arrays
+    ):
         edits |= {field: 0 for field in NEXTN if text.get(field)}
+    for tower in drops.values():
+        if isinstance(tower, Tower) and tower not in parts:
+            edits |= {field: value for field, value in tower.absent.items() if _said(config, field)}
     return edits
+
+
+def _said(config: Mapping[str, Any], field: str) -> Any:
+    """What `config.json` says in a field; a dot leads into a section."""
+    said: Any = config
+    for name in field.split("."):
+        said = said.get(name) if isinstance(said, Mapping) else None
+    return said
 
 
 def load(inputs: Mapping[str, Any]) -> Export:

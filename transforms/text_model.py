@@ -48,9 +48,8 @@ def text_model(like: Like, family: Family) -> Like:
     config = Config(like.config)
     if not has_towers(family, config):
         return like
-    said = config.get("text_config")
-    text: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
-    architecture = text.get("architectures") or _architecture(family, str(text.get("model_type")))
+    text = _text_section(config)
+    architecture = text_class(config, family)
     if not architecture:
         raise ConfigError(
             f"config.json: the language model of {config.get('model_type')!r} alone is no model of its own in transformers; "
@@ -66,7 +65,15 @@ def text_model(like: Like, family: Family) -> Like:
     return Like(like.root, {"architectures": architecture, **text, **outer}, tensors)
 
 
-def _architecture(family: Family, model_type: str) -> list[str] | None:
-    """The class of the models of a type, by the family's lines; None where it has none."""
-    lines = family.configuration.get(model_type, ())
-    return next((line.default for line in lines if line.field == "architectures"), None)
+def text_class(config: Config, family: Family) -> list[str] | None:
+    """The class of a release's language model alone: as its section says, else by the family's lines; None where there
+    is none.
+    """
+    text = _text_section(config)
+    lines = family.configuration.get(str(text.get("model_type")), ())
+    return text.get("architectures") or next((line.default for line in lines if line.field == "architectures"), None)
+
+
+def _text_section(config: Config) -> Mapping[str, Any]:
+    said = config.get("text_config")
+    return said if isinstance(said, Mapping) else {}

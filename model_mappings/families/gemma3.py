@@ -123,7 +123,7 @@ def stacks(c, layout):
 
 def drops(c, layout):
     if layout.multimodal:
-        tower = {f"{HF_TOWER}head.*": Tower("SigLIP's pooling head, which neither Gemma 3 nor MaxText uses")}
+        tower = {f"{HF_TOWER}head.*": Tower("SigLIP's pooling head, which neither Gemma 3 nor MaxText uses", {"vision_config.vision_use_head": False})}
     else:
         tower = dict.fromkeys(("vision_tower.*", "multi_modal_projector.*"), Tower("vision tower, convert it with --multimodal true"))
     t, hf = text(c)

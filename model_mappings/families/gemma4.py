@@ -187,7 +187,8 @@ def tower(v):
 
 
 def drops(c, layout):
-    vision, audio = Tower("vision tower, convert it with --multimodal true"), Tower("MaxText has no audio tower for Gemma 4")
+    vision = Tower("vision tower, convert it with --multimodal true", {"vision_config": None})
+    audio = Tower("MaxText has no audio tower for Gemma 4", {"audio_config": None})
     found = common_drops(text(c), layout, HF) | {"model.audio_tower.*": audio, "model.embed_audio.*": audio}
     return found | ({} if layout.multimodal else {"model.vision_tower.*": vision, "model.embed_vision.*": vision})
 

@@ -85,7 +85,9 @@ def stacks(c, layout):
 
 def drops(c, layout):
     t = text(c)
-    towers = dict.fromkeys(("vision_tower", "embed_vision", "audio_tower", "embed_audio"), Tower("MaxText's Gemma 4 E2B and E4B are text only"))
+    reason = "MaxText's Gemma 4 E2B and E4B are text only"
+    vision, audio = (Tower(reason, {section: None}) for section in ("vision_config", "audio_config"))
+    towers = {"vision_tower": vision, "embed_vision": vision, "audio_tower": audio, "embed_audio": audio}
     shared = range(first_shared(t), t.size("num_hidden_layers"))
     unused = {f"{HF}layers.{layer}.self_attn.{name}.*": "the layer shares the keys and values of an earlier one" for layer in shared for name in ("k_proj", "k_norm", "v_proj", "v_norm")}
     return common_drops(t, layout, HF) | {f"model.{name}.*": reason for name, reason in towers.items()} | unused

@@ -98,7 +98,7 @@ def stacks(c, layout):
 
 
 def drops(c, layout):
-    left = dict.fromkeys(("talker.*", "code2wav.*"), Tower("makes speech; MaxText has the thinker alone"))
+    left = dict.fromkeys(("talker.*", "code2wav.*"), Tower("makes speech; MaxText has the thinker alone", {"enable_audio_output": False}))
     if not layout.multimodal:
         left |= {f"{HF_VISION}*": Tower("vision tower, convert it with --multimodal true"), f"{HF_AUDIO}*": Tower("audio tower, convert it with --multimodal true")}
     return common_drops(text_part(thinker(c)), layout, HF, head=HEAD) | left

@@ -4,6 +4,7 @@ model of its own. transformers says whether a tensor is missing.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -80,7 +81,10 @@ def test_what_no_release_has_is_said_at_the_start(
     lines = capsys.readouterr
     lines()
     assert call("export", tmp_path / "ckpt", tmp_path / "x", "--dry_run") == 0
-    assert "warning     config.json describes towers that the checkpoint doesn't hold" in lines().out
+    said = lines().out
+    assert "warning     config.json describes towers that the checkpoint doesn't hold" in said
+    assert "--like RELEASE takes them" in said
+    assert "--multimodal false" not in said  # Qwen 3 VL's language model has no class of its own
     assert call("export", tmp_path / "ckpt", tmp_path / "x", "--dry_run", "--multimodal", "true") == 0
     assert f"taken       57 tensors of {source}" in lines().out  # the release that it was made of is still there
     shutil.rmtree(source)
@@ -95,6 +99,54 @@ def test_what_no_release_has_is_said_at_the_start(
         assert call("export", tmp_path / "ckpt", tmp_path / "x", *options) == 2
         assert message in lines().err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "fields"),
+    [
+        ("models/gemma4-e4b", (), {"vision_config": None, "audio_config": None}),
+        pytest.param("cases/gemma4-dense", (), {"vision_config": None}, marks=pytest.mark.slow),
+        pytest.param(
+            "cases/gemma3",
+            ("--multimodal", "true"),
+            {"vision_config.vision_use_head": False},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "models/qwen3_omni", ("--multimodal", "true"), {"enable_audio_output": False}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_config_says_which_parts_are_left_out(
+    generated: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    options: tuple[str, ...],
+    fields: dict,
+) -> None:
+    """Where transformers makes the model without them if `config.json` says so: nothing is missing, and the text model
+    is the release's. The edits are named, and the result is a release that converts again.
+    """
+    source, ckpt = generated / model, tmp_path / "ckpt"
+    scan = () if "gemma4-dense" in model or "gemma3" in model else ("--scan_layers", "false")
+    convert(source, ckpt, "--save_dtype", "float32", *scan, *options)
+    assert call("export", ckpt, tmp_path / "out") == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "parts that the checkpoint doesn't hold stay out" in err
+    assert f"and config.json says so ({', '.join(fields)})" in err
+    config = read_config(tmp_path / "out")
+    assert {field: functools.reduce(dict.__getitem__, field.split("."), config) for field in fields} == fields
+    assert json.loads((tmp_path / "out" / "weightbeam.json").read_text())["config_edits"] == fields
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert all(f"* `{field}: " in card and f"-> {json.dumps(value)}" in card for field, value in fields.items())
+    whole, made = load(source), load(tmp_path / "out")
+    if "omni" not in model:
+        assert torch.equal(logits(made), logits(whole))
+    parts = made.state_dict()
+    assert parts.keys() < whole.state_dict().keys()
+    assert call("verify", tmp_path / "out") == 0
+    assert call("plan", tmp_path / "out", *scan, *options) == 0
 
 
 def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> None:
