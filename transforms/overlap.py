@@ -20,12 +20,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, ParamSpec, TypeVar
 
 REMOTE = "://"  # of a URL of a bucket or of the hub; local folders have none
-BEHIND = 6  # units of a thread that are written after it is done with them
+# Units of a thread that are read before it gets to them, and written after it is done with them. Two would be read at the
+# same time, each at half the rate, and be there at once: nothing could be written meanwhile.
+AHEAD, BEHIND = 1, 6
 # Units that a process reads at a time, whatever its threads: each of many would get a small share of the link, and all
 # would be there at once, late; until then nothing could be written. Of two, one fills the link while the other one ends
 # or begins.
 READERS = 2
-AHEAD = READERS  # units of a thread that are read before it gets to them, so that one thread keeps all readers busy
 # units that a process has memory for beside one for each of its threads, where it overlaps; its threads share them
 SPARE = 2
 P = ParamSpec("P")
