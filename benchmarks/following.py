@@ -3,10 +3,11 @@
     python -m benchmarks.following --folder out/bench --layers 8 --rounds 3 --json benchmarks/results.json
 
 A Llama-like checkpoint of about 2 GB in bfloat16 is put into a run's folder under a new step by one rename, as Orbax
-commits it, while `weightbeam watch` looks at the run every second. What counts is the time from the rename until the
+commits it, while `weightbeam watch` looks at the run every second. Every element of it differs from the step before and
+from the release that the run began with, as while a run trains. What counts is the time from the rename until the
 folder of the published step is there. In turns with that `weightbeam export` of the same checkpoint, as a subprocess.
-Once with `verify: 0`, which is the export, the look, and the description of what changed since the step before; and
-once with the comparison of every element that is the default.
+Once with `verify: 0`, which is the look, the export, and what changed since the step before and since the release; and
+once with the comparison of every element with the checkpoint that is the default.
 """
 
 from __future__ import annotations
@@ -22,14 +23,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
 from benchmarks.bench import MESH, make_source, tell
 from benchmarks.figures import Figure, make_parser, report
 from benchmarks.measure import WEIGHTBEAM, run
 
 MODEL = "llama2-7b"
+BF16 = np.dtype(ml_dtypes.bfloat16)
 INTERVAL = 1  # seconds between two looks
 POLL = 0.02
 PATIENCE = 600  # seconds
+READY = 6.0  # seconds in which a watcher makes ready for what comes next; steps of a run are further apart
+HEADER = 8  # bytes of a safetensors file that say how long its header is
 
 CONFIG = """\
 output: {folder}/records
@@ -55,6 +62,31 @@ def watching(config: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
+def draw(release: Path, drawn: Path) -> None:
+    """A release with weights such as training makes. The other benchmarks' are random bits, with exponents that no
+    weight has, and arithmetic with subnormal numbers takes its own time.
+    """
+    shutil.copytree(release, drawn)
+    pool = np.random.default_rng(0).normal(0, 0.02, 1 << 24).astype(BF16).view(np.uint16)
+    for values in _values(drawn):
+        values[:] = np.resize(pool, values.shape)
+
+
+def train(release: Path, trained: Path, bit: int) -> None:
+    """A release of which every element differs from another one's: by one bit of the mantissa."""
+    shutil.copytree(release, trained)
+    for values in _values(trained):
+        values ^= np.uint16(1 << bit)
+
+
+def _values(release: Path) -> Iterator[np.ndarray]:
+    """The elements of each file, as they are stored."""
+    for file in release.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            start = HEADER + int.from_bytes(opened.read(HEADER), "little")
+        yield np.memmap(file, np.uint16, "r+", start)
+
+
 def commit(made: Path, checkpoints: Path, step: int) -> None:
     """A new step of the run: links to the files of a checkpoint that was made, which appear by one rename."""
     growing = checkpoints / f"{step}.orbax-checkpoint-tmp"
@@ -77,11 +109,15 @@ def wait_for(place: Path, process: subprocess.Popen[bytes], log: Path) -> None:
 
 def measure(source: Path, folder: Path, rounds: int) -> tuple[list[Figure], dict[str, Any]]:
     """The figures, and every single round."""
-    made = folder / "made"
-    command = (WEIGHTBEAM, "convert", "--source", source, "--mesh", MESH, "--output", made, "--maxtext_model", MODEL)
-    run(*command)
+    draw(source, like := folder / "like")
+    made: list[Path] = []
+    for bit in (0, 1):
+        train(like, trained := folder / "trained", bit)
+        made.append(folder / f"made-{bit}")
+        command = (WEIGHTBEAM, "convert", "--source", trained, "--mesh", MESH, "--output", made[-1])
+        run(*command, "--maxtext_model", MODEL)
+        shutil.rmtree(trained)
     exported = folder / "exported"
-    command = (WEIGHTBEAM, "export", "--source", made, "--output", exported, "--maxtext_model", MODEL)
     seconds: dict[str, list[float]] = {"export": [], "verify: 0": [], "verify: 1": []}
     for verify in (0, 1):
         place = folder / f"verify-{verify}"
@@ -93,24 +129,37 @@ def measure(source: Path, folder: Path, rounds: int) -> tuple[list[Figure], dict
                 interval=INTERVAL,
                 verify=verify,
                 checkpoints=checkpoints,
-                like=source,
+                like=like,
                 model=MODEL,
                 output=output,
             )
         )
         with watching(config, log) as process:
             for number in range(rounds + 1):  # the first has a look at the run, and starts what does the work
-                commit(made / "0", checkpoints, number)
+                commit(made[number % 2] / "0", checkpoints, number)
                 start = time.monotonic()
                 wait_for(output / f"step-{number}", process, log)
+                taken = time.monotonic() - start
+                time.sleep(READY)
                 if number:
-                    seconds[f"verify: {verify}"].append(time.monotonic() - start)
-                    seconds["export"].append(run(*command).seconds)
+                    seconds[f"verify: {verify}"].append(taken)
+                    command = (
+                        WEIGHTBEAM,
+                        "export",
+                        "--source",
+                        made[number % 2],
+                        "--like",
+                        source,
+                        "--output",
+                        exported,
+                    )
+                    seconds["export"].append(run(*command, "--maxtext_model", MODEL).seconds)
                     shutil.rmtree(exported)
-                    told = ", ".join(f"{name} {taken[-1]:.1f} s" for name, taken in seconds.items() if taken)
+                    told = ", ".join(f"{name} {each[-1]:.1f} s" for name, each in seconds.items() if each)
                     tell("following", f"round {number} of {rounds}: {told}")
         shutil.rmtree(place)
-    shutil.rmtree(made)
+    for step in (like, *made):
+        shutil.rmtree(step)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     figures = [
         Figure("an export", "llama", medians["export"], "s"),

@@ -12,6 +12,7 @@ import queue
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from weightbeam.formats.storage.token import name_secret
@@ -19,6 +20,7 @@ from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import Table, show
 from weightbeam.pipelines.watching.config import WatchConfig, config_of_run, read_config
+from weightbeam.pipelines.watching.isolation import Workers, prepare_to_compare, prepare_to_make
 from weightbeam.pipelines.watching.notices import Notices, warn
 from weightbeam.pipelines.watching.preflight import check_runs
 from weightbeam.pipelines.watching.receiver import SECRET, receive_webhooks
@@ -26,6 +28,7 @@ from weightbeam.pipelines.watching.records import FAILED, LostError
 from weightbeam.pipelines.watching.release_feed import ReleaseFeed
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import Finding, Watcher
+from weightbeam.pipelines.without_beam import is_local
 
 # the options of --run that say what a step is made into, as a target of a file does
 TARGET = ("kind", "lora", "save_dtype", "maxtext_model")
@@ -45,18 +48,19 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if args.serve is not None and not os.environ.get(SECRET):
         raise RefusedError(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
     name_secret(config.hf_token_secret)
-    runs = [RunFeed(config, run, flat=bool(args.run)) for run in config.runs]
-    watcher = Watcher(
-        config, [*([ReleaseFeed(config)] if config.models else []), *runs], Notices(config.notify), args.dry_run
-    )
+    once, prepare = args.once or args.dry_run, partial(prepare_to_make, is_local(config.runner_arguments()))
     try:
-        if args.retry:
-            return _report(args, watcher.retry(args.retry))
-        check_runs(runs, args.dry_run)
-        if args.once or args.dry_run:
-            return _report(args, watcher.once())
-        with _webhooks(args.serve) as changed:
-            _loop(watcher, args.interval, changed)
+        with Workers(prepare, prepare_to_compare, stays=not once) as workers:
+            runs = [RunFeed(config, run, workers, flat=bool(args.run)) for run in config.runs]
+            feeds = [*([ReleaseFeed(config)] if config.models else []), *runs]
+            watcher = Watcher(config, feeds, Notices(config.notify), args.dry_run)
+            if args.retry:
+                return _report(args, watcher.retry(args.retry))
+            check_runs(runs, args.dry_run)
+            if once:
+                return _report(args, watcher.once())
+            with _webhooks(args.serve) as changed:
+                _loop(watcher, args.interval, changed)
     except LostError as e:
         raise FailedError(f"  {e} at this moment; run it again for what is still refused or failed") from e
     except OSError as e:

@@ -6,6 +6,7 @@ As JSON for programs, as one picture for people (layers × kinds of weights), an
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import re
@@ -120,28 +121,42 @@ def grid_of(tensors: Mapping[str, Mapping[str, Any]]) -> Grid:
     return kinds, sorted({layer for _, layer in cells}), cells
 
 
+def can_draw() -> bool:
+    """Whether there is what draws pictures, matplotlib (the extra `follow`); it is imported."""
+    try:
+        importlib.import_module("matplotlib.figure")
+        importlib.import_module("matplotlib.backends.backend_agg")
+    except ImportError:
+        return False
+    return True
+
+
 def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
     """A PNG: for each comparison layers × kinds, dark where much changed, grey where nothing did, red where an element
     isn't finite.
 
     None where matplotlib isn't installed (the extra `follow`).
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import LogNorm
-        from matplotlib.figure import Figure
-    except ImportError:
+    if not can_draw():
         return None
     import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
 
     heights = [max(2.0, 0.22 * min(len(kinds), MOST_ROWS) + 1.2) for kinds, _, _ in grids.values()]
     columns = max((len(layers) for _, layers, _ in grids.values()), default=1)
-    figure = Figure(
-        figsize=(6.5 + 0.12 * min(columns, MOST_COLUMNS), sum(heights) + 0.4), dpi=PIXELS_PER_INCH, layout="constrained"
+    longest = max((len(kind) for kinds, _, _ in grids.values() for kind in kinds[:MOST_ROWS]), default=1)
+    # by hand: the layouts of matplotlib take as long as all else
+    left, width, height = 0.5 + 0.055 * longest, 4.5 + 0.12 * min(columns, MOST_COLUMNS), sum(heights) + 0.4
+    figure = Figure(figsize=(left + width, height), dpi=PIXELS_PER_INCH)
+    figure.suptitle(title, y=1 - 0.15 / height, verticalalignment="top")
+    margins = dict(
+        left=left / (left + width), right=1 - 0.55 / (left + width), top=1 - 0.75 / height, bottom=0.55 / height
     )
-    figure.suptitle(title)
-    axes = figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights)[:, 0]
+    space = dict(hspace=0.9 / (sum(heights) / len(heights)))
+    axes = figure.subplots(len(grids), 1, squeeze=False, height_ratios=heights, gridspec_kw=margins | space)[:, 0]
     colours = colormaps["viridis"].with_extremes(under="0.85", bad="red")
     for axis, (since, (kinds, layers, cells)) in zip(axes, grids.items(), strict=True):
         shown = kinds[:MOST_ROWS]

@@ -17,21 +17,22 @@ from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.config import ADAPTER
 from weightbeam.pipelines.watching.places import REPORT
-from weightbeam.transforms.differences import compare
+from weightbeam.transforms import differences
 
 SECTION = "## The training run"
 
 
-def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares a release, writes what changed and the card beside it, and at last its report.
+def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Compares a release with the step before and with the release that the run began with; writes what changed beside
+    it, as JSON and as a picture.
 
     Args:
-      release: whole, and compared with its source.
+      release: whole.
       about: what the report says: `run`, `step`, `commit`, `like`, …; and `before`, the `step` and `url` of the one
         before.
 
     Returns:
-      What is worth recording: `since`, `warnings`.
+      Nothing that is worth recording: `describe` takes it from there.
 
     Raises:
       Failed, StorageError: something can't be read or written.
@@ -50,9 +51,12 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     odd = changes.not_finite(every)
     names = {"before": f"step {before['step']}" if before else "", "like": str(about.get("like"))}
     said = {what: {"than": names[what], "tensors": changes.as_json(found)} for what, found in compared.items()}
+    sentences = [text for what, tensors in compared.items() if (text := changes.sentence(tensors, names[what]))]
     found = {
         "run": about["run"],
         "step": about["step"],
+        "said": sentences,
+        "warnings": changes.warnings(compared.get("before"), odd, names["before"]),
         **said,
         "not_finite": odd,
         "unchanged": changes.unchanged(compared.get("before", {})),
@@ -69,9 +73,29 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     )
     if drawn:
         release.write(changes.PICTURE, drawn)
-    warnings = changes.warnings(compared.get("before"), odd, names["before"])
-    sentences = [text for what, tensors in compared.items() if (text := changes.sentence(tensors, names[what]))]
-    _write_card(release, about, [*warnings, *sentences, *notes], bool(drawn))
+    return {}
+
+
+def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the card beside a release, and at last its report.
+
+    Args:
+      release: compared, with its source and by `compare`.
+      about: see there.
+
+    Returns:
+      What is worth recording: `said`, `warnings`.
+
+    Raises:
+      StorageError: something can't be read or written.
+    """
+    try:
+        found = json.loads(release.read(changes.JSON))
+        drawn = release.exists(changes.PICTURE)
+    except (OSError, ValueError) as e:
+        raise StorageError(f"{release.path(changes.JSON)}: {reason(e) if isinstance(e, OSError) else e}") from e
+    warnings, sentences = found["warnings"], found["said"]
+    _write_card(release, about, [*warnings, *sentences, *found["notes"]], drawn)
     release.write(REPORT, json.dumps({**about, "warnings": warnings, "changes": sentences}, indent=1).encode())
     return {"warnings": warnings, "said": sentences}
 
@@ -88,7 +112,9 @@ def _compare(old: str, new: str, is_adapter: bool) -> dict[str, dict[str, Any]]:
     same = [name for name in after if name in before and before[name].shape == after[name].shape]
     reads = [BoxRead(side[name], whole(side[name].shape)) for name in same for side in (before, after)]
     values, _ = read_boxes(reads)
-    return changes.summarise({name: compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)})
+    return changes.summarise(
+        {name: differences.compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)}
+    )
 
 
 def _write_card(release: Store, about: Mapping[str, Any], said: list[str], drawn: bool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.storage import Store
-from weightbeam.pipelines.watching.isolation import Action, WorkerProcess
+from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.records import History, Target, Version, key_of
 
 
@@ -120,12 +120,12 @@ class Feed(abc.ABC):
 
     # --- what is done
 
-    def apart(self) -> contextlib.AbstractContextManager[WorkerProcess]:
-        """The process in which a version's tasks are done: one of its own."""
-        return WorkerProcess()
+    def apart(self) -> contextlib.AbstractContextManager[Workers]:
+        """The processes in which a version's tasks are done: its own."""
+        return Workers()
 
     def rest(self) -> None:  # noqa: B027
-        """Ends such a process, if one is kept."""
+        """Takes note that a look is over."""
 
     @abc.abstractmethod
     def source(self, history: History) -> str:
@@ -148,8 +148,10 @@ class Feed(abc.ABC):
         """Whether the result is there and was compared, so that it can be published."""
 
     @abc.abstractmethod
-    def tasks(self, history: History, target: Target) -> Iterator[Task]:
-        """What is done from the plan to a result that was compared with its source."""
+    def tasks(self, history: History, target: Target) -> Iterator[tuple[Task, ...]]:
+        """What is done from the plan to a result that was compared with its source, in this order; some of it at the
+        same time.
+        """
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:
         """What the record of a result says that wasn't compared."""

@@ -4,10 +4,13 @@ watcher does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import importlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import tempfile
@@ -18,11 +21,12 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from weightbeam.pipelines.arguments.parser import parse
 from weightbeam.pipelines.errors import BusyError, FailedError, RefusedError
 from weightbeam.pipelines.tables import count
+from weightbeam.pipelines.without_beam import leave_out_services
 
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 TAIL = 2000  # characters of what a process that died had printed
@@ -44,34 +48,52 @@ class Outcome:
 
 
 Action = Callable[[list[str]], dict[str, Any]]
+Prepare = Callable[[], None]
 
 
 class WorkerProcess:
-    """A process for a release: does one work after the other. What isn't done well ends it, and another one begins."""
+    """A process that does one work after the other. What isn't done well ends it, and another one begins.
 
-    def __init__(self) -> None:
+    Args:
+      prepare: what it does first, such as imports.
+    """
+
+    def __init__(self, prepare: Prepare | None = None) -> None:
         self._context = multiprocessing.get_context("spawn")  # nothing of this process's threads and clients
+        self._prepare = prepare
         self._process: SpawnProcess | None = None
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self.was_used = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self.end()
         self._log.close()
 
-    def run(self, action: Action, arguments: Sequence[str], seconds: float | None = None) -> Outcome:
-        """Does work, and waits for it; work that takes longer than so many `seconds` is ended."""
+    def begin(self) -> None:
+        """Starts the process, if there is none, without waiting for it."""
         if self._process is None:
-            self._connection, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=_serve, args=(theirs, self._log.name))
+            self.connection, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=_serve, args=(theirs, self._log.name, self._prepare))
             self._process.start()
+            self.was_used = False
             theirs.close()
+
+    def ask(self, action: Action, arguments: Sequence[str]) -> None:
+        """Has it do work; the outcome is the `answer`."""
+        self.begin()
+        self.was_used = True
+        with contextlib.suppress(ConnectionError):  # it has died: the answer says how
+            self.connection.send((action, list(arguments)))
+
+    def answer(self, seconds: float | None = None) -> Outcome:
+        """Waits for the outcome; work that takes longer than so many `seconds` is ended."""
+        assert self._process is not None
         try:
-            self._connection.send((action, list(arguments)))
-            if self._connection.poll(seconds):
-                outcome: Outcome = self._connection.recv()
+            if self.connection.poll(seconds):
+                outcome: Outcome = self.connection.recv()
             else:
                 outcome = Outcome(FAILED, f"took longer than {seconds:,.0f} s, and was ended")
         except (EOFError, ConnectionError):
@@ -79,15 +101,72 @@ class WorkerProcess:
             printed = Path(self._log.name).read_text(errors="replace")[-TAIL:]
             outcome = Outcome(FAILED, f"{_how(self._process.exitcode or 0)}; the last that it printed:\n{printed}")
         if outcome.status != DONE:
-            self._end()
+            self.end()
         return outcome
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Ends the process, if there is one."""
         if self._process is not None:
             self._process.kill()  # it has said all there is to say, or isn't to go on
             self._process.join()
-            self._connection.close()
+            self.connection.close()
             self._process = None
+
+
+class Workers:
+    """The processes in which tasks are done: a first one does one after the other, what may be done at the same time is
+    done beside it.
+
+    Args:
+      prepare: what each does first; there are as many as are named here, and more if a task needs one.
+      stays: after `rest` others are begun, so that what comes next finds them ready: imports take as long as a small
+        export.
+    """
+
+    def __init__(self, *prepare: Prepare, stays: bool = False) -> None:
+        self._processes = [WorkerProcess(each) for each in prepare] or [WorkerProcess()]
+        self._stays = stays
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.__exit__()
+
+    def run(self, action: Action, arguments: Sequence[str], seconds: float | None = None) -> Outcome:
+        """Does work, and waits for it; work that takes longer than so many `seconds` is ended."""
+        self._processes[0].ask(action, arguments)
+        return self._processes[0].answer(seconds)
+
+    def run_together(self, works: Sequence[tuple[Action, Sequence[str]]]) -> list[Outcome]:
+        """Does works at the same time. Where one isn't done, the others are ended, and its outcome alone is returned."""
+        while len(self._processes) < len(works):
+            self._processes.append(WorkerProcess())
+        at_work = {}
+        for process, work in zip(self._processes, works, strict=False):
+            process.ask(*work)
+            at_work[process.connection] = process
+        outcomes: dict[WorkerProcess, Outcome] = {}
+        try:
+            while at_work:
+                for ready in multiprocessing.connection.wait(list(at_work)):
+                    process = at_work.pop(cast(Connection, ready))
+                    outcomes[process] = process.answer()
+                    if outcomes[process].status != DONE:
+                        return [outcomes[process]]
+        finally:
+            for process in at_work.values():
+                process.end()
+        return [outcomes[process] for process in self._processes[: len(works)]]
+
+    def rest(self) -> None:
+        """Ends the processes that have worked: their memory is free again."""
+        for process in self._processes:
+            if process.was_used:
+                process.end()
+            if self._stays:
+                process.begin()
 
 
 def _how(status: int) -> str:
@@ -98,13 +177,15 @@ def _how(status: int) -> str:
     return f"the process was ended by {signal.Signals(-status).name}{hint}"
 
 
-def _serve(connection: Connection, log: str) -> None:
+def _serve(connection: Connection, log: str, prepare: Prepare | None) -> None:
     """What the process does: work, until nobody asks for it."""
     threading.Thread(target=_follow, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the watcher's, which then ends this process
     printed = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
+    if prepare is not None:
+        prepare()
     while True:
         action, arguments = connection.recv()
         connection.send(_outcome(action, arguments))
@@ -130,6 +211,21 @@ def _follow() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+def prepare_to_make(local: bool) -> None:
+    """Imports what plans, exports and verifies; `local`: as pipelines of this machine."""
+    if local:
+        leave_out_services()
+    for name in ("export", "verify", "execution"):
+        importlib.import_module(f"weightbeam.pipelines.{name}")
+
+
+def prepare_to_compare() -> None:
+    """Imports what tells what changed, and draws it."""
+    from weightbeam.pipelines.watching import changes, describing  # noqa: F401
+
+    changes.can_draw()
 
 
 # --- what is done so --------------------------------------------------------------------------------------------------
@@ -366,14 +462,23 @@ def verify_reshard(arguments: Sequence[str]) -> dict[str, Any]:
     return {"elements": elements, "arrays": len(found.tensors), "rounded": rounded, "sample": 1.0}
 
 
+def compare(arguments: Sequence[str]) -> dict[str, Any]:
+    """Compares what was made with what it was before, and writes that beside it; see `describe`."""
+    return _describe("compare", arguments)
+
+
 def describe(arguments: Sequence[str]) -> dict[str, Any]:
-    """Compares what was made with what it was before, and writes that beside it.
+    """Writes the card and the report of what was made beside it.
 
     Args:
       arguments: its URL; and as JSON what its report says.
     """
+    return _describe("describe", arguments)
+
+
+def _describe(what: str, arguments: Sequence[str]) -> dict[str, Any]:
     from weightbeam.formats.storage import open_store
-    from weightbeam.pipelines.watching.describing import describe
+    from weightbeam.pipelines.watching import describing
 
     url, about = arguments
-    return describe(open_store(url), json.loads(about))
+    return getattr(describing, what)(open_store(url), json.loads(about))

@@ -85,16 +85,14 @@ class ReleaseFeed(Feed):
             other.state == PUBLISHED and other.facts["checkpoint"] == history.facts["checkpoint"] for other in others
         )
 
-    def tasks(self, history: History, target: Target) -> Iterator[Task]:
+    def tasks(self, history: History, target: Target) -> Iterator[tuple[Task, ...]]:
         source, checkpoint, config = f"--source={self.source(history)}", history.facts["checkpoint"], self._config
-        yield Task(
-            isolation.convert,
-            [source, f"--output={checkpoint}", "--resume", *target.arguments, *config.runner_arguments()],
-        )
+        convert = [source, f"--output={checkpoint}", "--resume", *target.arguments, *config.runner_arguments()]
+        yield (Task(isolation.convert, convert),)
         if config.verify:
             arguments = [source, f"--checkpoint={checkpoint}", f"--sample={config.verify}", *_verification(target)]
             # it leaves its findings in a local file
-            yield Task(isolation.verify, [*arguments, *config.runner_arguments(here=True)], "verified")
+            yield (Task(isolation.verify, [*arguments, *config.runner_arguments(here=True)], "verified"),)
 
     def publish(self, history: History, target: Target) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""

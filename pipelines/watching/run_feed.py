@@ -30,7 +30,7 @@ from weightbeam.pipelines.watching.config import (
     is_maxtext_config,
 )
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
-from weightbeam.pipelines.watching.isolation import WorkerProcess
+from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, open_place
 from weightbeam.pipelines.watching.records import (
@@ -96,8 +96,8 @@ class RunFeed(Feed):
 
     made = "exported"
 
-    def __init__(self, config: WatchConfig, run: Run, flat: bool = False):
-        """`flat`: the output is the run's alone, and its steps lie directly below it."""
+    def __init__(self, config: WatchConfig, run: Run, workers: Workers, flat: bool = False):
+        """`workers` are those of all runs. `flat`: the output is the run's alone, and its steps lie directly below it."""
         self._config, self.run, self.output, self.targets, self._flat = config, run, config.output, run.targets, flat
         self.store: Store = open_store(run.checkpoints)
         self._marks_folder = config.output / RUNS / run.name / MARKS
@@ -111,7 +111,7 @@ class RunFeed(Feed):
         self._marks: set[Mark] = set()
         self._open: set[str] = set()
         self._seen: dict[str, Seen] = {}  # by history's key
-        self._apart: WorkerProcess | None = None
+        self._workers = workers
 
     # --- what there is
 
@@ -249,16 +249,12 @@ class RunFeed(Feed):
 
     # --- what is done
 
-    def apart(self) -> contextlib.AbstractContextManager[WorkerProcess]:
-        """One process for all steps of a look: imports take longer than a small export."""
-        if self._apart is None:
-            self._apart = WorkerProcess()
-        return contextlib.nullcontext(self._apart)
+    def apart(self) -> contextlib.AbstractContextManager[Workers]:
+        """The same for all steps of a look: imports take longer than a small export."""
+        return contextlib.nullcontext(self._workers)
 
     def rest(self) -> None:
-        if self._apart is not None:
-            self._apart.__exit__()
-            self._apart = None
+        self._workers.rest()
 
     def source(self, history: History) -> str:
         return history.first["source"]
@@ -320,18 +316,18 @@ class RunFeed(Feed):
     def _is_published(self, history: History) -> bool:
         return self._place(history).report(history.facts["checkpoint"]).get("key") == history.key
 
-    def tasks(self, history: History, target: Target) -> Iterator[Task]:
+    def tasks(self, history: History, target: Target) -> Iterator[tuple[Task, ...]]:
         assert isinstance(target, RunTarget)
         facts, work = history.facts, self._work(history)
         source, release = self.source(history), work / RELEASE
         work.make()
         output = f"--output={release.url}"
         common = [*self._arguments(source, target), output]
-        compared: str | None = None
+        compared, judges = None, []
         if target.kind == RESHARD:
-            yield Task(isolation.reshard, [*common, "--resume", *self._config.runner_arguments()])
+            yield (Task(isolation.reshard, [*common, "--resume", *self._config.runner_arguments()]),)
             if self._config.verify:
-                yield Task(isolation.verify_reshard, [source, release.url], "verified")
+                judges = [Task(isolation.verify_reshard, [source, release.url], "verified")]
                 compared = "every element"
         elif facts.get("lora"):
             here = self._place(history).workplace(history.key, here=True)
@@ -343,7 +339,7 @@ class RunFeed(Feed):
                 known = [
                     argument for argument in target.arguments if _option(argument) in ("maxtext_model", "lora_alpha")
                 ]
-                yield Task(isolation.export, [f"--source={source}", *self._like, *known, f"--output={adapter.url}"])
+                yield (Task(isolation.export, [f"--source={source}", *self._like, *known, f"--output={adapter.url}"]),)
             if target.lora == MERGED:
                 into = isolation.quantize if target.kind == QUANTIZE else isolation.merge
                 known = [
@@ -352,10 +348,10 @@ class RunFeed(Feed):
                     if _option(argument) in ("max_shard_size", "unit_bytes", "family", "format")
                 ]
                 merged = [f"--source={facts['form']}", f"--lora={adapter.url}", output, *known]
-                yield Task(into, [*merged, "--resume", *self._config.runner_arguments()])
+                yield (Task(into, [*merged, "--resume", *self._config.runner_arguments()]),)
         else:
             make = isolation.quantize if target.kind == QUANTIZE else isolation.export
-            yield Task(make, [*common, "--resume", *self._config.runner_arguments()])
+            yield (Task(make, [*common, "--resume", *self._config.runner_arguments()]),)
             if self._config.verify:
                 verify = [
                     f"--source={release.url}",
@@ -363,9 +359,11 @@ class RunFeed(Feed):
                     f"--sample={self._config.verify}",
                     *_verification(target),
                 ]
-                yield Task(isolation.verify, [*verify, *self._config.runner_arguments(here=True)], "verified")
+                judges = [Task(isolation.verify, [*verify, *self._config.runner_arguments(here=True)], "verified")]
                 compared = f"{self._config.verify:.0%} of the elements"
-        yield Task(isolation.describe, [release.url, json.dumps(self._about(history, target, compared))], "changes")
+        about = [release.url, json.dumps(self._about(history, target, compared))]
+        yield (*judges, Task(isolation.compare, about))
+        yield (Task(isolation.describe, about, "changes"),)
 
     def _about(self, history: History, target: RunTarget, compared: str | None) -> dict[str, Any]:
         """What the report says."""

@@ -14,7 +14,7 @@ from weightbeam.pipelines.errors import FailedError
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
-from weightbeam.pipelines.watching.isolation import WorkerProcess
+from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.notices import Notices, note, warn
 from weightbeam.pipelines.watching.records import (
     CONVERTING,
@@ -214,7 +214,7 @@ class Watcher:
 
     # --- the steps, with the lease held
 
-    def _work(self, feed: Feed, history: History, target: Target, apart: WorkerProcess) -> None:
+    def _work(self, feed: Feed, history: History, target: Target, apart: Workers) -> None:
         attempt = history.attempt + 1
         if (why := feed.is_gone(history)) and not feed.is_made(history):
             self._say_gone(feed, history, why)
@@ -243,11 +243,11 @@ class Watcher:
             if not history.last.get(BUSY):
                 self._notices.tell(history.add(CONVERTING, attempt=attempt, checkpoint=history.facts["checkpoint"]))
             facts: dict[str, Any] = {}
-            for task in feed.tasks(history, target):
-                outcome = self._do(feed, history, apart, task, attempt)
-                if outcome is None:
+            for tasks in feed.tasks(history, target):
+                outcomes = self._do(feed, history, apart, tasks, attempt)
+                if outcomes is None:
                     return
-                facts |= {task.fact: outcome.facts} if task.fact else {}
+                facts |= {task.fact: found.facts for task, found in zip(tasks, outcomes, strict=True) if task.fact}
             self._notices.tell(history.add(VERIFIED, feed.judgement(facts), **facts))
         try:
             said = feed.publish(history, target)
@@ -258,12 +258,13 @@ class Watcher:
         feed.announce(history, target)
 
     def _do(
-        self, feed: Feed, history: History, apart: WorkerProcess, task: Task, attempt: int
-    ) -> isolation.Outcome | None:
-        """Does it; None if it isn't done, which is recorded."""
-        outcome = apart.run(task.action, task.arguments)
+        self, feed: Feed, history: History, apart: Workers, tasks: Sequence[Task], attempt: int
+    ) -> list[isolation.Outcome] | None:
+        """Does tasks at the same time; None if one of them isn't done, which is recorded."""
+        outcomes = apart.run_together([(task.action, task.arguments) for task in tasks])
+        outcome = outcomes[-1]
         if outcome.status == isolation.DONE:
-            return outcome
+            return outcomes
         # such as a conversion that was started by hand, or a job that outlived its watcher
         if outcome.status == isolation.BUSY:
             if not history.last.get(BUSY):  # else it is said already

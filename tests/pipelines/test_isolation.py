@@ -1,0 +1,70 @@
+"""The watcher's processes: ready before they are needed, fresh after they were used, ended together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from weightbeam.pipelines.errors import FailedError
+from weightbeam.pipelines.watching.isolation import DONE, FAILED, Workers
+
+PREPARED: list[bool] = []
+
+
+def prepare() -> None:
+    PREPARED.append(True)
+
+
+def tell(arguments: Sequence[str]) -> dict[str, Any]:
+    return {"pid": os.getpid(), "prepared": PREPARED, "said": list(arguments)}
+
+
+def sleep(arguments: Sequence[str]) -> dict[str, Any]:
+    time.sleep(float(arguments[0]))
+    return tell(arguments)
+
+
+def fail(arguments: Sequence[str]) -> dict[str, Any]:
+    raise FailedError(" ".join(arguments))
+
+
+def children() -> set[int]:
+    return {child.pid or 0 for child in multiprocessing.active_children()}
+
+
+def test_a_process_is_ready_and_fresh() -> None:
+    """After each rest others stand ready; what wasn't used stays; in the end none is left."""
+    before = children()
+    with Workers(prepare, prepare, stays=True) as workers:
+        workers.rest()
+        ready = children() - before
+        workers.rest()
+        assert children() - before == ready
+        assert len(ready) == 2
+        first, second = (workers.run(tell, ["x"]).facts for _ in range(2))
+        assert first == second == {"pid": first["pid"], "prepared": [True], "said": ["x"]}
+        workers.rest()
+        assert first["pid"] not in children()
+        assert len(children() - before) == 2
+        assert workers.run(tell, []).facts["pid"] not in ready
+    assert children() == before
+
+
+def test_what_is_done_together() -> None:
+    """Outcomes come in the order of the works; where one fails, the others are ended, and its word counts."""
+    before = children()
+    with Workers(prepare) as workers:
+        outcomes = workers.run_together([(sleep, ["0.3"]), (tell, ["b"])])
+        assert [(outcome.status, outcome.facts["said"]) for outcome in outcomes] == [(DONE, ["0.3"]), (DONE, ["b"])]
+        start = time.monotonic()
+        (outcome,) = workers.run_together([(sleep, ["600"]), (fail, ["the", "reason"])])
+        assert (outcome.status, outcome.message) == (FAILED, "the reason")
+        assert time.monotonic() - start < 60
+        assert children() == before
+        assert workers.run(sleep, ["600"], seconds=0.2).message == "took longer than 0 s, and was ended"
+        assert workers.run(tell, ["again"]).status == DONE
+        workers.rest()
+        assert children() == before
