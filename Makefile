@@ -3,7 +3,7 @@ NEW_ENVIRONMENT = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11)
 RUN := .venv/bin
 WORKERS ?= 3
 
-.PHONY: demo test test-slow test-all soak dataflow-dry-run pin-packages pin-images lint format bench bench-hosts bench-full clean
+.PHONY: demo test test-slow test-all soak dataflow-dry-run pin-packages pin-images lint format bench bench-full clean
 
 demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 	$(RUN)/python -m examples.demo out/demo
@@ -35,16 +35,12 @@ format: .venv/test ## mend what can be mended
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
-bench: .venv-bench .venv/test ## measure what the README claims, one table and a picture: half an hour, 25 GB of disk
-	$(RUN)/python -m benchmarks.shaped_link --json benchmarks/results.json # needs Google's clients, and root's rights
-	.venv-bench/bin/python -m benchmarks
+bench: .venv/test ## measure what the README claims, one table and a picture: an hour, 25 GB of disk; links and hosts need root's rights, Java and Maven
+	PYTHONPATH=.:tests $(RUN)/python -m benchmarks
 
-bench-hosts: .venv/test ## 1, 2 and 4 hosts of a Flink cluster: needs what test-engines needs, Google's clients and a machine that is idle; twenty minutes
-	PYTHONPATH=.:tests $(RUN)/python -m benchmarks.hosts --json benchmarks/results.json
-
-bench-full: .venv-bench ## convert a sparse DeepSeek-V3 at its full size: half an hour, 20 GB of disk
-	.venv-bench/bin/python -m benchmarks.full_run --json benchmarks/results.json
-	.venv-bench/bin/python -m benchmarks --show
+bench-full: .venv/test ## convert a sparse DeepSeek-V3 at its full size: half an hour, 20 GB of disk
+	$(RUN)/python -m benchmarks.full_run --json benchmarks/results.json
+	$(RUN)/python -m benchmarks --show
 
 dataflow-dry-run: .venv/test ## submit a small conversion to test servers, and print the Dataflow job
 	PYTHONPATH=.:tests $(RUN)/python tests/submission.py
@@ -55,7 +51,7 @@ pin-packages: .venv/test ## write the hashes of the image's packages to deploy/r
 pin-images: .venv/core ## add the digests of the base images to deploy/Dockerfile: needs docker and the network
 	$(RUN)/python -m deploy.pins images
 
-.venv/core .venv/test .venv-bench: export PYTHONWARNINGS = ignore # setuptools has thirty lines to say of every editable install
+.venv/core .venv/test: export PYTHONWARNINGS = ignore # setuptools has thirty lines to say of every editable install
 
 .venv/core: pyproject.toml
 	$(NEW_ENVIRONMENT) .venv
@@ -68,10 +64,5 @@ pin-images: .venv/core ## add the digests of the base images to deploy/Dockerfil
 	$(RUN)/python -m pip install --quiet --editable '.[test,models]'
 	touch $@
 
-.venv-bench: pyproject.toml # an environment of its own: where Google's clients are installed Beam imports them, half a second that no local run needs
-	$(NEW_ENVIRONMENT) $@
-	$@/bin/python -m pip install --quiet --editable '.[bench]'
-	touch $@
-
 clean:
-	rm -rf .venv .venv-bench .nox out *.egg-info
+	rm -rf .venv .nox out *.egg-info

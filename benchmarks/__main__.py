@@ -1,6 +1,6 @@
 """All benchmarks: one table, its JSON, and a picture.
 
-    make bench                      # measures all that fits into half an hour
+    make bench                      # measures all that fits into an hour
     make bench-full                 # a whole DeepSeek-V3: half an hour
     python -m benchmarks --show     # the table and the picture of what the file has
 
@@ -29,6 +29,7 @@ SECTIONS = {
     "virtual": "virtual",
     "following": "following",
     "link": "shaped_link",
+    "hosts": "hosts",
 }  # and their modules
 
 

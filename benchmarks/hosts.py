@@ -1,16 +1,15 @@
 """On 1, 2 and 4 hosts of a Flink cluster, from a bucket into a bucket, each host with a link of its own: is twice the
 hosts half the time?
 
-    PYTHONPATH=.:tests python -m benchmarks.hosts --folder out/bench --layers 36 --rounds 3 --json
-    benchmarks/results.json
+    PYTHONPATH=.:tests python -m benchmarks.hosts --folder out/bench --layers 26 --json benchmarks/results.json
 
 The cluster is that of `tests/engines`: network namespaces with a task manager of one slot and a worker pool each, their
-links shaped to `--rate` in either direction. The tests' bucket serves a Llama-like model of about 1.36 GB in bfloat16 from
+links shaped to `--rate` in either direction. The tests' bucket serves a Llama-like model of about 1 GB in bfloat16 from
 outside of them. `--parallelism` says how many hosts a conversion gets.
 
 All hosts, the bucket and the links between them are this machine's cores, which mustn't be what is measured: a local
-conversion of a GB takes some 22 seconds of them, and over four links of 70 Mbit/s, at 30 seconds a GB, two cores have 60.
-The data must be many times the largest unit, 65 MB, too: reading it while nothing can be written takes 8 seconds, on any
+conversion of a GB takes some 22 seconds of them, and over four links of 30 Mbit/s, at 70 seconds a GB, two cores have 140.
+The data must be many times the largest unit, 65 MB, too: reading it while nothing can be written takes 17 seconds, on any
 number of hosts.
 
 What counts is the *work phase*, told by the links' own counters: from the first 4 MB that the hosts got from the bucket
@@ -185,7 +184,7 @@ def measure(source: Path, folder: Path, rounds: int, rate: float) -> tuple[list[
 
 def main() -> int:
     """Measures, and prints the table."""
-    parser = make_parser(__doc__, layers=36, rounds=3)
+    parser = make_parser(__doc__, layers=26, rounds=1)
     parser.add_argument("--rate", type=float, default=RATE, help="of each host's link, in Mbit/s each way")
     args = parser.parse_args()
     if lacks := ", ".join(

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 # What Beam imports where it is installed and does without where it isn't: clients of services that a local run has
-# nothing to do with (apache_beam/io/__init__.py, io/mongodbio.py, runners/dataflow/dataflow_runner.py, 2.77.0). They
-# take as long as the rest of Beam.
-UNUSED = ("apache_beam.io.gcp.bigquery", "google.cloud.dataflow", "pymongo")
+# nothing to do with (apache_beam/io/__init__.py, io/filesystems.py, io/mongodbio.py, runners/dataflow/dataflow_runner.py,
+# 2.77.0). They take as long as the rest of Beam.
+UNUSED = ("apache_beam.io.gcp.bigquery", "apache_beam.io.gcp.gcsfilesystem", "google.cloud.dataflow", "pymongo")
 
 
 def is_local(arguments: Sequence[str]) -> bool:
