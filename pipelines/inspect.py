@@ -104,7 +104,7 @@ class OrbaxInspection(Inspection):
             "shard",
             ">arrays",
             ">bytes",
-            spare=("shard", "arrays", "dtype", "bytes"),
+            spare=("shard", "arrays", "dtype", "bytes", "chunk"),
         )
         groups: dict[tuple, list[ArraySpec]] = defaultdict(list)
         for array in self.arrays:
@@ -205,7 +205,9 @@ class LoadInspection(Inspection):
     def blocks(self) -> Iterator[Block]:
         for mesh, rows in self.rows:
             figures = ">arrays", ">a host needs", ">reads", ">worst", ">mean"
-            table = Table("array", "shape", "sharded over", "chunk", *figures, spare=("arrays", "chunk", "shape"))
+            table = Table(
+                "array", "shape", "sharded over", "chunk", *figures, spare=("arrays", "chunk", "shape", "mean", "reads")
+            )
             for row in rows:
                 table.add_row(
                     row.name,

@@ -16,7 +16,7 @@ from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines import report, tables, virtual
 from weightbeam.pipelines.arguments.options import GBPS, HOUR_PRICE, UNIT_BYTES
 from weightbeam.pipelines.arguments.parser import command_line
-from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.errors import BusyError, Refused
 from weightbeam.pipelines.keywords import OptionKeywords, arguments_of, option_keywords, read_options, takes_options
 from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
@@ -257,10 +257,11 @@ def placed(made: Plan, args: argparse.Namespace, command: str) -> Plan:
     from weightbeam.pipelines.output import check_output
 
     place = find_place(args.output, made.conversion)
-    link = getattr(args, "link", HARD)
-    return dataclasses.replace(
-        made, against=tuple(check_output(place, made.conversion, args.resume, args.overwrite, link))
-    )
+    try:
+        found = check_output(place, made.conversion, args.resume, args.overwrite, getattr(args, "link", HARD))
+    except BusyError as e:
+        found = [Problem("output", str(place.final), str(e.__cause__))]
+    return dataclasses.replace(made, against=tuple(found))
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

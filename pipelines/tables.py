@@ -145,23 +145,34 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def _gather(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...] | str]:
-    """Neighbouring rows whose names begin alike, below a line with all that their names have in common.
+    """Rows below lines with what their names have in common: all names with a dot, then neighbours that begin alike.
 
     Alike is two words beyond those that all names with a dot share.
     """
     shared = _common([words for name, *_ in rows if (words := name.split(".")[:-1])])
-    depth = 2 + (len(shared.split(".")) if shared else 0)
+    head = f"{shared}." if shared else ""
+    indent = ""
+    for start, stop, common in _runs(rows, 2 + len(shared.split(".")) if shared else 2):
+        if head and not indent and rows[start][0].startswith(head):
+            yield head
+            indent = " "
+        if common:
+            yield f"{indent}{common.removeprefix(head)}."
+        for name, *rest in rows[start:stop]:
+            yield (f"{indent}  {name[len(common) + 1 :]}" if common else f"{indent}{name.removeprefix(head)}", *rest)
+
+
+def _runs(rows: Sequence[tuple[str, ...]], depth: int) -> Iterator[tuple[int, int, str]]:
+    """Neighbouring rows whose names have their first `depth` words in common: from where to where, and all that they
+    have in common; nothing where a row stands alone.
+    """
     start = 0
     while start < len(rows):
         words = rows[start][0].split(".")
         stop = start + 1
         while stop < len(rows) and len(words) > depth and rows[stop][0].split(".")[:depth] == words[:depth]:
             stop += 1
-        common = _common([row[0].split(".")[:-1] for row in rows[start:stop]]) if stop - start > 1 else ""
-        if common:
-            yield f"{common}."
-        for name, *rest in rows[start:stop]:
-            yield (f"  {name[len(common) + 1 :]}" if common else name, *rest)
+        yield start, stop, _common([row[0].split(".")[:-1] for row in rows[start:stop]]) if stop - start > 1 else ""
         start = stop
 
 

@@ -40,6 +40,7 @@ from weightbeam.formats.storage.local import LocalFolder
 from weightbeam.formats.storage.store import ByteRange, File, Request, StorageError, Store, make_requests
 from weightbeam.formats.storage.token import token
 
+LOG_IN = "log in with `hf auth login`"  # which keeps a token where this reads it
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONNECT, STALL_SECONDS = 10.0, 30.0  # seconds to connect, and between two pieces of an answer
 ATTEMPTS = 8  # in a row, without a byte of progress
@@ -366,18 +367,24 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
     """Turns the hub's error into ours, with what to do."""
     known = token() is not None
     if isinstance(error, GatedRepoError):
-        todo = "the token that is set has no access yet" if known else "then set HF_TOKEN to a token of that account"
-        message = f"is gated: accept its terms on {_endpoint()}/{repo}; {todo}"
+        todo = (
+            "the token that is set has no access yet: is it of that account, and the request granted?"
+            if known
+            else f"then set HF_TOKEN to a token of that account, or {LOG_IN}"
+        )
+        message = f"is gated: request access and accept its terms on {_endpoint()}/{repo}; {todo}"
     elif isinstance(error, RevisionNotFoundError):
         message = "no such revision"
     elif isinstance(error, RepositoryNotFoundError):
         message = "no such repository, or a private one" + (
-            " that the token which is set can't see" if known else ": HF_TOKEN isn't set"
+            " that the token which is set can't see" if known else f": HF_TOKEN isn't set; set it, or {LOG_IN}"
         )
     elif (
         isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code == 401 and known
     ):
-        message = "the hub doesn't accept the token that is set; is it wrong, or has it expired?"
+        message = (
+            f"the hub doesn't accept the token that is set; is it wrong, or has it expired? Set another, or {LOG_IN}"
+        )
     elif isinstance(error, HfHubHTTPError) and error.response is not None:
         message = f"the hub answered {error.response.status_code} {error.response.reason_phrase}"
     elif isinstance(error, HFValidationError):

@@ -972,8 +972,8 @@ def test_who_may_read(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(StorageError, match=message):
             open_store(f"hf://{name}").check_readable()
 
-    page = f"org/gated@.*accept its terms on {hub.url}/org/gated"
-    refused("org/gated", f"{page}; then set HF_TOKEN")
+    page = f"org/gated@.*is gated: request access and accept its terms on {hub.url}/org/gated"
+    refused("org/gated", f"{page}; then set HF_TOKEN to a token of that account, or log in with `hf auth login`")
     refused("org/private", "no such repository, or a private one: HF_TOKEN isn't set")
     refused("org/none", "no such repository, or a private one: HF_TOKEN isn't set")
     refused(f"{REPO}@none", "hf://org/model@none: no such revision")

@@ -25,6 +25,7 @@ from servers.hub import FakeHub
 from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
 
 from weightbeam.pipelines.arguments.parser import make_parser
+from weightbeam.pipelines.tables import Table
 
 WEIGHTBEAM = [sys.executable, "-c", "from weightbeam.pipelines.entry import run; run()"]
 COLUMNS = 80
@@ -141,6 +142,34 @@ def test_tables_fit_the_terminal(source: Path, tmp_path: Path) -> None:
     assert lines[heading + 1].startswith("  ")
     assert any(line.split()[0] == "DeepSeekMoeBlock_0.MoeBlock_0.wi_0" for line in lines[heading:] if line.split())
     assert max(len(line) for line in lines if "weightbeam convert" not in line) <= COLUMNS
+
+
+def test_a_table_of_real_sizes_fits_the_terminal() -> None:
+    """What `inspect` shows of Qwen 3 0.6B at 80 columns: whole names, below lines with what they have in common."""
+    table = Table("array", "shape", ">bytes", "chunk", spare=("bytes", "chunk"))
+    layers = "params.params.decoder.layers"
+    for name, shape, chunk in (
+        ("step", "scalar", "scalar"),
+        ("params.params.token_embedder.embedding", "151936 × 1024", "18992 × 64"),
+        ("params.params.decoder.decoder_norm.scale", "1024", "1024"),
+        (f"{layers}.post_self_attention_layer_norm.scale", "1024 × 28", "1024 × 28"),
+        (f"{layers}.self_attention.query.kernel", "1024 × 28 × 16 × 128", "64 × 4 × 16 × 128"),
+    ):
+        table.add_row(name, shape, "1.19 GB", chunk)
+    lines = list(table.lines(COLUMNS))
+    assert max(map(len, lines)) <= COLUMNS
+    assert [line.split()[0] for line in lines] == [
+        "array",
+        "step",
+        "params.params.",
+        "token_embedder.embedding",
+        "decoder.decoder_norm.scale",
+        "decoder.layers.",
+        "post_self_attention_layer_norm.scale",
+        "self_attention.query.kernel",
+    ]
+    assert "64 × 4 × 16 × 128" in lines[-1]
+    assert max(map(len, table.lines(64))) <= 64  # without chunks
 
 
 def test_a_pipe_has_a_line_for_each_array(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
