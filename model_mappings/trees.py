@@ -158,8 +158,11 @@ def _refuse(paths: list[Path]) -> None:
 
 
 def is_scanned(weights: Iterable[str]) -> bool:
-    """Whether the layers of a kind are stacked, by the names: `layers.`, not `layers_0.`."""
-    return not any(
+    """Whether the layers of a kind are stacked, by the names: `layers.`, not `layers_0.`; DeepSeek V4 has
+    `scanned_blocks.` behind layers of their own.
+    """
+    weights = list(weights)
+    return any(".scanned_blocks." in key for key in weights) or not any(
         re.search(r"\.(dense_|moe_)?layers_\d+\.", key.replace("layers.layers_", "layers.place_"))
         for key in weights
         if "remainder" not in key

@@ -35,6 +35,7 @@ from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.prepare import describe, options_of, options_of_export, refuse
@@ -389,9 +390,7 @@ def _converted(
         options = options_of(items, open_arrays(items), options_of_export(release.root) | given)
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise Refused(f"{items}: can't be read: {e}") from e
-    if not any(".layers." in key or key.endswith(".layers") for key in there):
-        scanned = not any(".layers_" in key for key in there)
-        options = dataclasses.replace(options, scan_layers=scanned)
+    options = dataclasses.replace(options, scan_layers=is_scanned(there))
     dtypes = Counter(stored.dtype.name for stored in there.values() if stored.dtype.name in SAVE_DTYPES)
     if dtypes:
         options = dataclasses.replace(options, save_dtype=dtypes.most_common(1)[0][0])

@@ -33,6 +33,7 @@ from weightbeam.pipelines.releases import (
     carry_out,
     check_places,
     make_small_files,
+    no_source,
     read_sizes,
     ready_line,
     refuse,
@@ -202,7 +203,7 @@ def _open(source: str, step: int | None) -> OrbaxCheckpoint:
       Refused: there is none, or its weights can't be taken.
     """
     if not source:
-        raise Refused("--source is missing: the Orbax checkpoint")
+        raise Refused(no_source("export"))
     try:
         return open_orbax(source if step is None else open_store(source) / str(step))
     except StorageError as e:
@@ -338,7 +339,10 @@ def _find_form(
     named; else, `with_parts`, the one that the checkpoint was made of.
     """
     if like:
-        return _open_like(like)
+        try:
+            return _open_like(like)
+        except StorageError as e:
+            raise Refused(f"--like={e}") from e
     record = checkpoint.record
     if isinstance(record.get("config"), dict) and isinstance(record.get("tensors"), dict):
         small = packed_files(open_store(checkpoint.root).parent) or {}
@@ -402,7 +406,9 @@ def with_tokenizer(small: Mapping[str, bytes], given: Mapping[str, bytes], where
 def _open_like(url: str) -> tuple[Like, Mapping[str, bytes], HfCheckpoint]:
     checkpoint = open_hf(url)
     if wrong := [
-        problem for problem in checkpoint.problems if problem.kind != "missing" or problem.subject == "config.json"
+        problem
+        for problem in checkpoint.problems
+        if problem.kind != "missing" or problem.subject == "config.json" or not checkpoint.config
     ]:
         raise Refused(f"--like={url}: {count(len(wrong), 'problem')}:\n{describe(wrong)}", wrong)
     return Like.of(checkpoint), small_files(open_store(checkpoint.root)), checkpoint

@@ -24,6 +24,7 @@ from weightbeam.pipelines.releases import (
     carry_out,
     check_places,
     make_small_files,
+    no_source,
     read_sizes,
     say_plan,
     size_lines,
@@ -146,7 +147,7 @@ def plan_with(source: str, options: MergeOptions, given: Given | None = None, sl
       Refused: there is nothing to plan.
     """
     if not source:
-        raise Refused("--source is missing: the release")
+        raise Refused(no_source("merge"))
     checkpoint = open_source(source)
     try:
         planned = plan_merge(options, checkpoint, open_adapters(options), given, slots)

@@ -16,7 +16,7 @@ from weightbeam.pipelines.export import Exported
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.merge import Merged
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import carry_out, check_places, read_sizes, slots_for
+from weightbeam.pipelines.releases import carry_out, check_places, no_source, read_sizes, slots_for
 from weightbeam.pipelines.shell import say
 from weightbeam.transforms.exporting import Export
 from weightbeam.transforms.merging import Merge, MergeOptions
@@ -95,7 +95,7 @@ def plan(
     if format not in FORMATS:
         raise Refused(f"--format={format} should be {' or '.join(FORMATS)}")
     if not source:
-        raise Refused("--source is missing: a release, or an Orbax checkpoint")
+        raise Refused(no_source("quantize"))
     try:
         released = is_release(open_store(source))
     except OSError as e:

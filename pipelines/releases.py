@@ -188,7 +188,16 @@ def check_places(command: str, source: str, output: str, beam: Sequence[str]) ->
 
         check_options(beam, command, {"source": source, "output": output})
     if not output:
-        raise Refused("--output is missing: the folder that the release should lie in")
+        missing = "--output is missing: the folder that the release should lie in"
+        raise Refused(missing if source else f"{no_source(command)}\n{missing}")
+
+
+def no_source(command: str) -> str:
+    """What a command says that was given nothing to make a release of."""
+    what = {"export": "the Orbax checkpoint", "quantize": "a release, or an Orbax checkpoint"}.get(
+        command, "the release"
+    )
+    return f"--source is missing: {what}"
 
 
 def make_small_files(

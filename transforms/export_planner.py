@@ -36,7 +36,7 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family, Prediction, Tower, rename
 from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.ops import inverses
-from weightbeam.model_mappings.plan import Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
+from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.transforms.carrying import row_units
 from weightbeam.transforms.chunk_blocks import Cut, chunk_blocks, chunk_grid, cut
@@ -118,7 +118,7 @@ def plan_export(
         config = Config(likeness.config)
         naming = name_model(family, config, model)
         released = _released(likeness, family)
-        arrays, layout, problems = _find_arrays(options, source, family, config, naming.model, released)
+        arrays, layout, problems, lacking = _find_arrays(options, source, family, config, naming.model, released)
         drops = family.drops(config, layout)
         copies = {
             copy: original
@@ -130,7 +130,11 @@ def plan_export(
     shapes = _tensor_shapes(arrays)
     specs = _specs(shapes, released, copies, likeness)
     dropped, found = audit(arrays, specs, drops, family.name)
-    problems += [problem for problem in found if released or problem.kind != "missing"]
+    problems += [
+        problem
+        for problem in found
+        if (released or problem.kind != "missing") and (problem.kind != "unused" or problem.subject not in lacking)
+    ]
     names, dropped = _names(shapes, released, copies, dropped)
     release = open_source(parts) if parts else None
     taken = {
@@ -242,8 +246,9 @@ def _find_arrays(
     config: Config,
     model: str | None,
     released: Mapping[str, _Released],
-) -> tuple[tuple[Array, ...], Layout, list[Problem]]:
-    """The arrays of the table, as the checkpoint has them; the layout that it is in; and where they differ.
+) -> tuple[tuple[Array, ...], Layout, list[Problem], frozenset[str]]:
+    """The arrays of the table, as the checkpoint has them; the layout that it is in; where they differ; and the tensors
+    that would be made of those that aren't there.
 
     Raises:
       ConfigError: `config.json` lacks what the table needs.
@@ -260,20 +265,17 @@ def _find_arrays(
     for axis in axes:
         layout = dataclasses.replace(base, scan_axis=axis)
         parts = expand(family, config, layout)
-        problems, arrays = [], []
+        problems, arrays, lacking = [], [], set[str]()
         for path, same in parts.items():
             key = key_of(path)
             if all(part.rule.source is None for part in same):
                 continue
             if key not in weights:
-                problems.append(
-                    Problem(
-                        "missing",
-                        key,
-                        f"the {family.name} table makes tensors of it, but the checkpoint doesn't hold it",
-                        is_array=True,
-                    )
-                )
+                message = f"the {family.name} table makes tensors of it, but the checkpoint doesn't hold it"
+                if not key.startswith(PARAMETERS):
+                    message += "; MaxText's converter leaves variables out that aren't parameters, weightbeam convert writes them"
+                problems.append(Problem("missing", key, message, is_array=True))
+                lacking.update(name for part in same for name in part.tensors)
             elif weights[key].shape != same[0].shape:
                 message = f"{weights[key].shape} in the checkpoint, by config.json it is {same[0].shape}"
                 problems.append(Problem("shape", key, message, is_array=True))
@@ -284,7 +286,7 @@ def _find_arrays(
         for key in weights:
             if key not in known:
                 problems.append(Problem("unused", key, f"the {family.name} table makes no tensor of it", is_array=True))
-        tried.append((problems, tuple(arrays), layout))
+        tried.append((problems, tuple(arrays), layout, frozenset(lacking)))
         if not layout.scan:
             break
     fitting = [one for one in tried if not one[0]]
@@ -293,16 +295,16 @@ def _find_arrays(
         and len(
             {
                 tuple((a.key, tuple(f for p in a.parts for f in p.target_axes)) for a in arrays)
-                for _, arrays, _ in fitting
+                for _, arrays, _, _ in fitting
             }
         )
         > 1
     ):
-        choices = " or ".join(str(layout.scan_axis) for _, _, layout in fitting)
+        choices = " or ".join(str(layout.scan_axis) for _, _, layout, _ in fitting)
         message = f"the shapes fit {choices}, and the checkpoint doesn't say where its layers are stacked; name it"
-        return fitting[0][1], fitting[0][2], [Problem("option", "--param_scan_axis", message)]
-    problems, arrays, layout = fitting[0] if fitting else min(tried, key=lambda one: len(one[0]))
-    return arrays, layout, list(problems)
+        return fitting[0][1], fitting[0][2], [Problem("option", "--param_scan_axis", message)], frozenset()
+    problems, arrays, layout, lacking = fitting[0] if fitting else min(tried, key=lambda one: len(one[0]))
+    return arrays, layout, list(problems), lacking
 
 
 def _tensor_shapes(arrays: Iterable[Array]) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from facts import config_of, load_trees
 from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.plan import expand, make_arrays
 from weightbeam.model_mappings.registry import FAMILIES, family_of
+from weightbeam.model_mappings.trees import is_scanned
 
 TREES = load_trees()
 # of variables that aren't parameters, which the trees don't describe
@@ -32,6 +33,12 @@ def test_table_makes_maxtexts_tree(name):
     assert {key.split(".")[1] for key in others} == COLLECTIONS.get(tree.model.partition("-")[0], set())
     assert made == {path.replace("/", "."): fact for path, fact in tree.arrays.items()}
     assert len(arrays) == len(made) + len(others)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_names_tell_whether_layers_are_stacked(name):
+    """Where no metadata do: DeepSeek V4 has layers of their own before those that it stacks."""
+    assert is_scanned(path.replace("/", ".") for path in TREES[name].arrays) == TREES[name].scan
 
 
 def test_trees_cover_every_family():

@@ -333,6 +333,9 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--source", step, "--output", step / "items"], "lie in each other"),
         (["--source", step, "--output", tmp_path], "lie in each other"),
         (["--source", tmp_path / "nothing", "--output", tmp_path / "x"], "nothing"),
+        ([], "--source is missing: the Orbax checkpoint\n--output is missing: the folder"),
+        (["--source", step, "--output", tmp_path / "x", "--like", tmp_path / "nothing"], "--like="),
+        (["--source", step, "--output", tmp_path / "x", "--like", tmp_path / "ckpt"], "an Orbax checkpoint already"),
         (["--source", step, "--output", tmp_path / "x", "--unit_bytes", "100"], "raise --unit_bytes"),
     ):
         assert call("export", *arguments) == 2
