@@ -36,6 +36,7 @@ from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.prepare import describe, options_of, options_of_export, refuse
@@ -244,8 +245,7 @@ def diff(
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether they are the same within the tolerance."""
-    if rest:
-        raise Refused(f"unknown arguments: {' '.join(rest)}")
+    refuse_unknown(args, rest)
     found = diff(**keywords_of(args, diff))
     say(args, found)
     return 0 if found.ok else 1

@@ -16,6 +16,7 @@ from weightbeam.model_mappings.maxtext_config import MaxTextConfig, compare, eff
 from weightbeam.model_mappings.naming import ModelNameError, Naming, name_model
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_by_config
 from weightbeam.pipelines import tables
+from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_maxtext_yaml
 from weightbeam.pipelines.prepare import open_source
@@ -130,8 +131,7 @@ def _read(maxtext_model: str) -> dict[str, Any]:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the differences; 1 if there are any."""
-    if rest:
-        raise Refused(f"unknown options: {' '.join(rest)}")
+    refuse_unknown(args, rest)
     if not args.source or not args.maxtext_model:
         raise Refused("--source and --maxtext_model are both needed")
     found = fit(**keywords_of(args, fit))

@@ -27,7 +27,7 @@ from weightbeam.formats.storage import Store, open_store
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
-from weightbeam.pipelines.arguments.values import did_you_mean
+from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, sharding_rules
 from weightbeam.pipelines.prepare import describe, open_source, options_of, reading, refuse
@@ -38,7 +38,6 @@ from weightbeam.transforms.mesh import Mesh, Rules, axes_in, axes_of, model_rule
 from weightbeam.transforms.planner import prepare
 
 MAX_DEVICES = 1 << 18
-OPTIONS = ("--mesh", "--sharding_rules", "--source", "--maxtext_model", "--json")
 CUSTOM = 2000  # characters of metadata that aren't ours
 
 
@@ -408,10 +407,7 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints what a checkpoint holds; with meshes what loading it costs."""
-    if rest:
-        raise Refused(
-            f"unknown options: {' '.join(rest)}{did_you_mean(rest[0], OPTIONS)}; see weightbeam inspect --help"
-        )
+    refuse_unknown(args, rest)
     found = inspect(**keywords_of(args, inspect))
     with reading(args.checkpoint):
         say(args, found)

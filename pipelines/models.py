@@ -10,7 +10,7 @@ from typing import Any
 
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.registry import FAMILIES, shown
-from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import Block, Table, page, show, terminal_width, text
 
@@ -63,7 +63,6 @@ def models() -> Models:
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints them."""
-    if rest:
-        raise Refused(f"unknown options: {' '.join(rest)}; see weightbeam models --help")
+    refuse_unknown(args, rest)
     say(args, models())
     return 0

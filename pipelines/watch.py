@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from weightbeam.formats.storage.token import name_secret
+from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import Table, show
@@ -40,10 +41,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise RefusedError(
             "--json tells how things stand in the end: it goes with --once, --dry_run and --retry; --progress json logs JSON as things happen"
         )
-    if rest:
-        raise RefusedError(
-            f"unknown options: {' '.join(rest)}; what is passed on to Beam stands in the configuration, under runner"
-        )
+    refuse_unknown(args, rest, "what is passed on to Beam stands in the configuration, under runner")
     config = _config(args)
     if args.serve is not None and not os.environ.get(SECRET):
         raise RefusedError(f"--serve needs {SECRET} in the environment: the secret that the hub's webhook was given")
@@ -138,9 +136,11 @@ class Findings:
 
     def show(self) -> None:
         """Prints a table."""
-        rows = Table("model", "commit", "target", "state", "why", spare=("commit",))
+        rows = Table("model", "commit", "target", "state", "why, or where", spare=("commit",))
         for finding in self.findings:
-            rows.add_row(finding.repo, finding.commit[:12], finding.target, finding.state, finding.reason)
+            rows.add_row(
+                finding.repo, finding.commit[:12], finding.target, finding.state, finding.reason or finding.place
+            )
         show([rows])
 
     def to_dict(self) -> dict[str, Any]:

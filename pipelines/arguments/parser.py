@@ -30,6 +30,7 @@ from weightbeam.pipelines.arguments.options import (
     add_watching,
 )
 from weightbeam.pipelines.arguments.values import did_you_mean
+from weightbeam.pipelines.errors import Refused
 
 
 class _Parser(argparse.ArgumentParser):
@@ -180,7 +181,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
                 ours.append(words.pop(0))
         elif word.startswith("-") and len(word) > 1:
             rest.append(option + equals + value)
-            if not equals and words and not words[0].startswith("-"):
+            if not equals and words and (words[0] == "-" or not words[0].startswith("-")):
                 rest.append(words.pop(0))
         elif equals and f"--{option}" in known:
             commands[name].error(f"unexpected: {word}; did you mean --{word}?")
@@ -191,6 +192,18 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if name in POSITIONALS:
         _place(commands[name], args, places)
     return args, rest
+
+
+def refuse_unknown(args: argparse.Namespace, rest: Sequence[str], more: str = "") -> None:
+    """Refuses the options that a command doesn't know, where it has no use for Beam's.
+
+    Raises:
+      Refused: there are any.
+    """
+    if rest:
+        meant = did_you_mean(rest[0].partition("=")[0], _commands(make_parser())[args.command]._option_string_actions)
+        more = more or f"weightbeam {args.command} --help lists all"
+        raise Refused(f"unknown options: {' '.join(rest)}{meant}; {more}")
 
 
 def command_line(

@@ -14,7 +14,7 @@ import tenacity
 
 from weightbeam.formats.printable import printable
 from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.watching.records import FAILED, Record
+from weightbeam.pipelines.watching.records import FAILED, PUBLISHED, Record
 
 TIMEOUT = 10.0  # seconds, for each attempt
 ATTEMPTS = 4
@@ -26,7 +26,8 @@ def text_of(record: Record) -> str:
     """A record as a sentence."""
     commit, target = record.get("commit"), record.get("target")
     what = record["repo"] + (f"@{commit[:12]}" if commit else "") + (f" for {target}" if target else "")
-    return f"{what}: {record['state']}" + (f": {record['reason']}" if record.get("reason") else "")
+    where = f" in {record['checkpoint']}" if record["state"] == PUBLISHED and record.get("checkpoint") else ""
+    return f"{what}: {record['state']}{where}" + (f": {record['reason']}" if record.get("reason") else "")
 
 
 def _escaped(text: str) -> str:

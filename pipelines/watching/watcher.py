@@ -45,6 +45,7 @@ class Finding:
 
     Attributes:
       again: when to look again, if that is known.
+      place: where the result lies, once it is published.
     """
 
     repo: str
@@ -53,6 +54,7 @@ class Finding:
     state: str
     reason: str = ""
     again: datetime.datetime | None = None
+    place: str = ""
 
 
 class Watcher:
@@ -301,4 +303,5 @@ class Watcher:
 
 def _finding(history: History) -> Finding:
     last = history.last
-    return Finding(history.name, last["commit"], last["target"], last["state"], last.get("reason", ""))
+    place = last.get("checkpoint", "") if last["state"] == PUBLISHED else ""
+    return Finding(history.name, last["commit"], last["target"], last["state"], last.get("reason") or "", place=place)

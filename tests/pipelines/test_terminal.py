@@ -244,6 +244,23 @@ def test_ways_to_write_options(source: Path, tmp_path: Path, capfd: pytest.Captu
     assert "unexpected: c" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("diff a b --tolerence 3", "--tolerance"),
+        ("verify a --sampel 0.1", "--sample"),
+        ("inspect a --mehs fsdp=2", "--mesh"),
+        ("fit a llama2-7b --jsn -", "--json"),
+        ("watch --confg watch.yaml", "--config"),
+        ("models --quite", "--quiet"),
+        ("reshard a b --comression zstd", "--compression"),
+    ],
+)
+def test_every_command_knows_what_option_was_meant(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*words.split()) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
 def test_json_on_standard_output(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`--json -`: nothing else is there."""
     out = tmp_path / "out"

@@ -153,9 +153,12 @@ def test_a_release_is_converted_verified_and_published(
     assert not watch.output.exists()
     assert watch.once() == 0
     assert watch.states() == [WHOLE]
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    told = capsys.readouterr()
+    lines = [json.loads(line) for line in told.err.splitlines() if line.startswith("{")]
     assert [line["state"] for line in lines] == WHOLE
     report = watch.published()
+    assert lines[-1]["message"].endswith(f": published in {report['checkpoint']}")
+    assert told.out.rstrip().endswith(f"published  {report['checkpoint']}")  # the table says it, too
     assert report["commit"] == commit
     assert report["licenses"] == ["mit"]
     assert report["verified"] == {
