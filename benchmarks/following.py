@@ -111,7 +111,7 @@ def measure(source: Path, folder: Path, rounds: int) -> tuple[list[Figure], dict
     """The figures, and every single round."""
     draw(source, like := folder / "like")
     made: list[Path] = []
-    for bit in (0, 1):
+    for bit in (1, 2):
         train(like, trained := folder / "trained", bit)
         made.append(folder / f"made-{bit}")
         command = (WEIGHTBEAM, "convert", "--source", trained, "--mesh", MESH, "--output", made[-1])

@@ -2,7 +2,8 @@
 
 A file whose content is its owner, renewed by the owner as long as it lives. Whoever finds it refuses to start, unless
 it is stale: not renewed for `STALE` seconds, or its owner was a process that could be seen from here and is gone. Age
-is told by the store's clock: a machine whose own is wrong throws nobody out.
+is told by the store's clock: a machine whose own is wrong throws nobody out. A lease that was renewed as long in the
+future is stale, too: that clock was set back since, and an owner that lives would have renewed it by the new time.
 
 A lease keeps work from being done twice. What is published is safe without it: a process that slept, and lost its
 lease, finds that the place which it would publish from isn't its own any more (`formats/staging/`).
@@ -126,8 +127,8 @@ class Lease(abc.ABC):
 
 
 def _refuse_if_alive(found: Owner, age: float) -> None:
-    if age < STALE and not _is_gone(found):
-        where = f"process {found.get('pid')} on {found.get('host')}"
+    if abs(age) < STALE and not _is_gone(found):
+        where, age = f"process {found.get('pid')} on {found.get('host')}", max(0.0, age)
         raise HeldError(
             f"another conversion ({where}) is at work there, renewed {age:.0f} s ago; if it is gone, wait {STALE - age:.0f} s"
         )

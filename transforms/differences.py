@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 
 import ml_dtypes
@@ -16,7 +17,7 @@ from weightbeam.model_mappings.plan import is_float
 BOX_BYTES = 32 << 20  # of one side, read at a time
 MOST_BYTES = 256 << 20  # the same where a chunk has to be read whole
 SLAB = 1 << 20  # elements that are compared at a time
-CACHED = 1 << 14  # the same where they differ: what is made of them stays in a core's cache, and on the heap
+CACHED = 1 << 16  # the same where they differ: what is made of them stays in a core's cache
 FEWEST = 2.0**-100  # a sum of squares in float32 that is less has lost some of them
 EXPONENT = np.uint32(0x7F800000)  # the bits of a float32 that are 2^e of its magnitude
 EQUAL, ROUNDED, CHANGED = "equal", "rounded", "changed"
@@ -134,26 +135,44 @@ def _compare_float32(a: np.ndarray, b: np.ndarray, step: np.dtype | None) -> Dif
     Two numbers that are a step apart are within a factor of two of each other, so that their difference is exact
     (Sterbenz): what is counted is what float64 counts.
     """
-    x, y = a.astype(np.float32, copy=False), b.astype(np.float32, copy=False)
-    off = x - y
+    x, y, off, steps = (room[: a.size] for room in _room())
+    np.copyto(x, a)
+    np.copyto(y, b)
+    np.subtract(x, y, out=off)
     left, right, squares = float(np.dot(x, x)), float(np.dot(y, y)), float(np.dot(off, off))
+    product = float(np.dot(x, y))
     np.abs(off, out=off)
-    different = int(np.count_nonzero(off != 0))
+    different = int(np.count_nonzero(np.not_equal(off, 0, out=steps.view(bool)[: a.size])))
     if not all(FEWEST < held < math.inf for held in (left, right, squares if different else 1.0)):
         return None
     furthest = int(off.argmax())
     largest = abs(float(x[furthest]) - float(y[furthest]))
-    beyond = step is not None and bool(np.any(off > _spacing_float32(np.maximum(np.abs(x), np.abs(y)), step)))
-    return Difference(x.size, different, beyond, largest, float(off.sum()), squares, float(np.dot(x, y)), left, right)
+    beyond = step is not None and _is_beyond(x, y, off, step, steps)
+    return Difference(a.size, different, beyond, largest, float(off.sum()), squares, product, left, right)
 
 
-def _spacing_float32(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """What `spacing` says, of finite numbers that aren't negative, in their place."""
-    info = ml_dtypes.finfo(dtype)
-    bits = values.view(np.uint32)
+def _is_beyond(x: np.ndarray, y: np.ndarray, off: np.ndarray, step: np.dtype, steps: np.ndarray) -> bool:
+    """Whether an element is further off than what `spacing` says of the larger magnitude. Takes `x`, `y` and `steps` for
+    itself.
+    """
+    info, bits = ml_dtypes.finfo(step), steps.view(np.uint32)
+    np.maximum(np.abs(x, out=x), np.abs(y, out=y), out=steps)
     np.bitwise_and(bits, EXPONENT, out=bits)
-    values *= np.float32(2.0 ** -int(info.nmant))
-    return np.maximum(values, np.float32(2.0 ** (int(info.minexp) - int(info.nmant))), out=values)
+    np.multiply(steps, np.float32(2.0 ** -int(info.nmant)), out=steps)
+    np.maximum(steps, np.float32(2.0 ** (int(info.minexp) - int(info.nmant))), out=steps)
+    return bool(np.greater(off, steps, out=x.view(bool)[: x.size]).any())
+
+
+def _room() -> list[np.ndarray]:
+    """Four arrays of this thread's: what is made anew each time is given back to the system, and its pages cost as much
+    as the arithmetic.
+    """
+    if not hasattr(_ROOM, "arrays"):
+        _ROOM.arrays = [np.empty(CACHED, np.float32) for _ in range(4)]
+    return _ROOM.arrays
+
+
+_ROOM = threading.local()
 
 
 def _compare_float64(a: np.ndarray, b: np.ndarray, step: np.dtype | None) -> Difference:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 
 from weightbeam.formats.release import has_weights
@@ -12,11 +11,10 @@ from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import MERGED
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import Place
-from weightbeam.pipelines.watching.records import now
+from weightbeam.pipelines.watching.records import SKEW, now
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import growing_steps, read_step
 
-TOLERANCE = datetime.timedelta(minutes=5)  # by which clocks may differ
 PLAN_SECONDS = 900.0
 
 
@@ -87,7 +85,7 @@ def _find_problems(feed: RunFeed) -> list[str]:
         return [*problems, message]
     if newest is None:  # all is known to be well, or it has gone while it was looked at
         return problems
-    if newest.updated > now() + TOLERANCE:
+    if newest.updated > now() + SKEW:
         warn(
             f"{newest.url} was committed at {newest.updated:%Y-%m-%d %H:%M} UTC by the run's clock, and it is {now():%Y-%m-%d %H:%M} by this machine's"
         )

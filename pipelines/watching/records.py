@@ -26,6 +26,7 @@ REFUSED, FAILED, SAME = "refused", "failed", "same"
 GONE, REMOVED = "gone", "removed"
 SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED)  # nothing is left to be done
 ROOT, RUNS = ".weightbeam/releases", ".weightbeam/runs"  # below the output
+SKEW = datetime.timedelta(minutes=5)  # by which clocks may differ
 NUMBER = re.compile(r"(\d{4,})\.json")
 
 Record = Mapping[str, Any]

@@ -25,6 +25,7 @@ from weightbeam.pipelines.watching.records import (
     PUBLISHED,
     REFUSED,
     SETTLED,
+    SKEW,
     VERIFIED,
     History,
     LostError,
@@ -206,13 +207,18 @@ class Watcher:
         return dataclasses.replace(_finding(history), again=self._due(history) if history.state == FAILED else None)
 
     def _due(self, history: History) -> datetime.datetime | None:
-        """When a failed one is tried again; None if it isn't. A record of the future is of a clock that was set back
-        since: it counts as just made.
+        """When a failed one is tried again; None if it isn't.
+
+        A record of the future is of a clock that was set back since: how long ago it was made can't be told, and it is
+        tried again at once. One of the next moment is another machine's, and counts as just made.
         """
         if history.attempt >= self.config.attempts:
             return None
+        made = datetime.datetime.fromisoformat(history.last["time"])
+        if made > now() + SKEW:
+            return now()
         delay = datetime.timedelta(minutes=self.config.retry_minutes) * 2 ** min(history.attempt - 1, 20)
-        return min(datetime.datetime.fromisoformat(history.last["time"]), now()) + min(delay, LONGEST_DELAY)
+        return min(made, now()) + min(delay, LONGEST_DELAY)
 
     # --- the steps, with the lease held
 

@@ -74,6 +74,19 @@ def test_an_owner_elsewhere_is_stale_only_when_it_stops_renewing(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_clock_that_is_set_back(tmp_path: Path) -> None:
+    """A lease of tomorrow is nobody's: whoever held it would have renewed it by now. One of the next moment is held."""
+    path = tmp_path / "lease"
+    pretend(path, age=-lease.STALE + 5)
+    with pytest.raises(lease.HeldError, match=r"renewed 0 s ago; if it is gone, wait 60 s"), hold(path):
+        pass
+    path.unlink()
+    pretend(path, age=-86_400)
+    with hold(path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_owner_renews(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long conversion stays the owner."""
     monkeypatch.setattr(lease, "HEARTBEAT", 0.02)

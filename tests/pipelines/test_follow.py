@@ -5,6 +5,7 @@ export of a quiet copy.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import random
@@ -49,7 +50,8 @@ from trained import SHARED
 import weightbeam as wb
 from weightbeam.formats.storage import hub as storage
 from weightbeam.formats.storage import open_store
-from weightbeam.pipelines.watching import changes
+from weightbeam.pipelines.watching import changes, watcher
+from weightbeam.pipelines.watching import records as watching_records
 from weightbeam.pipelines.watching.records import RUNS
 from weightbeam.pipelines.watching.runs import list_steps
 
@@ -301,6 +303,44 @@ def test_steps_that_are_asked_for(model: tuple[Path, dict[str, Any]], tmp_path: 
             read_steps(wrong)
 
 
+@pytest.mark.slow
+def test_a_look_at_ten_thousand_steps_is_one_listing(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, audit: list[tuple[str, str]]
+) -> None:
+    """And one of what was published before: nothing is opened."""
+    run, output, file = tmp_path / "run", tmp_path / "out", tmp_path / "watch.yaml"
+    write(run, 10_000, model=model)
+    for step in range(1, 10_000):
+        (run / str(step)).mkdir()
+        os.link(run / "10000" / "_CHECKPOINT_METADATA", run / str(step) / "_CHECKPOINT_METADATA")
+    target = dict(name="f32", output=str(tmp_path / "models"))
+    about = dict(checkpoints=str(run), like=str(model[0]), steps="newest", targets=[target])
+    file.write_text(yaml.safe_dump(dict(output=str(output), runs=[about], verify=0)))
+    assert call("watch", "--config", file, "--once") == 0
+    audit.clear()
+    assert call("watch", "--config", file, "--once") == 0
+    assert [said for said in audit if said[1].startswith(str(run))] == [("os.listdir", str(run))]
+    assert [said for said in audit if said[1].startswith(str(output))].count(
+        ("os.scandir", str(output / RUNS / "run" / "marks"))
+    ) == 2  # when it starts, and when it looks
+    assert states(output) == {"step-10000": WHOLE}
+
+
+@pytest.fixture
+def audit() -> Iterator[list[tuple[str, str]]]:
+    """What this process opens and lists: `(event, path)`."""
+    told: list[tuple[str, str]] = []
+    wanted = {"open", "os.listdir", "os.scandir"}
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in wanted:
+            told.append((event, str(arguments[0])))
+
+    sys.addaudithook(hook)
+    yield told
+    wanted.clear()  # a hook stays
+
+
 @pytest.fixture(scope="session")
 def lora_run(
     model: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
@@ -497,6 +537,40 @@ def test_a_clock_that_is_wrong(
     assert (tmp_path / "out" / "step-1").exists()
     assert watch(run, model[0], tmp_path / "out") == 0
     assert sorted(path.name for path in (tmp_path / "out").glob("step-*")) == ["step-1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_a_clock_that_jumps(
+    hours: int, model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks: what was published is let alone, what failed is tried again, what comes is published."""
+    like, run, out, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "out", tmp_path / "watch.yaml"
+    about = dict(checkpoints=str(run), like=str(like), targets=[dict(name="f32", output=str(out / "run"))])
+    file.write_text(yaml.safe_dump(dict(output=str(out), runs=[about], verify=0, retry_minutes=60)))
+    write(run, 1, model=model)
+    assert call("watch", "--config", file, "--once") == 0
+    write(run, 2, model=model)
+    held = max((path for path in (run / "2").rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data, found = held.read_bytes(), held.stat()
+    held.write_bytes(bytes(len(data)))
+    os.utime(held, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert call("watch", "--config", file, "--once") == 1
+    held.write_bytes(data)
+    os.utime(held, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert call("watch", "--config", file, "--once") == 1  # it isn't due yet
+    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=hours)
+    for module in (watcher, watching_records):
+        monkeypatch.setattr(module, "now", lambda: later)
+    write(run, 3, model=model)
+    assert call("watch", "--config", file, "--once") == 0
+    assert sorted(path.name for path in (out / "run").glob("step-*")) == ["step-1", "step-2", "step-3"]
+    assert {step: found.count("published") for step, found in states(out).items()} == {
+        "step-1": 1,
+        "step-2": 1,
+        "step-3": 1,
+    }
+    assert json.loads((out / "run" / "f32.json").read_text())["step"] == 3
 
 
 def test_a_copy_for_another_mesh(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
