@@ -34,6 +34,10 @@ class Prediction(str):
     """Why layers of multi-token prediction are left out."""
 
 
+class Variable(str):
+    """Why a tensor that isn't a parameter in MaxText is left out: the checkpoint hasn't got it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """The table of a family, and how to tell that a checkpoint belongs to it.

@@ -475,7 +475,7 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
             for number, adapter in enumerate(planned.adapters, 1)
         },
         "rounded": said(planned.lossy),
-        "taken from the release": f"{count(len(planned.carried), 'tensor')} of {planned.parts.root}: towers or prediction layers that the weights don't hold"
+        "taken from the release": f"{count(len(planned.carried), 'tensor')} of {planned.parts.root}: parts of the model that the weights don't hold"
         if planned.parts
         else "",
         "form": f"the language model alone, {planned.config_edits['model_type']}; config.json is its part of the release's"

@@ -33,7 +33,7 @@ from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.sources import Source, open_source, stored_tensors
 from weightbeam.model_mappings.audit import audit, drop_reason
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
-from weightbeam.model_mappings.family import Family, Prediction, Tower, rename
+from weightbeam.model_mappings.family import Family, Prediction, Tower, Variable, rename
 from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.ops import inverses
 from weightbeam.model_mappings.plan import PARAMETERS, Array, Plan, Problem, TensorSpec, expand, holds, is_float, key_of
@@ -119,7 +119,9 @@ def plan_export(
         naming = name_model(family, config, model)
         released = _released(likeness, family)
         arrays, layout, problems, lacking = _find_arrays(options, source, family, config, naming.model, released)
-        drops = family.drops(config, layout)
+        release = open_source(parts) if parts else None
+        problems, variables = _variables(problems, lacking, released, release)
+        drops = {**variables, **family.drops(config, layout)}
         copies = {
             copy: original
             for copy, original in family.copies(config, layout).items()
@@ -136,7 +138,6 @@ def plan_export(
         if (released or problem.kind != "missing") and (problem.kind != "unused" or problem.subject not in lacking)
     ]
     names, dropped = _names(shapes, released, copies, dropped)
-    release = open_source(parts) if parts else None
     taken = {
         name: reason
         for name, reason in dropped.items()
@@ -186,7 +187,7 @@ def plan_export(
         _config_edits(config, arrays, shapes, drops, taken)
         | {field: likeness.config[field] for field in ("architectures", "model_type") if likeness is not like},
         likeness,
-        (*(files.warnings if files else ()), *_warn_of_towers(dropped, like, family)),
+        (*(files.warnings if files else ()), *_warn_of_towers(dropped, like, family), *_warn_of_variables(taken, like)),
         tuple(adapters),
         merged,
         quantised=form.quantised,
@@ -246,9 +247,9 @@ def _find_arrays(
     config: Config,
     model: str | None,
     released: Mapping[str, _Released],
-) -> tuple[tuple[Array, ...], Layout, list[Problem], frozenset[str]]:
+) -> tuple[tuple[Array, ...], Layout, list[Problem], Mapping[str, str]]:
     """The arrays of the table, as the checkpoint has them; the layout that it is in; where they differ; and the tensors
-    that would be made of those that aren't there.
+    that would be made of those that aren't there, each with its array.
 
     Raises:
       ConfigError: `config.json` lacks what the table needs.
@@ -265,7 +266,7 @@ def _find_arrays(
     for axis in axes:
         layout = dataclasses.replace(base, scan_axis=axis)
         parts = expand(family, config, layout)
-        problems, arrays, lacking = [], [], set[str]()
+        problems, arrays, lacking = [], [], dict[str, str]()
         for path, same in parts.items():
             key = key_of(path)
             if all(part.rule.source is None for part in same):
@@ -273,9 +274,11 @@ def _find_arrays(
             if key not in weights:
                 message = f"the {family.name} table makes tensors of it, but the checkpoint doesn't hold it"
                 if not key.startswith(PARAMETERS):
-                    message += "; MaxText's converter leaves variables out that aren't parameters, weightbeam convert writes them"
+                    message += (
+                        "; it is no parameter, which MaxText's converter leaves out: --like RELEASE takes it from there"
+                    )
                 problems.append(Problem("missing", key, message, is_array=True))
-                lacking.update(name for part in same for name in part.tensors)
+                lacking |= {name: key for part in same for name in part.tensors}
             elif weights[key].shape != same[0].shape:
                 message = f"{weights[key].shape} in the checkpoint, by config.json it is {same[0].shape}"
                 problems.append(Problem("shape", key, message, is_array=True))
@@ -286,7 +289,7 @@ def _find_arrays(
         for key in weights:
             if key not in known:
                 problems.append(Problem("unused", key, f"the {family.name} table makes no tensor of it", is_array=True))
-        tried.append((problems, tuple(arrays), layout, frozenset(lacking)))
+        tried.append((problems, tuple(arrays), layout, lacking))
         if not layout.scan:
             break
     fitting = [one for one in tried if not one[0]]
@@ -302,9 +305,35 @@ def _find_arrays(
     ):
         choices = " or ".join(str(layout.scan_axis) for _, _, layout, _ in fitting)
         message = f"the shapes fit {choices}, and the checkpoint doesn't say where its layers are stacked; name it"
-        return fitting[0][1], fitting[0][2], [Problem("option", "--param_scan_axis", message)], frozenset()
+        return fitting[0][1], fitting[0][2], [Problem("option", "--param_scan_axis", message)], {}
     problems, arrays, layout, lacking = fitting[0] if fitting else min(tried, key=lambda one: len(one[0]))
     return arrays, layout, list(problems), lacking
+
+
+def _variables(
+    problems: Sequence[Problem], lacking: Mapping[str, str], released: Mapping[str, _Released], release: Source | None
+) -> tuple[list[Problem], dict[str, Variable]]:
+    """What a checkpoint lacks that isn't a parameter in MaxText, such as DeepSeek V4's routing tables: no problem where
+    the release has it, from which it is taken.
+
+    Args:
+      lacking: tensors that the checkpoint's arrays don't make, each with the array that would.
+      release: what can be taken.
+
+    Returns:
+      The problems that stay; and why these tensors aren't made.
+    """
+    held = {
+        name: release is not None and name in released and released[name].name in release.encodings for name in lacking
+    }
+    wanting = {key for name, key in lacking.items() if key.startswith(PARAMETERS) or not held[name]}
+    variables = {
+        name: Variable("no parameter in MaxText, and not in the checkpoint")
+        for name, key in lacking.items()
+        if key not in wanting
+    }
+    explained = {lacking[name] for name in variables}
+    return [problem for problem in problems if problem.kind != "missing" or problem.subject not in explained], variables
 
 
 def _tensor_shapes(arrays: Iterable[Array]) -> dict[str, tuple[int, ...]]:
@@ -352,10 +381,12 @@ def _names(
 
 def _is_taken(options: ExportOptions, reason: str) -> bool:
     """Whether what is left out for a reason is taken from the release: towers, unless the language model alone is
-    wanted, and prediction layers where they are.
+    wanted, prediction layers where they are, and what is no parameter in MaxText.
     """
     if isinstance(reason, Tower):
         return options.multimodal is not False
+    if isinstance(reason, Variable):
+        return True
     return isinstance(reason, Prediction) and options.mtp
 
 
@@ -426,6 +457,15 @@ def _warn_of_towers(dropped: Mapping[str, str], like: Like, family: Family) -> I
         yield (
             f"parts that the checkpoint doesn't hold stay out ({len(towers) - described:,} tensors of {of}), and config.json says so "
             f"({', '.join(fields)}): {hint}"
+        )
+
+
+def _warn_of_variables(taken: Mapping[str, str], like: Like) -> Iterator[str]:
+    """What training may have changed, and the checkpoint doesn't hold."""
+    if variables := [name for name, reason in taken.items() if isinstance(reason, Variable)]:
+        yield (
+            f"{len(variables):,} tensors that the checkpoint doesn't hold are those of {like.root}, as before any training: "
+            f"no parameters in MaxText, such as {variables[0]}"
         )
 
 

@@ -111,8 +111,7 @@ def test_from_unscanned_bfloat16(generated: Path, tmp_path: Path, case: str) -> 
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own conversions aren't beside the project")
-# of V4 it leaves out the routing tables
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("gemma3", "deepseek4")])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "gemma3"])
 def test_maxtexts_own_conversions(tmp_path: Path, case: str) -> None:
     """What MaxText's converter made comes back as the release that it was made of; its chunks hold all layers."""
     source = SHARED / "cases" / case
@@ -131,6 +130,25 @@ def test_maxtexts_own_conversions(tmp_path: Path, case: str) -> None:
         name: values for file in (source / "hf").glob("*.safetensors") for name, values in load_file(file).items()
     }
     compare(made, wanted, record["lossy"])
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own conversions aren't beside the project")
+def test_variables_that_maxtexts_converter_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek V4's routing tables and router biases: taken from the release, with a warning, and judged by it; refused
+    where a release has no weights.
+    """
+    source = SHARED / "cases" / "deepseek4"
+    export(source / "scanned", tmp_path / "back", "--like", source / "hf", "--maxtext_model", "deepseek4-284b")
+    assert "7 tensors that the checkpoint doesn't hold are those of" in " ".join(capsys.readouterr().err.split())
+    taken = json.loads((tmp_path / "back" / "weightbeam.json").read_text())["taken"]["tensors"]
+    assert {name.rpartition(".")[2] for name in taken} == {"tid2eid", "e_score_correction_bias"}
+    assert call("verify", tmp_path / "back") == 0
+    assert "1,568 elements of 7 tensors of it compared" in capsys.readouterr().out
+    (tmp_path / "form").mkdir()
+    shutil.copy(source / "hf" / "config.json", tmp_path / "form")
+    assert call("export", source / "scanned", tmp_path / "x", "--like", tmp_path / "form") == 2
+    assert "5 problems:" in (said := capsys.readouterr().err)
+    assert "--like RELEASE takes it from there" in said
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
