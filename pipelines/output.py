@@ -23,16 +23,24 @@ from weightbeam.model_mappings.plan import Plan, Problem
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.tables import human
 from weightbeam.transforms.movement import Movement
-from weightbeam.transforms.staged import load
+from weightbeam.transforms.staged import load, made_by
 
 
-class CheckpointPlan(Movement, Protocol):
-    """A plan whose result is an Orbax checkpoint: of a conversion, or of a reshard."""
+class Resumable(Movement, Protocol):
+    """A plan that a later command may go on with, if it is still the same."""
 
     @property
     def options(self) -> Any:
         """The user's; a dataclass."""
         ...
+
+    def was_touched(self, since: Any) -> bool:
+        """Whether the source changed since a plan with the same hash was made."""
+        ...
+
+
+class CheckpointPlan(Resumable, Protocol):
+    """A plan whose result is an Orbax checkpoint: of a conversion, or of a reshard."""
 
     @property
     def plan(self) -> Plan:
@@ -59,10 +67,6 @@ class CheckpointPlan(Movement, Protocol):
     @property
     def linked_bytes(self) -> int:
         """Bytes of the source's files that become part of the checkpoint."""
-        ...
-
-    def was_touched(self, since: Any) -> bool:
-        """Whether the source changed since a plan with the same hash was made."""
         ...
 
 
@@ -197,11 +201,8 @@ def _find_problems(
         return _problem(
             staging.plan_folder, "holds a stopped conversion; go on with --resume, or start anew with --overwrite"
         )
-    if stopped and resume and (differs := _difference(staging, conversion)):
-        return _problem(
-            staging.plan_folder,
-            f"holds a stopped conversion with another plan ({differs}); --overwrite without --resume starts anew",
-        )
+    if stopped and resume and (why := why_not_go_on(staging, conversion)):
+        return _problem(staging.plan_folder, why)
     if staging.is_taken():
         if irreplaceable := _why_not_replace(staging):
             return _problem(staging.final, irreplaceable)
@@ -268,10 +269,17 @@ def _check_room(staging: FolderStaging, conversion: CheckpointPlan, resume: bool
     return []
 
 
-def _difference(staging: Staging, wanted: CheckpointPlan) -> str:
+def why_not_go_on(staging: Staging, wanted: Resumable) -> str:
+    """Why `--resume` can't go on with what is staged: it is of another plan, and how that differs; else empty."""
+    if differs := _difference(staging, wanted):
+        return f"holds what a stopped command staged with another plan ({differs}); --overwrite without --resume starts anew"
+    return ""
+
+
+def _difference(staging: Staging, wanted: Resumable) -> str:
     """What differs between the plan that is staged and the one that is wanted; empty if nothing does."""
     if not staging.is_staged():
-        return "it is complete but for its name" if plan_hash_of(staging.checkpoint) not in (None, wanted.hash) else ""
+        return "it is complete but for its name" if made_by(staging.checkpoint) not in (None, wanted.hash) else ""
     try:
         staged = load(staging.read_plan())
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
@@ -280,7 +288,7 @@ def _difference(staging: Staging, wanted: CheckpointPlan) -> str:
         return f"it is of weightbeam {staged.kind}"
     if staged.hash == wanted.hash:
         return "the source's files have changed" if wanted.was_touched(staged) else ""
-    options, before = vars(wanted.options), vars(cast(CheckpointPlan, staged).options)
+    options, before = vars(wanted.options), vars(cast(Resumable, staged).options)
     changed = [
         f"--{name} was {_shown(old)}, is {_shown(options[name])}"
         for name, old in before.items()

@@ -24,7 +24,7 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.arguments.parser import command_line
 from weightbeam.pipelines.arguments.values import size
 from weightbeam.pipelines.errors import Busy, Failed, Refused
-from weightbeam.pipelines.output import alone, look_for_job
+from weightbeam.pipelines.output import Resumable, alone, look_for_job, why_not_go_on
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, units_text
@@ -356,6 +356,8 @@ def check_release(staging: ReleasePlace, planned: ReleasePlan, resume: bool, ove
         return problem(
             "what a stopped command staged lies beside it; go on with --resume, or start anew with --overwrite"
         )
+    if stopped and resume and (why := why_not_go_on(staging, cast(Resumable, planned))):
+        return [Problem("output", str(staging.plan_folder), why)]
     if there and not overwrite and not (resume and made_by == planned.hash):
         return problem(
             "exists"

@@ -151,9 +151,7 @@ class Conversion(InUnits):
         """Whether a file of the source was replaced since it was planned with; that isn't in the hash, as the source
         may have moved, times and all.
         """
-        before = {shard.path: shard for shard in since.source.shards}
-        pairs = [(before[shard.path], shard) for shard in self.source.shards if shard.path in before]
-        return any(old.inode != new.inode or old.was_touched(new) for old, new in pairs)
+        return self.source.was_touched(since.source)
 
     @property
     def target_bytes(self) -> int:

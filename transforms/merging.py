@@ -161,6 +161,10 @@ class Merge(ReleasePlan):
             return written
         return VALUES if name in self.merging.touched else self.encodings[name].weight.dtype
 
+    def was_touched(self, since: Merge) -> bool:
+        """Whether a file of the release was replaced since it was planned with; see `Conversion.was_touched`."""
+        return self.source.was_touched(since.source)
+
     @property
     def hash(self) -> str:
         """Identifies the result: files and headers of the release and of the adapters, the options, what is written,

@@ -129,6 +129,12 @@ class HfCheckpoint:
         """How many tensors it holds."""
         return sum(len(shard.tensors) for shard in self.shards)
 
+    def was_touched(self, since: HfCheckpoint) -> bool:
+        """Whether a file was replaced since the same files were opened; sizes and times needn't show it."""
+        before = {shard.path: shard for shard in since.shards}
+        pairs = [(before[shard.path], shard) for shard in self.shards if shard.path in before]
+        return any(old.inode != new.inode or old.was_touched(new) for old, new in pairs)
+
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON; what is wrong with it is left out."""
         shards = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -362,6 +363,34 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
 
 
+def test_resumed_with_another_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the source was replaced meanwhile, of the same sizes and times even, nothing of two sources is mixed."""
+    from weightbeam.formats import release_target
+
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    lora, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)})
+    command = ("merge", source, tmp_path / "out", "--lora", lora)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(release_target, "write_unit", fails)
+        assert call(*command) == 1
+    capsys.readouterr()
+    for file in source.glob("*.safetensors"):
+        before, data = file.stat(), bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.with_suffix(".new").write_bytes(data)
+        os.utime(file.with_suffix(".new"), ns=(before.st_atime_ns, before.st_mtime_ns))
+        file.with_suffix(".new").rename(file)
+    assert call(*command, "--resume") == 2
+    assert "another plan (the source's files have changed); --overwrite without --resume" in capsys.readouterr().err
+    assert call(*command, "--overwrite") == 0
+
+
 def test_stopped_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -396,6 +425,8 @@ def test_stopped_and_resumed(
     assert not (tmp_path / "back").exists()
     assert call(*command) == 2
     assert "--resume" in capsys.readouterr().err
+    assert call(*command, "--max_shard_size=50KB", "--resume") == 2
+    assert "another plan (--max_shard_size was not given, is 50000); --overwrite" in capsys.readouterr().err
     assert call(*command, "--resume") == 0
     assert call(*command, "--resume") == 0
     assert "nothing to do" in capsys.readouterr().out
