@@ -75,8 +75,9 @@ def test_keywords_are_the_commands_options(name: str) -> None:
         action.dest: action.default for action in commands.choices[name]._actions if action.dest not in {"help", *SHELL}
     }
     if name == "plan":
-        # for the last line; a plan has `maxtext_config()`
-        del options["output"], options["maxtext_config"], options["load"], options["hosts"]
+        # for the verdict and the last line; a plan has `maxtext_config()`
+        for asked in ("output", "resume", "overwrite", "maxtext_config", "load", "hosts"):
+            del options[asked]
     assert set(options) == set(keywords) - {"beam", "progress"}
     for option, default in options.items():
         wanted = keywords[option].default

@@ -191,7 +191,8 @@ def test_what_the_job_asks_for(run: Run, generated: Path) -> None:
     assert pool["autoscalingSettings"] == {"algorithm": 2, "maxNumWorkers": -(-len(conversion.units) // 4)}
     assert {"no_use_multiple_sdk_containers", "use_runner_v2"} <= set(environment["experiments"])
     assert "use_multiple_sdk_containers" not in environment["experiments"]
-    assert "cloud-dataflow/v1beta3/beam_python3.11_sdk:" in pool["workerHarnessContainerImage"]
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert f"cloud-dataflow/v1beta3/beam_python{python}_sdk:" in pool["workerHarnessContainerImage"]
     assert set(run.job.files) == {"pipeline.pb", "workflow.tar.gz", "submission_environment_dependencies.txt"}
     assert {package["name"] for package in pool["packages"]} == set(run.job.files) - {"pipeline.pb"}
     for step in WORKING:
