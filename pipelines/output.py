@@ -26,8 +26,14 @@ from weightbeam.transforms.movement import Movement
 from weightbeam.transforms.staged import load, made_by
 
 
-class Resumable(Movement, Protocol):
-    """A plan that a later command may go on with, if it is still the same."""
+class Resumable(Protocol):
+    """What of a plan tells whether a later command may go on with it."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def hash(self) -> str: ...
 
     @property
     def options(self) -> Any:
@@ -39,7 +45,7 @@ class Resumable(Movement, Protocol):
         ...
 
 
-class CheckpointPlan(Resumable, Protocol):
+class CheckpointPlan(Movement, Resumable, Protocol):
     """A plan whose result is an Orbax checkpoint: of a conversion, or of a reshard."""
 
     @property

@@ -24,7 +24,7 @@ from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.arguments.parser import command_line
 from weightbeam.pipelines.arguments.values import size
 from weightbeam.pipelines.errors import Busy, Failed, Refused
-from weightbeam.pipelines.output import Resumable, alone, look_for_job, why_not_go_on
+from weightbeam.pipelines.output import alone, look_for_job, why_not_go_on
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, units_text
@@ -307,7 +307,9 @@ def _to_hub(
         raise Refused(f"--output={e}") from e
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "weightbeam" / f"{planned.title.lower()}-{planned.hash[:16]}"
-    written = carry_out(planned, str(folder), True, False, beam, progress)
+    place = find_place(planned, str(folder))
+    anew = place.exists() and bool(why_not_go_on(place, planned))
+    written = carry_out(planned, str(folder), not anew, anew, beam, progress)
     try:
         made = publish_folder(
             folder, output, f"{planned.title} of {planned.inputs[0]} ({planned.hash[:12]})", create_pr=create_pr
@@ -356,7 +358,7 @@ def check_release(staging: ReleasePlace, planned: ReleasePlan, resume: bool, ove
         return problem(
             "what a stopped command staged lies beside it; go on with --resume, or start anew with --overwrite"
         )
-    if stopped and resume and (why := why_not_go_on(staging, cast(Resumable, planned))):
+    if stopped and resume and (why := why_not_go_on(staging, planned)):
         return [Problem("output", str(staging.plan_folder), why)]
     if there and not overwrite and not (resume and made_by == planned.hash):
         return problem(

@@ -151,15 +151,16 @@ def _gather(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...] | str]:
     """
     shared = _common([words for name, *_ in rows if (words := name.split(".")[:-1])])
     head = f"{shared}." if shared else ""
-    indent = ""
+    inside = False
     for start, stop, common in _runs(rows, 2 + len(shared.split(".")) if shared else 2):
-        if head and not indent and rows[start][0].startswith(head):
+        was_inside, inside = inside, bool(head) and rows[start][0].startswith(head)
+        indent, above = (" ", head) if inside else ("", "")
+        if inside and not was_inside:
             yield head
-            indent = " "
         if common:
-            yield f"{indent}{common.removeprefix(head)}."
+            yield f"{indent}{common.removeprefix(above)}."
         for name, *rest in rows[start:stop]:
-            yield (f"{indent}  {name[len(common) + 1 :]}" if common else f"{indent}{name.removeprefix(head)}", *rest)
+            yield (f"{indent}  {name[len(common) + 1 :]}" if common else f"{indent}{name.removeprefix(above)}", *rest)
 
 
 def _runs(rows: Sequence[tuple[str, ...]], depth: int) -> Iterator[tuple[int, int, str]]:

@@ -295,6 +295,8 @@ def plan_verification(
     with reading(checkpoint):
         if (pair := find_export(checkpoint, source)) is not None:
             return _plan_export(*pair, given)
+        if given.get("like"):
+            raise Refused("--like: is for an export that has tensors from a release; neither side is one; leave it out")
         items = find_items(checkpoint)
         found = check_files(items)
         if found:
@@ -330,12 +332,12 @@ def plan_verification(
 
 
 def _in_order(checkpoint: str, source: str | None) -> tuple[str, str | None]:
-    """Checkpoint and source: a release that tells nothing of itself, where the checkpoint should stand, is the source of
-    what stands where it should.
+    """Checkpoint and source: a release that isn't an export, where the checkpoint should stand, is the source of what
+    stands where it should.
     """
     with contextlib.suppress(StorageError):  # which is told where they are looked for
         if source and is_release(open_store(checkpoint)) and not is_release(open_store(source)):
-            return (checkpoint, source) if read_record(checkpoint) else (source, checkpoint)
+            return (checkpoint, source) if read_record(checkpoint).get("command") == "export" else (source, checkpoint)
     return checkpoint, source
 
 
@@ -416,6 +418,8 @@ def _find_counterparts(
     wrong: dict[str, str] = {}
     said = record.get("tensors") if isinstance(record, Mapping) else None
     names = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+    if like and not names:
+        raise Refused(f"--like: {export.root} has nothing from a release; leave it out")
     if names:
         release = _open_like(like or str(record.get("from")))
         found[f"{release.root}, which they were taken from"], wrong = taken(export, release, names)
@@ -431,8 +435,8 @@ def _find_counterparts(
         if copy in left and not isinstance(left[copy], Prediction)
     }
     if pairs := copied(conversion.encodings, copies):
-        found["those that they are copies of"] = pairs
-    return found, list(wrong.items()), {name: why for name, why in left.items() if name not in copies}
+        found["those that they are copies of"] = list(pairs.values())
+    return found, list(wrong.items()), {name: why for name, why in left.items() if name not in pairs}
 
 
 def _open_like(url: str) -> HfCheckpoint:

@@ -65,18 +65,19 @@ def taken(
     return made, wrong
 
 
-def copied(encodings: Mapping[str, Encoding], copies: Mapping[str, str]) -> list[Counterpart]:
-    """Counterparts of the tensors that a release stores a second time, such as a tied head.
+def copied(encodings: Mapping[str, Encoding], copies: Mapping[str, str]) -> dict[str, Counterpart]:
+    """Counterparts of the tensors that a release stores a second time, such as a tied head, by the table's names; of those
+    that are stored as plain values.
 
     Args:
       encodings: the release's, by the table's names.
       copies: what each copy is of.
     """
-    return [
-        Counterpart(found.weight.name, found, encodings[original])
+    return {
+        copy: Counterpart(found.weight.name, found, encodings[original])
         for copy, original in copies.items()
         if original in encodings and isinstance(found := encodings.get(copy), Plain)
-    ]
+    }
 
 
 def compare_counterparts(pair: Counterpart) -> ArrayResult:

@@ -27,7 +27,7 @@ EQUAL, ROUNDED, CHANGED = "equal", "rounded", "changed"
 class Difference:
     """How far two arrays, or the same boxes of both, are apart. NaN equals NaN.
 
-    What is counted is exact. Sums are those of float32 or float64, slab by slab.
+    What is counted is exact. The largest difference is that of float32; sums are of float32 or float64, slab by slab.
 
     Attributes:
       elements, different: how many were compared, and how many of them aren't equal.

@@ -604,23 +604,29 @@ def _config_edits(
         rows = {shapes[name][0] for part in embedding.parts for name in part.tensors}
         if len(rows) == 1 and (count := rows.pop()) != text.get("vocab_size", count):
             edits["vocab_size"] = count
-    parts = set(taken.values())
+    parts = list(taken.values())
     if not any(isinstance(reason, Prediction) for reason in parts) and not any(
         array.key.startswith(MTP) for array in arrays
     ):
         edits |= {field: 0 for field in NEXTN if text.get(field)}
+    there = [part.absent for part in parts if isinstance(part, Tower)]
     for tower in drops.values():
-        if isinstance(tower, Tower) and tower not in parts:
-            edits |= {field: value for field, value in tower.absent.items() if _said(config, field)}
+        if isinstance(tower, Tower) and tower.absent not in there:
+            edits |= {field: value for field, value in tower.absent.items() if not _is_absent(config, field, value)}
     return edits
 
 
-def _said(config: Mapping[str, Any], field: str) -> Any:
-    """What `config.json` says in a field; a dot leads into a section."""
-    said: Any = config
-    for name in field.split("."):
-        said = said.get(name) if isinstance(said, Mapping) else None
-    return said
+def _is_absent(config: Mapping[str, Any], field: str, value: Any) -> bool:
+    """Whether `config.json` says already that a part isn't there; a dot of the field leads into a section.
+
+    A section that is null, or isn't there, describes nothing; but a flag that isn't there is true.
+    """
+    *sections, name = field.split(".")
+    for section in sections:
+        config = config.get(section) or {}
+        if not config:
+            return True
+    return not config.get(name) if value is None else config.get(name, True) == value
 
 
 def load(inputs: Mapping[str, Any]) -> Export:

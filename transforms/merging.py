@@ -162,8 +162,7 @@ class Merge(ReleasePlan):
         return VALUES if name in self.merging.touched else self.encodings[name].weight.dtype
 
     def was_touched(self, since: Merge) -> bool:
-        """Whether a file of the release was replaced since it was planned with; see `Conversion.was_touched`."""
-        return self.source.was_touched(since.source)
+        return any(now.was_touched(then) for now, then in zip(self._files, since._files, strict=True))
 
     @property
     def hash(self) -> str:

@@ -121,6 +121,7 @@ class ReleasePlan(InUnits):
     """The part of a plan that its release follows from; a dataclass with these fields adds where the values come from.
 
     Attributes:
+      kind: of the plan, as it is staged.
       options: the user's.
       plan: what is left out, and the problems.
       files: where each tensor goes; None if there are problems.
@@ -131,6 +132,7 @@ class ReleasePlan(InUnits):
       config_edits: what of `config.json` has to change: `{field: value}`.
     """
 
+    kind: str
     options: WritingOptions
     plan: Plan
     files: FileLayout | None
@@ -154,6 +156,10 @@ class ReleasePlan(InUnits):
     @property
     def hash(self) -> str:
         """Identifies the result."""
+        raise NotImplementedError
+
+    def was_touched(self, since: Any) -> bool:
+        """Whether what is read was replaced since a plan with the same hash was made, in a way that it doesn't know."""
         raise NotImplementedError
 
     @property

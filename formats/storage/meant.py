@@ -26,7 +26,9 @@ def hint(where: str) -> str:
     """What was meant by a folder that isn't there, as the end of a message; empty where nothing suggests itself."""
     if page := _PAGE.fullmatch(where):
         return f"; did you mean hf://{page[1]}" + (f"@{page[2]}?" if page[2] else "?")
-    path, repository = Path(where).expanduser(), where.removeprefix("hf:").strip("/")
+    path, repository = Path(where).expanduser(), where
+    if where.startswith("hf:"):
+        repository = where.removeprefix("hf:").strip("/")
     if path.is_file():
         return f"; {foreign_format(path.name) or f'it is a file: name its folder, {path.parent}'}"
     return f"; did you mean hf://{repository}?" if _REPOSITORY.fullmatch(repository.partition("@")[0]) else ""

@@ -175,4 +175,4 @@ class Feed(abc.ABC):
         return None
 
     def clear(self, history: History) -> None:  # noqa: B027
-        """Removes what was staged of a version that is gone."""
+        """Removes what was staged of a version that can't be gone on with."""

@@ -73,8 +73,11 @@ class WorkerProcess:
         self._log.close()
 
     def begin(self) -> None:
-        """Starts the process, if there is none, without waiting for it."""
+        """Starts the process, if there is none that lives, without waiting for it."""
+        if self._process is not None and not self._process.is_alive():
+            self.end()
         if self._process is None:
+            os.truncate(self._log.name, 0)
             self.connection, theirs = self._context.Pipe()
             self._process = self._context.Process(target=_serve, args=(theirs, self._log.name, self._prepare))
             self._process.start()
@@ -280,7 +283,7 @@ def verify(arguments: Sequence[str]) -> dict[str, Any]:
     findings = found.findings.values()
     about = {
         "elements": sum(each.compared for each in findings),
-        "arrays": len(found.to_dict()),
+        "arrays": len(found.findings),
         "rounded": sum(each.rounded for each in findings),
     }
     return about | {"sample": found.sample}

@@ -96,6 +96,8 @@ class Watcher:
             if history.state in (REFUSED, FAILED)
         ]
         for feed, history in found:
+            if history.state == REFUSED:  # what was staged may be what stood against it
+                feed.clear(history)
             self._notices.tell(history.add(DISCOVERED, "asked for again", attempt=0))
             feed.reopened(history)
         return [_finding(history) for _, history in found]

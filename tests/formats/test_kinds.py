@@ -16,6 +16,7 @@ from support import LLAMA, call, random_tensors, save
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import StorageError
+from weightbeam.formats.storage.meant import hint
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -159,3 +160,13 @@ def test_links_to_another_folder_are_allowed_by_an_option(tmp_path: Path, capsys
     assert "config.json" in zipfile.ZipFile(tmp_path / "out/0/release.zip").namelist()
     assert json.loads((tmp_path / "out/0/conversion.json").read_text())["options"]["allow_links"] is True
     assert call("verify", *options, "--checkpoint", tmp_path / "out") == 0
+
+
+@pytest.mark.parametrize("where", ["/data/models", "/ckpt/0", "../models/llama", "models"])
+def test_a_folder_suggests_no_repository(where: str) -> None:
+    assert hint(where) == ""
+
+
+@pytest.mark.parametrize("where", ["Qwen/Qwen3-8B", "hf:Qwen/Qwen3-8B", "hf:/Qwen/Qwen3-8B"])
+def test_a_name_suggests_a_repository(where: str) -> None:
+    assert hint(where) == "; did you mean hf://Qwen/Qwen3-8B?"

@@ -39,6 +39,7 @@ from support import (
 from trained import SHARED, TRAINED, trained_like
 
 import weightbeam as wb
+from weightbeam.formats import release_target
 
 CASES = [case for case in given() if case != "deepseek3-mtp-standalone"]
 
@@ -363,29 +364,33 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "full" / "thesis.txt").read_text() == "mine"
 
 
-def test_resumed_with_another_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where the source was replaced meanwhile, of the same sizes and times even, nothing of two sources is mixed."""
-    from weightbeam.formats import release_target
+def no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
-    lora, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)})
-    command = ("merge", source, tmp_path / "out", "--lora", lora)
 
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(release_target, "write_unit", fails)
-        assert call(*command) == 1
-    capsys.readouterr()
-    for file in source.glob("*.safetensors"):
+def replace_files(release: Path) -> None:
+    """Puts others of the same sizes and times in the place of a release's files."""
+    for file in release.glob("*.safetensors"):
         before, data = file.stat(), bytearray(file.read_bytes())
         data[-1] ^= 1
         file.with_suffix(".new").write_bytes(data)
         os.utime(file.with_suffix(".new"), ns=(before.st_atime_ns, before.st_mtime_ns))
         file.with_suffix(".new").rename(file)
+
+
+def test_resumed_with_another_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the source was replaced meanwhile, of the same sizes and times even, nothing of two sources is mixed."""
+    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    lora, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)})
+    command = ("merge", source, tmp_path / "out", "--lora", lora)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(release_target, "write_unit", no_space)
+        assert call(*command) == 1
+    capsys.readouterr()
+    replace_files(source)
     assert call(*command, "--resume") == 2
     assert "another plan (the source's files have changed); --overwrite without --resume" in capsys.readouterr().err
     assert call(*command, "--overwrite") == 0
@@ -409,8 +414,6 @@ def test_stopped_and_resumed(
         "12000",
         "--direct_num_workers=1",
     ]
-    from weightbeam.formats import release_target
-
     original, done = release_target.write_unit, []
 
     def fails(staging, unit, rows):
@@ -653,6 +656,14 @@ def test_onto_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         assert [made.title.partition(" of ")[0] for made in server.repositories["org/quantize"].pulls] == [
             "Dequantisation"
         ]
+        # what a stopped command left isn't gone on with if the files may have been written to since
+        merge = ("merge", source, "--lora", lora, "--output", "hf://org/again")
+        with monkeypatch.context() as patched:
+            patched.setattr(release_target, "write_unit", no_space)
+            assert call(*merge) == 1
+        for file in source.glob("*.safetensors"):
+            file.chmod(0o600)
+        assert call(*merge) == 0
         assert list((tmp_path / "cache" / "weightbeam").iterdir()) == []
         monkeypatch.delenv("HF_TOKEN")
         assert call("export", "--source", step, "--output", "hf://org/tuned") == 2

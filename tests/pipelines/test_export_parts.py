@@ -8,12 +8,15 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from support import BF16, LLAMA, call, convert, random_tensors, read_config, read_tensors, save
+
+from weightbeam.transforms.export_planner import _is_absent
 
 WITH_TOWERS = ["models/gemma3-vision", "models/llama4", "cases/qwen3.5", "cases/gemma4-dense", "models/gemma4-e4b"]
 
@@ -147,6 +150,22 @@ def test_config_says_which_parts_are_left_out(
     assert parts.keys() < whole.state_dict().keys()
     assert call("verify", tmp_path / "out") == 0
     assert call("plan", tmp_path / "out", *scan, *options) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value", "absent"),
+    [
+        ({"audio_config": {"depth": 2}}, "audio_config", None, False),
+        ({"audio_config": None}, "audio_config", None, True),
+        ({}, "audio_config", None, True),
+        ({"vision_config": {"depth": 2}}, "vision_config.use_head", False, False),  # true where it isn't said
+        ({"vision_config": {"use_head": False}}, "vision_config.use_head", False, True),
+        ({}, "vision_config.use_head", False, True),
+        ({}, "enable_audio_output", False, False),
+    ],
+)
+def test_what_config_says_of_a_part(config: dict[str, Any], field: str, value: Any, absent: bool) -> None:
+    assert _is_absent(config, field, value) is absent
 
 
 def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> None:

@@ -53,6 +53,20 @@ def test_a_process_is_ready_and_fresh() -> None:
     assert children() == before
 
 
+def test_what_died_while_it_waited() -> None:
+    """The next work isn't its victim, and doesn't get its last words for its own."""
+    before = children()
+    with Workers(prepare, stays=True) as workers:
+        workers.rest()
+        (ready,) = (child for child in multiprocessing.active_children() if child.pid not in before)
+        ready.kill()
+        ready.join()
+        workers.rest()
+        outcome = workers.run(tell, ["x"])
+        assert (outcome.status, outcome.facts["said"]) == (DONE, ["x"])
+        assert outcome.facts["pid"] != ready.pid
+
+
 def test_what_is_done_together() -> None:
     """Outcomes come in the order of the works; where one fails, the others are ended, and its word counts."""
     before = children()

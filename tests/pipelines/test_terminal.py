@@ -172,6 +172,21 @@ def test_a_table_of_real_sizes_fits_the_terminal() -> None:
     assert max(map(len, table.lines(64))) <= 64  # without chunks
 
 
+def test_a_row_stands_below_its_own_prefix() -> None:
+    """One that doesn't begin so isn't shown below it, wherever it comes."""
+    table = Table("array", "shape", ">bytes")
+    for name in (
+        "params.params.decoder.norm.scale",
+        "params.params.embedding.table",
+        "step",
+        "params.params.logits.kernel",
+    ):
+        table.add_row(name, "151936 × 1024", "1.19 GB")
+    shown = [line.split("  ")[0] or line for line in table.lines(40)]
+    assert [line for line in shown if "step" in line] == ["step"]
+    assert [line for line in shown if line.startswith("params.params.")] == ["params.params."] * 2
+
+
 def test_a_pipe_has_a_line_for_each_array(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Whole names, no padding."""
     assert call("plan", source) == 0

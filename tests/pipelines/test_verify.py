@@ -188,3 +188,13 @@ def test_either_may_be_named_first(source: Path, tmp_path: Path, capsys: pytest.
         capsys.readouterr()
         assert call("verify", *words) == 0
         assert "exported" not in capsys.readouterr().out
+    assert call("verify", source, tmp_path / "out", "--like", source) == 2
+    assert "--like: is for an export" in capsys.readouterr().err
+
+
+def test_a_release_of_ours_that_is_no_export(source: Path, tmp_path: Path) -> None:
+    """A quantised one is the source of what was converted from it, whatever comes first."""
+    assert call("quantize", source, tmp_path / "fp8") == 0
+    convert(tmp_path / "fp8", tmp_path / "out")
+    for words in ((tmp_path / "fp8", tmp_path / "out"), (tmp_path / "out", tmp_path / "fp8")):
+        assert call("verify", *words) == 0
