@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -251,15 +252,17 @@ def test_rates_are_those_measured(kernel: str) -> None:
     assert MEASURED[kernel] == pytest.approx(figures[kernel], rel=0.25)
 
 
-def test_the_simulation_against_a_host_that_was_measured() -> None:
-    """1.34 GB in 64 units, from a bucket into a bucket, on Flink: one slot, a link of 70 Mbit/s. A quarter too fast, as
+@pytest.mark.parametrize("hosts", [1, 2])  # of four each has so few units that their sizes count
+def test_the_simulation_against_hosts_that_were_measured(hosts: int) -> None:
+    """1 GB in 64 units, from a bucket into a bucket, on Flink: one slot a host, links of 30 Mbit/s. A tenth too fast, as
     docs/running.md says; without overlap it would be more than a third too slow.
     """
-    nbytes = 1_340_000_000 // 64
+    nbytes, found = RESULTS["hosts"]["details"]["bytes"] // 64, RESULTS["hosts"]["details"]["seconds"][str(hosts)]
     unit = Effort(2 * nbytes / makespan.TRANSFER + nbytes / makespan.TRANSPOSE, 9, nbytes, nbytes)
-    worker = Worker(0.07, 0, 1, engine="Flink", start=makespan.CLUSTER_START)
-    assert -0.28 < estimate([unit] * 64, 1, worker, 1, False).unit_seconds / 215.1 - 1 < -0.22
-    assert 64 * makespan.passage(unit, worker) / 215.1 > 4 / 3
+    worker = Worker(0.03, 0, 1, engine="Flink", start=makespan.CLUSTER_START)
+    measured = statistics.median(found)
+    assert -0.2 < estimate([unit] * 64, hosts, worker, 1, False).unit_seconds / measured - 1 < 0
+    assert 64 / hosts * makespan.passage(unit, worker) / measured > 4 / 3
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Effort)])
