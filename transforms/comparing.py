@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,26 +26,32 @@ from weightbeam.transforms.work import Tally
 COMPARED = Tally()  # bytes of the checkpoint
 
 
-class CompareArrays(beam.PTransform):
-    """Numbers of tasks -> a file with all findings, which `read_findings` reads.
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What is compared with what.
 
-    With `keys`, the checkpoint's key of each array, it is the release that is judged: an export of the checkpoint. Its
-    `counterparts` are numbered behind the last task.
+    Attributes:
+      staged, plan_hash: the conversion of the source.
+      items: the checkpoint.
+      sample: the share of each array that is compared.
+      keys: the checkpoint's key of each array, where it is the release that is judged: an export of the checkpoint.
+      counterparts: what of that no array makes; numbered behind the last task.
     """
 
-    def __init__(
-        self,
-        staged: bytes,
-        plan_hash: str,
-        items: Store,
-        sample: float,
-        report: Path,
-        keys: Mapping[str, str] | None = None,
-        counterparts: Sequence[Counterpart] = (),
-    ):
+    staged: bytes
+    plan_hash: str
+    items: Store
+    sample: float
+    keys: Mapping[str, str] | None = None
+    counterparts: Sequence[Counterpart] = ()
+
+
+class CompareArrays(beam.PTransform):
+    """Numbers of tasks -> a file with all findings, which `read_findings` reads."""
+
+    def __init__(self, comparison: Comparison, report: Path):
         super().__init__()
-        self.fn = _CompareFn(staged, plan_hash, items, sample, keys, counterparts)
-        self.report = report
+        self.fn, self.report = _CompareFn(comparison), report
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return (
@@ -57,33 +64,25 @@ class CompareArrays(beam.PTransform):
 
 
 class _CompareFn(beam.DoFn):
-    def __init__(
-        self,
-        staged: bytes,
-        plan_hash: str,
-        items: Store,
-        sample: float,
-        keys: Mapping[str, str] | None,
-        counterparts: Sequence[Counterpart],
-    ):
-        self.staged, self.plan_hash, self.items, self.sample, self.keys = staged, plan_hash, items, sample, keys
-        self.counterparts = counterparts
+    def __init__(self, comparison: Comparison):
+        self.comparison = comparison
 
     def setup(self) -> None:
-        self.stores = open_arrays(self.items)
-        self.conversion = cast(Conversion, load_bytes(self.staged, self.plan_hash))
+        of = self.comparison
+        self.stores = open_arrays(of.items)
+        self.conversion = cast(Conversion, load_bytes(of.staged, of.plan_hash))
         self.tasks = tasks(self.conversion)
 
     def process(self, number: int) -> Iterator[bytes]:
         if number >= len(self.tasks):
-            counterpart = self.counterparts[number - len(self.tasks)]
+            counterpart = self.comparison.counterparts[number - len(self.tasks)]
             COMPARED.add(counterpart.nbytes)
             yield pickle.dumps(compare_counterparts(counterpart))
             return
-        task = self.tasks[number]
+        task, keys = self.tasks[number], self.comparison.keys
         key = self.conversion.plan.arrays[task.array].key
-        store = self.stores[key if self.keys is None else self.keys[key]]
-        finding = run_task(task, self.conversion, store, self.sample, self.keys is not None)
+        store = self.stores[key if keys is None else keys[key]]
+        finding = run_task(task, self.conversion, store, self.comparison.sample, keys is not None)
         COMPARED.add(finding.compared * self.conversion.plan.arrays[task.array].dtype.itemsize)
         yield pickle.dumps(finding)
 
