@@ -1,12 +1,13 @@
-"""One process of a job that loads: `python member.py PROCESS PROCESSES PORT REQUEST`, where a request is a file of
-JSON.
+"""One process of a job that loads: `python member.py PROCESS PROCESSES PORT REQUEST ANSWERS`, where a request is a
+file of JSON.
 
     {"devices": of all processes, "loads": [{"source": …, "mesh": [names, sizes], "options": {…}, "fault": [process,
     kind], "values": false}, …]}
 
-Prints JSON, a line for each load, of what this process holds of each array, `{"shards": {key: [[index, digest], …]},
-"read": bytes, "programs": …}`, or `{"refused": message}`, `{"failed": message}`; with `values` the bytes of a shard in
-place of its digest. A process of its own, since the number of devices is settled when JAX starts.
+Writes JSON into the file of answers, a line for each load, of what this process holds of each array, `{"shards": {key:
+[[index, digest], …]}, "read": bytes, "programs": …}`, or `{"refused": message}`, `{"failed": message}`; with `values`
+the bytes of a shard in place of its digest. Not to its standard output, where Gloo's threads write words of their own.
+A process of its own, since the number of devices is settled when JAX starts.
 """
 
 from __future__ import annotations
@@ -118,5 +119,6 @@ def break_reading(loading: Any, kind: str, source: str) -> None:
 
 
 if __name__ == "__main__":
-    for told in main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(Path(sys.argv[4]).read_text())):
-        print(json.dumps(told), flush=True)
+    with Path(sys.argv[5]).open("w") as answers:
+        for told in main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(Path(sys.argv[4]).read_text())):
+            print(json.dumps(told), file=answers, flush=True)
