@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ class Exported:
 
     def __str__(self) -> str:
         lines = [self.written.about(self.export.layout)]
-        if self.written.state == "done" and not self.page:
+        if self.written.state == "done":
             for what, reasons in (
                 ("rounded once", self.export.lossy),
                 ("of the release left out", self.export.plan.dropped),
@@ -108,13 +109,9 @@ class Exported:
                     lines.append(
                         f"{count(len(reasons), 'tensor')} {what}: {'; '.join(sorted(set(reasons.values()))[:3])}"
                     )
-            load = (
-                f"gcloud storage cp -r {self.folder} ."
-                if self.folder.startswith("gs://")
-                else f"transformers.AutoModelForCausalLM.from_pretrained({self.folder!r})"
-            )
-            lines.append(f"load it:  {load}")
-            lines.append(f"check it: weightbeam verify --source {self.folder} --checkpoint {self.export.source.root}")
+            lines += self.written.loading(self.export.form.config)
+            sides = f"--source {shlex.quote(self.folder)} --checkpoint {shlex.quote(self.export.source.root)}"
+            lines.append(f"check it: weightbeam verify {sides}")
         return "\n".join(lines)
 
 

@@ -65,12 +65,13 @@ class Merged:
 
     def __str__(self) -> str:
         lines = [self.written.about(self.merge.layout)]
-        if self.written.state == "done" and not self.written.page:
+        if self.written.state == "done":
             lines.append(f"{self.merge.changes}, the others are the release's own bytes")
             if self.merge.plan.dropped:
                 lines.append(
                     f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are written as their values"
                 )
+            lines += self.written.loading(self.merge.source.config)
         return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from weightbeam.formats.model_class import loading_code
 from weightbeam.formats.release import edit_config, model_card, role_of
 from weightbeam.formats.release_target import ReleaseFolder, ReleasePlace, plan_hash_of, release_staging
 from weightbeam.formats.staging import BucketStaging
@@ -65,6 +66,17 @@ class Written:
         rate = f" ({human(files.size / self.seconds)}/s)" if self.seconds else ""
         what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}"
         return f"{self.folder}: {what} in {self.seconds:.1f} s{rate}"
+
+    def loading(self, config: Mapping[str, Any]) -> list[str]:
+        """The lines that say how transformers loads the release, whose `config.json` is `config`."""
+        if self.folder.startswith("gs://"):
+            lines = [f"gcloud storage cp -r {self.folder} .", loading_code(config, self.folder.rpartition("/")[2])]
+        elif self.folder.startswith("hf://"):
+            repo, _, commit = self.folder.removeprefix("hf://").partition("@")
+            lines = [loading_code(config, repo, **({"revision": commit} if commit else {}))]
+        else:
+            lines = [loading_code(config, self.folder)]
+        return [f"{head:10}{line}" for head, line in zip(("load it:", ""), lines, strict=False)]
 
 
 def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, Any]:
@@ -234,6 +246,7 @@ def make_small_files(
         text = edited.encode()
     kept = {name: small[name] for name in small if role_of(name) not in {"config", "card", *left_out}}
     base = root.removeprefix("hf://").partition("@")[0] if root.startswith("hf://") else None
+    facts = {**facts, "loads with": loading_code(config, "…")}
     card = small["README.md"].decode(errors="replace") if "README.md" in small else None
     page = model_card(
         (base or root).rpartition("/")[2] or title,

@@ -78,7 +78,9 @@ def run_job(
         files = [(folder / f"{processes}-{process}.{kind}").open("w+") for kind in ("out", "err")]
         answers = folder / f"{processes}-{process}.answers"
         arguments = [*command, str(process), str(processes), port, str(request), str(answers)]
-        started.append((subprocess.Popen(arguments, stdout=files[0], stderr=files[1], env=environment), answers, *files))
+        started.append(
+            (subprocess.Popen(arguments, stdout=files[0], stderr=files[1], env=environment), answers, *files)
+        )
     for process, answers, *files in started:
         process.wait(timeout=500)
         out, err = (file.seek(0) or file.read() for file in files)

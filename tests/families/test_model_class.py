@@ -1,0 +1,39 @@
+"""Which class loads a release: what transformers' own Auto classes say of every model that it wrote for the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+from cases.models import CASES, MODELS
+from support import read_config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from weightbeam.formats.model_class import OWN_CODE, loading_code, model_class
+from weightbeam.model_mappings.registry import FAMILIES
+
+
+@pytest.mark.parametrize("model", [*(f"cases/{case}" for case in CASES), *(f"models/{model}" for model in MODELS)])
+def test_the_class_is_the_one_that_wrote_it(generated: Path, model: str) -> None:
+    """The Auto class, asked by transformers for the class of the folder's configuration."""
+    folder = generated / model
+    auto = getattr(transformers, model_class(config := read_config(folder)))
+    found = auto._model_mapping[type(transformers.AutoConfig.from_pretrained(folder))]
+    assert found.__name__ == config["architectures"][0]
+
+
+def test_every_model_type_that_transformers_lacks_is_known() -> None:
+    kinds = {kind for family in FAMILIES for kind in family.model_types}
+    assert kinds - CONFIG_MAPPING_NAMES.keys() == set(OWN_CODE)
+
+
+def test_the_line() -> None:
+    kimi = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    assert loading_code(kimi, "a b") == (
+        "transformers.AutoModelForCausalLM.from_pretrained('a b', trust_remote_code=True)"
+    )
+    assert loading_code({}, "me/x", revision="ab").endswith(
+        "AutoModelForCausalLM.from_pretrained('me/x', revision='ab')"
+    )
+    assert model_class({"architectures": ["BertForMaskedLM"]}) == "BertForMaskedLM"
