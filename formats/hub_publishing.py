@@ -75,7 +75,8 @@ class Published:
 
 
 def check_target(url: str) -> Target:
-    """Makes sure, before any work, that there is a token which the hub knows.
+    """Makes sure, before any work, that there is a token which the hub knows, and that it may write somewhere. What a
+    fine-grained token may, and whose repositories, only a commit tells.
 
     Raises:
       StorageError: there is none, or the name isn't one of a repository.
@@ -84,7 +85,9 @@ def check_target(url: str) -> Target:
     if token() is None:
         raise StorageError(f"{target}: HF_TOKEN isn't set; publishing needs a token that may write there")
     with told(target):
-        retried(api().whoami)()
+        about = retried(api().whoami)()
+    if about.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise StorageError(f"{target}: the token that is set may only read; publishing needs one of the role `write`")
     return target
 
 

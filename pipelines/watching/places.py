@@ -77,11 +77,19 @@ class Place(abc.ABC):
         """Removes a published step; nothing happens where there is none."""
 
     @abc.abstractmethod
+    def check_writable(self, dry_run: bool = False) -> None:
+        """Makes sure that steps can be published here; for a dry run as far as that can be told without writing.
+
+        Raises:
+          OSError: they can't.
+        """
+
+    @abc.abstractmethod
     def owner(self) -> str | None:
         """The run whose steps are published here; None where there are none yet.
 
         Raises:
-          OSError: it can't be told, or nothing can be written here.
+          OSError: it can't be told.
         """
 
     def own(self, run: str) -> None:  # noqa: B027
@@ -94,6 +102,29 @@ def open_place(url: str, scratch: Path) -> Place:
         return HubPlace(url, scratch)
     store = open_store(url)
     return FolderPlace(store, scratch) if isinstance(store, LocalFolder) else BucketPlace(store, scratch)
+
+
+def check_writable(output: Store, dry_run: bool = False) -> None:
+    """Makes sure that a folder, or a folder of a bucket, can be written; for a dry run as far as that can be told
+    without writing.
+
+    Raises:
+      StorageError: it can't be.
+    """
+    try:
+        if not dry_run:
+            (output / ".weightbeam").make()
+            (output / ".weightbeam").check_writable()
+        elif isinstance(output, LocalFolder):
+            there = next(folder for folder in (output.folder, *output.folder.parents) if os.path.lexists(folder))
+            if not there.is_dir():
+                raise StorageError(f"{there} is no folder")
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise StorageError(f"{there} can't be written to")
+        else:
+            output.list(OWNER)  # whether there is such a bucket
+    except OSError as e:
+        raise StorageError(f"{output.url}: {reason(e)}") from e
 
 
 class StorePlace(Place):
@@ -115,12 +146,10 @@ class StorePlace(Place):
         assert url.startswith(f"{self.url}/")
         self.store.delete_folder(url.removeprefix(f"{self.url}/"))
 
+    def check_writable(self, dry_run: bool = False) -> None:
+        check_writable(self.store, dry_run)
+
     def owner(self) -> str | None:
-        try:
-            (self.store / ".weightbeam").make()
-            (self.store / ".weightbeam").check_writable()
-        except StorageError as e:
-            raise StorageError(f"{self.url}: {reason(e)}") from e
         return _json(self.store, OWNER).get("run")
 
     def own(self, run: str) -> None:
@@ -249,8 +278,10 @@ class HubPlace(Place):
                 if e.response is None or e.response.status_code != 404:
                     raise
 
-    def owner(self) -> str | None:
+    def check_writable(self, dry_run: bool = False) -> None:
         check_target(self.url)
+
+    def owner(self) -> str | None:
         return self.report(self.url).get("run")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from weightbeam.formats.release import has_weights
@@ -10,7 +11,7 @@ from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import MERGED
 from weightbeam.pipelines.watching.notices import warn
-from weightbeam.pipelines.watching.places import Place
+from weightbeam.pipelines.watching.places import Place, check_writable
 from weightbeam.pipelines.watching.records import SKEW, now
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import growing_steps, read_step
@@ -27,14 +28,20 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
     problems = _find_shared_places(feeds)
     for feed in feeds:
         problems += _find_problems(feed)
-    if not dry_run:
-        apart = [
-            (feed, name, place)
-            for feed in feeds
-            for name, place in feed.places.items()
-            if not _is_in_a_run(place.url, feeds)
-        ]
-        problems += [problem for feed, name, place in apart for problem in _find_place_problems(feed, name, place)]
+    places = [
+        (f"run {feed.run.name}, target {name}", feed, place)
+        for feed in feeds
+        for name, place in feed.places.items()
+        if not _runs_around(place.url, feeds)
+    ]
+    for who, feed, place in places:
+        problems += _find_place_problems(who, feed, place, dry_run)
+    for output in [feed.output for feed in feeds[:1]]:  # one for all
+        if not _runs_around(output.url, feeds) and not any(_is_below(place.url, output.url) for _, _, place in places):
+            try:
+                check_writable(output, dry_run)
+            except StorageError as e:
+                problems.append(f"output: {e}")
     if problems:
         raise RefusedError("\n".join(f"  {problem}" for problem in dict.fromkeys(problems)))
 
@@ -45,23 +52,33 @@ def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
     problems = []
     for number, (who, url) in enumerate(held):
         for other, theirs in held[:number]:
-            if url == theirs:
+            if _real(url) == _real(theirs):
                 problems.append(f"{who}: is published into {url}, as is {other}; give each an output of its own")
-        if _is_in_a_run(url, feeds):
+        for run in _runs_around(url, feeds):
             problems.append(
-                f"{who}: {url} lies in the folder of a run, in which nothing is ever written; choose another output"
+                f"{who}: {url} lies in {run}, a run in which nothing is ever written; choose another output"
             )
     problems += [
-        f"output: {feed.output} lies in the run's folder {feed.run.checkpoints}"
-        for feed in feeds
-        if _is_in_a_run(feed.output.url, feeds)
+        f"output: {feed.output} lies in {run}, a run in which nothing is ever written; choose another output"
+        for feed in feeds[:1]
+        for run in _runs_around(feed.output.url, feeds)
     ]
     return problems
 
 
-def _is_in_a_run(url: str, feeds: Sequence[RunFeed]) -> bool:
-    """Whether something would be written into a run's folder."""
-    return any(f"{url}/".startswith(f"{feed.run.checkpoints}/") for feed in feeds)
+def _runs_around(url: str, feeds: Sequence[RunFeed]) -> list[str]:
+    """The runs into whose folders something would be written."""
+    return [run for run in dict.fromkeys(feed.run.checkpoints for feed in feeds) if _is_below(url, run)]
+
+
+def _is_below(url: str, folder: str) -> bool:
+    """Whether something lies in a folder, or is it."""
+    return f"{_real(url)}/".startswith(f"{_real(folder)}/")
+
+
+def _real(url: str) -> str:
+    """Where something lies, by whatever link it is named."""
+    return url if "://" in url else os.path.realpath(url)
 
 
 def _find_problems(feed: RunFeed) -> list[str]:
@@ -107,10 +124,10 @@ def _find_problems(feed: RunFeed) -> list[str]:
     return problems
 
 
-def _find_place_problems(feed: RunFeed, name: str, place: Place) -> list[str]:
+def _find_place_problems(who: str, feed: RunFeed, place: Place, dry_run: bool) -> list[str]:
     """Whether a place can't be written, or is another run's."""
-    who = f"run {feed.run.name}, target {name}"
     try:
+        place.check_writable(dry_run)
         owner = place.owner()
     except OSError as e:
         return [f"{who}: {e if isinstance(e, StorageError) else f'{place.url}: {reason(e)}'}"]

@@ -893,6 +893,41 @@ def test_everything_wrong_is_said_at_the_start(
     assert "two runs can't be published into one place" in capsys.readouterr().err
 
 
+def test_places_are_looked_at_first(
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    gcs: FakeGcs,
+    hub: FakeHub,
+) -> None:
+    """By a dry run, too, which writes nothing: a token that may only read, a file in a folder's place, a bucket that
+    isn't there, the run's own folder by another name; and the records, where all else lies elsewhere.
+    """
+    run, file, link = tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml", tmp_path / "link"
+    write(run, 1, model=model)
+    link.symlink_to(run)
+    (tmp_path / "file").write_text("")
+    hub.writers.clear()
+    outputs = dict(hub=f"hf://{REPO}", file=str(tmp_path / "file" / "x"), bucket="gs://none/x", inside=str(link / "x"))
+    targets = [dict(name=name, output=output) for name, output in outputs.items()]
+    about = dict(checkpoints=str(run), like=str(model[0]), targets=targets)
+    file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "file" / "records"), runs=[about])))
+    before = snapshot(tmp_path)
+    wanted = [
+        f"target hub: hf://{REPO}: the token that is set may only read",
+        f"target file: {tmp_path}/file/x: ",
+        "target bucket: gs://none/x: ",
+        f"target inside: {link}/x lies in {run}",
+        f"output: {tmp_path}/file/records: ",
+    ]
+    for look in ("--once", "--dry_run"):
+        assert call("watch", "--config", file, look) == 2
+        said = capsys.readouterr().err
+        assert [text for text in wanted if text not in said] == []
+        assert "Traceback" not in said
+        assert snapshot(tmp_path) == before
+
+
 def test_everything_wrong_with_a_run_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "watch.yaml"
     target = dict(name="A B", save_dtype="int8", wheels=4, create_pr=True)

@@ -347,13 +347,15 @@ class FakeHub(Server):
     def _whoami(self, call: Call, token: str | None) -> Reply:
         if token is None:
             raise DeniedError(401, "", "Invalid username or password.")
+        writers = self.writers.union(*(repository.writers for repository in self.repositories.values()))
+        role = "write" if token in writers else "read"
         return json_reply(
             200,
             dict(
                 type="user",
                 id="1",
                 name="tester",
-                auth=dict(type="access_token", accessToken=dict(displayName="test", role="read")),
+                auth=dict(type="access_token", accessToken=dict(displayName="test", role=role)),
             ),
         )
 
