@@ -19,8 +19,11 @@ from weightbeam.transforms.differences import Difference
 JSON, PICTURE = "changes.json", "changes.png"
 LAYER = re.compile(r"(?P<before>(?:^|.*?\.)(?:\w*layers|blocks|h))[._](?P<layer>\d+)\.(?P<after>.+)")
 EXPERT = re.compile(r"\.experts\.\d+\.")
+COMMIT = re.compile(r"(@[0-9a-f]{12})[0-9a-f]{28}$")
 SHOWN = 3  # tensors in a sentence
 PIXELS_PER_INCH = 110
+INCHES_PER_LETTER = 0.08  # of a heading
+MARKS = 5  # of a scale
 MOST_COLUMNS, MOST_ROWS = 200, 60  # of a picture
 
 
@@ -73,13 +76,18 @@ def unchanged(tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [name for name, each in tensors.items() if not each["share"]]
 
 
+def brief(url: str) -> str:
+    """A release as a person reads it: of the hub's commit the beginning."""
+    return COMMIT.sub(r"\1", url)
+
+
 def sentence(tensors: Mapping[str, Mapping[str, Any]], since: str) -> str:
     """What changed, in a few words."""
     finite = {name: each["relative"] for name, each in tensors.items() if math.isfinite(each["relative"])}
     if not finite:
         return ""
     furthest = max(finite, key=lambda name: finite[name])
-    return f"changed since {since} by {statistics.median(finite.values()):.2e} (median over tensors), most {furthest}: {finite[furthest]:.2e}"
+    return f"changed since {brief(since)} by {statistics.median(finite.values()):.2e} (median over tensors), most {furthest}: {finite[furthest]:.2e}"
 
 
 def warnings(before: Mapping[str, Mapping[str, Any]] | None, odd: Sequence[str], since: str) -> list[str]:
@@ -132,8 +140,8 @@ def can_draw() -> bool:
 
 
 def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
-    """A PNG: for each comparison layers × kinds, dark where much changed, grey where nothing did, red where an element
-    isn't finite.
+    """A PNG: for each comparison layers × kinds, the brighter the more changed, grey where nothing did, red where an
+    element isn't finite.
 
     None where matplotlib isn't installed (the extra `follow`).
     """
@@ -164,7 +172,10 @@ def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
         values = np.array([[cells.get((kind, layer), 0.0) for layer in layers] for kind in shown], np.float64)
         changed = values[np.isfinite(values) & (values > 0)]
         low, high = (float(changed.min()), float(changed.max())) if changed.size else (1e-6, 1.0)
-        masked, norm = np.ma.masked_where(~np.isfinite(values), values), LogNorm(low, max(high, low * 1.01))
+        # below the scale, not off it: to a logarithm zero is as bad as NaN
+        values[values == 0] = low / 2
+        high = max(high, low * 1.01)
+        masked, norm = np.ma.masked_where(~np.isfinite(values), values), LogNorm(low, high)
         image = axis.imshow(masked, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
         axis.imshow(
             np.ma.masked_where(~np.array(blank), np.ones_like(values)),
@@ -180,8 +191,14 @@ def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
             range(0, len(layers), step), ["–" if layer < 0 else str(layer) for layer in layers[::step]], fontsize=7
         )
         axis.set_xlabel("layer (– : none); grey: unchanged, red: NaN or infinite", fontsize=7)
-        axis.set_title(f"relative change since {since}", fontsize=9)
-        figure.colorbar(image, ax=axis, fraction=0.03, pad=0.01)
+        heading = f"relative change since {brief(since)}"
+        most = int(width / INCHES_PER_LETTER)
+        axis.set_title(heading if len(heading) <= most else f"{heading[:22]}…{heading[23 - most :]}", fontsize=9)
+        bar = figure.colorbar(
+            image, ax=axis, fraction=0.03, pad=0.01, ticks=np.geomspace(low, high, MARKS).tolist(), format="%.1e"
+        )
+        bar.ax.minorticks_off()
+        bar.ax.tick_params(labelsize=7)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import peft
+import PIL.Image
 import pytest
 import torch
 import training_run
@@ -972,3 +974,25 @@ def test_kinds_and_layers() -> None:
     assert cells["mlp.experts.*.up_proj.weight", 0] == 0.3
     assert np.isnan(cells["mlp.experts.*.up_proj.weight", 1])
     assert cells["lm_head.weight", -1] == 0.4
+
+
+def test_the_colours_of_a_picture() -> None:
+    """Grey where nothing changed, red only where an element isn't finite; a long name doesn't run out of the picture."""
+
+    def areas(*cells: tuple[float, bool]) -> set[str]:
+        tensors = {
+            f"model.layers.{layer}.x": dict(relative=value, largest=value, share=1.0, not_finite=bad)
+            for layer, (value, bad) in enumerate(cells)
+        }
+        drawn = changes.picture({"a-release-whose-name-is-long/" * 9: changes.grid_of(tensors)}, "run, step 1")
+        assert drawn
+        pixels = np.asarray(PIL.Image.open(io.BytesIO(drawn)).convert("RGB"), np.int32)
+        assert (pixels[:, -3:] == 255).all()
+        named = {"red": (255, 0, 0), "grey": (217, 217, 217)}
+        return {
+            name for name, colour in named.items() if (abs(pixels - colour) <= 1).all(axis=2).sum() > 1000
+        }  # letters are grey too
+
+    assert areas((0.1, False), (0.0, False), (0.2, False)) == {"grey"}
+    assert areas((0.1, False), (0.2, True)) == {"red"}
+    assert areas((0.0, False)) == {"grey"}
