@@ -11,7 +11,7 @@ from typing import Any
 
 from weightbeam.formats.storage import Store
 from weightbeam.pipelines.watching.isolation import Action, Workers
-from weightbeam.pipelines.watching.records import History, Target, Version, key_of
+from weightbeam.pipelines.watching.records import History, Record, Target, Version, key_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +165,11 @@ class Feed(abc.ABC):
     def publish(self, history: History, target: Target) -> dict[str, Any]:
         """Lets readers see the result; returns what the record says of it. Done again, it changes nothing."""
 
-    def announce(self, history: History, target: Target) -> None:  # noqa: B027
-        """Does what is left once the record says that it is published. Done again, it changes nothing."""
+    def announce(self, history: History, target: Target) -> Sequence[Record]:
+        """Does what is left once the record says that it is published; returns records of others whose state that
+        changed. Done again, it changes nothing.
+        """
+        return ()
 
     def is_gone(self, history: History, patient: bool = False) -> str | None:
         """Why a version can't be read any more; None where it can be. `patient`: something has just failed, it may be

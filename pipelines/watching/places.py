@@ -13,7 +13,7 @@ import abc
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,16 @@ class Place(abc.ABC):
         """
 
     @abc.abstractmethod
-    def publish(self, release: Store, url: str, title: str, is_newest: bool, create_pr: bool) -> dict[str, Any]:
+    def publish(
+        self, release: Store, url: str, title: str, is_newest: Callable[[], bool], create_pr: bool
+    ) -> dict[str, Any]:
         """Publishes a release; does nothing where that has happened. Returns what the record says of it.
 
         Args:
           release: where it was made.
           url: of the step.
           title: of a commit; it names this very result.
-          is_newest: whether it is the run's newest.
+          is_newest: tells whether it is the run's newest, at the moment when that matters.
           create_pr: open a pull request instead.
 
         Raises:
@@ -160,7 +162,9 @@ class StorePlace(Place):
 class FolderPlace(StorePlace):
     """A folder: a step appears by a rename."""
 
-    def publish(self, release: Store, url: str, title: str, is_newest: bool, create_pr: bool) -> dict[str, Any]:
+    def publish(
+        self, release: Store, url: str, title: str, is_newest: Callable[[], bool], create_pr: bool
+    ) -> dict[str, Any]:
         if not Path(url).exists():
             sync_folder(Path(release.url))
             os.rename(release.url, url)
@@ -183,7 +187,9 @@ class BucketPlace(StorePlace):
     def workplace(self, key: str, here: bool = False) -> Store:
         return LocalFolder(str(self._scratch / key)) if here else super().workplace(key)
 
-    def publish(self, release: Store, url: str, title: str, is_newest: bool, create_pr: bool) -> dict[str, Any]:
+    def publish(
+        self, release: Store, url: str, title: str, is_newest: Callable[[], bool], create_pr: bool
+    ) -> dict[str, Any]:
         place = open_store(url)
         files = release.list()
         late = [
@@ -225,12 +231,16 @@ class HubPlace(Place):
         except StorageError:  # no such repository or branch
             return {}
 
-    def publish(self, release: Store, url: str, title: str, is_newest: bool, create_pr: bool) -> dict[str, Any]:
+    def publish(
+        self, release: Store, url: str, title: str, is_newest: Callable[[], bool], create_pr: bool
+    ) -> dict[str, Any]:
         folder = Path(release.url)
         if create_pr:
             return {"pages": [self._commit(folder, self.url, title, create_pr=True)]}
-        branches = [url, *([self.url] if is_newest else [])]
-        return {"pages": [self._commit(folder, branch, title) for branch in branches]}
+        pages = [self._commit(folder, url, title)]
+        if is_newest():  # uploading took its time
+            pages.append(self._commit(folder, self.url, title))
+        return {"pages": pages}
 
     def _commit(self, folder: Path, url: str, title: str, create_pr: bool = False) -> str:
         """One commit, or a pull request; none where its title says that it was made before. Returns its page."""

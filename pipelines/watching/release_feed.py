@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam import __version__
 from weightbeam.pipelines.watching import isolation, releases
 from weightbeam.pipelines.watching.config import Target, WatchConfig
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
-from weightbeam.pipelines.watching.records import PUBLISHED, VERIFIED, History, Version, histories, key_of, now
+from weightbeam.pipelines.watching.records import PUBLISHED, VERIFIED, History, Record, Version, histories, key_of, now
 from weightbeam.pipelines.watching.releases import Release
 
 REPORT = "release.json"  # beside the checkpoint: where it comes from
@@ -123,8 +123,9 @@ class ReleaseFeed(Feed):
         self.output.create(self._report_of(checkpoint), json.dumps(report, indent=1).encode())
         return {"checkpoint": checkpoint, "items": report["items"]}
 
-    def announce(self, history: History, target: Target) -> None:
+    def announce(self, history: History, target: Target) -> Sequence[Record]:
         self._point(history.name, history.first["target"])
+        return ()
 
     def _point(self, repo: str, target: str) -> None:
         """Has `<repo>/<target>.json` be the report of the newest release, also if another watcher publishes at this

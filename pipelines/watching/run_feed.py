@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from weightbeam.pipelines.watching.records import (
     VERIFIED,
     History,
     LostError,
+    Record,
     Target,
     Version,
     histories,
@@ -425,9 +426,13 @@ class RunFeed(Feed):
         said: dict[str, Any] = {}
         try:
             if (work / RELEASE).exists(REPORT):
-                said = place.publish(work / RELEASE, url, title, self._is_newest(history), target.create_pr)
+                said = place.publish(
+                    work / RELEASE, url, title, lambda: self._is_newest_by_now(history), target.create_pr
+                )
             self._point(history)
             self._clear(history)
+        except StorageError as e:  # says where
+            raise FailedError(str(e)) from e
         except OSError as e:
             raise FailedError(f"{url}: {reason(e)}") from e
         return {"checkpoint": url, **said}
@@ -440,26 +445,35 @@ class RunFeed(Feed):
         others = [mark for mark in self._published(first["target"]) if mark.key != history.key]
         there = {(seen.number, seen.mark) for seen in self._there}
         updated = _milliseconds(datetime.datetime.fromisoformat(first["updated"]))
-        return all(mark.updated <= updated for mark in others) or all(
-            mark.step <= first["step"] for mark in others if (mark.step, mark.seen) in there
+        return all(mark.updated <= updated for mark in others) or (
+            (first["step"], first["seen"]) in there
+            and all(mark.step <= first["step"] for mark in others if (mark.step, mark.seen) in there)
         )
+
+    def _is_newest_by_now(self, history: History) -> bool:
+        """The same, whatever the run and other watchers did while this step was made."""
+        self._read_marks()
+        with contextlib.suppress(StorageError):
+            self.look()
+        return self._is_newest(history)
 
     def _point(self, history: History) -> None:
         """Has `<run>/<target>.json` in the output, or `<target>.json` where it is the run's alone, be the report of the
         newest step.
         """
-        if not self._is_newest(history):
+        if not self._is_newest_by_now(history):
             return
         facts = history.facts
         report = {**self._place(history).report(facts["checkpoint"]), "checkpoint": facts["checkpoint"]}
         name = f"{facts['target']}.json"
         self.output.write(name if self._flat else f"{self.run.name}/{name}", json.dumps(report, indent=1).encode())
 
-    def announce(self, history: History, target: Target) -> None:
+    def announce(self, history: History, target: Target) -> Sequence[Record]:
         """Marks it, and removes what `keep` doesn't keep."""
         self.settled(history)
+        removed: list[Record] = []
         if (keep := self.run.keep) is None:
-            return
+            return removed
         published = self._published(history.first["target"])
         for mark in published[: -keep.last]:
             if keep.every and mark.step % keep.every == 0:
@@ -468,13 +482,13 @@ class RunFeed(Feed):
             if other.state == PUBLISHED and not self._is_newest(other):
                 try:
                     self._place(other).remove(other.facts["checkpoint"])
-                    other.add(
-                        REMOVED, f"keep: the last {keep.last}" + (f", and every {keep.every}th" if keep.every else "")
-                    )
+                    why = f"keep: the last {keep.last}" + (f", and multiples of {keep.every}" if keep.every else "")
+                    removed.append(other.add(REMOVED, why))
                 except (OSError, LostError) as e:
                     warn(f"{other.facts['checkpoint']} can't be removed: {e}")
                     continue
             self._mark(other)
+        return removed
 
     def is_gone(self, history: History, patient: bool = False) -> str | None:
         first = history.first

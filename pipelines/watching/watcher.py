@@ -265,7 +265,8 @@ class Watcher:
             self._fail(history, str(e), attempt)
             return
         self._notices.tell(history.add(PUBLISHED, feed.notice(history), **said))
-        feed.announce(history, target)
+        for record in feed.announce(history, target):
+            self._notices.tell(record)
 
     def _do(
         self, feed: Feed, history: History, apart: Workers, tasks: Sequence[Task], attempt: int

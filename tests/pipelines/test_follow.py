@@ -55,6 +55,7 @@ from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.watching import changes, watcher
 from weightbeam.pipelines.watching import records as watching_records
 from weightbeam.pipelines.watching.records import RUNS
+from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
 
 PATIENCE = 120  # seconds that anything may take
@@ -255,7 +256,7 @@ def test_nan_is_in_the_notice(model: tuple[Path, dict[str, Any]], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_what_is_kept(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_what_is_kept(model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last two and every third, of what was published; nothing of it comes back, and the run keeps its own."""
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
     about = dict(
@@ -269,6 +270,7 @@ def test_what_is_kept(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> Non
     for step in (3, 4, 5, 6, 7):
         write(run, step, model=model)
         assert call("watch", "--config", file, "--once") == 0
+    assert "run@step-5 for f32: removed: keep: the last 2, and multiples of 3" in capsys.readouterr().err
     assert call("watch", "--config", file, "--once") == 0
     assert sorted(path.name for path in (tmp_path / "out" / "run" / "f32").iterdir()) == [
         ".weightbeam",
@@ -720,6 +722,34 @@ def test_a_pull_request(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub:
     assert [made.title.partition(" (")[0] for made in hub.repositories[REPO].pulls] == ["Step 1 of run"]
     assert set(hub.repositories[REPO].branches) == {"main"}
     assert records(tmp_path / "out")[0][-1]["pages"] == [f"{hub.url}/{REPO}/discussions/1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["folder", "hub"])
+def test_an_older_step_that_is_published_later(
+    place: str, model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another watcher has published a newer one meanwhile, and that stays the newest."""
+    run = tmp_path / "run" / "checkpoints"
+    output = {"folder": str(tmp_path / "out"), "hub": f"hf://{REPO}"}[place]
+    write(run, 1, model=model)
+    follow = ["-m", "weightbeam.pipelines.watch", "--run", str(run), "--like", str(model[0]), "--output", output]
+    publish = RunFeed.publish
+
+    def be_slow(*arguments: Any) -> dict[str, Any]:
+        monkeypatch.setattr(RunFeed, "publish", publish)
+        write(run, 2, model=model)
+        assert start([*follow, "--once", "--every", "2"], tmp_path / "printed").wait() == 0
+        return publish(*arguments)
+
+    monkeypatch.setattr(RunFeed, "publish", be_slow)
+    assert watch(run, model[0], output) == 0
+    if place == "hub":
+        assert set(hub.repositories[REPO].branches) == {"main", "step-1", "step-2"}
+        assert hub.repositories[REPO].head.title.startswith("Step 2 ")
+    else:
+        assert sorted(path.name for path in Path(output).glob("step-*")) == ["step-1", "step-2"]
+        assert json.loads((tmp_path / "out" / "hf.json").read_text())["step"] == 2
 
 
 # --- beside a run -----------------------------------------------------------------------------------------------------
