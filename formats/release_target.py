@@ -29,7 +29,7 @@ import xxhash
 from weightbeam.formats.provenance import total
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.staging import FolderStaging, Staging
-from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, sync_folder
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, drop_pages, open_store, sync_folder
 from weightbeam.model_mappings.boxes import Box
 
 RECORD = "weightbeam.json"
@@ -104,7 +104,7 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
                 for offset, data in sorted(there, key=lambda one: one[0]):
                     _write_all(fd, data, offset)
                 os.fdatasync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the page cache would grow by the whole release
+                drop_pages(fd)
             finally:
                 os.close(fd)
         return {}

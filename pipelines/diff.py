@@ -45,7 +45,7 @@ from weightbeam.pipelines.report import local_threads
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import Block, Table, count, page, shape_text, text
 from weightbeam.transforms.conversion import SAVE_DTYPES
-from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare, cut
+from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare_each, cut
 from weightbeam.transforms.execution import decode, make_boxes, read
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.units import Fetch
@@ -237,10 +237,8 @@ def diff(
     name_secret(hf_token_secret)
     if not tolerance >= 0:
         raise Refused(f"--tolerance={tolerance}: should be a number from 0 on")
-    where = [_look(place) for place in (a, b)]
-    sides, left_out = _in_one_spelling(where, maxtext_model, family)
-    tensors = compare_sides(*sides, names=(a, b), report=reporter(progress))
-    return Comparison(a, b, tensors, tolerance, left_out)
+    (found,) = compare_pairs([open_pair(a, b, maxtext_model, family)], reporter(progress))
+    return dataclasses.replace(found, tolerance=tolerance)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -249,6 +247,38 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     found = diff(**keywords_of(args, diff))
     say(args, found)
     return 0 if found.ok else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two checkpoints that are compared.
+
+    Attributes:
+      a, b: where they are.
+      first, second: what they hold, under the same names.
+      left_out: tensors of a release that its table leaves out on purpose, with the reason.
+    """
+
+    a: str
+    b: str
+    first: Side
+    second: Side
+    left_out: Mapping[str, str]
+
+    def shared(self, name: str) -> bool:
+        """Whether both have a tensor of that name and of one shape."""
+        first, second = self.first.get(name), self.second.get(name)
+        return first is not None and second is not None and first.shape == second.shape
+
+
+def open_pair(a: str, b: str, maxtext_model: str | None = None, family: str | None = None) -> Pair:
+    """Looks at two checkpoints; see `diff`.
+
+    Raises:
+      Refused: one of them can't be looked at, or problems stand against it.
+    """
+    (first, second), left_out = _in_one_spelling([_look(place) for place in (a, b)], maxtext_model, family)
+    return Pair(a, b, first, second, left_out)
 
 
 def _look(where: str) -> HfCheckpoint | Store:
@@ -415,25 +445,26 @@ def _converted(
     return {array.key: stored(array) for array in conversion.plan.arrays}, dict(conversion.plan.dropped)
 
 
-def compare_sides(
-    a: Side, b: Side, *, names: tuple[str, str] = ("the first", "the second"), report: Report | None = None
-) -> dict[str, Verdict]:
-    """Compares what two sides hold under the same names, boxes of a tensor at a time, some at once.
+def compare_pairs(pairs: Sequence[Pair], report: Report | None = None) -> list[Comparison]:
+    """Compares each pair, boxes of a tensor at a time, some at once. The second of all pairs is the same checkpoint: a
+    box of it is read once for all of them that have the tensor under one name, in one shape and dtype.
 
     Raises:
       Failed: a file can't be read, or holds what can't be right.
     """
-    found: dict[str, Verdict] = {}
-    for name in [*a, *(name for name in b if name not in a)]:
-        if name not in a or name not in b:
-            found[name] = Verdict(MISSING, message=f"not in {names[0] if name in b else names[1]}")
-        elif a[name].shape != b[name].shape:
-            found[name] = Verdict(SHAPE, message=f"{shape_text(a[name].shape)} and {shape_text(b[name].shape)}")
-        else:
-            found[name] = Verdict(EQUAL)  # keeps the order
-    differences = {name: Difference() for name, verdict in found.items() if verdict.status == EQUAL}
-    boxes = ((name, box) for name in differences for box in _cut(a[name], b[name]))
-    total = sum(math.prod(a[name].shape) * a[name].dtype.itemsize for name in differences)
+    differences = [{name: Difference() for name in pair.first if pair.shared(name)} for pair in pairs]
+    # what is read together: the numbers of the pairs, by the tensor
+    groups: dict[tuple[str, tuple[int, ...], np.dtype], list[int]] = {}
+    for number, pair in enumerate(pairs):
+        for name in differences[number]:
+            second = pair.second[name]
+            groups.setdefault((name, second.shape, second.dtype), []).append(number)
+    boxes = (
+        (name, numbers, box)
+        for (name, *_), numbers in groups.items()
+        for box in _cut(pairs[numbers[0]].first[name], pairs[numbers[0]].second[name])
+    )
+    total = sum(math.prod(shape) * dtype.itemsize * len(numbers) for (_, shape, dtype), numbers in groups.items())
     done, lock, ended = 0, threading.Lock(), threading.Event()
 
     def work() -> None:
@@ -441,14 +472,15 @@ def compare_sides(
         nonlocal done
         while not ended.is_set():
             with lock:
-                name, box = next(boxes, ("", ()))
+                name, numbers, box = next(boxes, ("", [], ()))
             if not name:
                 return
-            values = a[name].read(box)
-            difference = compare(values, b[name].read(box))
+            values = pairs[numbers[0]].second[name].read(box)
+            found = compare_each([pairs[number].first[name].read(box) for number in numbers], values)
             with lock:
-                differences[name] += difference
-                done += values.nbytes
+                for number, difference in zip(numbers, found, strict=True):
+                    differences[number][name] += difference
+                done += values.nbytes * len(numbers)
 
     threads = min(AT_ONCE, local_threads())
     with (
@@ -462,13 +494,25 @@ def compare_sides(
             raise Failed(f"  {e}") from e
         finally:
             ended.set()
-    for name, verdict in found.items():
-        if verdict.status == EQUAL:
-            difference = differences.get(name, Difference())
-            lossy = a[name].lossy or b[name].lossy
-            found[name] = Verdict(
-                ROUNDED if lossy and difference.status == EQUAL else difference.status, difference, lossy
-            )
+    return [
+        Comparison(pair.a, pair.b, _verdicts(pair, found), left_out=pair.left_out)
+        for pair, found in zip(pairs, differences, strict=True)
+    ]
+
+
+def _verdicts(pair: Pair, differences: Mapping[str, Difference]) -> dict[str, Verdict]:
+    """What was found of each tensor of a pair, in the order in which the first has them."""
+    found: dict[str, Verdict] = {}
+    for name in [*pair.first, *(name for name in pair.second if name not in pair.first)]:
+        a, b, difference = pair.first.get(name), pair.second.get(name), differences.get(name)
+        if a is None or b is None:
+            found[name] = Verdict(MISSING, message=f"not in {pair.a if a is None else pair.b}")
+        elif difference is None:
+            found[name] = Verdict(SHAPE, message=f"{shape_text(a.shape)} and {shape_text(b.shape)}")
+        else:
+            lossy = a.lossy or b.lossy
+            status = ROUNDED if lossy and difference.status == EQUAL else difference.status
+            found[name] = Verdict(status, difference, lossy)
     return found
 
 

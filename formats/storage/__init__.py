@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from weightbeam.formats.storage.local import TEMPORARY, LocalFolder, create_file, sync_folder, write_file
+from weightbeam.formats.storage.local import (
+    TEMPORARY,
+    LocalFolder,
+    create_file,
+    drop_pages,
+    keep_pages,
+    sync_folder,
+    write_file,
+)
 from weightbeam.formats.storage.meant import hint
 from weightbeam.formats.storage.store import (
     ByteRange,
@@ -27,6 +35,8 @@ __all__ = [
     "StorageError",
     "Store",
     "create_file",
+    "drop_pages",
+    "keep_pages",
     "open_store",
     "read_whole",
     "reason",

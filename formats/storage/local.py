@@ -96,16 +96,35 @@ def _read_all(fd: int, buffers: Sequence[memoryview], offset: int, path: str) ->
 
 
 def _preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """`os.preadv` that leaves the page cache as it was, where the system can do that: a shard is read once, and may be
-    larger than memory.
+    """`os.preadv` that leaves the page cache as it was, where the system can do that and `keep_pages` doesn't say
+    otherwise: a shard is read once, and may be larger than memory.
     """
-    with contextlib.suppress(NotImplementedError):  # macOS
-        try:
-            return os.preadv(fd, buffers, offset, RWF_DONTCACHE)
-        except OSError as e:
-            if e.errno != errno.EOPNOTSUPP:  # an older system, or one of its file systems
-                raise
+    if not _is_kept:
+        with contextlib.suppress(NotImplementedError):  # macOS
+            try:
+                return os.preadv(fd, buffers, offset, RWF_DONTCACHE)
+            except OSError as e:
+                if e.errno != errno.EOPNOTSUPP:  # an older system, or one of its file systems
+                    raise
     return os.preadv(fd, buffers, offset)
+
+
+_is_kept = False  # whether what is read and written stays in the page cache
+
+
+def keep_pages() -> None:
+    """Has what this process reads and writes from now on stay in the page cache, because it is read again soon."""
+    global _is_kept
+    _is_kept = True
+
+
+def drop_pages(fd: int) -> None:
+    """Lets a file that is on disk go from the page cache, which would grow by all that is written; a hint, which not
+    every system takes. Does nothing after `keep_pages`.
+    """
+    if not _is_kept and hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(path: Path) -> None:
@@ -275,12 +294,10 @@ class LocalFolder(Store):
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def forget(self, name: str) -> None:
-        if not hasattr(os, "posix_fadvise"):  # as on macOS
-            return
         with contextlib.suppress(OSError), os.scandir(self.folder / name) as entries:  # a hint; nothing depends on it
             for entry in entries:
                 with open(entry.path, "rb", buffering=0) as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    drop_pages(file.fileno())
 
     def kvstore(self) -> dict[str, Any]:
         if "\\" in self.url:

@@ -9,10 +9,10 @@ from typing import Any
 from weightbeam.formats.adapters.adapter import open_adapter
 from weightbeam.formats.hub_publishing import CARD
 from weightbeam.formats.release import has_weights
-from weightbeam.formats.safetensors import BoxRead, read_boxes
+from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.model_mappings.boxes import whole
-from weightbeam.pipelines.diff import diff
+from weightbeam.pipelines.diff import Pair, compare_pairs, open_pair
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.config import ADAPTER
@@ -37,17 +37,17 @@ def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       Failed, StorageError: something can't be read or written.
     """
-    before = about.get("before")
-    compared: dict[str, dict[str, dict[str, Any]]] = {}
-    notes: list[str] = []
-    is_adapter = about.get("lora") == ADAPTER
-    for what, other in (("before", before and before["url"]), ("like", None if is_adapter else about.get("like"))):
-        if other and (what == "before" or has_weights(other)):
-            try:
-                compared[what] = _compare(other, release.url, is_adapter)
-            except Refused as e:
-                notes.append(f"not compared with {other}: {str(e).strip().splitlines()[0]}")
-    every = compared.get("before") or compared.get("like") or _compare(release.url, release.url, is_adapter)
+    before, is_adapter = about.get("before"), about.get("lora") == ADAPTER
+    others = {"before": before["url"]} if before else {}
+    if (like := about.get("like")) and not is_adapter and has_weights(like):
+        others["like"] = like
+    changed_since = _adapter_changed_since if is_adapter else _changed_since
+    compared, notes = changed_since(others, release.url)
+    every = (
+        compared.get("before")
+        or compared.get("like")
+        or changed_since({"itself": release.url}, release.url)[0]["itself"]
+    )
     odd = changes.not_finite(every)
     names = {"before": f"step {before['step']}" if before else "", "like": str(about.get("like"))}
     said = {what: {"than": names[what], "tensors": changes.as_json(found)} for what, found in compared.items()}
@@ -100,21 +100,42 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     return {"warnings": warnings, "said": sentences}
 
 
-def _compare(old: str, new: str, is_adapter: bool) -> dict[str, dict[str, Any]]:
-    """What changed from one to the other, tensor by tensor; `diff` takes models, and adapters are small."""
-    if not is_adapter:
-        found = diff(old, new, progress=False)
-        return changes.summarise({name: verdict.difference for name, verdict in found.tensors.items()})
-    (before, after) = (
-        {tensor.name: tensor for shard in open_adapter(url).files.shards for tensor in shard.tensors}
-        for url in (old, new)
-    )
-    same = [name for name in after if name in before and before[name].shape == after[name].shape]
-    reads = [BoxRead(side[name], whole(side[name].shape)) for name in same for side in (before, after)]
-    values, _ = read_boxes(reads)
-    return changes.summarise(
-        {name: differences.compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)}
-    )
+Compared = dict[str, dict[str, dict[str, Any]]]  # what changed, tensor by tensor, since each
+
+
+def _changed_since(others: Mapping[str, str], release: str) -> tuple[Compared, list[str]]:
+    """What changed in a release since each of others was one; and why it can't be compared with some."""
+    pairs: dict[str, Pair] = {}
+    notes: list[str] = []
+    for what, other in others.items():
+        try:
+            pairs[what] = open_pair(other, release)
+        except Refused as e:
+            notes.append(f"not compared with {other}: {str(e).strip().splitlines()[0]}")
+    compared: Compared = {}
+    for what, found in zip(pairs, compare_pairs(list(pairs.values())), strict=True):
+        compared[what] = changes.summarise({name: verdict.difference for name, verdict in found.tensors.items()})
+    return compared, notes
+
+
+def _adapter_changed_since(others: Mapping[str, str], adapter: str) -> tuple[Compared, list[str]]:
+    """The same for adapters, which `diff` doesn't take; they are small."""
+    after = _tensors(adapter)
+    compared: Compared = {}
+    for what, other in others.items():
+        before = _tensors(other)
+        same = [name for name in after if name in before and before[name].shape == after[name].shape]
+        values, _ = read_boxes(
+            [BoxRead(side[name], whole(side[name].shape)) for name in same for side in (before, after)]
+        )
+        compared[what] = changes.summarise(
+            {name: differences.compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)}
+        )
+    return compared, []
+
+
+def _tensors(adapter: str) -> dict[str, Tensor]:
+    return {tensor.name: tensor for shard in open_adapter(adapter).files.shards for tensor in shard.tensors}
 
 
 def _write_card(release: Store, about: Mapping[str, Any], said: list[str], drawn: bool) -> None:

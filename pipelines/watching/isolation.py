@@ -217,7 +217,13 @@ def _follow() -> None:
 
 
 def prepare_to_make(local: bool) -> None:
-    """Imports what plans, exports and verifies; `local`: as pipelines of this machine."""
+    """Imports what plans, exports and verifies a step of a run; `local`: as pipelines of this machine.
+
+    What it writes and reads stays in the page cache: it is read again at once, and with the next step.
+    """
+    from weightbeam.formats.storage import keep_pages
+
+    keep_pages()
     if local:
         leave_out_services()
     for name in ("export", "verify", "execution"):
@@ -225,9 +231,11 @@ def prepare_to_make(local: bool) -> None:
 
 
 def prepare_to_compare() -> None:
-    """Imports what tells what changed, and draws it."""
+    """Imports what tells what a step changed, and draws it; see `prepare_to_make` of what it reads."""
+    from weightbeam.formats.storage import keep_pages
     from weightbeam.pipelines.watching import changes, describing  # noqa: F401
 
+    keep_pages()
     changes.can_draw()
 
 

@@ -13,22 +13,25 @@ from support import BF16, F32, FP8
 
 from weightbeam.model_mappings.boxes import volume
 from weightbeam.transforms import differences
-from weightbeam.transforms.differences import Difference, compare, cut, spacing
+from weightbeam.transforms.differences import Difference, compare, compare_each, cut, spacing
 
 RNG = np.random.default_rng(3)
 F16, F64 = np.dtype(np.float16), np.dtype(np.float64)
 
 
-def test_measures_are_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also over many slabs, and in any order of boxes."""
-    monkeypatch.setattr(differences, "SLAB", 7)
-    a = RNG.standard_normal((13, 11)).astype(np.float32)
-    b = np.where(RNG.random((13, 11)) < 0.3, a + RNG.standard_normal((13, 11)).astype(np.float32), a).astype(np.float32)
+def test_measures_are_numpys() -> None:
+    """Also over many chunks, and in any order of boxes; each of several is compared as if it were alone."""
+    shape = (13, 31_011)
+    a = RNG.standard_normal(shape).astype(np.float32)
+    b = np.where(RNG.random(shape) < 0.3, a + RNG.standard_normal(shape).astype(np.float32), a).astype(np.float32)
+    assert compare_each([b, a, a.astype(BF16)], a) == [compare(b, a), compare(a, a), compare(a.astype(BF16), a)]
     for found in (compare(a, b), compare(a[5:], b[5:]) + compare(a[:5], b[:5])):
-        assert (found.status, found.elements, found.different) == ("changed", 143, int((a != b).sum()))
+        assert (found.status, found.elements, found.different) == ("changed", a.size, int((a != b).sum()))
         x, y = a.astype(np.float64), b.astype(np.float64)
         np.testing.assert_allclose(
-            [found.largest, found.mean, found.share], [np.abs(x - y).max(), np.abs(x - y).mean(), (a != b).mean()]
+            [found.largest, found.mean, found.share],
+            [np.abs(x - y).max(), np.abs(x - y).mean(), (a != b).mean()],
+            rtol=1e-6,
         )
         np.testing.assert_allclose(found.cosine, (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()), rtol=1e-6)
 
@@ -137,7 +140,7 @@ def test_boxes_tile_the_array(shape: tuple[int, ...], data: st.DataObject) -> No
 
 
 def test_chunks_are_whole_where_they_fit() -> None:
-    """Chunks of 8 MiB in bfloat16: four in a box, along the axis that is cut first."""
-    boxes = list(cut((4096, 8, 4096), 2, (1, 0), (2048, 1, 2048)))
+    """Chunks of 4 MiB in bfloat16: four in a box, along the axis that is cut first."""
+    boxes = list(cut((4096, 8, 2048), 2, (1, 0), (2048, 1, 1024)))
     assert len(boxes) == 8
-    assert boxes[0] == ((0, 4096), (0, 1), (0, 4096))
+    assert boxes[0] == ((0, 4096), (0, 1), (0, 2048))
