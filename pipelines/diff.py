@@ -43,7 +43,7 @@ from weightbeam.pipelines.prepare import describe, options_of, options_of_export
 from weightbeam.pipelines.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.report import local_threads
 from weightbeam.pipelines.shell import say
-from weightbeam.pipelines.tables import Block, Table, count, page, shape_text, text
+from weightbeam.pipelines.tables import Block, Table, count, page, shape_text, show, text
 from weightbeam.transforms.conversion import SAVE_DTYPES
 from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare_each, cut
 from weightbeam.transforms.execution import decode, make_boxes, read
@@ -193,6 +193,10 @@ class Comparison:
             yield f"  {len(self.left_out):>6,} of the release not compared: its table leaves them out on purpose"
         if beyond := len(self.beyond):
             yield f"{count(beyond, 'tensor')} differ beyond the tolerance of {self.tolerance:g}"
+
+    def show(self) -> None:
+        """Prints it, fitted to the terminal where there is one."""
+        show(self.blocks())
 
     def __str__(self) -> str:
         return text(self.blocks(), None)

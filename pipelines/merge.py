@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,6 +73,7 @@ class Merged:
                     f"{count(len(self.merge.plan.dropped), 'tensor')} left out: codes and scales of weights that are written as their values"
                 )
             lines += self.written.loading(self.merge.source.config)
+            lines.append(f"compare:  weightbeam diff {shlex.quote(self.merge.source.root)} {shlex.quote(self.folder)}")
         return "\n".join(lines)
 
 

@@ -99,7 +99,7 @@ def plan(
     try:
         released = is_release(open_store(source))
     except OSError as e:
-        raise Refused(f"--source={source}: {reason(e)}") from e
+        raise Refused(reason(e)) from e
     if not released:
         return export.plan(
             source, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes, step=step,

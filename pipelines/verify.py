@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import logging
+import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -349,7 +350,8 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
     says that it was made of this checkpoint.
 
     Raises:
-      Refused: a release stands alone, and doesn't say what it was made of; or adapters were merged on the way.
+      Refused: a release stands alone, and doesn't say what it was made of, or was made of another one; or adapters were
+        merged on the way.
       StorageError: one of them can't be looked at.
     """
     try:
@@ -361,6 +363,12 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
         record = read_record(release)
         if not made_of and not isinstance(made_of := record.get("source"), str):
             raise Refused(f"--source is missing: {release} doesn't say which checkpoint it was exported of")
+        with contextlib.suppress(StorageError):  # which is told where the checkpoint is looked for
+            if is_release(open_store(made_of)):
+                raise Refused(
+                    f"{release} and {made_of} are both releases; weightbeam diff compares them:\n"
+                    f"  weightbeam diff {shlex.quote(made_of)} {shlex.quote(release)}"
+                )
     elif source and (record := read_record(source)).get("command") == "export":
         release, made_of = source, checkpoint
         items, origin = find_items(checkpoint), record.get("made_from")

@@ -283,7 +283,7 @@ def plan_merge(
             for name, encoding in source.encodings.items()
             if encoding.label
         ]
-    quantised = {name for name in touched if source.encodings[name].label}
+    quantised = dict.fromkeys(name for name in touched if source.encodings[name].label)  # in order, to go through it
     replaced |= {
         tensor: f"codes or scales of {name}, which is written as its values"
         for name in quantised
@@ -296,6 +296,8 @@ def plan_merge(
         if stored not in replaced and stored not in quantised:
             encodings[stored] = touched.get(stored, Plain(tensor))
     encodings |= {name: touched[name] for name in quantised}
+    place = {name: at for at, name in enumerate(checkpoint.tensors)}
+    encodings = dict(sorted(encodings.items(), key=lambda item: place.get(item[0], place.get(item[1].weight.name, -1))))
     merged = dataclasses.replace(merging, touched={spelled[name]: by for name, by in merging.touched.items()})
     if problems:
         return Merge(

@@ -204,12 +204,9 @@ class ReleasePlan(InUnits):
     ) -> int:
         """Writes the rows of a unit to their places, and enters the unit in the ledger; returns their bytes."""
         assert isinstance(staging, release_target.ReleasePlace)
-        release_target.write_unit(
-            staging,
-            unit.id,
-            [rows for recipe, values in zip(unit.recipes, made, strict=True) for rows in recipe.write_as(values)],
-        )
-        return sum(array.nbytes for array in made)
+        rows = [rows for recipe, values in zip(unit.recipes, made, strict=True) for rows in recipe.write_as(values)]
+        release_target.write_unit(staging, unit.id, rows)
+        return sum(written.nbytes for *_, written in rows)
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:
         """Publishes the release.

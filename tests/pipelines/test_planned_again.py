@@ -1,0 +1,42 @@
+"""A plan that each worker makes again must come out the same: in another process, whose hashes of texts differ."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from quantised import fp8_llama
+from support import LLAMA, convert, peft_adapter, random_tensors, save
+
+PLANS = """
+import sys
+from weightbeam.pipelines import dequantize, export, merge, quantize, reshard
+release, fp8, ckpt, lora = sys.argv[1:]
+for plan in (
+    dequantize.plan(fp8), merge.plan(fp8, lora=lora), merge.plan(release, lora=lora), quantize.plan(release), quantize.plan(ckpt),
+    export.plan(ckpt, lora=lora, unit_bytes=30000), reshard.plan(ckpt, mesh="fsdp=2", unit_bytes=30000).planned,
+):
+    print(plan.hash)
+"""
+
+
+def test_in_every_process(tmp_path: Path) -> None:
+    """Of a release, a quantised one, a checkpoint, and an adapter beside them."""
+    release = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    fp8, *_ = fp8_llama(tmp_path / "fp8")
+    convert(release, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
+    lora, _ = peft_adapter(
+        tmp_path / "lora",
+        {f"model.layers.{n}.self_attn.{name}": (32, 32) for n in range(2) for name in ("q_proj", "o_proj")},
+    )
+    command = [sys.executable, "-c", PLANS, release, fp8, tmp_path / "ckpt", lora]
+    said = [
+        subprocess.run(
+            command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert len(said[0].split()) == 7
+    assert said[0] == said[1]
