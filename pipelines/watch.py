@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import queue
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import Table, show
 from weightbeam.pipelines.watching.config import WatchConfig, config_of_run, read_config
+from weightbeam.pipelines.watching.feed import Feed
 from weightbeam.pipelines.watching.isolation import Workers, prepare_to_compare, prepare_to_make
 from weightbeam.pipelines.watching.notices import Notices, warn
 from weightbeam.pipelines.watching.preflight import check_runs
@@ -31,6 +33,7 @@ from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.watcher import Finding, Watcher
 from weightbeam.pipelines.without_beam import is_local
 
+HASH = re.compile("[0-9a-f]{40}|")  # of the hub's commits
 # the options of --run that say what a step is made into, as a target of a file does
 TARGET = ("kind", "lora", "save_dtype", "maxtext_model")
 
@@ -53,10 +56,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             feeds = [*([ReleaseFeed(config)] if config.models else []), *runs]
             watcher = Watcher(config, feeds, Notices(config.notify), args.dry_run)
             if args.retry:
-                return _report(args, watcher.retry(args.retry))
+                _check_watched(args.retry, config, feeds)
+                again = watcher.retry(args.retry)
+                return _report(args, Findings(again, f"Nothing of {args.retry} is refused or failed."))
             check_runs(runs, args.dry_run)
             if once:
-                return _report(args, watcher.once())
+                return _report(args, Findings(watcher.once()))
             with _webhooks(args.serve) as changed:
                 _loop(watcher, args.interval, changed)
     except LostError as e:
@@ -85,6 +90,13 @@ def _config(args: argparse.Namespace) -> WatchConfig:
     if not args.output:
         raise RefusedError("--output is missing: a folder, gs://bucket/folder or hf://owner/name for the run's steps")
     return config_of_run(args.run, args.like, args.output, args.every, target)
+
+
+def _check_watched(name: str, config: WatchConfig, feeds: Sequence[Feed]) -> None:
+    """Raises `RefusedError` where `--retry` names nothing that is watched."""
+    if not any(feed.is_wanted(name) for feed in feeds):
+        there = ", ".join([*config.models, *(run.name for run in config.runs)])
+        raise RefusedError(f"--retry={name}: no such model or run is watched; there are {there}")
 
 
 @contextlib.contextmanager
@@ -130,17 +142,25 @@ def _look(watcher: Watcher, repos: list[str] | None) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """How things stand with each version and target."""
+    """How things stand with each version and target that needed something.
+
+    Attributes:
+      none: what is said where there is none.
+    """
 
     findings: Sequence[Finding]
+    none: str = "Nothing to do."
 
     def show(self) -> None:
         """Prints a table."""
-        rows = Table("model", "commit", "target", "state", "why, or where", spare=("commit",))
+        if not self.findings:
+            show([self.none])
+            return
+        # the hub's commits may be left out; steps tell what is meant
+        spare = ("commit",) if all(HASH.fullmatch(finding.commit) for finding in self.findings) else ()
+        rows = Table("model or run", "commit", "target", "state", "where, or why", spare=spare)
         for finding in self.findings:
-            rows.add_row(
-                finding.repo, finding.commit[:12], finding.target, finding.state, finding.reason or finding.place
-            )
+            rows.add_row(finding.repo, finding.commit[:12], finding.target, finding.state, _told(finding))
         show([rows])
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,10 +172,19 @@ class Findings:
         return {"findings": list(found)}
 
 
-def _report(args: argparse.Namespace, findings: Sequence[Finding]) -> int:
+def _told(finding: Finding) -> str:
+    """Where a result lies, and what is worth knowing of it; or why there is none, and when it is tried again."""
+    told = ": ".join(filter(None, (finding.place, finding.reason)))
+    if finding.state != FAILED or not finding.target:
+        return told
+    when = f"is tried again at {finding.again:%Y-%m-%d %H:%M} UTC" if finding.again else "isn't tried again"
+    return f"{when}; --retry {finding.repo} has it begin anew: {told}"  # what went wrong may be long
+
+
+def _report(args: argparse.Namespace, found: Findings) -> int:
     """Says how things stand; returns the exit status."""
-    say(args, Findings(findings))
-    return int(any(finding.state == FAILED for finding in findings))
+    say(args, found)
+    return int(any(finding.state == FAILED for finding in found.findings))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ KINDS = {  # what an option takes, in whatever command
     "--param_scan_axis": dict(type=natural, metavar="N"),
     "--progress": dict(choices=("auto", "bar", "lines", "json", "none")),
     "--resume": FLAG,
-    "--retry": dict(metavar="MODEL"),
+    "--retry": dict(metavar="NAME"),
     "--run": dict(metavar="URL"),
     "--sample": dict(type=fraction, metavar="SHARE"),
     "--scan_layers": TRUTH,
@@ -344,7 +344,7 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
     add("--maxtext_model", "of --run: the MaxText model, where neither the checkpoints nor config.json settle it")
     add("--once", "look once, do what there is to do, and end")
     add("--interval", "how often to look", default="15m")
-    add("--retry", "have what was refused or failed of this model begin anew, and end")
+    add("--retry", "have what was refused or failed of this model or run begin anew, and end")
     add("--serve", "take the hub's webhooks too; their secret is in WEIGHTBEAM_WEBHOOK_SECRET")
 
 

@@ -54,7 +54,7 @@ from weightbeam.formats.storage import hub as storage
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.watching import changes, watcher
 from weightbeam.pipelines.watching import records as watching_records
-from weightbeam.pipelines.watching.records import RUNS
+from weightbeam.pipelines.watching.records import RUNS, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
 
@@ -90,6 +90,18 @@ def write(
         training_run.save(checkpoints, step, state)
         checkpoints.wait_until_finished()
     checkpoints.close()
+
+
+@contextlib.contextmanager
+def damaged(step: Path) -> Iterator[None]:
+    """Context manager: the largest file of a step holds zeros, and nothing else tells."""
+    held = max((path for path in step.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data, found = held.read_bytes(), held.stat()
+    for content in (bytes(len(data)), data):
+        held.write_bytes(content)
+        os.utime(held, ns=(found.st_atime_ns, found.st_mtime_ns))
+        if content is not data:
+            yield
 
 
 def exported(step: Path, like: Path, folder: Path, **options: Any) -> dict[str, np.ndarray]:
@@ -544,6 +556,38 @@ def test_a_clock_that_is_wrong(
 
 
 @pytest.mark.slow
+def test_a_retry_throws_away_what_a_refused_attempt_staged(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was staged with the release that has been replaced since: gone on with, it would be refused for ever."""
+    run, out = tmp_path / "run" / "checkpoints", tmp_path / "out"
+    write(run, 1, model=model)
+    with damaged(run / "1"):
+        assert watch(run, model[0], out) == 1
+    assert "--retry run has it begin anew" in capsys.readouterr().out
+    (staged,) = (out / ".weightbeam" / "work").iterdir()
+    (history,) = histories(open_store(str(out)), "run", RUNS)
+    history.add("refused", "such as --like of other sizes, by a mistake that was mended since")
+    half = save(
+        tmp_path / "half",
+        json.loads((model[0] / "config.json").read_text()) | dict(dtype="bfloat16"),
+        random_tensors(LLAMA, BF16),
+    )
+    assert watch(run, half, out, "--retry", "run") == 0
+    assert not staged.exists()
+    assert watch(run, half, out) == 0
+    assert states(out) == {
+        "step-1": ["discovered", "planned", "converting", "failed", "refused", "discovered", *WHOLE[1:]]
+    }
+    assert_same_bits(read_tensors(out / "step-1"), exported(run / "1", half, tmp_path / "quiet"))
+    capsys.readouterr()
+    assert watch(run, half, out, "--retry", "run") == 0
+    assert "Nothing of run is refused or failed." in capsys.readouterr().out
+    assert watch(run, half, out, "--retry", "tuned") == 2
+    assert "no such model or run is watched; there are run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("hours", [-5, 5])
 def test_a_clock_that_jumps(
     hours: int, model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -555,13 +599,8 @@ def test_a_clock_that_jumps(
     write(run, 1, model=model)
     assert call("watch", "--config", file, "--once") == 0
     write(run, 2, model=model)
-    held = max((path for path in (run / "2").rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
-    data, found = held.read_bytes(), held.stat()
-    held.write_bytes(bytes(len(data)))
-    os.utime(held, ns=(found.st_atime_ns, found.st_mtime_ns))
-    assert call("watch", "--config", file, "--once") == 1
-    held.write_bytes(data)
-    os.utime(held, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with damaged(run / "2"):
+        assert call("watch", "--config", file, "--once") == 1
     assert call("watch", "--config", file, "--once") == 1  # it isn't due yet
     later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=hours)
     for module in (watcher, watching_records):
