@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from weightbeam.formats.release import has_weights
 from weightbeam.formats.storage import StorageError, reason
@@ -34,6 +37,7 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
         for name, place in feed.places.items()
         if not _runs_around(place.url, feeds)
     ]
+    missing = _missing([place.url for _, _, place in places] + [feed.output.url for feed in feeds[:1]])
     for who, feed, place in places:
         problems += _find_place_problems(who, feed, place, dry_run)
     for output in [feed.output for feed in feeds[:1]]:  # one for all
@@ -43,7 +47,10 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
             except StorageError as e:
                 problems.append(f"output: {e}")
     if problems:
-        raise RefusedError("\n".join(f"  {problem}" for problem in dict.fromkeys(problems)))
+        for folder in missing:  # was made to see whether it can be
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        raise RefusedError("\n".join(textwrap.indent(problem, "  ") for problem in dict.fromkeys(problems)))
 
 
 def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
@@ -74,6 +81,13 @@ def _runs_around(url: str, feeds: Sequence[RunFeed]) -> list[str]:
 def _is_below(url: str, folder: str) -> bool:
     """Whether something lies in a folder, or is it."""
     return f"{_real(url)}/".startswith(f"{_real(folder)}/")
+
+
+def _missing(urls: Sequence[str]) -> list[Path]:
+    """The folders that aren't there yet, with those around them, the innermost first."""
+    folders = [Path(url, ".weightbeam") for url in urls if "://" not in url]
+    around = {folder for inner in folders for folder in (inner, *inner.parents) if not folder.exists()}
+    return sorted(around, key=lambda folder: len(folder.parts), reverse=True)
 
 
 def _real(url: str) -> str:

@@ -956,7 +956,9 @@ def test_everything_wrong_is_said_at_the_start(
               "roles/storage.objectUser", "in which nothing is ever written", "run b, target one: step 1: "]  # fmt: skip
     assert [text for text in wanted if text not in said] == []
     assert "Traceback" not in said
-    assert not list((tmp_path / "out").rglob("*.json"))
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "same").exists()
+    assert "\n    shape: params" in said  # below the run that it is of
     assert {path.name for path in run.iterdir()} == {"1"}
     assert watch(run, like, tmp_path / "mine") == 0
     write(tmp_path / "second" / "checkpoints", 1, model=model)
