@@ -6,7 +6,6 @@ As JSON for programs, as one picture for people (layers × kinds of weights), an
 
 from __future__ import annotations
 
-import importlib
 import io
 import math
 import re
@@ -129,29 +128,21 @@ def grid_of(tensors: Mapping[str, Mapping[str, Any]]) -> Grid:
     return kinds, sorted({layer for _, layer in cells}), cells
 
 
-def can_draw() -> bool:
-    """Whether there is what draws pictures, matplotlib (the extra `follow`); it is imported."""
-    try:
-        importlib.import_module("matplotlib.figure")
-        importlib.import_module("matplotlib.backends.backend_agg")
-    except ImportError:
-        return False
-    return True
-
-
 def picture(grids: Mapping[str, Grid], title: str) -> bytes | None:
     """A PNG: for each comparison layers × kinds, the brighter the more changed, grey where nothing did, red where an
     element isn't finite.
 
     None where matplotlib isn't installed (the extra `follow`).
     """
-    if not can_draw():
-        return None
     import numpy as np
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
+
+    try:
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import LogNorm
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
 
     heights = [max(2.0, 0.22 * min(len(kinds), MOST_ROWS) + 1.2) for kinds, _, _ in grids.values()]
     columns = max((len(layers) for _, layers, _ in grids.values()), default=1)
