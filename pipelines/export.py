@@ -110,8 +110,12 @@ class Exported:
                         f"{count(len(reasons), 'tensor')} {what}: {'; '.join(sorted(set(reasons.values()))[:3])}"
                     )
             lines += self.written.loading(self.export.form.config)
-            sides = f"--source {shlex.quote(self.folder)} --checkpoint {shlex.quote(self.export.source.root)}"
-            lines.append(f"check it: weightbeam verify {sides}")
+            release, checkpoint = shlex.quote(self.folder), shlex.quote(self.export.source.root)
+            lines.append(
+                f"compare:  weightbeam diff {checkpoint} {release}"
+                if self.export.adapters
+                else f"check it: weightbeam verify --source {release} --checkpoint {checkpoint}"
+            )
         return "\n".join(lines)
 
 

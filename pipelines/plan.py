@@ -129,6 +129,7 @@ class Plan:
             f"at most {memory} of memory{' a worker' if self.estimates else ''}",
             " or ".join(times),
             f"MaxText's {conversion.plan.model}" if conversion.plan.model else "",
+            *(f"but not for {mesh}, which MaxText will refuse" for mesh in report.refused_meshes(conversion)),
         )
         yield from ("", f"ready: {', '.join(filter(None, parts))}", f"  {self.command}")
 

@@ -228,9 +228,13 @@ def model_text(plan: Plan) -> str:
 
 
 def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
-    """What MaxText must be told to load the checkpoint at `path`: `key=value` of its command line."""
+    """What MaxText must be told to load the checkpoint at `path`: `key=value` of its command line. Of an adapter it reads
+    rank and alpha from the metadata.
+    """
     plan, options = conversion.plan, conversion.options
-    flags: dict[str, Any] = {"load_parameters_path": path, "scan_layers": options.scan_layers}
+    adapter = {"lora.enable_lora": True, "lora.lora_restore_path": path}
+    flags: dict[str, Any] = adapter if options.adapter_only else {"load_parameters_path": path}
+    flags["scan_layers"] = options.scan_layers
     if plan.maxtext:
         overrides = {key: value for key, value in plan.maxtext.overrides().items() if key not in flags}
         flags |= {"model_name": plan.maxtext.model} | ({"override_model_config": True} if overrides else {}) | overrides
@@ -278,6 +282,11 @@ def warnings_of(conversion: Conversion) -> tuple[str, ...]:
         for mesh, axes in uneven.items()
     ]
     return tuple(collapse([*cut, *meshes, *others]))
+
+
+def refused_meshes(conversion: Conversion) -> list[str]:
+    """The meshes that don't divide an axis which they shard: JAX makes no array of such a sharding, so MaxText stops."""
+    return list(dict.fromkeys(found["mesh"] for found in map(UNEVEN.fullmatch, conversion.warnings) if found))
 
 
 def rules_text(conversion: Conversion) -> str:

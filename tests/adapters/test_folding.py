@@ -90,7 +90,9 @@ def test_a_worker_plans_the_same(written: Path) -> None:
         assert made.hash != plan(written / "plain", lora=False, adapter_only=only, maxtext_model="llama2-7b").hash
 
 
-def test_the_checkpoint_is_as_maxtext_reads_it(written: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_is_as_maxtext_reads_it(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Stock Orbax restores a tree of `.value` leaves from `decoder` on, without a step, and the metadata tell rank and
     alpha.
     """
@@ -103,6 +105,9 @@ def test_the_checkpoint_is_as_maxtext_reads_it(written: Path, tmp_path: Path) ->
         == 0
     )
     step = tmp_path / "out" / "0"
+    said = capsys.readouterr().out
+    assert f"in MaxText: lora.enable_lora=true lora.lora_restore_path={step / 'items'} scan_layers=true" in said
+    assert "load_parameters_path" not in said
     tree = ocp.PyTreeCheckpointer().restore(step / "items")
     assert set(tree) == {"decoder"}
     assert tree["decoder"]["layers"]["self_attention"]["query"]["kernel_lora_a"]["value"].shape == (32, 2, 5)

@@ -304,6 +304,7 @@ def test_a_printed_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str], scan:
         "memory",
         "1.000 × the source",
         "doesn't divide over fsdp=7",
+        "but not for fsdp=7, which MaxText will refuse",
         "embed_vocab",
     ):
         assert words in text
