@@ -85,7 +85,14 @@ class Resharded:
         scan = "" if planned.tree.scan is None else f" scan_layers={str(planned.tree.scan).lower()}"
         named = planned.source.record.get("model")
         model = f" model_name={shlex.quote(printable(named))}" if isinstance(named, str) else ""
-        lines.append(f"in MaxText: {option}={shlex.quote(self.path)}{scan}{model}")
+        stored = {
+            "checkpoint_storage_use_ocdbt": planned.format.use_ocdbt,
+            "checkpoint_storage_use_zarr3": planned.format.use_zarr3,
+        }
+        storage = "".join(f" {flag}=false" for flag, used in stored.items() if not used)
+        lines.append(f"in MaxText: {option}={shlex.quote(self.path)}{scan}{model}{storage}")
+        if FILE in planned.model.files:
+            lines.append(f"            with what else {step}/{FILE} says of the model")
         lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
         return "\n".join(lines)
 

@@ -263,7 +263,7 @@ def plan_merge(
     spelled = {rename(name, aliases): name for name in source.encodings}
     model_type = str(checkpoint.config.get("model_type", ""))
     merging = merge(source.renamed(aliases).encodings, adapters, aliases, model_type, source.lost)
-    problems = [*checkpoint.problems, *source.problems, *merging.problems]
+    problems = [*checkpoint.problems, *source.problems, *(merging.problems if checkpoint.tensors else ())]
     if not adapters and not options.dequantize and not options.quantize:
         problems.append(Problem("option", "--lora", "names no adapter to merge"))
     touched = {spelled[name]: merging.encodings[name] for name in merging.touched}

@@ -74,10 +74,17 @@ def chunks(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     ],
 )
 @pytest.mark.parametrize("run", ["llama-fsdp8", "qwen3moe-fsdp4-tensor2"])
-def test_a_training_state_keeps_every_bit(tmp_path: Path, run: str, options: tuple[str, ...]) -> None:
-    """Weights, moments, counters and random generators, in every storage; and the tree that stock Orbax restores."""
+def test_a_training_state_keeps_every_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str, options: tuple[str, ...]
+) -> None:
+    """Weights, moments, counters and random generators, in every storage; and the tree that stock Orbax restores. What
+    MaxText must be told of the storage is said.
+    """
     source = SHARED / "trained" / run
     step = reshard(source, tmp_path / "out", *options)
+    said = capsys.readouterr().out
+    for option in ("--use_ocdbt", "--use_zarr3"):
+        assert (f"checkpoint_storage_{option[2:]}=false" in said) == (option in options)
     assert_same_bits(arrays(step), arrays(source))
     got, wanted = (json.loads(find_items(place).read("_METADATA"))["tree_metadata"] for place in (step, source))
     assert {path: entry["key_metadata"] for path, entry in got.items()} == {
@@ -174,7 +181,9 @@ def test_dtypes_of_weights_and_moments_apart(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * bool(number % 3)) for number, case in enumerate(CASES)]
 )
-def test_every_family_is_restacked(generated: Path, tmp_path: Path, case: str) -> None:
+def test_every_family_is_restacked(
+    generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
     """Our scanned checkpoint, taken apart, has MaxText's own unscanned bits; stacked again, its scanned ones. The
     record says which model it is.
     """
@@ -183,6 +192,7 @@ def test_every_family_is_restacked(generated: Path, tmp_path: Path, case: str) -
     convert(generated / "cases" / case, tmp_path / "ckpt", *options)
     scanned = restore(tmp_path / "ckpt" / "0")
     apart = reshard(tmp_path / "ckpt", tmp_path / "apart", "--scan_layers", "false", "--state", "params")
+    assert f"with what else {apart}/maxtext.yml says" in capsys.readouterr().out
     convert(generated / "cases" / case, tmp_path / "wanted", "--scan_layers", "false", *options)
     assert_same_bits(restore(apart), restore(tmp_path / "wanted" / "0"))
     assert yaml.safe_load((apart / "maxtext.yml").read_text()) == yaml.safe_load(
