@@ -616,6 +616,35 @@ def test_a_clock_that_jumps(
     assert json.loads((out / "run" / "f32.json").read_text())["step"] == 3
 
 
+@pytest.mark.slow
+def test_a_clock_that_jumps_while_a_step_is_made(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs
+) -> None:
+    """Forward by hours: the lease looks stale, though its watcher lives, and another one takes the step. It is
+    published once, whole, and nothing of either stays behind.
+    """
+    run, out = tmp_path / "run", tmp_path / "out"
+    write(run, 1, model=model)
+    upload(gcs, run / "1", "tuned/checkpoints/1")
+    gcs.faults = [Fault("slow", seconds=5.0, matching="%2Fd%2F|/d/")]
+    follow = ["--run", "gs://run/tuned/checkpoints", "--like", str(model[0]), "--output", str(out), "--once"]
+    with start(["-m", "weightbeam.pipelines.watch", *follow], tmp_path / "printed") as first:
+        deadline = time.monotonic() + PATIENCE
+        while "converting" not in states(out, "tuned").get("step-1", []):
+            assert time.monotonic() < deadline, (tmp_path / "printed").read_text()
+            time.sleep(0.05)
+        (history,) = (out / RUNS / "tuned").glob("hf-*")
+        long_ago = time.time() - 5 * 3600
+        os.utime(history / "lease", (long_ago, long_ago), follow_symlinks=False)
+        gcs.faults = []
+        assert call("watch", *follow) == 0
+        assert first.wait(PATIENCE) == 0
+    assert [found.count("published") for found in states(out, "tuned").values()] == [1]
+    assert "Traceback" not in (tmp_path / "printed").read_text()
+    assert_same_bits(read_tensors(out / "step-1"), exported(run / "1", model[0], tmp_path / "quiet"))
+    assert not list((out / ".weightbeam" / "work").iterdir())
+
+
 def test_a_copy_for_another_mesh(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """The parameters alone, in bfloat16, as stock Orbax restores them."""
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
