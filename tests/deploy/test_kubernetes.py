@@ -33,6 +33,8 @@ def test_the_cron_job() -> None:
     assert f'account_id   = "{account}"' in (DEPLOY / "terraform" / "identities.tf").read_text()
     secrets = [env["valueFrom"]["secretKeyRef"]["name"] for env in container["env"] if "valueFrom" in env]
     assert secrets == re.findall(r"create secret generic (\S+)", (DEPLOY / "README.md").read_text())
+    commands = re.findall(r"^kubectl (\w+)", (DEPLOY / "README.md").read_text(), re.M)
+    assert commands.index("apply") < commands.index("create")  # the secret lies in the namespace that is applied
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
