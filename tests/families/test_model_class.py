@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from weightbeam.formats.model_class import OWN_CODE, loading_code, model_class
 from weightbeam.model_mappings.registry import FAMILIES
+from weightbeam.pipelines.releases import Written
 
 
 @pytest.mark.parametrize("model", [*(f"cases/{case}" for case in CASES), *(f"models/{model}" for model in MODELS)])
@@ -37,3 +38,15 @@ def test_the_line() -> None:
         "AutoModelForCausalLM.from_pretrained('me/x', revision='ab')"
     )
     assert model_class({"architectures": ["BertForMaskedLM"]}) == "BertForMaskedLM"
+
+
+def test_the_last_lines_wherever_it_lies() -> None:
+    """In a folder, on the hub by its commit, and in a bucket, which transformers can't read."""
+    said = [
+        Written(folder).loading({"architectures": ["Qwen3VLForConditionalGeneration"]})
+        for folder in ("/a/x", "hf://me/x@abc", "gs://bucket/x")
+    ]
+    load = "transformers.AutoModelForImageTextToText.from_pretrained"
+    assert said[0] == [f"load it:  {load}('/a/x')"]
+    assert said[1] == [f"load it:  {load}('me/x', revision='abc')"]
+    assert said[2] == ["load it:  gcloud storage cp -r gs://bucket/x .", f"          {load}('x')"]

@@ -129,7 +129,7 @@ def test_from_a_checkpoint_in_one_pass(tmp_path: Path, model: dict, scan: str, u
         )
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """FP8 to float32 or bfloat16 and again: the same codes; from float32 the same scales, too. Our own convert reads
     what the codes mean.
     """
@@ -138,6 +138,8 @@ def test_there_and_back(tmp_path: Path) -> None:
     told: list[wb.Progress] = []
     wb.quantize(str(source), str(tmp_path / "fp8"), progress=told.append)
     assert told[-1].done == told[-1].total  # of what is written, not of the values before
+    assert call("verify", tmp_path / "fp8") == 2
+    assert f"weightbeam diff {source} {tmp_path / 'fp8'}" in capsys.readouterr().err
     first = read_tensors(tmp_path / "fp8")
     for dtype in ("float32", "bfloat16"):
         assert (
