@@ -24,7 +24,7 @@ from weightbeam.pipelines.tables import Table, show
 from weightbeam.pipelines.watching.config import WatchConfig, config_of_run, read_config
 from weightbeam.pipelines.watching.feed import Feed
 from weightbeam.pipelines.watching.isolation import Workers, prepare_to_compare, prepare_to_make
-from weightbeam.pipelines.watching.notices import Notices, warn
+from weightbeam.pipelines.watching.notices import Notices, inform, warn
 from weightbeam.pipelines.watching.preflight import check_runs
 from weightbeam.pipelines.watching.receiver import SECRET, receive_webhooks
 from weightbeam.pipelines.watching.records import FAILED, LostError
@@ -62,6 +62,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             check_runs(runs, args.dry_run)
             if once:
                 return _report(args, Findings(watcher.once()))
+            for each in config.runs:
+                inform(f"following {each.name} in {each.checkpoints}: a look every {args.interval:.0f} s, until Ctrl-C")
             with _webhooks(args.serve) as changed:
                 _loop(watcher, args.interval, changed)
     except LostError as e:

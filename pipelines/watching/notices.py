@@ -44,6 +44,11 @@ def note(record: Record) -> None:
     )
 
 
+def inform(message: str) -> None:
+    """Logs what is no state, and nothing to worry about."""
+    _log.info(message)
+
+
 def warn(message: str) -> None:
     """Logs what isn't a state of a release."""
     _log.warning(message)

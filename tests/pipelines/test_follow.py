@@ -890,6 +890,7 @@ def follow_a_run(
                     process.wait()
                     time.sleep(rng.uniform(0, 0.3))
         first = max([int(path.name) for path in run.iterdir() if path.name.isdigit()]) + 1
+    assert f"following run in {run}: a look every 1 s" in (tmp_path / "printed-watch").read_text()
     held = snapshot(run)
     assert watch(run, like, output) in (0, 1)
     assert snapshot(run) == held
