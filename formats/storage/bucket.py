@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -18,11 +19,12 @@ from typing import Any, NoReturn
 import google_crc32c
 import tensorstore as ts
 from google.api_core import exceptions
-from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
+from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError
 from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 from requests.adapters import HTTPAdapter
+from requests.exceptions import ConnectionError as NoConnectionError
 from requests.exceptions import RequestException
 
 from weightbeam.formats.storage.store import (
@@ -40,8 +42,8 @@ from weightbeam.formats.storage.store import (
 
 CONNECTIONS = 128  # that are kept: 16 for each of eight threads
 TIMEOUT: Any = (10.0, 60.0)  # seconds to connect, and between two pieces of an answer
-# seconds in all; backs off, and only what a repetition can mend is repeated
-RETRY: Any = DEFAULT_RETRY.with_timeout(300.0)
+RETRY_SECONDS = 300.0  # in all
+UNREACHED_SECONDS = 20.0  # the same where nothing has answered this process yet: rather no network than a hiccup
 MAX_REQUEST_BYTES = 4 << 20  # bytes of a request
 MAX_REQUEST_SECONDS = 1800.0  # seconds for one; TensorStore asks for a token without end where it is refused
 MAX_REQUESTS = 16  # requests of this process at a time, whose bytes are held beside the buffers that they go to
@@ -60,10 +62,55 @@ STALL_LIMITS = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30", "TENSORSTORE_CU
 _REQUESTS = threading.BoundedSemaphore(MAX_REQUESTS)
 
 
+class _Reach:
+    """Whether the service can be reached from this process.
+
+    Attributes:
+      is_known: whether it has answered.
+      sought: when it first couldn't be reached.
+    """
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self.sought: float | None = None
+
+    def answered(self, *_: Any, **__: Any) -> None:
+        """Takes note of an answer."""
+        self.is_known = True
+
+    def is_given_up(self) -> bool:
+        """Takes note that it can't be reached, and tells whether that has gone on for too long."""
+        self.sought = self.sought or time.monotonic()
+        return not self.is_known and time.monotonic() - self.sought > UNREACHED_SECONDS
+
+
+_REACH = _Reach()
+
+
+def _unreached(error: Exception | None) -> NoConnectionError | None:
+    """The error of a connection that couldn't be made, behind what the clients made of it."""
+    if isinstance(error, exceptions.RetryError):
+        error = error.cause
+    if isinstance(error, TransportError) and error.args and isinstance(error.args[0], Exception):  # of credentials
+        error = error.args[0]
+    return error if isinstance(error, NoConnectionError) else None
+
+
+def _is_repeated(error: Exception) -> bool:
+    """Whether a request is repeated: what a repetition can mend, as the client's own policy knows."""
+    if _unreached(error) and _REACH.is_given_up():
+        return False
+    return bool(DEFAULT_RETRY._predicate(error))
+
+
+RETRY: Any = DEFAULT_RETRY.with_predicate(_is_repeated).with_timeout(RETRY_SECONDS)  # backs off
+
+
 @functools.cache
 def _client() -> storage.Client:
     """This process's client."""
     client = _connect()
+    client._http.hooks["response"].append(_REACH.answered)
     # the stock pool throws away what goes beyond ten
     client._http.mount("https://", HTTPAdapter(pool_maxsize=CONNECTIONS))
     client._http.mount("http://", HTTPAdapter(pool_maxsize=CONNECTIONS))
@@ -91,6 +138,9 @@ def _fail(url: str, error: Exception) -> NoReturn:
     """Turns a client's error into ours."""
     message = str(error) or type(error).__name__
     hint = ""
+    if unreached := _unreached(error):
+        why = str(getattr(unreached.args[0], "reason", unreached) if unreached.args else unreached).rpartition(": ")[2]
+        message, hint = f"{_client().api_endpoint} can't be reached: {why}", "; is this machine online?"
     if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized) or message.startswith("PERMISSION_DENIED"):
         hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
     raise StorageError(f"{url}: {message.splitlines()[0].partition(' [http_')[0]}{hint}") from error

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.cloud.storage.retry import DEFAULT_RETRY
 from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 from hypothesis import HealthCheck, given, settings
@@ -95,7 +94,7 @@ def outside(code: str, *arguments: str, **env: str) -> subprocess.CompletedProce
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeGcs]:
     with FakeGcs("bucket", "other") as server, asking(server) as patch:
-        patch.setattr(buckets, "RETRY", DEFAULT_RETRY.with_delay(0.01, 0.02).with_timeout(2.0))
+        patch.setattr(buckets, "RETRY", buckets.RETRY.with_delay(0.01, 0.02).with_timeout(2.0))
         patch.setitem(
             buckets.CONTEXT, "gcs_request_retries", {"max_retries": 6, "initial_delay": "10ms", "max_delay": "10ms"}
         )
@@ -415,6 +414,32 @@ def test_a_bucket_that_always_fails(bucket: buckets.Bucket, gcs: FakeGcs, monkey
         with pytest.raises(StorageError, match=f"{bucket.url}.*503|{bucket.url}.*a fault that was asked for"):
             ask()
     assert time.monotonic() - began < 20
+
+
+def test_a_bucket_that_cant_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long for a network that isn't there; after a first answer it is a hiccup."""
+    with socket.socket() as nobody:  # bound, and not listening
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", url := f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setattr(buckets, "UNREACHED_SECONDS", 0.3)
+        for is_known, timeout, shortest, longest in ((False, 60.0, 0.2, 30.0), (True, 1.0, 0.8, 30.0)):
+            monkeypatch.setattr(buckets, "RETRY", buckets.RETRY.with_delay(0.01, 0.02).with_timeout(timeout))
+            monkeypatch.setattr(buckets, "_REACH", reach := buckets._Reach())
+            reach.is_known = is_known
+            buckets._client.cache_clear()
+            began = time.monotonic()
+            with pytest.raises(StorageError, match=rf"gs://bucket/x: {url} can't be reached: .*refused; is this"):
+                buckets.Bucket("gs://bucket/x").check_readable()
+            assert shortest < time.monotonic() - began < longest
+    buckets._client.cache_clear()
+
+
+def test_an_answer_is_known(bucket: buckets.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_REACH", reach := buckets._Reach())
+    buckets._client.cache_clear()
+    assert bucket.list() == []
+    assert reach.is_known
+    buckets._client.cache_clear()
 
 
 def test_what_is_forbidden(bucket: buckets.Bucket, gcs: FakeGcs) -> None:

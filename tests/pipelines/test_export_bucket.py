@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from google.cloud.storage.retry import DEFAULT_RETRY
 from quantised import fp8_llama
 from servers.clients import asking
 from servers.gcs import FakeGcs
@@ -27,7 +26,7 @@ RECORD = "weightbeam.json"
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeGcs]:
     with FakeGcs("bucket") as server, asking(server) as patch:
-        patch.setattr(buckets, "RETRY", DEFAULT_RETRY.with_delay(0.01, 0.02).with_timeout(2.0))
+        patch.setattr(buckets, "RETRY", buckets.RETRY.with_delay(0.01, 0.02).with_timeout(2.0))
         yield server
 
 
