@@ -133,6 +133,10 @@ class Repository(Store):
             for name in [file.rfilename]
         }
 
+    def fetched(self) -> list[File]:
+        """The files that the hub's cache on this machine doesn't hold, so that reading them fetches them."""
+        return [file for name, file in self.files().items() if self._cached(name) is None]
+
     def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
         files = sorted(self.files().items())
         return [

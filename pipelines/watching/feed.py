@@ -48,12 +48,10 @@ class Feed(abc.ABC):
     Attributes:
       output: where the records lie.
       targets: what each version is made into.
-      made: what was done to a version once it is made.
     """
 
     output: Store
     targets: Collection[Target]
-    made: str
 
     # --- what there is
 
@@ -136,8 +134,8 @@ class Feed(abc.ABC):
         """Plans; among the facts are the `plan`'s hash and what `foresee` needs."""
 
     @abc.abstractmethod
-    def foresee(self, facts: Mapping[str, Any]) -> str:
-        """What carrying such a plan out would come to."""
+    def foresee(self, target: Target, facts: Mapping[str, Any]) -> str:
+        """What carrying such a plan out would come to: `converted: 39.2 KB, llama`."""
 
     @abc.abstractmethod
     def place(self, history: History, plan: str) -> str:

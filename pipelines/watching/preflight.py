@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from weightbeam.formats.release import has_weights
-from weightbeam.formats.storage import StorageError, reason
+from weightbeam.formats.storage import StorageError, open_store, reason
+from weightbeam.formats.storage.hub import Repository
 from weightbeam.pipelines.errors import RefusedError
+from weightbeam.pipelines.tables import human
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import MERGED
 from weightbeam.pipelines.watching.notices import warn
@@ -120,10 +122,14 @@ def _find_problems(feed: RunFeed) -> list[str]:
         warn(
             f"{newest.url} was committed at {newest.updated:%Y-%m-%d %H:%M} UTC by the run's clock, and it is {now():%Y-%m-%d %H:%M} by this machine's"
         )
+    likes: dict[str, None] = {}  # that steps are compared with
     with feed.apart() as apart:
         for target in feed.targets:
             task = feed.plan(newest.url, target)
             outcome = apart.run(task.action, task.arguments, PLAN_SECONDS)
+            facts = outcome.facts
+            if (like := run.like or facts.get("form")) and not (facts.get("lora") and target.facts["lora"] != MERGED):
+                likes[like] = None
             if outcome.status == isolation.REFUSED:
                 problems.append(f"run {run.name}, target {target.name}: step {newest.number}: {outcome.message}")
             elif (
@@ -135,7 +141,24 @@ def _find_problems(feed: RunFeed) -> list[str]:
                     f"run {run.name}, target {target.name}: step {newest.number} is an adapter, and like, {form}, has no weights "
                     "that it could be merged into; name the release itself"
                 )
+    if not problems:
+        _warn_of_downloads(likes)
     return problems
+
+
+def _warn_of_downloads(likes: Iterable[str]) -> None:
+    """Says which releases are fetched for each step, and how that is spared."""
+    for like in likes:
+        release = open_store(like) if like.startswith("hf://") else None
+        if not isinstance(release, Repository):
+            continue
+        nbytes = sum(file.size for file in release.fetched() if file.name.endswith(".safetensors"))
+        _, _, revision = like.partition("@")
+        command = f"hf download {release.repo}" + (f" --revision {revision}" if revision else "")
+        if nbytes:
+            warn(
+                f"{like}: {human(nbytes)} are fetched for each step, to tell what changed; `{command}`, once, spares that"
+            )
 
 
 def _find_place_problems(who: str, feed: RunFeed, place: Place, dry_run: bool) -> list[str]:

@@ -19,8 +19,6 @@ REPORT = "release.json"  # beside the checkpoint: where it comes from
 class ReleaseFeed(Feed):
     """The releases of the models that a configuration names."""
 
-    made = "converted"
-
     def __init__(self, config: WatchConfig):
         self._config, self.output, self.targets = config, config.output, config.targets
 
@@ -69,8 +67,8 @@ class ReleaseFeed(Feed):
     def plan(self, source: str, target: Target) -> Task:
         return Task(isolation.plan, [f"--source={source}", *target.arguments])
 
-    def foresee(self, facts: Mapping[str, Any]) -> str:
-        return f"{releases.human(facts['target_bytes'])}, {facts['family']}"
+    def foresee(self, target: Target, facts: Mapping[str, Any]) -> str:
+        return f"converted: {releases.human(facts['target_bytes'])}, {facts['family']}"
 
     def place(self, history: History, plan: str) -> str:
         first = history.first

@@ -21,6 +21,7 @@ from weightbeam.pipelines.tables import human
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import (
     ADAPTER,
+    EXPORT,
     MERGED,
     QUANTIZE,
     RESHARD,
@@ -49,6 +50,7 @@ from weightbeam.pipelines.watching.records import (
 )  # fmt: skip
 from weightbeam.pipelines.watching.runs import Seen, Step, list_steps, read_step, see_step
 
+MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
 MARKS, OPEN = "marks", "open"
 GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that is gone
 _DELETED = "the run has deleted it"
@@ -94,8 +96,6 @@ class RunFeed(Feed):
       store: the run's folder.
       places: where the steps are published, by the target's name.
     """
-
-    made = "exported"
 
     def __init__(self, config: WatchConfig, run: Run, workers: Workers, flat: bool = False):
         """`workers` are those of all runs. `flat`: the output is the run's alone, and its steps lie directly below it."""
@@ -282,8 +282,9 @@ class RunFeed(Feed):
             return []
         return [f"--maxtext_config={self.run.like}" if is_maxtext_config(self.run.like) else f"--like={self.run.like}"]
 
-    def foresee(self, facts: Mapping[str, Any]) -> str:
-        return f"{human(facts['target_bytes'])}, {facts['family']}"
+    def foresee(self, target: Target, facts: Mapping[str, Any]) -> str:
+        assert isinstance(target, RunTarget)
+        return f"{MADE[target.kind]}: {human(facts['target_bytes'])}, {facts['family']}"
 
     def place(self, history: History, plan: str) -> str:
         """`step-1000`; where that is another checkpoint's, with the plan's hash. On the hub a branch has a history of

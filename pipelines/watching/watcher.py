@@ -307,7 +307,7 @@ class Watcher:
             outcome = apart.run(task.action, task.arguments, PLAN_SECONDS)
         if outcome.status != isolation.DONE:
             return dataclasses.replace(found, state=outcome.status, reason=outcome.message)
-        return dataclasses.replace(found, state=PLANNED, reason=f"would be {feed.made}: {feed.foresee(outcome.facts)}")
+        return dataclasses.replace(found, state=PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")
 
 
 def _finding(history: History) -> Finding:

@@ -28,7 +28,7 @@ import torch
 import training_run
 import transformers
 import yaml
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from servers.clients import asking
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
@@ -52,6 +52,7 @@ from trained import SHARED
 import weightbeam as wb
 from weightbeam.formats.storage import hub as storage
 from weightbeam.formats.storage import open_store
+from weightbeam.pipelines.tables import human
 from weightbeam.pipelines.watching import changes, watcher
 from weightbeam.pipelines.watching import records as watching_records
 from weightbeam.pipelines.watching.records import RUNS, histories
@@ -110,7 +111,7 @@ def exported(step: Path, like: Path, folder: Path, **options: Any) -> dict[str, 
     return read_tensors(folder)
 
 
-def watch(run: Any, like: Path, output: Any, *options: str) -> int:
+def watch(run: Any, like: Any, output: Any, *options: str) -> int:
     return call("watch", "--run", run, "--like", like, "--output", output, *(options or ["--once"]))
 
 
@@ -1029,6 +1030,30 @@ def test_places_are_looked_at_first(
         assert [text for text in wanted if text not in said] == []
         assert "Traceback" not in said
         assert snapshot(tmp_path) == before
+
+
+def test_a_release_of_the_hub_is_fetched_once(
+    hub: FakeHub,
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the hub's cache holds it: the watcher says at its start how that is done, until it is."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    run, like, output = tmp_path / "run" / "checkpoints", f"hf://{REPO}", tmp_path / "out"
+    hub.add(REPO, model[0])
+    write(run, 1, model=model)
+    size = sum(file.stat().st_size for file in model[0].glob("*.safetensors"))
+    assert watch(run, like, output, "--dry_run") == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        f"{human(size)} are fetched for each step, to tell what changed; `hf download {REPO}`, once, spares that"
+        in said
+    )
+    snapshot_download(REPO, cache_dir=tmp_path / "home" / "hub", endpoint=hub.url, token=TOKEN)
+    assert watch(run, like, output, "--dry_run") == 0
+    assert "are fetched" not in capsys.readouterr().err
 
 
 def test_everything_wrong_with_a_run_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
