@@ -79,14 +79,14 @@ def check_target(url: str) -> Target:
     fine-grained token may, and whose repositories, only a commit tells.
 
     Raises:
-      StorageError: there is none, or the name isn't one of a repository.
+      StorageError: there is none, it may only read, or the name isn't one of a repository.
     """
     target = Target.parse(url)
     if token() is None:
         raise StorageError(f"{target}: HF_TOKEN isn't set; publishing needs a token that may write there")
     with told(target):
         about = retried(api().whoami)()
-    if about.get("auth", {}).get("accessToken", {}).get("role") == "read":
+    if ((about.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
         raise StorageError(f"{target}: the token that is set may only read; publishing needs one of the role `write`")
     return target
 

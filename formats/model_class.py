@@ -23,7 +23,9 @@ def model_class(config: Mapping[str, Any]) -> str:
     where it is of another kind. A release that names none counts as a language model.
     """
     said = config.get("architectures")
-    name = said[0] if isinstance(said, list) and said and isinstance(said[0], str) else "ForCausalLM"
+    name = said[0] if isinstance(said, list) and said else None
+    if not isinstance(name, str) or not name.isidentifier():  # it becomes code that a person runs
+        name = "ForCausalLM"
     return next((auto for end, auto in AUTO_CLASSES.items() if name.endswith(end)), name)
 
 

@@ -54,7 +54,7 @@ MISSING, SHAPE = "missing", "shape"
 STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
 SCAN_AXIS = 1  # where MaxText stacks layers unless it is told (`param_scan_axis`)
 SHOWN = 30  # tensors that a report lists
-AT_ONCE = 4  # boxes at most: each takes some 100 MB
+AT_ONCE = 4  # boxes at most, each of all sides: 16 MB a side, up to 256 MB where chunks are large
 
 
 @dataclasses.dataclass(frozen=True)
@@ -451,7 +451,8 @@ def _converted(
 
 def compare_pairs(pairs: Sequence[Pair], report: Report | None = None) -> list[Comparison]:
     """Compares each pair, boxes of a tensor at a time, some at once. The second of all pairs is the same checkpoint: a
-    box of it is read once for all of them that have the tensor under one name, in one shape and dtype.
+    box of it is read once for all of them that have the tensor under one name, in one shape and dtype: whatever it is
+    compared with, its values are the same then.
 
     Raises:
       Failed: a file can't be read, or holds what can't be right.
@@ -466,7 +467,7 @@ def compare_pairs(pairs: Sequence[Pair], report: Report | None = None) -> list[C
     boxes = (
         (name, numbers, box)
         for (name, *_), numbers in groups.items()
-        for box in _cut(pairs[numbers[0]].first[name], pairs[numbers[0]].second[name])
+        for box in _cut([pairs[numbers[0]].second[name], *(pairs[number].first[name] for number in numbers)])
     )
     total = sum(math.prod(shape) * dtype.itemsize * len(numbers) for (_, shape, dtype), numbers in groups.items())
     done, lock, ended = 0, threading.Lock(), threading.Event()
@@ -520,11 +521,11 @@ def _verdicts(pair: Pair, differences: Mapping[str, Difference]) -> dict[str, Ve
     return found
 
 
-def _cut(a: Operand, b: Operand) -> Iterator[Box]:
-    """The boxes in which a tensor is read from both sides: cut as the side whose chunks are decoded whole wants it."""
-    grain = tuple(map(max, a.grain, b.grain)) if a.shape else ()
-    first = a if max(a.grain, default=1) == 1 else b
-    return cut(a.shape, max(a.dtype.itemsize, b.dtype.itemsize), first.order, grain)
+def _cut(sides: Sequence[Operand]) -> Iterator[Box]:
+    """The boxes in which a tensor is read from all sides: cut as the side whose chunks are decoded whole wants it."""
+    grain = tuple(map(max, *(side.grain for side in sides))) if sides[0].shape else ()
+    first = max(sides, key=lambda side: max(side.grain, default=1))
+    return cut(first.shape, max(side.dtype.itemsize for side in sides), first.order, grain)
 
 
 if __name__ == "__main__":

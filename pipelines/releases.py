@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -70,7 +71,10 @@ class Written:
     def loading(self, config: Mapping[str, Any]) -> list[str]:
         """The lines that say how transformers loads the release, whose `config.json` is `config`."""
         if self.folder.startswith("gs://"):
-            lines = [f"gcloud storage cp -r {self.folder} .", loading_code(config, self.folder.rpartition("/")[2])]
+            lines = [
+                f"gcloud storage cp -r {shlex.quote(self.folder)} .",
+                loading_code(config, self.folder.rpartition("/")[2]),
+            ]
         elif self.folder.startswith("hf://"):
             repo, _, commit = self.folder.removeprefix("hf://").partition("@")
             lines = [loading_code(config, repo, **({"revision": commit} if commit else {}))]

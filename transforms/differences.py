@@ -19,6 +19,7 @@ MOST_BYTES = 256 << 20  # the same where a chunk has to be read whole
 # elements that are compared at a time: what is made of them stays in a cache, and threads seldom wait for the GIL, which
 # took half as long again with a quarter of them
 CACHED = 1 << 18
+RUN = 1 << 12  # of them, whose products are summed in float32
 GLANCE = 64  # elements that tell of most arrays which differ that they do
 FEWEST = 2.0**-100  # a sum of squares in float32 that is less has lost some of them
 EXPONENT = np.uint32(0x7F800000)  # the bits of a float32 that are 2^e of its magnitude
@@ -29,7 +30,8 @@ EQUAL, ROUNDED, CHANGED = "equal", "rounded", "changed"
 class Difference:
     """How far two arrays, or the same boxes of both, are apart. NaN equals NaN.
 
-    What is counted is exact. The largest difference is that of float32; sums are of float32 or float64, slab by slab.
+    What is counted is exact. The largest difference is that of float32. Sums are of float32 in short runs,
+    and of float64.
 
     Attributes:
       elements, different: how many were compared, and how many of them aren't equal.
@@ -82,7 +84,7 @@ class Difference:
         if not self.different:
             return 1.0
         norm = math.sqrt(self.left) * math.sqrt(self.right)
-        return self.product / norm if norm else 0.0
+        return min(1.0, max(-1.0, self.product / norm)) if norm else 0.0
 
 
 def _larger(a: float, b: float) -> float:
@@ -123,10 +125,10 @@ class _Chunk:
     def __init__(self, values: np.ndarray):
         self._values = values
         self._wide: np.ndarray | None = None
-        if is_narrow(values.dtype):
+        if _is_narrow(values.dtype):
             self._wide = _ROOM.second[: values.size]
             np.copyto(self._wide, values)
-            self._square = float(np.dot(self._wide, self._wide))
+            self._square = _dot(self._wide, self._wide)
 
     def compare(self, first: np.ndarray, is_beyond: bool) -> Difference:
         """How far the same elements of a first array are from them. If one `is_beyond` a step, of no further one is told
@@ -134,17 +136,17 @@ class _Chunk:
         """
         second = self._values
         if _is_same(first[:GLANCE], second[:GLANCE]) and _is_same(first, second):  # most of what is compared
-            if self._wide is None or not math.isfinite(square := self._square):
-                square = _square(second)
+            if self._wide is None or not FEWEST < (square := self._square) < math.inf:
+                square = float(np.dot(wide := second.astype(np.float64), wide))
             return Difference(second.size, product=square, left=square, right=square)
         step = None if is_beyond else coarser(first.dtype, second.dtype)
         found = None
-        if self._wide is not None and is_narrow(first.dtype):
+        if self._wide is not None and _is_narrow(first.dtype):
             found = _compare_float32(first, self._wide, self._square, step)
         return found or _compare_float64(first, second, step)
 
 
-def is_narrow(dtype: np.dtype) -> bool:
+def _is_narrow(dtype: np.dtype) -> bool:
     """Whether float32 holds all numbers of a dtype."""
     return is_float(dtype) and dtype.itemsize <= 4
 
@@ -165,12 +167,12 @@ def _compare_float32(a: np.ndarray, y: np.ndarray, right: float, step: np.dtype 
       y, right: of the second one, in float32; and the sum of its squares.
       step: see `_is_beyond`; None where that isn't asked.
     """
-    x, off, steps, ones = (array[: a.size] for array in (_ROOM.first, _ROOM.off, _ROOM.steps, _ROOM.ones))
+    x, off, steps = (array[: a.size] for array in (_ROOM.first, _ROOM.off, _ROOM.steps))
     np.copyto(x, a)
     np.subtract(x, y, out=off)
-    left, squares = float(np.dot(x, x)), float(np.dot(off, off))
+    left, squares = _dot(x, x), _dot(off, off)
     # of what is close, what the sums have lost cancels out in the cosine so
-    product = (left + right - squares) / 2 if squares < min(left, right) else float(np.dot(x, y))
+    product = (left + right - squares) / 2 if squares < min(left, right) else _dot(x, y)
     np.abs(off, out=off)
     different = int(np.count_nonzero(np.not_equal(off, 0, out=steps.view(bool)[: a.size])))
     if not all(FEWEST < held < math.inf for held in (left, right, squares if different else 1.0)):
@@ -178,7 +180,14 @@ def _compare_float32(a: np.ndarray, y: np.ndarray, right: float, step: np.dtype 
     furthest = int(off.argmax())
     largest = abs(float(x[furthest]) - float(y[furthest]))
     beyond = step is not None and _is_beyond(x, y, off, step, steps)
-    return Difference(a.size, different, beyond, largest, float(np.dot(off, ones)), squares, product, left, right)
+    return Difference(a.size, different, beyond, largest, float(off.sum()), squares, product, left, right)
+
+
+def _dot(x: np.ndarray, y: np.ndarray) -> float:
+    """The sum of the products: in float32 of short runs, whose roundings may all go one way, and in float64 of these."""
+    whole = x.size - x.size % RUN
+    runs = np.vecdot(x[:whole].reshape(-1, RUN), y[:whole].reshape(-1, RUN))
+    return float(runs.sum(dtype=np.float64)) + float(np.dot(x[whole:], y[whole:]))
 
 
 def _is_beyond(x: np.ndarray, y: np.ndarray, off: np.ndarray, step: np.dtype, steps: np.ndarray) -> bool:
@@ -200,7 +209,6 @@ class _Room(threading.local):
 
     def __init__(self) -> None:
         self.first, self.second, self.off, self.steps = (np.empty(CACHED, np.float32) for _ in range(4))
-        self.ones = np.ones(CACHED, np.float32)
 
 
 _ROOM = _Room()
@@ -221,12 +229,6 @@ def _compare_float64(a: np.ndarray, b: np.ndarray, step: np.dtype | None) -> Dif
         beyond = not bool(np.all(off <= steps))
     largest, total, squares = float(off.max()), float(off.sum()), float(np.dot(off, off))
     return Difference(x.size, count, beyond, largest, total, squares, float(np.dot(x, y)), left, right)
-
-
-def _square(values: np.ndarray) -> float:
-    """The sum of the squares."""
-    wide = values.astype(np.float64)
-    return float(np.dot(wide, wide))
 
 
 def spacing(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

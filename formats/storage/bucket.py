@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import math
 import os
 import re
 import threading
@@ -15,6 +16,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import google_crc32c
 import tensorstore as ts
@@ -24,8 +26,8 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 from requests.adapters import HTTPAdapter
-from requests.exceptions import ConnectionError as NoConnectionError
 from requests.exceptions import RequestException
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
 
 from weightbeam.formats.storage.store import (
     PIECE,
@@ -67,12 +69,12 @@ class _Reach:
 
     Attributes:
       is_known: whether it has answered.
-      sought: when it first couldn't be reached.
+      since, last: when it couldn't be reached first and last, of tries that follow each other.
     """
 
     def __init__(self) -> None:
         self.is_known = False
-        self.sought: float | None = None
+        self.since = self.last = -math.inf
 
     def answered(self, *_: Any, **__: Any) -> None:
         """Takes note of an answer."""
@@ -80,20 +82,27 @@ class _Reach:
 
     def is_given_up(self) -> bool:
         """Takes note that it can't be reached, and tells whether that has gone on for too long."""
-        self.sought = self.sought or time.monotonic()
-        return not self.is_known and time.monotonic() - self.sought > UNREACHED_SECONDS
+        now = time.monotonic()
+        if now - self.last > 3 * UNREACHED_SECONDS:  # another command
+            self.since = now
+        self.last = now
+        return not self.is_known and now - self.since > UNREACHED_SECONDS
 
 
 _REACH = _Reach()
 
 
-def _unreached(error: Exception | None) -> NoConnectionError | None:
-    """The error of a connection that couldn't be made, behind what the clients made of it."""
+def _unreached(error: Exception | None) -> tuple[str, str] | None:
+    """Which host no connection could be made to, and why, if that is behind what the clients made of it."""
     if isinstance(error, exceptions.RetryError):
         error = error.cause
     if isinstance(error, TransportError) and error.args and isinstance(error.args[0], Exception):  # of credentials
         error = error.args[0]
-    return error if isinstance(error, NoConnectionError) else None
+    why = getattr(error.args[0], "reason", None) if isinstance(error, RequestException) and error.args else None
+    if not isinstance(error, RequestException) or not isinstance(why, NewConnectionError | ConnectTimeoutError):
+        return None
+    asked = urlsplit(str(error.request.url)) if error.request is not None else None
+    return f"{asked.scheme}://{asked.netloc}" if asked else "Google's storage", str(why).rpartition(": ")[2]
 
 
 def _is_repeated(error: Exception) -> bool:
@@ -139,8 +148,8 @@ def _fail(url: str, error: Exception) -> NoReturn:
     message = str(error) or type(error).__name__
     hint = ""
     if unreached := _unreached(error):
-        why = str(getattr(unreached.args[0], "reason", unreached) if unreached.args else unreached).rpartition(": ")[2]
-        message, hint = f"{_client().api_endpoint} can't be reached: {why}", "; is this machine online?"
+        host, why = unreached
+        message, hint = f"{host} can't be reached: {why}", "; is this machine online?"
     if isinstance(error, exceptions.Forbidden | exceptions.Unauthorized) or message.startswith("PERMISSION_DENIED"):
         hint = "; grant the account roles/storage.objectUser on the bucket (objectViewer is enough to read)"
     raise StorageError(f"{url}: {message.splitlines()[0].partition(' [http_')[0]}{hint}") from error

@@ -12,7 +12,7 @@ from weightbeam.formats.release import has_weights
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.model_mappings.boxes import whole
-from weightbeam.pipelines.diff import Pair, compare_pairs, open_pair
+from weightbeam.pipelines.diff import Comparison, Pair, compare_pairs, open_pair
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.config import ADAPTER
@@ -20,6 +20,8 @@ from weightbeam.pipelines.watching.places import REPORT
 from weightbeam.transforms import differences
 
 SECTION = "## The training run"
+
+Changes = dict[str, dict[str, Any]]  # of each tensor, see `changes.summarise`
 
 
 def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,14 +45,10 @@ def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
         others["like"] = like
     changed_since = _adapter_changed_since if is_adapter else _changed_since
     compared, notes = changed_since(others, release.url)
-    every = (
-        compared.get("before")
-        or compared.get("like")
-        or changed_since({"itself": release.url}, release.url)[0]["itself"]
-    )
+    every = compared.get("before") or compared.get("like") or _compared_with_itself(release.url, is_adapter)
     odd = changes.not_finite(every)
     names = {"before": f"step {before['step']}" if before else "", "like": str(about.get("like"))}
-    said = {what: {"than": names[what], "tensors": changes.as_json(found)} for what, found in compared.items()}
+    said = {what: {"than": names[what], "tensors": changes.as_json(tensors)} for what, tensors in compared.items()}
     sentences = [text for what, tensors in compared.items() if (text := changes.sentence(tensors, names[what]))]
     found = {
         "run": about["run"],
@@ -63,14 +61,8 @@ def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
         "notes": notes,
     }
     release.write(changes.JSON, json.dumps(found, indent=1).encode())
-    drawn = (
-        changes.picture(
-            {names[what]: changes.grid_of(tensors) for what, tensors in compared.items()},
-            f"{about['name']}, step {about['step']}",
-        )
-        if compared
-        else None
-    )
+    grids = {names[what]: changes.grid_of(tensors) for what, tensors in compared.items()}
+    drawn = changes.picture(grids, f"{about['name']}, step {about['step']}") if grids else None
     if drawn:
         release.write(changes.PICTURE, drawn)
     return {}
@@ -100,10 +92,7 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     return {"warnings": warnings, "said": sentences}
 
 
-Compared = dict[str, dict[str, dict[str, Any]]]  # what changed, tensor by tensor, since each
-
-
-def _changed_since(others: Mapping[str, str], release: str) -> tuple[Compared, list[str]]:
+def _changed_since(others: Mapping[str, str], release: str) -> tuple[dict[str, Changes], list[str]]:
     """What changed in a release since each of others was one; and why it can't be compared with some."""
     pairs: dict[str, Pair] = {}
     notes: list[str] = []
@@ -112,26 +101,39 @@ def _changed_since(others: Mapping[str, str], release: str) -> tuple[Compared, l
             pairs[what] = open_pair(other, release)
         except Refused as e:
             notes.append(f"not compared with {other}: {str(e).strip().splitlines()[0]}")
-    compared: Compared = {}
-    for what, found in zip(pairs, compare_pairs(list(pairs.values())), strict=True):
-        compared[what] = changes.summarise({name: verdict.difference for name, verdict in found.tensors.items()})
+    found = compare_pairs(list(pairs.values())) if pairs else []
+    return {what: _summary(comparison) for what, comparison in zip(pairs, found, strict=True)}, notes
+
+
+def _adapter_changed_since(others: Mapping[str, str], adapter: str) -> tuple[dict[str, Changes], list[str]]:
+    """The same for adapters."""
+    compared: dict[str, Changes] = {}
+    notes: list[str] = []
+    for what, other in others.items():
+        try:
+            compared[what] = _adapter_changes(other, adapter)
+        except StorageError as e:
+            notes.append(f"not compared with {other}: {e}")
     return compared, notes
 
 
-def _adapter_changed_since(others: Mapping[str, str], adapter: str) -> tuple[Compared, list[str]]:
-    """The same for adapters, which `diff` doesn't take; they are small."""
-    after = _tensors(adapter)
-    compared: Compared = {}
-    for what, other in others.items():
-        before = _tensors(other)
-        same = [name for name in after if name in before and before[name].shape == after[name].shape]
-        values, _ = read_boxes(
-            [BoxRead(side[name], whole(side[name].shape)) for name in same for side in (before, after)]
-        )
-        compared[what] = changes.summarise(
-            {name: differences.compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)}
-        )
-    return compared, []
+def _compared_with_itself(release: str, is_adapter: bool) -> Changes:
+    """What isn't finite is told of a comparison, also where there is nothing to compare with."""
+    return _adapter_changes(release, release) if is_adapter else _summary(*compare_pairs([open_pair(release, release)]))
+
+
+def _summary(comparison: Comparison) -> Changes:
+    return changes.summarise({name: verdict.difference for name, verdict in comparison.tensors.items()})
+
+
+def _adapter_changes(old: str, new: str) -> Changes:
+    """What changed from one adapter to another. `diff` takes models, and adapters are small."""
+    before, after = _tensors(old), _tensors(new)
+    same = [name for name in after if name in before and before[name].shape == after[name].shape]
+    values, _ = read_boxes([BoxRead(side[name], whole(side[name].shape)) for name in same for side in (before, after)])
+    return changes.summarise(
+        {name: differences.compare(*values[2 * number : 2 * number + 2]) for number, name in enumerate(same)}
+    )
 
 
 def _tensors(adapter: str) -> dict[str, Tensor]:

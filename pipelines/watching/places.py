@@ -113,12 +113,13 @@ def check_writable(output: Store, dry_run: bool = False) -> None:
     Raises:
       StorageError: it can't be.
     """
+    ours = output / ".weightbeam"
     try:
         if not dry_run:
-            (output / ".weightbeam").make()
-            (output / ".weightbeam").check_writable()
-        elif isinstance(output, LocalFolder):
-            there = next(folder for folder in (output.folder, *output.folder.parents) if os.path.lexists(folder))
+            ours.make()
+            ours.check_writable()
+        elif isinstance(ours, LocalFolder):
+            there = next(folder for folder in (ours.folder, *ours.folder.parents) if os.path.lexists(folder))
             if not there.is_dir():
                 raise StorageError(f"{there} is no folder")
             if not os.access(there, os.W_OK | os.X_OK):

@@ -30,6 +30,9 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
     Raises:
       RefusedError: with everything that stands against it.
     """
+    if not feeds:
+        return
+    output = feeds[0].output  # one for all
     problems = _find_shared_places(feeds)
     for feed in feeds:
         problems += _find_problems(feed)
@@ -39,15 +42,14 @@ def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
         for name, place in feed.places.items()
         if not _runs_around(place.url, feeds)
     ]
-    missing = _missing([place.url for _, _, place in places] + [feed.output.url for feed in feeds[:1]])
+    missing = [] if dry_run else _missing([*(place.url for _, _, place in places), output.url])
     for who, feed, place in places:
         problems += _find_place_problems(who, feed, place, dry_run)
-    for output in [feed.output for feed in feeds[:1]]:  # one for all
-        if not _runs_around(output.url, feeds) and not any(_is_below(place.url, output.url) for _, _, place in places):
-            try:
-                check_writable(output, dry_run)
-            except StorageError as e:
-                problems.append(f"output: {e}")
+    if not _runs_around(output.url, feeds) and output.url not in [place.url for _, _, place in places]:
+        try:
+            check_writable(output, dry_run)
+        except StorageError as e:
+            problems.append(f"output: {e}")
     if problems:
         for folder in missing:  # was made to see whether it can be
             with contextlib.suppress(OSError):
@@ -67,10 +69,10 @@ def _find_shared_places(feeds: Sequence[RunFeed]) -> list[str]:
             problems.append(
                 f"{who}: {url} lies in {run}, a run in which nothing is ever written; choose another output"
             )
+    output = feeds[0].output
     problems += [
-        f"output: {feed.output} lies in {run}, a run in which nothing is ever written; choose another output"
-        for feed in feeds[:1]
-        for run in _runs_around(feed.output.url, feeds)
+        f"output: {output} lies in {run}, a run in which nothing is ever written; choose another output"
+        for run in _runs_around(output.url, feeds)
     ]
     return problems
 
@@ -88,7 +90,7 @@ def _is_below(url: str, folder: str) -> bool:
 def _missing(urls: Sequence[str]) -> list[Path]:
     """The folders that aren't there yet, with those around them, the innermost first."""
     folders = [Path(url, ".weightbeam") for url in urls if "://" not in url]
-    around = {folder for inner in folders for folder in (inner, *inner.parents) if not folder.exists()}
+    around = {folder for inner in folders for folder in (inner, *inner.parents) if not os.path.lexists(folder)}
     return sorted(around, key=lambda folder: len(folder.parts), reverse=True)
 
 
@@ -154,7 +156,9 @@ def _warn_of_downloads(likes: Iterable[str]) -> None:
             continue
         nbytes = sum(file.size for file in release.fetched() if file.name.endswith(".safetensors"))
         _, _, revision = like.partition("@")
-        command = f"hf download {release.repo}" + (f" --revision {revision}" if revision else "")
+        command = f"hf download {release.repo} --include '*.safetensors'" + (
+            f" --revision {revision}" if revision else ""
+        )
         if nbytes:
             warn(
                 f"{like}: {human(nbytes)} are fetched for each step, to tell what changed; `{command}`, once, spares that"

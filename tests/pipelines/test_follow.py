@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -50,11 +51,14 @@ from support import (
 from trained import SHARED
 
 import weightbeam as wb
+from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage import hub as storage
-from weightbeam.formats.storage import open_store
+from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.tables import human
-from weightbeam.pipelines.watching import changes, watcher
+from weightbeam.pipelines.watching import changes, describing, places, watcher
 from weightbeam.pipelines.watching import records as watching_records
+from weightbeam.pipelines.watching.config import config_of_run
+from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.records import RUNS, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
@@ -1032,6 +1036,37 @@ def test_places_are_looked_at_first(
         assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_file_where_our_own_folder_belongs(tmp_path: Path, dry_run: bool) -> None:
+    (tmp_path / ".weightbeam").write_text("")
+    with pytest.raises(StorageError, match=re.escape(f"{tmp_path}: ")):
+        places.check_writable(open_store(tmp_path), dry_run)
+
+
+def test_a_look_after_a_publication_lists_the_run(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is listed to tell which step is the newest isn't the next look: a step may come in between."""
+    run = tmp_path / "run" / "checkpoints"
+    write(run, 1, model=model)
+    config = config_of_run(str(run), str(model[0]), str(tmp_path / "out"), None, {})
+    with Workers() as workers:
+        feed, target = RunFeed(config, config.runs[0], workers), config.runs[0].targets[0]
+        (step,) = feed.versions("run")
+        history = feed.history(step, target)
+        history.begin(step, target)
+        assert feed._is_newest_by_now(history)
+        write(run, 2, model=model)
+        assert next(iter(feed.versions("run"))).commit == "step-2"
+
+
+def test_a_release_that_cant_be_compared_says_why(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Refused, match=r"model\.safetensors"):
+        describing.compare(open_store(tmp_path), {"run": "r", "name": "r", "step": 1})
+
+
 def test_a_release_of_the_hub_is_fetched_once(
     hub: FakeHub,
     model: tuple[Path, dict[str, Any]],
@@ -1048,7 +1083,7 @@ def test_a_release_of_the_hub_is_fetched_once(
     assert watch(run, like, output, "--dry_run") == 0
     said = " ".join(capsys.readouterr().err.split())
     assert (
-        f"{human(size)} are fetched for each step, to tell what changed; `hf download {REPO}`, once, spares that"
+        f"{human(size)} are fetched for each step, to tell what changed; `hf download {REPO} --include '*.safetensors'`, once, spares that"
         in said
     )
     snapshot_download(REPO, cache_dir=tmp_path / "home" / "hub", endpoint=hub.url, token=TOKEN)

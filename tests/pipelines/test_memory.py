@@ -199,7 +199,8 @@ def test_a_process_may_keep_pages(tmp_path: Path) -> None:
     read, written = tmp_path / "read", tmp_path / "written"
     for file in (read, written):
         file.write_bytes(bytes(4 * MIB))
-    uncache(read)
+        uncache(file)
+    written.read_bytes()  # in the page cache, and on the disk: what is let go could go
     script = """
 import sys
 from weightbeam.formats.storage import LocalFolder, keep_pages
@@ -210,7 +211,7 @@ folder.forget("")
 """
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert [cached(file) for file in (read, written)] == [4 * MIB] * 2
+    assert min(cached(read), cached(written)) > 3 * MIB
 
 
 def test_a_thread_waits_for_the_budget() -> None:

@@ -99,6 +99,22 @@ def test_a_small_change_is_measured() -> None:
         assert found.cosine == pytest.approx(1.0, abs=1e-12)
 
 
+def test_sums_of_what_is_all_alike() -> None:
+    """Roundings go one way there."""
+    for a, b in ((1, 4 / 3), (1, 1.1), (3e-3, -2e-3)):
+        x, y = np.full(1 << 20, a, np.float32), np.full(1 << 20, b, np.float32)
+        found, wanted = compare(x, y), compare(x.astype(np.float64), y.astype(np.float64))
+        assert found.mean == pytest.approx(wanted.mean, rel=1e-6)
+        assert found.cosine == pytest.approx(wanted.cosine, abs=1e-6)
+        assert -1 <= found.cosine <= 1
+
+
+def test_squares_that_vanish() -> None:
+    """Also of what is the same on both sides."""
+    a = np.full(3, 1e-26, BF16)
+    assert (compare(a, a) + compare(a, -a)).cosine == 0.0
+
+
 def test_integers_are_equal_or_changed() -> None:
     a = np.array([1, 2, 2**40], np.int64)
     assert compare(a, a).status == "equal"
