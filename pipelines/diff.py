@@ -41,7 +41,7 @@ from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.prepare import describe, options_of, options_of_export, refuse
 from weightbeam.pipelines.progress import Report, reporter, watch_progress
-from weightbeam.pipelines.report import local_threads
+from weightbeam.pipelines.report import cores
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import Block, Table, count, page, shape_text, show, text
 from weightbeam.transforms.conversion import SAVE_DTYPES
@@ -487,7 +487,7 @@ def compare_pairs(pairs: Sequence[Pair], report: Report | None = None) -> list[C
                     differences[number][name] += difference
                 done += values.nbytes * len(numbers)
 
-    threads = min(AT_ONCE, local_threads())
+    threads = min(AT_ONCE, cores() + 1)  # one reads while the others compare
     with (
         watch_progress(total, lambda: done, "comparing", report),
         concurrent.futures.ThreadPoolExecutor(threads) as pool,

@@ -19,7 +19,6 @@ MOST_BYTES = 256 << 20  # the same where a chunk has to be read whole
 # elements that are compared at a time: what is made of them stays in a cache, and threads seldom wait for the GIL, which
 # took half as long again with a quarter of them
 CACHED = 1 << 18
-RUN = 1 << 12  # of them, whose products are summed in float32
 GLANCE = 64  # elements that tell of most arrays which differ that they do
 FEWEST = 2.0**-100  # a sum of squares in float32 that is less has lost some of them
 EXPONENT = np.uint32(0x7F800000)  # the bits of a float32 that are 2^e of its magnitude
@@ -30,8 +29,8 @@ EQUAL, ROUNDED, CHANGED = "equal", "rounded", "changed"
 class Difference:
     """How far two arrays, or the same boxes of both, are apart. NaN equals NaN.
 
-    What is counted is exact. The largest difference is that of float32. Sums are of float32 in short runs,
-    and of float64.
+    What is counted is exact. The largest difference is that of float32. Sums are of float32 in
+    chunks, whose roundings add up to a part in ten thousand where all elements are alike, and of float64.
 
     Attributes:
       elements, different: how many were compared, and how many of them aren't equal.
@@ -128,7 +127,7 @@ class _Chunk:
         if _is_narrow(values.dtype):
             self._wide = _ROOM.second[: values.size]
             np.copyto(self._wide, values)
-            self._square = _dot(self._wide, self._wide)
+            self._square = float(np.dot(self._wide, self._wide))
 
     def compare(self, first: np.ndarray, is_beyond: bool) -> Difference:
         """How far the same elements of a first array are from them. If one `is_beyond` a step, of no further one is told
@@ -170,9 +169,9 @@ def _compare_float32(a: np.ndarray, y: np.ndarray, right: float, step: np.dtype 
     x, off, steps = (array[: a.size] for array in (_ROOM.first, _ROOM.off, _ROOM.steps))
     np.copyto(x, a)
     np.subtract(x, y, out=off)
-    left, squares = _dot(x, x), _dot(off, off)
+    left, squares = float(np.dot(x, x)), float(np.dot(off, off))
     # of what is close, what the sums have lost cancels out in the cosine so
-    product = (left + right - squares) / 2 if squares < min(left, right) else _dot(x, y)
+    product = (left + right - squares) / 2 if squares < min(left, right) else float(np.dot(x, y))
     np.abs(off, out=off)
     different = int(np.count_nonzero(np.not_equal(off, 0, out=steps.view(bool)[: a.size])))
     if not all(FEWEST < held < math.inf for held in (left, right, squares if different else 1.0)):
@@ -181,13 +180,6 @@ def _compare_float32(a: np.ndarray, y: np.ndarray, right: float, step: np.dtype 
     largest = abs(float(x[furthest]) - float(y[furthest]))
     beyond = step is not None and _is_beyond(x, y, off, step, steps)
     return Difference(a.size, different, beyond, largest, float(off.sum()), squares, product, left, right)
-
-
-def _dot(x: np.ndarray, y: np.ndarray) -> float:
-    """The sum of the products: in float32 of short runs, whose roundings may all go one way, and in float64 of these."""
-    whole = x.size - x.size % RUN
-    runs = np.vecdot(x[:whole].reshape(-1, RUN), y[:whole].reshape(-1, RUN))
-    return float(runs.sum(dtype=np.float64)) + float(np.dot(x[whole:], y[whole:]))
 
 
 def _is_beyond(x: np.ndarray, y: np.ndarray, off: np.ndarray, step: np.dtype, steps: np.ndarray) -> bool:
