@@ -29,6 +29,7 @@ from weightbeam.pipelines.tables import count
 from weightbeam.pipelines.without_beam import leave_out_services
 
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
+PLAN_SECONDS = 900.0  # a plan takes seconds; files that are made to take hours must not hold up all other versions
 TAIL = 2000  # characters of what a process that died had printed
 
 

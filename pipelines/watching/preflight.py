@@ -21,8 +21,6 @@ from weightbeam.pipelines.watching.records import SKEW, now
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import growing_steps, read_step
 
-PLAN_SECONDS = 900.0
-
 
 def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
     """Looks at every run and at every place before the first byte.
@@ -128,7 +126,7 @@ def _find_problems(feed: RunFeed) -> list[str]:
     with feed.apart() as apart:
         for target in feed.targets:
             task = feed.plan(newest.url, target)
-            outcome = apart.run(task.action, task.arguments, PLAN_SECONDS)
+            outcome = apart.run(task.action, task.arguments, isolation.PLAN_SECONDS)
             facts = outcome.facts
             if (like := run.like or facts.get("form")) and not (facts.get("lora") and target.facts["lora"] != MERGED):
                 likes[like] = None

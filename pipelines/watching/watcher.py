@@ -37,7 +37,6 @@ from weightbeam.pipelines.watching.records import (
 WAITING, BUSY = "waiting", "busy"  # what isn't recorded: it will be looked at again
 REASON = 5000  # characters of a record
 LONGEST_DELAY = datetime.timedelta(days=1)
-PLAN_SECONDS = 900.0  # a plan takes seconds; files that are made to take hours must not hold up all other versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +235,7 @@ class Watcher:
             return
         if history.state in (DISCOVERED, FAILED):
             task = feed.plan(feed.source(history), target)
-            outcome = apart.run(task.action, task.arguments, PLAN_SECONDS)
+            outcome = apart.run(task.action, task.arguments, isolation.PLAN_SECONDS)
             if outcome.status != isolation.DONE and (why := feed.is_gone(history, patient=True)):
                 self._say_gone(feed, history, why)
                 return
@@ -304,7 +303,7 @@ class Watcher:
             return found
         task = feed.plan(version.url, target)
         with feed.apart() as apart:
-            outcome = apart.run(task.action, task.arguments, PLAN_SECONDS)
+            outcome = apart.run(task.action, task.arguments, isolation.PLAN_SECONDS)
         if outcome.status != isolation.DONE:
             return dataclasses.replace(found, state=outcome.status, reason=outcome.message)
         return dataclasses.replace(found, state=PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")
