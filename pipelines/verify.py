@@ -51,7 +51,7 @@ from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import CELL, count, human, page
 from weightbeam.pipelines.virtual import check_files, open_own_source
-from weightbeam.transforms.comparing import COMPARED, CompareArrays, Comparison, read_findings
+from weightbeam.transforms.comparing import COMPARED, CompareArrays, StagedSubject, read_findings
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.counterparts import Counterpart, copied, taken
 from weightbeam.transforms.metadata import find_metadata_faults
@@ -515,7 +515,7 @@ def execute(
     nbytes = sum(compared_bytes(array, sample) for array in conversion.plan.arrays if array.key not in skipped)
     nbytes += sum(one.nbytes for one in counterparts)
     remember(conversion)
-    comparison = Comparison(conversion.stage(), conversion.hash, subject.items, sample, subject.keys, counterparts)
+    staged = StagedSubject(conversion.stage(), conversion.hash, subject.items, sample, subject.keys, counterparts)
     noise = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "findings"
@@ -527,7 +527,7 @@ def execute(
                 quiet(noise),
                 as_in_a_script(),
             ):
-                _ = pipeline | beam.Create(todo) | CompareArrays(comparison, file)
+                _ = pipeline | beam.Create(todo) | CompareArrays(staged, file)
                 pipeline.run().wait_until_finish()
             return read_findings(file, len(todo))
         except Exception as e:

@@ -27,8 +27,8 @@ COMPARED = Tally()  # bytes of the checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
-    """What is compared with what.
+class StagedSubject:
+    """What is compared with what, as workers get it.
 
     Attributes:
       staged, plan_hash: the conversion of the source.
@@ -49,9 +49,9 @@ class Comparison:
 class CompareArrays(beam.PTransform):
     """Numbers of tasks -> a file with all findings, which `read_findings` reads."""
 
-    def __init__(self, comparison: Comparison, report: Path):
+    def __init__(self, subject: StagedSubject, report: Path):
         super().__init__()
-        self.fn, self.report = _CompareFn(comparison), report
+        self.fn, self.report = _CompareFn(subject), report
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return (
@@ -64,25 +64,25 @@ class CompareArrays(beam.PTransform):
 
 
 class _CompareFn(beam.DoFn):
-    def __init__(self, comparison: Comparison):
-        self.comparison = comparison
+    def __init__(self, subject: StagedSubject):
+        self.subject = subject
 
     def setup(self) -> None:
-        of = self.comparison
+        of = self.subject
         self.stores = open_arrays(of.items)
         self.conversion = cast(Conversion, load_bytes(of.staged, of.plan_hash))
         self.tasks = tasks(self.conversion)
 
     def process(self, number: int) -> Iterator[bytes]:
         if number >= len(self.tasks):
-            counterpart = self.comparison.counterparts[number - len(self.tasks)]
+            counterpart = self.subject.counterparts[number - len(self.tasks)]
             COMPARED.add(counterpart.nbytes)
             yield pickle.dumps(compare_counterparts(counterpart))
             return
-        task, keys = self.tasks[number], self.comparison.keys
+        task, keys = self.tasks[number], self.subject.keys
         key = self.conversion.plan.arrays[task.array].key
         store = self.stores[key if keys is None else keys[key]]
-        finding = run_task(task, self.conversion, store, self.comparison.sample, keys is not None)
+        finding = run_task(task, self.conversion, store, self.subject.sample, keys is not None)
         COMPARED.add(finding.compared * self.conversion.plan.arrays[task.array].dtype.itemsize)
         yield pickle.dumps(finding)
 

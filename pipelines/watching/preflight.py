@@ -132,11 +132,7 @@ def _find_problems(feed: RunFeed) -> list[str]:
                 likes[like] = None
             if outcome.status == isolation.REFUSED:
                 problems.append(f"run {run.name}, target {target.name}: step {newest.number}: {outcome.message}")
-            elif (
-                outcome.facts.get("lora")
-                and target.facts["lora"] == MERGED
-                and not has_weights(form := outcome.facts["form"])
-            ):
+            elif facts.get("lora") and target.facts["lora"] == MERGED and not has_weights(form := facts["form"]):
                 problems.append(
                     f"run {run.name}, target {target.name}: step {newest.number} is an adapter, and like, {form}, has no weights "
                     "that it could be merged into; name the release itself"
@@ -147,16 +143,13 @@ def _find_problems(feed: RunFeed) -> list[str]:
 
 
 def _warn_of_downloads(likes: Iterable[str]) -> None:
-    """Says which releases are fetched for each step, and how that is spared."""
+    """Says which releases are fetched for each step, and how that is spared; nothing where the hub doesn't answer."""
     for like in likes:
-        release = open_store(like) if like.startswith("hf://") else None
-        if not isinstance(release, Repository):
-            continue
-        nbytes = sum(file.size for file in release.fetched() if file.name.endswith(".safetensors"))
-        _, _, revision = like.partition("@")
-        command = f"hf download {release.repo} --include '*.safetensors'" + (
-            f" --revision {revision}" if revision else ""
-        )
+        nbytes, (name, _, revision) = 0, like.removeprefix("hf://").partition("@")
+        with contextlib.suppress(OSError):
+            if like.startswith("hf://") and isinstance(release := open_store(like), Repository):
+                nbytes = sum(file.size for file in release.fetched() if file.name.endswith(".safetensors"))
+        command = f"hf download {name} --include '*.safetensors'" + (f" --revision {revision}" if revision else "")
         if nbytes:
             warn(
                 f"{like}: {human(nbytes)} are fetched for each step, to tell what changed; `{command}`, once, spares that"

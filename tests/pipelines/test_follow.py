@@ -55,7 +55,7 @@ from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage import hub as storage
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.tables import human
-from weightbeam.pipelines.watching import changes, describing, places, watcher
+from weightbeam.pipelines.watching import changes, describing, places, preflight, watcher
 from weightbeam.pipelines.watching import records as watching_records
 from weightbeam.pipelines.watching.config import config_of_run
 from weightbeam.pipelines.watching.isolation import Workers
@@ -1089,6 +1089,12 @@ def test_a_release_of_the_hub_is_fetched_once(
     snapshot_download(REPO, cache_dir=tmp_path / "home" / "hub", endpoint=hub.url, token=TOKEN)
     assert watch(run, like, output, "--dry_run") == 0
     assert "are fetched" not in capsys.readouterr().err
+
+
+def test_a_hint_needs_no_hub(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is fetched for each step can't be told of a repository that isn't there at this moment."""
+    preflight._warn_of_downloads(["hf://acme/none", "/a/folder"])
+    assert "fetched" not in capsys.readouterr().err
 
 
 def test_everything_wrong_with_a_run_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
