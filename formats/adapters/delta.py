@@ -119,7 +119,8 @@ class Product:
 
         The product is made in tiles that OpenBLAS multiplies on the calling thread: its own threads would wait for each
         other where as many workers as cores are busy. An element has the same bits in whatever tile it is made, since
-        ranks are summed in blocks that every routine of OpenBLAS for matrices sums in the same order.
+        ranks are summed in blocks that are short enough for OpenBLAS to sum them one after the other, wherever in a tile
+        the element lies.
         """
         start, stop = max(first, self.row), min(first + len(values), self.row + len(self.left))
         rank, columns = self.right.shape
@@ -136,8 +137,10 @@ class Product:
                     np.add(target, part[: target.shape[0], : target.shape[1]], out=target)
 
 
-# summed by one product; with more than 31 OpenBLAS's routines for large, small and odd shapes differ in the last bits
-RANKS = 16
+# summed by one product. From 8 on OpenBLAS's routines for AVX2, such as AMD's before Zen 4, have a sum of even and one of
+# odd ranks at some places of a tile, and one sum of all at others (OpenMathLib/OpenBLAS, kernel/x86_64/
+# sgemm_kernel_8x4_haswell_2.c, `KERNEL_k2m8n4`, ea8eec5); those for AVX-512 differ from 32 on.
+RANKS = 6
 # elements of one product; above twice as many multiplications OpenBLAS takes more threads (interface/gemm.c)
 TILE = (1 << 18) // RANKS
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -144,6 +147,17 @@ def test_large_products_have_the_same_bits_in_any_tile(tmp_path: Path, rows: int
     for _ in range(20):
         box = random_box(pick, (rows, columns))
         np.testing.assert_array_equal(decoded(encoding, box), everything[tuple(slice(*span) for span in box)])
+
+
+@pytest.mark.parametrize("core", ["Haswell", "SkylakeX"])
+def test_other_processors(core: str) -> None:
+    """The same with OpenBLAS's routines for AVX2 and for AVX-512, whichever this processor would take by itself."""
+    info = Path("/proc/cpuinfo")
+    if {"Haswell": " avx2 ", "SkylakeX": " avx512vl "}[core] not in (info.read_text() if info.exists() else ""):
+        pytest.skip("this processor can't run them")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"{__file__}", "-k", "large_products"]
+    ran = subprocess.run(command, env=os.environ | {"OPENBLAS_CORETYPE": core}, capture_output=True, text=True)
+    assert (ran.returncode, "5 passed" in ran.stdout) == (0, True), ran.stdout
 
 
 def test_a_bfloat16_base_is_rounded_once(written: Path, tmp_path: Path) -> None:
