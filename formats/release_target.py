@@ -19,7 +19,7 @@ import contextlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +163,8 @@ def plan_hash_of(release: Store) -> str | None:
     return plan if isinstance(plan, str) else None
 
 
-def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows]) -> None:
-    """Writes rows durably to their places, and enters the unit in the ledger."""
+def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows], notes: Mapping[str, Any] | None = None) -> None:
+    """Writes rows durably to their places, and enters the unit in the ledger; `notes` is what else its entry says."""
     staging.check()
     buffers = [
         (tensor, box, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data) for tensor, box, values in rows
@@ -178,7 +178,8 @@ def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows]) -> None:
     shares: dict[str, int] = {}
     for tensor, box, buffer in buffers:
         shares[tensor.name] = shares.get(tensor.name, 0) + _digest(tensor, box, buffer)
-    staging.enter(unit, {"digests": {name: f"{share % (1 << 128):x}" for name, share in shares.items()}, **about})
+    digests = {name: f"{share % (1 << 128):x}" for name, share in shares.items()}
+    staging.enter(unit, {"digests": digests, **about, **(notes or {})})
 
 
 def _digest(tensor: Tensor, box: Box, data: memoryview) -> int:
@@ -194,8 +195,10 @@ def assemble(
     files: Sequence[tuple[str, bytes, int]],
     record: Mapping[str, Any],
     overwrite: bool,
+    gather: Callable[[Iterable[Mapping[str, Any]]], Mapping[str, bytes]] = lambda entries: {},
 ) -> None:
-    """Publishes a release whose units are done. Does nothing where that has happened.
+    """Publishes a release whose units are done, with the files that `gather` makes of the ledger's entries. Does nothing
+    where that has happened.
 
     Raises:
       IncompleteError: units are missing, or a file isn't as long as it should be.
@@ -209,6 +212,8 @@ def assemble(
         staging.check()
         staging.seal(files, ledger)
         staging.gather()
+        for name, data in gather(ledger.values()).items():
+            staging.put(name, data)
         about = {**record, "digests": total(entry["digests"] for entry in ledger.values())}
         staging.put(RECORD, json.dumps(about, indent=1).encode())
     staging.publish(overwrite)

@@ -18,14 +18,14 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from weightbeam.formats.encodings import ContentError, Encoding
+from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.orbax import find_items, open_arrays
-from weightbeam.formats.orbax_source import OrbaxArray, open_orbax
+from weightbeam.formats.orbax_source import open_orbax
 from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
@@ -46,34 +46,15 @@ from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import Block, Table, count, page, shape_text, show, text
 from weightbeam.transforms.conversion import SAVE_DTYPES
 from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare_each, cut
-from weightbeam.transforms.execution import decode, make_boxes, read
+from weightbeam.transforms.execution import make_boxes
+from weightbeam.transforms.operands import Operand, stored_operand
 from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.units import Fetch
 
 MISSING, SHAPE = "missing", "shape"
 STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
 SCAN_AXIS = 1  # where MaxText stacks layers unless it is told (`param_scan_axis`)
 SHOWN = 30  # tensors that a report lists
 AT_ONCE = 4  # boxes at most, each of all sides: 16 MB a side, up to 256 MB where chunks are large
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """A tensor of one side, of which any box can be read.
-
-    Attributes:
-      shape, dtype: of its values.
-      order, grain: how it is cut best, see `differences.cut`.
-      read: the values of a box.
-      lossy: why its values aren't the source's to the bit; None where they are.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    order: tuple[int, ...]
-    grain: tuple[int, ...]
-    read: Callable[[Box], np.ndarray]
-    lossy: str | None = None
 
 
 Side = Mapping[str, Operand]
@@ -343,13 +324,13 @@ def _tensors(release: HfCheckpoint, family: Family | None) -> Side:
     ]
     if problems:
         raise Refused(f"{release.root}: {count(len(problems), 'problem')}:\n{describe(problems)}", problems)
-    return {name: _stored(encoding) for name, encoding in source.encodings.items()}
+    return {name: stored_operand(encoding) for name, encoding in source.encodings.items()}
 
 
 def _arrays(items: Store) -> Side:
     """An Orbax checkpoint's weights by MaxText's keys."""
     try:
-        return {key: _stored(array) for key, array in open_orbax(items).weights.items()}
+        return {key: stored_operand(array) for key, array in open_orbax(items).weights.items()}
     except StorageError as e:
         raise Refused(str(e)) from e
 
@@ -396,21 +377,6 @@ def _layer(stored: Operand, axis: int, number: int) -> Operand:
     return Operand(without(stored.shape), stored.dtype, order, without(stored.grain), fetch, stored.lossy)
 
 
-def _stored(encoding: Encoding | OrbaxArray) -> Operand:
-    """A tensor in a release's file, or an array of an Orbax checkpoint."""
-    dtype = np.dtype(np.float32)
-    if encoding.label is None:
-        dtype = encoding.dtype if isinstance(encoding, OrbaxArray) else encoding.weight.dtype
-
-    def fetch(box: Box) -> np.ndarray:
-        fetches = [Fetch(cast(Encoding, encoding), box, dtype)]
-        return decode(fetches, read(fetches)[0])[0]
-
-    order = tuple(axis for axis in encoding.order if axis not in encoding.indivisible)
-    grain = encoding.chunk if isinstance(encoding, OrbaxArray) else (1,) * len(encoding.shape)
-    return Operand(encoding.shape, dtype, order, grain, fetch)
-
-
 def _converted(
     release: HfCheckpoint, items: Store, there: Side, model: str | None, named: str | None
 ) -> tuple[Side, dict[str, str]]:
@@ -449,20 +415,35 @@ def _converted(
     return {array.key: stored(array) for array in conversion.plan.arrays}, dict(conversion.plan.dropped)
 
 
-def compare_pairs(pairs: Sequence[Pair], report: Report | None = None) -> list[Comparison]:
+def compare_pairs(
+    pairs: Sequence[Pair], report: Report | None = None, known: Sequence[Mapping[str, Difference]] = ()
+) -> list[Comparison]:
     """Compares each pair, boxes of a tensor at a time, some at once. The second of all pairs is the same checkpoint: a
     box of it is read once for all of them that have the tensor under one name, in one shape and dtype: whatever it is
     compared with, its values are the same then.
+
+    Args:
+      pairs: what is compared.
+      report: is told how far it has come.
+      known: for each pair, what was found before; a tensor of which that says all isn't read.
 
     Raises:
       Failed: a file can't be read, or holds what can't be right.
     """
     differences = [{name: Difference() for name in pair.first if pair.shared(name)} for pair in pairs]
+    for number, found in enumerate(known):
+        differences[number] |= {
+            name: difference
+            for name, difference in found.items()
+            if name in differences[number] and difference.elements == math.prod(pairs[number].second[name].shape)
+        }
     # what is read together: the numbers of the pairs, by the tensor
     groups: dict[tuple[str, tuple[int, ...], np.dtype], list[int]] = {}
     for number, pair in enumerate(pairs):
-        for name in differences[number]:
+        for name, difference in differences[number].items():
             second = pair.second[name]
+            if difference.elements:  # known
+                continue
             groups.setdefault((name, second.shape, second.dtype), []).append(number)
     boxes = (
         (name, numbers, box)

@@ -26,6 +26,7 @@ from weightbeam.pipelines.progress import LINE_EVERY, Report, at_most_every, qui
 from weightbeam.pipelines.report import threads_of
 from weightbeam.pipelines.runners import jobs, local, portable
 from weightbeam.pipelines.runners.failure import last_words
+from weightbeam.transforms import baselines
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.handshake import GREETINGS, GreetWorkers
 from weightbeam.transforms.movement import Movement
@@ -34,6 +35,7 @@ from weightbeam.transforms.staged import remember
 from weightbeam.transforms.stages import (
     WRITTEN,
     AssembleCheckpoint,
+    CompareRows,
     Dequantize,
     ExpandUnits,
     ReadBoxes,
@@ -80,13 +82,18 @@ def build(
         counted = pipeline | ("Chunks" if chunks else "Units") >> beam.Create([chunks or units])
     if chunks:
         counted = counted | UnpackChunks(staging, conversion.hash, units)
-    return (
+    made = (
         counted
         | ExpandUnits(staging, conversion.hash)
         | ReadBoxes(staging, conversion.hash, budget, secret(), overlapping)
         | Dequantize()
         | Reshape()
         | Stack()
+    )
+    if urls := baselines.asked():
+        made = made | CompareRows(urls, secret())
+    return (
+        made
         | WriteChunks(staging, conversion.hash, overlapping)
         | AssembleCheckpoint(staging, conversion.hash, overwrite, secret())
     )

@@ -73,7 +73,7 @@ class Target(Protocol):
         """Writes what a unit has made durably, and enters the unit in the ledger; returns the bytes, of values. Any
         number of attempts may.
 
-        `notes` is what `note_reads` had to say.
+        `notes` is what its entry says beside: what `note_reads` had to say, and what `CompareRows` found.
         """
         ...
 

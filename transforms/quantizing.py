@@ -62,9 +62,7 @@ class QuantizeRecipe(RowsRecipe):
             raise ValueError(f"{self.tensor.name}: a box that doesn't begin and end at blocks: {self.box}")
         rows = (*leading, (start // ROWS, -(-stop // ROWS)), (0, self.scales.shape[-1]))
         given = read_boxes([BoxRead(self.given, rows)])[0][0] if self.given else None
-        codes, scales = quantize(
-            self.finish(values).reshape([high - low for low, high in self.box]), self.tensor.name, scales=given
-        )
+        codes, scales = quantize(values.reshape([high - low for low, high in self.box]), self.tensor.name, scales=given)
         yield self.tensor, self.box, codes
         yield self.scales, rows, scales
 

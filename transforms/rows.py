@@ -18,6 +18,7 @@ from weightbeam.formats.staging import Staging
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.cells import Piece
 from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.transforms import baselines
 from weightbeam.transforms.arena import aligned
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.units import Block, Fetch, InUnits, UnitOptions
@@ -65,16 +66,21 @@ class RowsRecipe:
         return (1,) * len(self.box)
 
     def write_as(self, values: np.ndarray) -> Iterator[Rows]:
-        """The rows that are written, once the values are made.
+        """The rows that are written, once the values are finished.
+
+        Raises:
+          StorageError: what else is written can't be read.
+          ContentError: the values can't be right, or can't be written so.
+        """
+        yield self.tensor, self.box, values
+
+    def finish(self, values: np.ndarray) -> np.ndarray:
+        """The values with the adapters in them, of the dtype `written`.
 
         Raises:
           StorageError: an adapter can't be read.
-          ContentError: the values can't be right, or can't be written so.
+          ContentError: it holds what can't be right.
         """
-        yield self.tensor, self.box, self.finish(values)
-
-    def finish(self, values: np.ndarray) -> np.ndarray:
-        """The values with the adapters in them, of the dtype that is written."""
         if self.merged is None:
             return values
         reads = self.merged.reads(self.box)
@@ -84,6 +90,11 @@ class RowsRecipe:
         return self.merged.decode(
             [next(rest) if read.tensor.path != MADE else shaped for read in reads], self.box, self.written
         )
+
+
+def finish(recipe: Any, made: np.ndarray) -> np.ndarray:
+    """What a recipe asks for beyond the copy of its pieces: of rows the adapters."""
+    return recipe.finish(made) if isinstance(recipe, RowsRecipe) else made
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,7 +216,7 @@ class ReleasePlan(InUnits):
         """Writes the rows of a unit to their places, and enters the unit in the ledger; returns their bytes."""
         assert isinstance(staging, release_target.ReleasePlace)
         rows = [rows for recipe, values in zip(unit.recipes, made, strict=True) for rows in recipe.write_as(values)]
-        release_target.write_unit(staging, unit.id, rows)
+        release_target.write_unit(staging, unit.id, rows, notes)
         return sum(written.nbytes for *_, written in rows)
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:
@@ -223,4 +234,5 @@ class ReleasePlan(InUnits):
             [(file.name, file.header, file.size) for file in self.layout.files],
             self.record(),
             overwrite,
+            baselines.gather,
         )

@@ -5,7 +5,7 @@
 Only the numbers of units cross a shuffle, before the work and after it; a worker looks up in its own copy of the plan
 what a number means. From ReadBoxes to WriteChunks one `Work` goes by reference. Every stage counts its bytes and its
 milliseconds, under its own name. On an engine whose workers are elsewhere a handshake comes before all of it
-(`handshake.py`).
+(`handshake.py`). A release that is compared with others on the way has CompareRows before WriteChunks.
 """
 
 # pyright: reportReturnType=false
@@ -13,8 +13,10 @@ milliseconds, under its own name. On an engine whose workers are elsewhere a han
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import apache_beam as beam
@@ -22,13 +24,15 @@ from apache_beam.metrics import Metrics
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
+from weightbeam.formats.encodings import ContentError
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.token import name_secret
-from weightbeam.transforms import execution
+from weightbeam.transforms import baselines, execution
 from weightbeam.transforms.arena import give_back, hand_over, let_go, release_free, take, take_now
 from weightbeam.transforms.head_start import claim
 from weightbeam.transforms.overlap import AHEAD, BEHIND, READERS, Background
+from weightbeam.transforms.rows import RowsRecipe, finish
 from weightbeam.transforms.staged import load_staged, made_by
 from weightbeam.transforms.units import Unit
 from weightbeam.transforms.work import Tally, Work, total_bytes
@@ -139,11 +143,33 @@ class _ReshapeFn(StageFn):
 class _StackFn(StageFn):
     def run(self, work: Work) -> int:
         work.shards = [
-            execution.make(recipe, views, work.arena.empty)
+            finish(recipe, execution.make(recipe, views, work.arena.empty))
             for recipe, views in zip(work.unit.recipes, work.views, strict=True)
         ]
         work.values, work.views = [], []
         return total_bytes(work.shards)
+
+
+class _CompareRowsFn(StageFn):
+    def __init__(self, urls: Sequence[str], secret: str | None):
+        super().__init__()
+        self.urls, self.secret, self.of_run = tuple(urls), secret, uuid.uuid4().hex
+
+    def setup(self) -> None:
+        name_secret(self.secret)
+        self.opened = baselines.open_baselines(self.of_run, self.urls)
+
+    def run(self, work: Work) -> int:
+        if work.unit.is_done:
+            return 0
+        rows = [
+            (recipe.tensor, recipe.box, values)
+            for recipe, values in zip(work.unit.recipes, work.shards, strict=True)
+            if isinstance(recipe, RowsRecipe) and recipe.written == recipe.tensor.dtype
+        ]
+        with contextlib.suppress(StorageError, ContentError):  # who compares afterwards says what is wrong
+            work.notes = {**work.notes, **baselines.note(baselines.compare_rows(self.opened, rows))}
+        return sum(values.nbytes for *_, values in rows)
 
 
 class _WriteChunksFn(StageFn):
@@ -287,10 +313,24 @@ class Reshape(beam.PTransform):
 
 
 class Stack(beam.PTransform):
-    """Views -> shards: layers and experts side by side, in the stored dtype."""
+    """Views -> shards: layers and experts side by side, in the stored dtype; of a release rows, adapters merged."""
 
     def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
         return pcoll | beam.ParDo(_StackFn()).with_output_types(Work)
+
+
+class CompareRows(beam.PTransform):
+    """Rows of a release -> the same, with a note of how far they are from those of other releases (`baselines.py`).
+
+    `secret` as of ReadBoxes: one of those may be on the hub.
+    """
+
+    def __init__(self, urls: Sequence[str], secret: str | None = None):
+        super().__init__()
+        self.fn = _CompareRowsFn(urls, secret)
+
+    def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+        return pcoll | beam.ParDo(self.fn).with_output_types(Work)
 
 
 class WriteChunks(beam.PTransform):

@@ -25,7 +25,8 @@ class Work:
       raw: by fetch, the arrays that were read (set by ReadBoxes).
       values: by fetch, the decoded values (Dequantize).
       views: by recipe, the pieces and views of `values` in the array's layout (Reshape).
-      notes: what the unit's ledger entry should say of what was read (ReadBoxes).
+      notes: what the unit's ledger entry should say of what was read (ReadBoxes), and of how far that is from what other
+        releases hold (CompareRows).
       shards: by recipe, one array whose first axes count shards; each shard is in C order (Stack).
     """
 

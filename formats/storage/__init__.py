@@ -10,7 +10,6 @@ from weightbeam.formats.storage.local import (
     LocalFolder,
     create_file,
     drop_pages,
-    keep_pages,
     sync_folder,
     write_file,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "Store",
     "create_file",
     "drop_pages",
-    "keep_pages",
     "open_store",
     "read_whole",
     "reason",

@@ -96,33 +96,23 @@ def _read_all(fd: int, buffers: Sequence[memoryview], offset: int, path: str) ->
 
 
 def _preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """`os.preadv` that leaves the page cache as it was, where the system can do that and `keep_pages` doesn't say
-    otherwise: a shard is read once, and may be larger than memory.
+    """`os.preadv` that leaves the page cache as it was, where the system can do that: a shard is read once, and may be
+    larger than memory.
     """
-    if not _is_kept:
-        with contextlib.suppress(NotImplementedError):  # macOS
-            try:
-                return os.preadv(fd, buffers, offset, RWF_DONTCACHE)
-            except OSError as e:
-                if e.errno != errno.EOPNOTSUPP:  # an older system, or one of its file systems
-                    raise
+    with contextlib.suppress(NotImplementedError):  # macOS
+        try:
+            return os.preadv(fd, buffers, offset, RWF_DONTCACHE)
+        except OSError as e:
+            if e.errno != errno.EOPNOTSUPP:  # an older system, or one of its file systems
+                raise
     return os.preadv(fd, buffers, offset)
-
-
-_is_kept = False  # whether what is read and written stays in the page cache
-
-
-def keep_pages() -> None:
-    """Has what this process reads and writes from now on stay in the page cache, because it is read again soon."""
-    global _is_kept
-    _is_kept = True
 
 
 def drop_pages(fd: int) -> None:
     """Lets a file that is on disk go from the page cache, which would grow by all that is written; a hint, which not
-    every system takes. Does nothing after `keep_pages`.
+    every system takes.
     """
-    if not _is_kept and hasattr(os, "posix_fadvise"):
+    if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

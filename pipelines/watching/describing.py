@@ -17,7 +17,7 @@ from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.watching import changes
 from weightbeam.pipelines.watching.config import ADAPTER
 from weightbeam.pipelines.watching.places import REPORT
-from weightbeam.transforms import differences
+from weightbeam.transforms import baselines, differences
 
 SECTION = "## The training run"
 
@@ -26,7 +26,7 @@ Changes = dict[str, dict[str, Any]]  # of each tensor, see `changes.summarise`
 
 def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     """Compares a release with the step before and with the release that the run began with; writes what changed beside
-    it, as JSON and as a picture.
+    it, as JSON and as a picture. Takes away what was found while it was written.
 
     Args:
       release: whole.
@@ -44,7 +44,7 @@ def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     if (like := about.get("like")) and not is_adapter and has_weights(like):
         others["like"] = like
     changed_since = _adapter_changed_since if is_adapter else _changed_since
-    compared, notes = changed_since(others, release.url)
+    compared, notes = changed_since(others, release)
     every = compared.get("before") or compared.get("like") or _compared_with_itself(release.url, is_adapter)
     odd = changes.not_finite(every)
     names = {"before": f"step {before['step']}" if before else "", "like": str(about.get("like"))}
@@ -65,6 +65,7 @@ def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     drawn = changes.picture(grids, f"{about['name']}, step {about['step']}") if grids else None
     if drawn:
         release.write(changes.PICTURE, drawn)
+    release.delete(baselines.FILE)
     return {}
 
 
@@ -92,26 +93,31 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     return {"warnings": warnings, "said": sentences}
 
 
-def _changed_since(others: Mapping[str, str], release: str) -> tuple[dict[str, Changes], list[str]]:
-    """What changed in a release since each of others was one; and why it can't be compared with some."""
+def _changed_since(others: Mapping[str, str], release: Store) -> tuple[dict[str, Changes], list[str]]:
+    """What changed in a release since each of others was one; and why it can't be compared with some. What was found
+    while it was written isn't looked for again.
+    """
+    known = baselines.read_found(release)
     pairs: dict[str, Pair] = {}
     notes: list[str] = []
     for what, other in others.items():
         try:
-            pairs[what] = open_pair(other, release)
+            pairs[what] = open_pair(other, release.url)
         except Refused as e:
             notes.append(f"not compared with {other}: {str(e).strip().splitlines()[0]}")
-    found = compare_pairs(list(pairs.values())) if pairs else []
+    found = (
+        compare_pairs(list(pairs.values()), known=[known.get(pair.a, {}) for pair in pairs.values()]) if pairs else []
+    )
     return {what: _summary(comparison) for what, comparison in zip(pairs, found, strict=True)}, notes
 
 
-def _adapter_changed_since(others: Mapping[str, str], adapter: str) -> tuple[dict[str, Changes], list[str]]:
+def _adapter_changed_since(others: Mapping[str, str], adapter: Store) -> tuple[dict[str, Changes], list[str]]:
     """The same for adapters."""
     compared: dict[str, Changes] = {}
     notes: list[str] = []
     for what, other in others.items():
         try:
-            compared[what] = _adapter_changes(other, adapter)
+            compared[what] = _adapter_changes(other, adapter.url)
         except StorageError as e:
             notes.append(f"not compared with {other}: {e}")
     return compared, notes

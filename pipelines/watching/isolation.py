@@ -30,6 +30,7 @@ from weightbeam.pipelines.without_beam import leave_out_services
 
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 PLAN_SECONDS = 900.0  # a plan takes seconds; files that are made to take hours must not hold up all other versions
+COMPARED = "--compared_with="  # not an option of any command; see `comparing`
 TAIL = 2000  # characters of what a process that died had printed
 
 
@@ -218,13 +219,7 @@ def _follow() -> None:
 
 
 def prepare_to_make(local: bool) -> None:
-    """Imports what plans, exports and verifies a step of a run; `local`: as pipelines of this machine.
-
-    What it writes and reads stays in the page cache: it is read again at once, and with the next step.
-    """
-    from weightbeam.formats.storage import keep_pages
-
-    keep_pages()
+    """Imports what plans, exports and verifies a step of a run; `local`: as pipelines of this machine."""
     if local:
         leave_out_services()
     for name in ("export", "verify", "execution"):
@@ -232,13 +227,9 @@ def prepare_to_make(local: bool) -> None:
 
 
 def prepare_to_compare() -> None:
-    """Imports what tells what a step changed, and draws it once, since a first picture takes longer; see
-    `prepare_to_make` of what it reads.
-    """
-    from weightbeam.formats.storage import keep_pages
+    """Imports what tells what a step changed, and draws it once, since a first picture takes longer."""
     from weightbeam.pipelines.watching import changes, describing  # noqa: F401
 
-    keep_pages()
     anything = {"weight": {"relative": 1.0, "not_finite": False}}
     changes.picture({"": changes.grid_of(anything)}, "")
 
@@ -401,26 +392,40 @@ def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
 
 
 def export(arguments: Sequence[str]) -> dict[str, Any]:
-    """Exports, or goes on with it."""
+    """Exports, or goes on with it; see `comparing`."""
     from weightbeam.pipelines.export import export
 
-    print(export(**_keywords("export", arguments, export, progress=False)))
-    return {}
+    return _write("export", arguments, export)
 
 
 def quantize(arguments: Sequence[str]) -> dict[str, Any]:
     """Quantises, or goes on with it."""
     from weightbeam.pipelines.quantize import quantize
 
-    print(quantize(**_keywords("quantize", arguments, quantize, progress=False)))
-    return {}
+    return _write("quantize", arguments, quantize)
 
 
 def merge(arguments: Sequence[str]) -> dict[str, Any]:
-    """Merges an adapter into a release, or goes on with it."""
+    """Merges an adapter into a release, or goes on with it; see `comparing`."""
     from weightbeam.pipelines.merge import merge
 
-    print(merge(**_keywords("merge", arguments, merge, progress=False)))
+    return _write("merge", arguments, merge)
+
+
+def comparing(arguments: Sequence[str], urls: Sequence[str]) -> list[str]:
+    """The arguments of a command that writes a release, which is compared with others on the way: what `compare` has to
+    say of it is found then, and not by reading all of them afterwards.
+    """
+    return [*arguments, *(f"{COMPARED}{url}" for url in urls)]
+
+
+def _write(command: str, arguments: Sequence[str], function: Callable[..., Any]) -> dict[str, Any]:
+    from weightbeam.transforms.baselines import compared_with
+
+    urls = [argument.removeprefix(COMPARED) for argument in arguments if argument.startswith(COMPARED)]
+    own = [argument for argument in arguments if not argument.startswith(COMPARED)]
+    with compared_with(urls):
+        print(function(**_keywords(command, own, function, progress=False)))
     return {}
 
 

@@ -31,7 +31,7 @@ from weightbeam.pipelines.watching.config import (
     is_maxtext_config,
 )
 from weightbeam.pipelines.watching.feed import Feed, Task, Waiting
-from weightbeam.pipelines.watching.isolation import Workers
+from weightbeam.pipelines.watching.isolation import Action, Workers
 from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import RELEASE, REPORT, Place, open_place
 from weightbeam.pipelines.watching.records import (
@@ -350,10 +350,9 @@ class RunFeed(Feed):
                     if _option(argument) in ("max_shard_size", "unit_bytes", "family", "format")
                 ]
                 merged = [f"--source={facts['form']}", f"--lora={adapter.url}", output, *known]
-                yield (Task(into, [*merged, "--resume", *self._config.runner_arguments()]),)
+                yield (self._writing(into, merged, history),)
         else:
-            make = isolation.quantize if target.kind == QUANTIZE else isolation.export
-            yield (Task(make, [*common, "--resume", *self._config.runner_arguments()]),)
+            yield (self._writing(isolation.quantize if target.kind == QUANTIZE else isolation.export, common, history),)
             if self._config.verify:
                 verify = [
                     f"--source={release.url}",
@@ -366,6 +365,17 @@ class RunFeed(Feed):
         about = [release.url, json.dumps(self._about(history, target, compared))]
         yield (*judges, Task(isolation.compare, about))
         yield (Task(isolation.describe, about, "changes"),)
+
+    def _writing(self, action: Action, arguments: Sequence[str], history: History) -> Task:
+        """Writes a release. Where its tensors are written as their values, these are compared on the way with those of
+        the step before and of the release that the run began with.
+        """
+        arguments = [*arguments, "--resume", *self._config.runner_arguments()]
+        if action == isolation.quantize:
+            return Task(action, arguments)
+        before = self._before(history)
+        others = [before["url"] if before else None, history.facts.get("form") or self.run.like]
+        return Task(action, isolation.comparing(arguments, [url for url in others if url]))
 
     def _about(self, history: History, target: RunTarget, compared: str | None) -> dict[str, Any]:
         """What the report says."""

@@ -62,6 +62,7 @@ from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.records import RUNS, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
+from weightbeam.transforms.baselines import FILE
 
 PATIENCE = 120  # seconds that anything may take
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
@@ -211,6 +212,7 @@ def test_each_step_is_published_with_what_changed(
         )
         assert said["relative"] == pytest.approx(wanted, rel=1e-6, abs=1e-12), name
         assert said["largest"] == pytest.approx(float(np.abs(now[name].astype(np.float64) - then[name]).max()))
+    assert not (output / "step-30" / FILE).exists()
     assert found["unchanged"] == ["model.norm.weight"]
     assert found["like"]["than"] == str(like)
     card = (output / "step-30" / "README.md").read_text()

@@ -194,26 +194,6 @@ def test_reading_leaves_the_page_cache_as_it_was(source: Path, tmp_path: Path, w
     assert cached(shard) < 2 * MIB if not was_cached else cached(shard) > 30 * MIB
 
 
-def test_a_process_may_keep_pages(tmp_path: Path) -> None:
-    """What it reads then, and what it would else let go, stays in the page cache."""
-    read, written = tmp_path / "read", tmp_path / "written"
-    for file in (read, written):
-        file.write_bytes(bytes(4 * MIB))
-        uncache(file)
-    written.read_bytes()  # in the page cache, and on the disk: what is let go could go
-    script = """
-import sys
-from weightbeam.formats.storage import LocalFolder, keep_pages
-keep_pages()
-folder = LocalFolder(sys.argv[1])
-folder.read_into("read", [(0, memoryview(bytearray(4 << 20)))])
-folder.forget("")
-"""
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert min(cached(read), cached(written)) > 3 * MIB
-
-
 def test_a_thread_waits_for_the_budget() -> None:
     """Two arenas that don't fit together: the second comes when the first is given back, or is gone."""
     for end in ("given back", "gone"):
