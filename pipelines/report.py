@@ -15,7 +15,9 @@ from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.maxtext_config import scalar
 from weightbeam.model_mappings.plan import PARAMETERS, Plan, Problem
 from weightbeam.pipelines.tables import Block, Table, count, duration, human, shape_text
+from weightbeam.transforms.baselines import asked
 from weightbeam.transforms.conversion import Conversion, rules_of
+from weightbeam.transforms.differences import BOX_BYTES
 from weightbeam.transforms.makespan import CLUSTER_SLOTS, CLUSTER_START, Estimate, Worker
 from weightbeam.transforms.mesh import base_rules, model_rules
 from weightbeam.transforms.movement import Movement
@@ -90,7 +92,8 @@ def collapse(lines: Iterable[str]) -> list[str]:
 
 def memory_bound(conversion: Movement, threads: int, output: str | None = None) -> int:
     """Bytes of memory that a worker needs at most; `output` is where the checkpoint goes, if that is known."""
-    return threads * conversion.unit_bytes + spare_bytes(conversion, output) + base_bytes(conversion)
+    thread = conversion.unit_bytes + len(asked()) * BOX_BYTES
+    return threads * thread + spare_bytes(conversion, output) + base_bytes(conversion)
 
 
 def spare_bytes(planned: Movement, output: str | None = None) -> int:

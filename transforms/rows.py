@@ -68,9 +68,7 @@ class RowsRecipe:
     def write_as(self, values: np.ndarray) -> Iterator[Rows]:
         """The rows that are written, once the values are finished.
 
-        Raises:
-          StorageError: what else is written can't be read.
-          ContentError: the values can't be right, or can't be written so.
+        Raises: see what overrides it.
         """
         yield self.tensor, self.box, values
 

@@ -120,7 +120,7 @@ class Product:
         The product is made in tiles that OpenBLAS multiplies on the calling thread: its own threads would wait for each
         other where as many workers as cores are busy. An element has the same bits in whatever tile it is made, since
         ranks are summed in blocks that are short enough for OpenBLAS to sum them one after the other, wherever in a tile
-        the element lies.
+        the element lies; on processors with AVX, that is.
         """
         start, stop = max(first, self.row), min(first + len(values), self.row + len(self.left))
         rank, columns = self.right.shape

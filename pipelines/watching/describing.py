@@ -26,7 +26,7 @@ Changes = dict[str, dict[str, Any]]  # of each tensor, see `changes.summarise`
 
 def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     """Compares a release with the step before and with the release that the run began with; writes what changed beside
-    it, as JSON and as a picture. Takes away what was found while it was written.
+    it, as JSON and as a picture.
 
     Args:
       release: whole.
@@ -65,12 +65,11 @@ def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     drawn = changes.picture(grids, f"{about['name']}, step {about['step']}") if grids else None
     if drawn:
         release.write(changes.PICTURE, drawn)
-    release.delete(baselines.FILE)
     return {}
 
 
 def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the card beside a release, and at last its report.
+    """Writes the card beside a release, takes away what was found while it was written, and at last writes its report.
 
     Args:
       release: compared, with its source and by `compare`.
@@ -89,6 +88,7 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
         raise StorageError(f"{release.path(changes.JSON)}: {reason(e) if isinstance(e, OSError) else e}") from e
     warnings, sentences = found["warnings"], found["said"]
     _write_card(release, about, [*warnings, *sentences, *found["notes"]], drawn)
+    release.delete(baselines.FILE)
     release.write(REPORT, json.dumps({**about, "warnings": warnings, "changes": sentences}, indent=1).encode())
     return {"warnings": warnings, "said": sentences}
 

@@ -392,7 +392,7 @@ def _opened(open_orbax: Callable[..., Any], source: str) -> Any:
 
 
 def export(arguments: Sequence[str]) -> dict[str, Any]:
-    """Exports, or goes on with it; see `comparing`."""
+    """Exports, or goes on with it; see `comparing`, for all three."""
     from weightbeam.pipelines.export import export
 
     return _write("export", arguments, export)
@@ -406,7 +406,7 @@ def quantize(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def merge(arguments: Sequence[str]) -> dict[str, Any]:
-    """Merges an adapter into a release, or goes on with it; see `comparing`."""
+    """Merges an adapter into a release, or goes on with it."""
     from weightbeam.pipelines.merge import merge
 
     return _write("merge", arguments, merge)

@@ -152,7 +152,7 @@ def _warn_of_downloads(likes: Iterable[str]) -> None:
         command = f"hf download {name} --include '*.safetensors'" + (f" --revision {revision}" if revision else "")
         if nbytes:
             warn(
-                f"{like}: {human(nbytes)} are fetched for each step, to tell what changed; `{command}`, once, spares that"
+                f"{like}: {human(nbytes)} are fetched for each step, to tell what changed; `{command}`, once, where it is exported, spares that"
             )
 
 

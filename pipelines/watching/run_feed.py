@@ -367,15 +367,16 @@ class RunFeed(Feed):
         yield (Task(isolation.describe, about, "changes"),)
 
     def _writing(self, action: Action, arguments: Sequence[str], history: History) -> Task:
-        """Writes a release. Where its tensors are written as their values, these are compared on the way with those of
-        the step before and of the release that the run began with.
-        """
-        arguments = [*arguments, "--resume", *self._config.runner_arguments()]
-        if action == isolation.quantize:
-            return Task(action, arguments)
+        """Writes a release, which is compared on the way with the step before and with what the run began with."""
         before = self._before(history)
-        others = [before["url"] if before else None, history.facts.get("form") or self.run.like]
-        return Task(action, isolation.comparing(arguments, [url for url in others if url]))
+        like = self._like_of(history)
+        others = ([before["url"]] if before else []) + ([like] if like else [])
+        arguments = [*arguments, "--resume", *self._config.runner_arguments()]
+        return Task(action, isolation.comparing(arguments, others))
+
+    def _like_of(self, history: History) -> str | None:
+        """The release that a step is made like, as the plan found it."""
+        return history.facts.get("form") or self.run.like
 
     def _about(self, history: History, target: RunTarget, compared: str | None) -> dict[str, Any]:
         """What the report says."""
@@ -399,7 +400,7 @@ class RunFeed(Feed):
         before = self._before(history)
         return about | {
             "name": self.run.name,
-            "like": facts.get("form") or self.run.like,
+            "like": self._like_of(history),
             "lora": target.lora if facts.get("lora") else None,
             "before": before,
             "compared": compared,

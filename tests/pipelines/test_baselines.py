@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,22 +14,32 @@ import pytest
 from quantised import fp8_llama
 from servers.clients import asking
 from servers.gcs import FakeGcs
-from support import F32, LLAMA, QWEN3_MOE, convert, peft_adapter, random_tensors, save
+from support import F32, LLAMA, QWEN3_MOE, convert, peft_adapter, random_tensors, read_tensors, save
 
 import weightbeam as wb
+from weightbeam.formats import release_target
+from weightbeam.formats.safetensors import Tensor
 from weightbeam.formats.storage import LocalFolder, open_store
+from weightbeam.model_mappings.boxes import Box, whole
+from weightbeam.model_mappings.registry import FAMILIES
 from weightbeam.pipelines.diff import compare_pairs, open_pair
-from weightbeam.transforms.baselines import FILE, compared_with, read_found
+from weightbeam.transforms import baselines, differences
+from weightbeam.transforms.baselines import FILE, Baseline, compared_with, read_found
 from weightbeam.transforms.differences import Difference
 
 COUNTED = ("elements", "different", "beyond", "largest")  # what doesn't depend on how a tensor is cut
 
 
+# of which units of `UNIT_BYTES` take parts
+WIDE = LLAMA | dict(vocab_size=4096, intermediate_size=1024)
+UNIT_BYTES = 220_000
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two families a release, its checkpoint, and another release of the same shapes."""
+    """Of some models a release, its checkpoint, and another release of nearly the same shapes."""
     folder = tmp_path_factory.mktemp("made")
-    for name, config in (("llama", LLAMA), ("moe", QWEN3_MOE)):
+    for name, config in (("llama", LLAMA), ("moe", QWEN3_MOE), ("wide", WIDE)):
         tensors = random_tensors(config)
         save(folder / name / "like", config, tensors)
         convert(folder / name / "like", folder / name / "ckpt", "--save_dtype", "float32")
@@ -51,26 +63,32 @@ def check(release: Path | str, url: str, found: dict[str, Difference]) -> dict[s
     return told
 
 
-@pytest.mark.parametrize("family", ["llama", "moe"])
-def test_an_export(made: Path, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "moe", "wide"])
+@pytest.mark.parametrize("box_bytes", [differences.BOX_BYTES, 4096])
+def test_an_export(made: Path, tmp_path: Path, name: str, box_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In many units and with every bundle done twice; the release is the one that is written without it."""
-    folder, output = made / family, tmp_path / "back"
-    baselines = [str(folder / name) for name in ("like", "other")]
-    with compared_with([*baselines, str(tmp_path / "nothing")]):
+    folder, output = made / name, tmp_path / "back"
+    monkeypatch.setattr(differences, "BOX_BYTES", box_bytes)
+    boxes: set[Box] = set()
+    compare = baselines._compare
+    monkeypatch.setattr(baselines, "_compare", lambda *given: (boxes.add(given[2]), compare(*given))[1])
+    others = [str(folder / other) for other in ("like", "other")]
+    with compared_with([*others, str(tmp_path / "nothing")]):
         wb.export(
             str(folder / "ckpt"),
             str(output),
-            unit_bytes=100_000,
+            unit_bytes=UNIT_BYTES,
             beam=["--direct_runner_bundle_repeat=1"],
             progress=False,
         )
+    assert any(start for box in boxes for start, _ in box) or (name != "wide" and box_bytes > 4096)
     found = read_found(LocalFolder(str(output)))
-    assert found.keys() == set(baselines)
-    same, differs = (check(output, url, found[url]) for url in baselines)
+    assert found.keys() == set(others)
+    same, differs = (check(output, url, found[url]) for url in others)
     assert not any(difference.different for difference in same.values())
     assert {name for name, difference in differs.items() if not difference.different} == {"model.norm.weight"}
     assert "model.embed_tokens.weight" not in differs
-    wb.export(str(folder / "ckpt"), str(tmp_path / "plain"), unit_bytes=100_000, progress=False)
+    wb.export(str(folder / "ckpt"), str(tmp_path / "plain"), unit_bytes=UNIT_BYTES, progress=False)
     assert not (tmp_path / "plain" / FILE).exists()
     for path in (tmp_path / "plain").iterdir():
         assert (output / path.name).read_bytes() == path.read_bytes()
@@ -95,6 +113,67 @@ def test_a_merge(made: Path, tmp_path: Path) -> None:
     found = check(tmp_path / "merged", str(like), read_found(LocalFolder(str(tmp_path / "merged")))[str(like)])
     changed = {name for name, difference in found.items() if difference.different}
     assert changed == {f"{q_proj}.weight"}
+
+
+@pytest.mark.parametrize("other", ["fp8", "like"])
+def test_a_merge_into_codes(made: Path, tmp_path: Path, other: str) -> None:
+    """Codes aren't values: what is carried as codes isn't compared on the way, whatever a baseline has there."""
+    base = fp8_llama(tmp_path / "fp8")[0]
+    baseline = str(base if other == "fp8" else made / "llama" / "like")
+    q_proj = "model.layers.0.self_attn.q_proj"
+    adapter, _ = peft_adapter(tmp_path / "adapter", {q_proj: random_tensors(LLAMA)[f"{q_proj}.weight"].shape})
+    with compared_with([baseline]):
+        wb.merge(str(base), str(tmp_path / "merged"), lora=str(adapter), progress=False)
+    found = read_found(LocalFolder(str(tmp_path / "merged")))[baseline]
+    pair = open_pair(baseline, str(tmp_path / "merged"))
+    assert {"model.norm.weight", f"{q_proj}.weight"} <= found.keys() < pair.first.keys()
+    told, wanted = compare_pairs([pair], known=[found])[0], compare_pairs([pair])[0]
+    for name, verdict in wanted.tensors.items():
+        assert (told.tensors[name].status, told.tensors[name].difference.different) == (
+            verdict.status,
+            verdict.difference.different,
+        ), name
+
+
+def test_another_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is found under any name that the family's table takes for the same, whichever the baseline has."""
+    family = next(family for family in FAMILIES if "model.language_model" in family.aliases)
+    monkeypatch.setattr(baselines, "family_of", lambda config: family)  # for which this is too little of a model
+    long, short = "model.language_model", family.aliases["model.language_model"]
+    held = {f"{long}.norm.weight": np.ones(8, np.float32), "codes": np.ones(8, np.uint8)}
+    baseline = Baseline(str(save(tmp_path / "hf", {"model_type": "a"}, held)))
+    for spelling in (long, short):
+        wanted = Tensor(f"{spelling}.norm.weight", np.dtype(np.float32), (8,), "", 0)
+        name, operand = baseline.find(wanted) or ("", None)
+        assert (name, operand and operand.shape) == (f"{short}.norm.weight", (8,))
+        assert baseline.find(dataclasses.replace(wanted, shape=(4, 2))) is None
+        assert baseline.find(dataclasses.replace(wanted, name=f"{spelling}.norm")) is None
+    assert baseline.find(Tensor("codes", np.dtype(np.uint8), (8,), "", 0)) is None
+
+
+def test_a_baseline_that_cant_be_read(made: Path, tmp_path: Path) -> None:
+    """Where it can't be opened, the other one is compared, and the export is none the worse. Where it gets lost on the
+    way, nobody tries to read it again.
+    """
+    closed, like = tmp_path / "closed", str(made / "llama" / "like")
+    closed.mkdir()
+    (closed / "config.json").mkdir()
+    with compared_with([str(closed), like]):
+        wb.export(str(made / "llama" / "ckpt"), str(tmp_path / "back"), progress=False)
+    check(tmp_path / "back", like, read_found(LocalFolder(str(tmp_path / "back")))[like])
+    lost = str(shutil.copytree(like, tmp_path / "lost"))
+    opened = {url: Baseline(url) for url in (lost, like)}
+    for file in Path(lost).glob("*.safetensors"):
+        file.unlink()
+    rows = [
+        (Tensor(name, values.dtype, values.shape, "", 0), whole(values.shape), values)
+        for name, values in read_tensors(Path(like)).items()
+    ]
+    found = baselines.compare_rows(opened, rows)
+    assert opened[lost].is_lost
+    assert found[lost] == {}
+    assert check(like, like, found[like])
+    assert opened[lost].find(rows[0][0]) is None
 
 
 def test_what_wasnt_found_is_looked_for(made: Path, tmp_path: Path) -> None:
@@ -142,10 +221,8 @@ def test_in_a_bucket(made: Path, gcs: FakeGcs) -> None:
 
 def test_a_resumed_export(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a first attempt wrote without comparing isn't made again; a sum that lacks it isn't taken for the whole."""
-    like, output = str(made / "llama" / "like"), tmp_path / "back"
-    arguments = dict(unit_bytes=30_000, progress=False)
-    from weightbeam.formats import release_target
-
+    like, output = str(made / "wide" / "like"), tmp_path / "back"
+    arguments = dict(unit_bytes=UNIT_BYTES, progress=False)
     write, written = release_target.write_unit, []
 
     def fail(*given: object) -> None:
@@ -156,14 +233,14 @@ def test_a_resumed_export(made: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(release_target, "write_unit", fail)
     with pytest.raises(wb.Failed):
-        wb.export(str(made / "llama" / "ckpt"), str(output), **arguments)
+        wb.export(str(made / "wide" / "ckpt"), str(output), **arguments)
     monkeypatch.undo()
     with compared_with([like]):
-        wb.export(str(made / "llama" / "ckpt"), str(output), resume=True, **arguments)
+        wb.export(str(made / "wide" / "ckpt"), str(output), resume=True, **arguments)
     found = read_found(LocalFolder(str(output)))[like]
     pair = open_pair(like, str(output))
-    whole = {name for name, each in found.items() if each.elements == math.prod(pair.first[name].shape)}
-    assert whole < pair.first.keys()
+    part = {name for name, each in found.items() if each.elements < math.prod(pair.first[name].shape)}
+    assert part
     (told,) = compare_pairs([pair], known=[found])
     assert {each.status for each in told.tensors.values()} == {"equal"}
     assert json.loads((output / FILE).read_text()).keys() == {like}

@@ -62,7 +62,7 @@ from weightbeam.pipelines.watching.isolation import Workers
 from weightbeam.pipelines.watching.records import RUNS, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
-from weightbeam.transforms.baselines import FILE
+from weightbeam.transforms.baselines import FILE, read_found
 
 PATIENCE = 120  # seconds that anything may take
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
@@ -237,6 +237,45 @@ def test_each_step_is_published_with_what_changed(
     )
     assert not list((output / ".weightbeam" / "work").iterdir())
     assert states(output) == {"step-20": WHOLE, "step-10": WHOLE, "step-30": WHOLE}
+
+
+def test_what_changed_is_found_on_the_way(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """What makes a step is told the step before and `like`, by the URLs that they are compared under afterwards; by then
+    there is nothing left to be read.
+    """
+    like, output, run = shutil.copytree(model[0], tmp_path / "like"), tmp_path / "out", tmp_path / "run"
+    write(run, 1, model=model)
+    assert watch(run, like, output) == 0
+    write(run, 2, model=model)
+    config = config_of_run(str(run), str(like), str(output), None, {})
+    feed = RunFeed(config, config.runs[0], Workers(), flat=True)
+    feed.histories("run")
+    (target,) = feed.targets
+    step = next(iter(feed.versions("run")))
+    history = feed.history(step, target)
+    history.begin(step, target)
+    task = feed.plan(feed.source(history), target)
+    planned = task.action(list(task.arguments))
+    history.add("planned", checkpoint=feed.place(history, planned["plan"]), **planned)
+    (making,), (*_, comparing), _ = feed.tasks(history, target)
+    making.action(list(making.arguments))
+    release, about = open_store(comparing.arguments[0]), json.loads(comparing.arguments[1])
+    before = str(output / "step-1")
+    assert (about["before"]["url"], about["like"]) == (before, str(like))
+    assert read_found(release).keys() == {before, str(like)}
+    files = [file for folder in (like, output / "step-1", Path(release.url)) for file in folder.glob("*.safetensors")]
+    held = {file: file.read_bytes() for file in files}
+    for file in files:  # the same headers, and zeros
+        length = 8 + int.from_bytes(held[file][:8], "little")
+        file.write_bytes(held[file][:length] + bytes(len(held[file]) - length))
+    describing.compare(release, about)
+    found = json.loads(release.read(changes.JSON))
+    for file, data in held.items():
+        file.write_bytes(data)
+    release.delete(FILE)
+    describing.compare(release, about)
+    assert json.loads(release.read(changes.JSON))["said"] == found["said"] != []
+    assert found["before"]["tensors"].keys() == read_tensors(like).keys()
 
 
 @pytest.mark.slow
@@ -1100,8 +1139,8 @@ def test_a_release_of_the_hub_is_fetched_once(
     assert watch(run, like, output, "--dry_run") == 0
     said = " ".join(capsys.readouterr().err.split())
     assert (
-        f"{human(size)} are fetched for each step, to tell what changed; `hf download {REPO} --include '*.safetensors'`, once, spares that"
-        in said
+        f"{human(size)} are fetched for each step, to tell what changed; `hf download {REPO} --include '*.safetensors'`, once,"
+        " where it is exported, spares that" in said
     )
     snapshot_download(REPO, cache_dir=tmp_path / "home" / "hub", endpoint=hub.url, token=TOKEN)
     assert watch(run, like, output, "--dry_run") == 0
