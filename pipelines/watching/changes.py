@@ -81,9 +81,9 @@ def brief(url: str) -> str:
 
 
 def sentence(tensors: Mapping[str, Mapping[str, Any]], since: str) -> str:
-    """What changed, in a few words."""
+    """What changed, in a few words; none where nothing did."""
     finite = {name: each["relative"] for name, each in tensors.items() if math.isfinite(each["relative"])}
-    if not finite:
+    if not any(finite.values()):
         return ""
     furthest = max(finite, key=lambda name: finite[name])
     return f"changed since {brief(since)} by {statistics.median(finite.values()):.2e} (median over tensors), most {furthest}: {finite[furthest]:.2e}"

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import io
 import json
+import math
 import os
 import random
 import re
@@ -1197,6 +1198,15 @@ def test_kinds_and_layers() -> None:
     assert cells["mlp.experts.*.up_proj.weight", 0] == 0.3
     assert np.isnan(cells["mlp.experts.*.up_proj.weight", 1])
     assert cells["lm_head.weight", -1] == 0.4
+
+
+def test_a_sentence() -> None:
+    """Of what changed, by the median and the most; no words where nothing did, or nothing can be told."""
+    told = dict(a=dict(relative=0.0), b=dict(relative=0.5), c=dict(relative=0.25), d=dict(relative=math.nan))
+    assert (
+        changes.sentence(told, "step 1") == "changed since step 1 by 2.50e-01 (median over tensors), most b: 5.00e-01"
+    )
+    assert changes.sentence({name: told[name] for name in "ad"}, "step 1") == ""
 
 
 def test_the_colours_of_a_picture() -> None:
