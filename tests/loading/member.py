@@ -76,9 +76,12 @@ def run(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
         names, sizes = mesh
         mesh = jax.sharding.Mesh(np.array(jax.devices(), dtype=object)[: np.prod(sizes)].reshape(sizes), names)
     PROGRAMS.clear()
-    before, plain = read_bytes(), loading.Loading._read
-    if wanted.get("fault", [None])[0] == process:
-        break_reading(loading, wanted["fault"][1], wanted["source"])
+    before, plain, run_alone = read_bytes(), loading.Loading._read, loading.Loading._run
+    faulty, kind = wanted.get("fault", (None, ""))
+    if faulty == process:
+        break_reading(loading, kind, wanted["source"])
+    if kind == "cuts" and jax.process_count() > 1:
+        wait_for_all_plans(loading)
     try:
         tree = loading.load(wanted["source"], mesh=mesh, **wanted.get("options", {}))
     except Refused as e:
@@ -86,7 +89,7 @@ def run(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
     except Failed as e:
         return {"failed": str(e)}
     finally:
-        loading.Loading._read = plain
+        loading.Loading._read, loading.Loading._run = plain, run_alone
     read, compiled = read_bytes() - before, len(PROGRAMS)
     keys = [target.key for target in read_tree(tree).targets]
     tell = values if wanted.get("values") else digest
@@ -98,6 +101,21 @@ def run(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
         for key, array in zip(keys, jax.tree.leaves(tree), strict=True)
     }
     return {"shards": shards, "read": read, "programs": compiled}
+
+
+def wait_for_all_plans(loading: Any) -> None:
+    """Has no process read anything before all have made their plans: one that plans with files that are cut short
+    refuses them, and the others would wait for it.
+    """
+    from jax.experimental.multihost_utils import sync_global_devices
+
+    plain = loading.Loading._run
+
+    def waiting(self: Any) -> Any:
+        sync_global_devices("all have planned")
+        return plain(self)
+
+    loading.Loading._run = waiting
 
 
 def break_reading(loading: Any, kind: str, source: str) -> None:
