@@ -1,21 +1,33 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 NEW_ENVIRONMENT = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Weightbeam needs Python 3.11 or later; make PYTHON=…")' && $(PYTHON) -m venv
 RUN := .venv/bin
-WORKERS ?= 3
+WORKERS ?= $(shell nproc)
+# As many processes as cores; each takes the next of a contiguous half, so that what a file makes once is made once.
+PYTEST = $(RUN)/python -m pytest -n $(WORKERS) --dist worksteal
+unexport PYTHONDONTWRITEBYTECODE # else every process compiles the project and the tests anew
 
-.PHONY: demo test test-slow test-all soak dataflow-dry-run pin-packages pin-images lint format bench bench-full clean
+.PHONY: demo check test test-landing test-slow test-nightly test-all mutants durations soak dataflow-dry-run pin-packages pin-images lint format bench bench-full clean
 
 demo: .venv/core ## write, convert, restore and check a small FP8 checkpoint
 	$(RUN)/python -m examples.demo out/demo
 
-test: .venv/test ## everything that CI runs but the linters
-	$(RUN)/python -m pytest -n $(WORKERS) -m "not slow"
+test: .venv/test ## the tests that a person waits for: everything pure, one path of each command, every two things together
+	$(PYTEST) -m "not landing and not slow"
+
+test-landing: .venv/test ## the rest but the slow ones: whole commands in many ways, processes, kills, engines
+	$(PYTEST) -m "landing and not slow"
 
 test-slow: .venv/test ## what takes too long for every change: more processes, kills, bombs and hostile folders, an installation; half an hour
-	$(RUN)/python -m pytest -n $(WORKERS) -m slow
+	$(PYTEST) -m slow
 
-test-all: .venv/test ## the same on Python 3.11, 3.12 and 3.13, those that are installed, each in an environment of its own in .nox
+test-nightly: .venv/test ## all products where the other targets take pairs, with another seed each time; hours
+	WEIGHTBEAM_PRODUCTS=full WEIGHTBEAM_SEED=$${WEIGHTBEAM_SEED:-$$(date +%j)} $(PYTEST)
+
+test-all: .venv/test ## tests of both tiers on Python 3.11, 3.12 and 3.13, those that are installed, each in an environment of its own in .nox
 	$(RUN)/nox
+
+durations: .venv/test ## measure what each file of tests takes, for the forecast that a run begins with
+	WEIGHTBEAM_DURATIONS=write $(RUN)/python -m pytest -n 0 -m "not slow"
 
 soak: .venv/test ## kill and resume hundreds of conversions, 3,000 schedules of sleeps and takeovers, every field of every config: an hour
 	PYTHONPATH=.:tests $(RUN)/python tests/soak.py

@@ -1,10 +1,152 @@
-"""What holds for all tests."""
+"""What holds for all tests: the tiers, what a run says while it goes, and the processes that are forked."""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import sys
 import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pairs
+import pytest
+
+HERE = Path(__file__).parent
+DURATIONS = HERE / "durations.json"
+
+# What runs whole commands in many ways, processes, engines, containers' files: `make test-landing`. `make test` doesn't
+# even import it, and has one path of each command and the pairwise table (tests/commands) in its place.
+LANDING = (
+    *("benchmarks", "deploy", "engines", "pipelines", "loading/test_example.py", "loading/test_load.py"),
+    *("test_docs.py", "test_package.py", "test_readme.py"),
+)
+EVERY = 5.0  # seconds between two lines of progress
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would all that the tests start and then interrupt.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def lands(path: Path) -> bool:
+    """Whether a file is of the landing tier."""
+    relative = path.relative_to(HERE).as_posix() if path.is_relative_to(HERE) else ""
+    return any(relative == place or relative.startswith(f"{place}/") for place in LANDING)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test` doesn't import the tests that it doesn't run."""
+    quick = "not landing" in config.option.markexpr
+    return True if quick and lands(collection_path) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if lands(item.path):
+            item.add_marker("landing")
+    silent = {item.nodeid.partition("[")[0] for item in items for mark in item.iter_markers("slow") if not mark.args}
+    if silent:
+        raise pytest.UsageError("slow, without a reason: " + ", ".join(sorted(silent)))
+
+
+# --- what a run says --------------------------------------------------------------------------------------------------
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed {pairs.SEED}, {'all products' if pairs.FULL else 'pairs'}; the same again with WEIGHTBEAM_SEED={pairs.SEED}"
+
+
+class Progress:
+    """A line every few seconds in place of a dot a test: how many have run, how long the rest will take."""
+
+    def __init__(self, config: pytest.Config):
+        self._known: dict[str, float] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        self._workers = max(1, int(getattr(config.option, "numprocesses", 0) or 1))
+        self._total, self._done, self._failed = 0, 0, 0
+        self._left: Counter[str] = Counter()
+        self._begun = self._said = time.monotonic()
+        self.taken: Counter[str] = Counter()
+        self._tests: Counter[str] = Counter()
+
+    def expect(self, ids: list[str]) -> None:
+        """The tests that will run, which is known as soon as a process has collected them."""
+        if self._total:
+            return
+        self._tests = Counter(test.partition("::")[0] for test in ids)
+        self._left = Counter(self._tests)
+        self._total = len(ids)
+        self._say(f"{len(ids):,} tests in {self._workers} processes, about {self._clock(self._rest())}")
+
+    def _rest(self) -> float:
+        """Seconds that the tests will take that haven't run; those of an unknown file as long as the average."""
+        known = {file: self._known[file] for file in self._known if file in self._tests}
+        average = sum(known.values()) / max(1, sum(self._tests[file] for file in known)) if known else 0.1
+        return (
+            sum(
+                left * (self._known[file] / self._tests[file] if file in self._known else average)
+                for file, left in self._left.items()
+            )
+            / self._workers
+        )
+
+    @staticmethod
+    def _clock(seconds: float) -> str:
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+    def _say(self, text: str) -> None:
+        self._said = time.monotonic()
+        print(f"  {self._clock(self._said - self._begun)}  {text}", file=sys.__stdout__, flush=True)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.items:
+            self.expect([item.nodeid for item in session.items])
+
+    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        self.expect(ids)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self.taken[file] += report.duration
+        self._failed += report.failed
+        if report.failed:
+            self._say(f"FAILED {report.nodeid}")
+        if report.when == "teardown":
+            self._done += 1
+            self._left[file] -= 1
+        if time.monotonic() - self._said > EVERY:
+            failed = f", {self._failed} failed" if self._failed else ""
+            self._say(f"{self._done:,} of {self._total:,}{failed}, about {self._clock(self._rest())} left; {file}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """`make durations`: what each file took, for the next run's forecast."""
+        if os.environ.get("WEIGHTBEAM_DURATIONS") == "write":
+            taken = self._known | {file: round(seconds, 1) for file, seconds in self.taken.items()}
+            DURATIONS.write_text(json.dumps(dict(sorted(taken.items())), indent=0) + "\n")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.TestReport, config: pytest.Config) -> tuple[str, str, str] | None:
+    """No dot for a test that passed: there is a line every few seconds."""
+    if config.option.verbose <= 0 and report.when == "call" and report.passed:
+        return "passed", "", ""
+    return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Progress(config))
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watcher's processes are forked from a warm one: fresh interpreters import Beam for seconds each."""
+    import warm
+
+    from weightbeam.pipelines.watching import isolation
+
+    monkeypatch.setattr(isolation, "CONTEXT", warm.Context)

@@ -19,8 +19,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from lazily import lazily
 from measured import call as call
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -29,6 +29,8 @@ from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, read_boxes
 from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.pipelines.cli import main
+
+ocp = lazily("orbax.checkpoint")
 
 HERE = Path(__file__).parent
 BF16, F32, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -138,7 +140,10 @@ def write_once(factory: pytest.TempPathFactory, name: str, script: list[str]) ->
     with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            made = subprocess.run([*script, str(root / f"{name}.part")], capture_output=True, text=True, check=False)
+            command = [*script, str(root / f"{name}.part")]
+            made = subprocess.run(
+                command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(HERE)}
+            )
             assert made.returncode == 0, made.stderr
             (root / f"{name}.part").rename(folder)
     return folder

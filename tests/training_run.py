@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
+from lazily import lazily
+
+jax = lazily("jax")
+ocp = lazily("orbax.checkpoint")
 
 STILL = "decoder.decoder_norm.scale"  # an array that no step changes
 

@@ -31,6 +31,7 @@ from weightbeam.pipelines.without_beam import leave_out_services
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 PLAN_SECONDS = 900.0  # a plan takes seconds; files that are made to take hours must not hold up all other versions
 COMPARED = "--compared_with="  # not an option of any command; see `comparing`
+CONTEXT: Any = multiprocessing.get_context("spawn")  # nothing of this process's threads and clients
 TAIL = 2000  # characters of what a process that died had printed
 
 
@@ -61,7 +62,6 @@ class WorkerProcess:
     """
 
     def __init__(self, prepare: Prepare | None = None) -> None:
-        self._context = multiprocessing.get_context("spawn")  # nothing of this process's threads and clients
         self._prepare = prepare
         self._process: SpawnProcess | None = None
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
@@ -80,8 +80,8 @@ class WorkerProcess:
             self.end()
         if self._process is None:
             os.truncate(self._log.name, 0)
-            self.connection, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=_serve, args=(theirs, self._log.name, self._prepare))
+            self.connection, theirs = CONTEXT.Pipe()
+            self._process = CONTEXT.Process(target=_serve, args=(theirs, self._log.name, self._prepare))
             self._process.start()
             self.was_used = False
             theirs.close()

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from lazily import lazily
 from support import call, flatten
 
 from weightbeam.formats.adapters import open_adapter
@@ -20,6 +20,8 @@ from weightbeam.transforms.execution import make_boxes
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.staged import load
+
+ocp = lazily("orbax.checkpoint")
 
 PARAMETERS = "params.params."
 

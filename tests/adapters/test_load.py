@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from lazily import lazily
 from support import assert_same_bits, convert, flatten, read_file, restore
 
 import weightbeam as wb
+
+jax = lazily("jax")
 
 
 @pytest.mark.parametrize("case", ["plain", "experts", "dora"])

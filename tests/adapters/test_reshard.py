@@ -7,11 +7,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from lazily import lazily
 from support import (
     LLAMA,
     assert_same_bits,
@@ -27,6 +26,9 @@ from support import (
 
 from weightbeam.pipelines.reshard import plan
 from weightbeam.transforms.staged import load
+
+jnp = lazily("jax.numpy")
+ocp = lazily("orbax.checkpoint")
 
 SAID = ("--save_dtype", "float32", "--maxtext_model", "llama3.1-8b")
 # MaxText multiplies it by 1 / √8, which no float is: the sum is rounded after that here, and before it in `convert

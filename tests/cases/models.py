@@ -1,4 +1,5 @@
-"""Writes the tiny checkpoints that the tests convert, as transformers writes them: `python models.py FOLDER`.
+"""Writes the tiny checkpoints that the tests convert, as transformers writes them: `PYTHONPATH=tests python
+tests/cases/models.py FOLDER`.
 
 `FOLDER/cases/<case>` are the inputs that MaxText's own converter was given (`digests.json.gz`), random weights from
 fixed seeds: cut down from the generator that made them, and checked against them tensor for tensor.
@@ -14,9 +15,11 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch
-import transformers as t
-from safetensors.torch import load_file, save_file
+from lazily import lazily
+
+safetensors = lazily("safetensors.torch")
+t = lazily("transformers")
+torch = lazily("torch")
 
 BASE = dict(
     vocab_size=256, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=128, max_position_embeddings=128,
@@ -293,7 +296,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def make(
-    kind: str, sizes: dict, shard: str | None, folder: Path, seed: int, dtype: torch.dtype = torch.bfloat16
+    kind: str, sizes: dict, shard: str | None, folder: Path, seed: int, dtype: str = "bfloat16"
 ) -> torch.nn.Module:
     """One model, saved by transformers."""
     torch.manual_seed(0)
@@ -303,7 +306,7 @@ def make(
         else ("CausalLM", BASE | sizes)
     )
     config = f"{kind}TextConfig" if task == "CausalLM" and hasattr(t, f"{kind}TextConfig") else f"{kind}Config"
-    model = getattr(t, f"{kind}For{task}")(getattr(t, config)(**sizes)).to(dtype)
+    model = getattr(t, f"{kind}For{task}")(getattr(t, config)(**sizes)).to(getattr(torch, dtype))
     randomize(model, seed)
     model.save_pretrained(folder, **({"max_shard_size": shard} if shard else {}))
     return model
@@ -313,16 +316,18 @@ def write_fused(model: torch.nn.Module, folder: Path) -> None:
     """Puts the model's own tensors, in one file, where transformers wrote them with fused experts taken apart."""
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    safetensors.save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
+    )
 
 
 def transpose_experts(model: torch.nn.Module, folder: Path) -> None:
     """Qwen 3 VL's fused experts as the hub's files have them, where transformers wrote them as they are in memory."""
     tensors = {
         name: tensor.mT.contiguous() if ".experts." in name else tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
+        for name, tensor in safetensors.load_file(folder / "model.safetensors").items()
     }
-    save_file(tensors, folder / "model.safetensors")
+    safetensors.save_file(tensors, folder / "model.safetensors")
 
 
 def respell_for_maxtext(model: torch.nn.Module, folder: Path) -> None:
@@ -337,7 +342,7 @@ def respell_for_maxtext(model: torch.nn.Module, folder: Path) -> None:
             made |= {f"{prefix}.{expert}.{part}.weight": one.clone() for expert, one in enumerate(stacked)}
         if not parts:
             made[name.replace("lm_head.", "head.")] = values
-    save_file(made, folder / "model.safetensors")
+    safetensors.save_file(made, folder / "model.safetensors")
 
 
 def respell_as_on_the_hub(model: torch.nn.Module, folder: Path) -> None:
@@ -353,7 +358,7 @@ def respell_as_on_the_hub(model: torch.nn.Module, folder: Path) -> None:
     names = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
     wide = ("attn_sink", "_fn", "_base", "_scale", "gate.bias", ".ape")
     made = {}
-    for name, values in load_file(saved).items():
+    for name, values in safetensors.load_file(saved).items():
         name = name.removeprefix("model.")
         for theirs, hub in names.items():
             name = name.replace(theirs, hub)
@@ -364,7 +369,7 @@ def respell_as_on_the_hub(model: torch.nn.Module, folder: Path) -> None:
         for name, values in made.items()
         if name.startswith((last, "hc_head_", "norm."))
     }
-    save_file(made, folder / "model.safetensors")
+    safetensors.save_file(made, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     lists = {key: config.pop(key) for key in ("layer_types", "mlp_layer_types", "compress_rates")}
     rates = lists["compress_rates"] | {"sliding_attention": 0}
@@ -377,7 +382,9 @@ def respell_as_on_the_hub(model: torch.nn.Module, folder: Path) -> None:
 
 def add_mtp(source: Path, folder: Path) -> None:
     """`deepseek3-mtp-standalone`: the case deepseek3 with a multi-token-prediction layer behind its last, in one file."""
-    tensors = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = {
+        name: tensor for file in source.glob("*.safetensors") for name, tensor in safetensors.load_file(file).items()
+    }
     generator = torch.Generator().manual_seed(77)
 
     def noise(like: torch.Tensor, norm: bool) -> torch.Tensor:
@@ -395,7 +402,7 @@ def add_mtp(source: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    save_file(tensors, folder / "model.safetensors")
+    safetensors.save_file(tensors, folder / "model.safetensors")
 
 
 # the cases and models that aren't as save_pretrained writes them
@@ -410,7 +417,7 @@ REWRITTEN = {
 def main(out: Path) -> None:
     warnings.filterwarnings("ignore")
     for name, (kind, sizes, shard) in CASES.items():
-        dtype = torch.float32 if name.endswith("-fp32") else torch.bfloat16
+        dtype = "float32" if name.endswith("-fp32") else "bfloat16"
         model = make(kind, sizes, shard, out / "cases" / name, sum(map(ord, name.removesuffix("-fp32"))), dtype)
         if name in REWRITTEN:
             REWRITTEN[name](model, out / "cases" / name)
@@ -421,7 +428,7 @@ def main(out: Path) -> None:
             REWRITTEN[name](model, out / "models" / name)
         # tied tensors apart
         state = {key: value.clone(memory_format=torch.contiguous_format) for key, value in model.state_dict().items()}
-        save_file(state, out / "models" / f"{name}.state.safetensors")
+        safetensors.save_file(state, out / "models" / f"{name}.state.safetensors")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def install(instructions: list[tuple[str, str]], folder: Path) -> Path:
     return environment / "bin"
 
 
-@pytest.mark.slow  # installs the package anew from the package index
+@pytest.mark.slow("installs the package anew from the package index")
 def test_the_install_steps_make_what_the_image_needs(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
     """One test, so that parallel runs install once."""
     programs = install(instructions, tmp_path)

@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
+from lazily import lazily
 
 from weightbeam.pipelines.arguments.parser import parse
+
+kubernetes_validate = lazily("kubernetes_validate")
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

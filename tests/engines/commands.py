@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, wait_until
+import warm
+from processes import wait_until
 
 from engines.programs import WANTED
 
 LONG = pytest.mark.skipif(WANTED != "all", reason="runs with WEIGHTBEAM_ENGINES=all, as make test-engines sets it")
 
 
-def weightbeam(*words: object) -> subprocess.Popen:
+def weightbeam(*words: object) -> warm.Process:
     """The command, as a process of its own."""
-    command = [sys.executable, "-m", "weightbeam.pipelines.cli", *map(str, words)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.start(*words)
 
 
-def ended(process: subprocess.Popen, status: int = 0, seconds: float = 300) -> str:
+def ended(process: warm.Process, status: int = 0, seconds: float = 300) -> str:
     """Waits for a command's end; returns what it said on standard error."""
     _, told = process.communicate(timeout=seconds)
     assert process.returncode == status, told
     return told
 
 
-def begin(source: Path, output: Path, *options: object) -> tuple[subprocess.Popen, list[object]]:
+def begin(source: Path, output: Path, *options: object) -> tuple[warm.Process, list[object]]:
     """A conversion that has done its first unit, and its command's words."""
     words = ["convert", "--source", source, "--output", output, "--unit_bytes", "4MB", *options]
     process = weightbeam(*words)

@@ -1,6 +1,6 @@
 """Makes `headers.json.gz`: `config.json`, names, shapes and dtypes of the tiny checkpoints that transformers writes.
 
-    python tests/cases/models.py FOLDER && PYTHONPATH=tests python tests/facts/make_headers.py FOLDER
+    export PYTHONPATH=tests; python tests/cases/models.py FOLDER && python tests/facts/make_headers.py FOLDER
 
 The families that are written down a second time in `tiny.py` aren't in it.
 """

@@ -12,8 +12,10 @@ import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 from families.numpy_decoder import below, gelu, softmax
+from lazily import lazily
+
+torch = lazily("torch")
 
 Arrays = Mapping[str, np.ndarray]
 Layer = Callable[[np.ndarray], np.ndarray]

@@ -11,24 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-import torch
 from facts import load_headers, load_trees
+from lazily import lazily
 from safetensors.numpy import save_file
 from support import assert_same_bits, call, convert, converted, read_config, read_file, read_tensors
-from transformers import DeepseekV4Config
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
-    DeepseekV4GroupedLinear,
-    DeepseekV4HyperConnection,
-    DeepseekV4HyperHead,
-)
 
 from weightbeam.model_mappings.audit import audit
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import rename
 from weightbeam.model_mappings.plan import Array, expand, make_arrays
 from weightbeam.model_mappings.registry import family_of
+
+modeling_deepseek_v4 = lazily("transformers.models.deepseek_v4.modeling_deepseek_v4")
+ocp = lazily("orbax.checkpoint")
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 HUB = load_headers()["deepseek_v4"]  # two hash-routed layers, then two pairs that MaxText scans
 FLASH = load_trees()["deepseek4-284b--scan"].config
@@ -223,7 +221,11 @@ def test_hyper_connections_mix_streams_as_the_model_does(
     post, residual.
     """
     streams = streams_of(layer)
-    module = loaded(DeepseekV4HyperConnection(DeepseekV4Config(**HUB.config)), state, f"model.layers.{layer}.{source}.")
+    module = loaded(
+        modeling_deepseek_v4.DeepseekV4HyperConnection(transformers.DeepseekV4Config(**HUB.config)),
+        state,
+        f"model.layers.{layer}.{source}.",
+    )
     with torch.no_grad():
         post, mixed, collapsed = (values.numpy() for values in module(torch.from_numpy(streams)))
     w = {
@@ -252,7 +254,9 @@ def test_hyper_head_collapses_streams_as_the_model_does(
 ) -> None:
     """The last of them, in front of the final norm."""
     streams = streams_of(9)
-    module = loaded(DeepseekV4HyperHead(DeepseekV4Config(**HUB.config)), state, "model.hc_head.")
+    module = loaded(
+        modeling_deepseek_v4.DeepseekV4HyperHead(transformers.DeepseekV4Config(**HUB.config)), state, "model.hc_head."
+    )
     with torch.no_grad():
         wanted = module(torch.from_numpy(streams)).numpy()
     fn, base, scale = (unscanned[f"decoder.hc_head.hc_{leaf}"] for leaf in ("fn", "base", "scale"))
@@ -267,7 +271,9 @@ def test_output_projection_keeps_its_groups_apart(
     groups, rank = HUB.config["o_groups"], HUB.config["o_lora_rank"]
     kernel = unscanned["decoder.layers_3.self_attention.o_a_proj.kernel"]
     module = loaded(
-        DeepseekV4GroupedLinear(kernel.shape[1], groups * rank, groups), state, "model.layers.3.self_attn.o_a_proj."
+        modeling_deepseek_v4.DeepseekV4GroupedLinear(kernel.shape[1], groups * rank, groups),
+        state,
+        "model.layers.3.self_attn.o_a_proj.",
     )
     heads = np.random.default_rng(3).standard_normal((2, 5, groups, kernel.shape[1])).astype(np.float32)
     with torch.no_grad():
@@ -348,7 +354,7 @@ def test_transformers_config_says_the_same() -> None:
     """`layer_types`, `compress_rates` and `mlp_layer_types` where the hub has `compress_ratios` and `num_hash_layers`;
     without any of them, three.
     """
-    written = DeepseekV4Config(
+    written = transformers.DeepseekV4Config(
         **{key: value for key, value in FLASH.items() if key not in ("quantization_config", "expert_dtype")}
     ).to_dict()
     assert "compress_ratios" not in written

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import torch
-from transformers import GemmaConfig, GemmaForCausalLM
+from lazily import lazily
 
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.cli import main
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 SIZES = dict(
     hidden_size=48,
@@ -28,7 +30,7 @@ def test_what_maxtext_folds_into_the_weights(tmp_path):
     the head no array.
     """
     torch.manual_seed(3)
-    model = GemmaForCausalLM(GemmaConfig(**SIZES)).float()
+    model = transformers.GemmaForCausalLM(transformers.GemmaConfig(**SIZES)).float()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(tmp_path / "hf")

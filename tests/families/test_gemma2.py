@@ -6,14 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from families.numpy_decoder import attend, below, gated, gelu, in_order, rms_norm
+from lazily import lazily
 from support import converted
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import gemma2
 from weightbeam.model_mappings.plan import expand
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 IDS = np.random.default_rng(2).integers(0, 240, 16)
 

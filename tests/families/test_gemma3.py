@@ -10,16 +10,18 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
-import transformers
 from facts import load_trees
 from families.numpy_decoder import attend, below, gated, gelu, in_order, numbered, rms_norm, softmax
+from lazily import lazily
 from safetensors.numpy import save_file
 from support import assert_same_bits, call, converted, read_config, read_tensors
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import gemma3
 from weightbeam.model_mappings.plan import expand
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 IDS = np.random.default_rng(3).integers(0, 240, 16)
 MODEL_27B = ("--maxtext_model", "gemma3-27b")

@@ -86,7 +86,7 @@ def test_120b() -> None:
     assert conversion.target_bytes == conversion.source_bytes == 2 * 116_829_156_672
 
 
-@pytest.mark.slow
+@pytest.mark.slow("plans the 120b release, piece by piece: 15 s")
 def test_120b_is_read_once() -> None:
     conversion = plan(SIZES | dict(num_hidden_layers=36, num_local_experts=128), maxtext_model="gpt-oss-120b")
     assert conversion.read_bytes / conversion.source_bytes <= 1.02

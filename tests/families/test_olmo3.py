@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from families.numpy_decoder import attend, below, gated, in_order, rms_norm, silu
+from lazily import lazily
 from support import converted
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import olmo3
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 IDS = np.random.default_rng(3).integers(0, 250, 16)
 

@@ -11,15 +11,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
-import transformers
 from families.numpy_decoder import below, rms_norm, rope, silu, softmax
+from lazily import lazily
 from support import FP8, assert_same_bits, call, converted, read_config, read_file, read_tensors, save
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import qwen3_5, qwen3_next
 from weightbeam.model_mappings.plan import expand
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 Arrays = Mapping[str, np.ndarray]
 MODELS = {"models/qwen3_5": "Qwen3_5MoeForConditionalGeneration", "cases/qwen3-next": "Qwen3NextForCausalLM"}
@@ -145,7 +147,7 @@ def close(ours: np.ndarray, theirs: torch.Tensor) -> None:
     np.testing.assert_allclose(ours, wanted, rtol=2e-4, atol=2e-5 * np.abs(wanted).max())
 
 
-@torch.no_grad()
+@pytest.mark.usefixtures("no_grad")
 def test_maxtext_splits_the_delta_nets_projections_into_hugging_faces(both: tuple[dict, Any, Arrays]) -> None:
     """q, k, v, z, b and a of each delta net, as each side's layer takes them out of its projections."""
     c, model, arrays = both
@@ -178,7 +180,7 @@ def test_maxtext_splits_the_delta_nets_projections_into_hugging_faces(both: tupl
     assert checked == 6 * 3 * len(model.layers) // 4
 
 
-@torch.no_grad()
+@pytest.mark.usefixtures("no_grad")
 def test_layers_compute_what_transformers_do(both: tuple[dict, Any, Arrays]) -> None:
     """Delta nets, gated attention, experts and the norms before them, one by one, each from its own arrays."""
     c, model, arrays = both

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from families.qwen_towers import Arrays, check_audio, check_vision
+from lazily import lazily
 from support import assert_same_bits, call, converted, read_config, read_file, read_tensors, save
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families.qwen3_omni import FAMILY
 from weightbeam.model_mappings.plan import expand
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 UNSCANNED, TOWERS = ("--scan_layers", "false"), ("--multimodal", "true")
 SPEECH = "makes speech; MaxText has the thinker alone"
@@ -34,13 +36,13 @@ def both(generated: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[tor
     )
 
 
-@torch.no_grad()
+@pytest.mark.usefixtures("no_grad")
 def test_the_vision_towers_layers_compute_what_transformers_do(both: tuple[torch.nn.Module, Arrays]) -> None:
     thinker, arrays = both
     assert check_vision(thinker.visual, arrays, "Qwen3OmniMoe") == 1 + 3 * 6 + 2 + 1
 
 
-@torch.no_grad()
+@pytest.mark.usefixtures("no_grad")
 def test_the_audio_towers_layers_compute_what_transformers_do(both: tuple[torch.nn.Module, Arrays]) -> None:
     """Convolutions, their projection, norms, attention, MLPs and the projector, one by one and together."""
     thinker, arrays = both

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from families.numpy_decoder import below, silu, softmax
 from families.qwen_towers import Arrays, assert_close, check_vision
+from lazily import lazily
 from support import assert_same_bits, call, converted, read_config, read_file, read_tensors, save, unfuse
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families.qwen3_vl import FAMILY
 from weightbeam.model_mappings.plan import expand
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 CLASSES = {"qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration"}
 UNSCANNED, TOWER, FLOAT32 = ("--scan_layers", "false"), ("--multimodal", "true"), ("--save_dtype", "float32")
@@ -37,14 +39,14 @@ def both(
     return model.model, converted(folder, tmp_path_factory.mktemp("all"), *UNSCANNED, *TOWER, *FLOAT32)
 
 
-@torch.no_grad()
+@pytest.mark.usefixtures("no_grad")
 def test_the_towers_layers_compute_what_transformers_do(both: tuple[torch.nn.Module, Arrays]) -> None:
     """Patches, positions, norms, attention by thirds of one tensor, MLPs and mergers, one by one and together."""
     model, arrays = both
     assert check_vision(model.visual, arrays, "Qwen3VL") == 1 + 3 * 6 + 2 + 1
 
 
-@torch.no_grad()
+@pytest.mark.usefixtures("no_grad")
 def test_the_experts_compute_what_transformers_do(both: tuple[torch.nn.Module, Arrays]) -> None:
     """transformers reads the hub's fused experts; gate and up could change places without an error anywhere."""
     model, arrays = both

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from lazily import lazily
 
 from weightbeam.model_mappings.config_json import config_json
 from weightbeam.pipelines.plan import maxtext_config
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 SIZES: dict[str, Any] = dict(
     vocab_size=96,
@@ -62,8 +64,8 @@ def test_the_rebuilt_config_builds_the_same_model(kind: str, tmp_path: Path) -> 
     """Every weight has its place, and the logits are the same to the bit."""
     special, named = MODELS[kind]
     torch.manual_seed(0)
-    built = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **(SIZES | special)), dtype=torch.float32
+    built = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **(SIZES | special)), dtype=torch.float32
     ).eval()
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -73,7 +75,9 @@ def test_the_rebuilt_config_builds_the_same_model(kind: str, tmp_path: Path) -> 
         wanted = built(tokens).logits
     made = maxtext_config(str(tmp_path), maxtext_model=named)
     (tmp_path / "config.json").write_text(json.dumps(config_json(yaml.safe_load(made.to_yaml())).config))
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info[field] for field in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         found = again.eval()(tokens).logits

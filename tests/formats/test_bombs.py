@@ -46,7 +46,15 @@ MANY = ("240,000", "450,000", "million", "1.7 TiB")  # these take seconds to ten
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * any(size in name for size in MANY)) for name in FOLDERS]
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.slow("bombs that take half a minute to be planned or refused")]
+            * any(size in name for size in MANY),
+        )
+        for name in FOLDERS
+    ],
 )
 def test_bombs_are_planned_or_refused_in_time(name: str, tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "hf"

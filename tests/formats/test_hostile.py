@@ -39,7 +39,16 @@ def measured(path: Path) -> tuple[int | None, float, int]:
     return count, time.process_time() - start, memory
 
 
-@pytest.mark.parametrize("tensors", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        20_000,
+        pytest.param(
+            100_000,
+            marks=pytest.mark.slow("a header of a hundred thousand tensors, 20 s; twenty thousand are always tried"),
+        ),
+    ],
+)
 def test_a_header_of_many_tensors(tmp_path: Path, tensors: int) -> None:
     """Legal, though larger than any model's: read in seconds, with memory for what it holds."""
     entries = {

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from lazily import lazily
 from support import BF16, HERE
 
 from weightbeam.formats.ocdbt import ATTEMPT, IncompleteError
@@ -21,6 +21,8 @@ from weightbeam.formats.orbax import Contents, assemble, find_items, read_arrays
 from weightbeam.formats.staging import Staging, TakenOverError, staging_at
 from weightbeam.formats.storage import StorageError, Store, create_file
 from weightbeam.formats.zarr import ArraySpec, Format
+
+ocp = lazily("orbax.checkpoint")
 
 SPECS = [
     ArraySpec("params.params.a", (6, 8), np.dtype(np.float32), (2, 4), (2, 4)),

@@ -12,11 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
-from compressed_tensors.compressors import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazily import lazily
 from stored import COMPRESSED, assert_decodes, boxes, decode, encoding_of, message_of, pack
 
 from weightbeam.formats.encodings.nibbles import ScaleError, byte_table, runs
@@ -24,6 +22,10 @@ from weightbeam.formats.encodings.packed import PackedError
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.sources import open_source
 from weightbeam.model_mappings.boxes import Box
+
+compressors = lazily("compressed_tensors.compressors")
+quantization = lazily("compressed_tensors.quantization")
+torch = lazily("torch")
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -161,7 +163,7 @@ def test_a_box_reads_its_own_words_and_groups_alone(tmp_path: Path) -> None:
 
 
 def compressed(
-    shape: tuple[int, ...], args: QuantizationArgs, dtype: torch.dtype, seed: int = 0
+    shape: tuple[int, ...], args: quantization.QuantizationArgs, dtype: torch.dtype, seed: int = 0
 ) -> tuple[dict[str, np.ndarray], torch.Tensor]:
     """The tensors that its compressor writes, and what it decompresses them to."""
     torch.manual_seed(seed)
@@ -171,9 +173,9 @@ def compressed(
     state = {"weight": torch.randn(shape).to(dtype) * 0.05, "weight_scale": scale}
     if not args.symmetric:
         state["weight_zero_point"] = torch.randint(low, high + 1, scale.shape, dtype=torch.int8)
-    modules = QuantizationScheme(targets=["Linear"], weights=args)
-    written = PackedQuantizationCompressor.compress(state, modules)
-    values = PackedQuantizationCompressor.decompress(dict(written), modules)["weight"]
+    modules = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    written = compressors.PackedQuantizationCompressor.compress(state, modules)
+    values = compressors.PackedQuantizationCompressor.decompress(dict(written), modules)["weight"]
     as_numpy = lambda t: t.view(torch.int16).numpy().view(BF16) if t.dtype == torch.bfloat16 else t.numpy()  # noqa: E731
     return {f"x.{name}": as_numpy(tensor) for name, tensor in written.items()}, values
 
@@ -205,7 +207,7 @@ CT_CASES = [
 @pytest.mark.parametrize(("shape", "args"), CT_CASES)
 def test_equals_compressed_tensors(tmp_path: Path, shape: tuple[int, ...], args: dict[str, Any]) -> None:
     """With float32 scales the library computes in float32 too, and the bits are the same."""
-    args = QuantizationArgs(type="int", **args)
+    args = quantization.QuantizationArgs(type="int", **args)
     tensors, values = compressed(shape, args, torch.float32)
     config = COMPRESSED | {"config_groups": {"group_0": {"weights": args.model_dump(mode="json")}}}
     box = tuple((size // 5, size - size // 7) for size in shape)
@@ -216,7 +218,7 @@ def test_bfloat16_scales_differ_from_compressed_tensors_by_one_rounding_at_most(
     """The library multiplies in the scale's dtype. A code of 4 bits by a bfloat16 is rounded once there and once here:
     the same bits.
     """
-    args = QuantizationArgs(type="int", num_bits=4, strategy="group", group_size=32)
+    args = quantization.QuantizationArgs(type="int", num_bits=4, strategy="group", group_size=32)
     tensors, values = compressed((64, 256), args, torch.bfloat16)
     config = COMPRESSED | {"config_groups": {"group_0": {"weights": args.model_dump(mode="json")}}}
     got = decode(encoding_of(tmp_path, tensors, config), None, BF16)

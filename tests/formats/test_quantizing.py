@@ -9,10 +9,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from lazily import lazily
 from safetensors.numpy import save_file
 from stored import source_of
 from support import BF16, F32, FP8
@@ -28,6 +28,8 @@ from weightbeam.formats.encodings.quantizing import (
     why_kept,
 )
 from weightbeam.model_mappings.boxes import whole
+
+torch = lazily("torch")
 
 RNG = np.random.default_rng(7)
 

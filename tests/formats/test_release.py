@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from transformers import AutoConfig
+from lazily import lazily
 
 from weightbeam.formats import release
 from weightbeam.formats.release import edit_config, model_card, role_of, small_files
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.strict_json import JsonError
+
+transformers = lazily("transformers")
 
 TAKEN = {
     "config": ["config.json"],
@@ -250,7 +252,7 @@ def test_transformers_reads_the_dtype(tmp_path: Path) -> None:
         "quantization_config": FP8,
     }
     (tmp_path / "config.json").write_text(edit_config(json.dumps(config), dtype="bfloat16", drop_quantization=True)[0])
-    found = AutoConfig.from_pretrained(tmp_path)
+    found = transformers.AutoConfig.from_pretrained(tmp_path)
     assert (str(found.dtype), hasattr(found, "quantization_config")) == ("torch.bfloat16", False)
 
 

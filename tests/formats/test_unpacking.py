@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from lazily import lazily
 
 from weightbeam.formats import unpacking
 from weightbeam.formats.orbax_source import open_orbax
+
+ocp = lazily("orbax.checkpoint")
 
 
 def test_no_more_than_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def of(*processes: int) -> pytest.MarkDecorator:
     """The jobs that a test looks at."""
-    slow = {4: [pytest.mark.slow]}
+    slow = {4: [pytest.mark.slow("four processes of JAX, a minute on two cores")]}
     return pytest.mark.parametrize(
         "job", [pytest.param(number, marks=slow.get(number, [])) for number in processes], indirect=True
     )

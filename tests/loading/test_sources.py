@@ -12,12 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from flax.traverse_util import unflatten_dict
-from jax.sharding import SingleDeviceSharding
+from lazily import lazily
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from support import (
@@ -37,6 +34,10 @@ from support import (
 
 import weightbeam as wb
 
+jax = lazily("jax")
+ocp = lazily("orbax.checkpoint")
+traverse_util = lazily("flax.traverse_util")
+
 TRAINED = HERE.parent.parent / "shared" / "maxtext" / "trained"
 MODEL = LLAMA | dict(vocab_size=512)
 
@@ -46,11 +47,11 @@ def wanted() -> dict[str, np.ndarray]:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    return unflatten_dict({tuple(key.split(".")): value for key, value in flat.items()})
+    return traverse_util.unflatten_dict({tuple(key.split(".")): value for key, value in flat.items()})
 
 
 def abstract(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    here = SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
 
 

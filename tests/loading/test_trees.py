@@ -10,17 +10,18 @@ import types
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from flax.traverse_util import unflatten_dict
-from jax.sharding import SingleDeviceSharding
+from lazily import lazily
 from support import BF16, F32, HERE, LLAMA, assert_same_bits, flatten, random_tensors, reference, save, split
 
 import weightbeam as wb
+
+jax = lazily("jax")
+jnp = lazily("jax.numpy")
+nn = lazily("flax.linen")
+nnx = lazily("flax.nnx")
+traverse_util = lazily("flax.traverse_util")
 
 CONFIG = LLAMA | dict(vocab_size=60)
 
@@ -35,12 +36,12 @@ def wanted(dtype: np.dtype = BF16) -> dict[str, np.ndarray]:
 
 
 def abstract(arrays: dict[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-    here = SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    return unflatten_dict({tuple(key.split(".")): value for key, value in flat.items()})
+    return traverse_util.unflatten_dict({tuple(key.split(".")): value for key, value in flat.items()})
 
 
 def numpy(tree: Any) -> dict[str, np.ndarray]:

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from lazily import lazily
 from support import DEEPSEEK, FP8, LLAMA, assert_same_bits, call, convert, random_tensors, restore, save, split
 
 import weightbeam
 from weightbeam.pipelines.arguments.options import add_conversion, add_output
 from weightbeam.pipelines.without_beam import is_local, says_threads
 from weightbeam.transforms.mesh import mesh_axes
+
+ocp = lazily("orbax.checkpoint")
 
 HEAVY = ["apache_beam", "numpy", "ml_dtypes", "tensorstore", "rich", "grpc", "torch", "transformers", "jax", "orbax"]
 WEIGHTBEAM = str(Path(sys.executable).parent / "weightbeam")

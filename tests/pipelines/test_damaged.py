@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pairs
 import pytest
 import tensorstore as ts
 from fuzz_metadata import answers, read_corpus
@@ -58,7 +59,7 @@ def test_mutated_metadata_end_in_words(
 ) -> None:
     """Any field with any value: refused, or read; nothing of it on the terminal but text."""
     good = json.loads((checkpoint / name).read_bytes())
-    places, dice = list(paths(good)), random.Random(name)
+    places, dice = list(paths(good)), random.Random(f"{name} {pairs.SEED}")
     for _ in range(ROUNDS):
         (checkpoint / name).write_text(json.dumps(mutated(good, dice.choice(places), dice.choice(VALUES))))
         for command in commands(source, checkpoint):
@@ -91,7 +92,16 @@ def test_a_lost_database_is_said_in_a_line(checkpoint: Path, capsys: pytest.Capt
 CORPUS = read_corpus()
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
+@pytest.mark.parametrize(
+    "part",
+    [
+        0,
+        *(
+            pytest.param(part, marks=pytest.mark.slow("the corpus takes a minute; an eighth of it always runs"))
+            for part in range(1, 8)
+        ),
+    ],
+)
 def test_the_corpus_of_the_fuzzer(part: int, whole: Path, tmp_path: Path) -> None:
     """An input for each answer that was found: still refused in words, or read; never a traceback, nothing that a
     terminal acts on.

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from lazily import lazily
 from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, call, convert, random_tensors, save, split
 
 import weightbeam
 from weightbeam.formats.encodings.quantizing import quantization_config, quantize, why_kept
+
+ocp = lazily("orbax.checkpoint")
 
 
 def statuses(*arguments: object, status: int, folder: Path) -> dict[str, dict[str, Any]]:

@@ -121,8 +121,8 @@ def test_dequantize_merge_and_quantize_write_there_too(
     [
         "units",
         "compose",
-        pytest.param("gather", marks=pytest.mark.slow),
-        pytest.param("record", marks=pytest.mark.slow),
+        pytest.param("gather", marks=pytest.mark.slow("another stage of the same way, 10 s")),
+        pytest.param("record", marks=pytest.mark.slow("another stage of the same way, 10 s")),
     ],
 )
 def test_stopped_anywhere_and_resumed(

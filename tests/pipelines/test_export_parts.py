@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
+from lazily import lazily
 from support import BF16, LLAMA, call, convert, random_tensors, read_config, read_tensors, save
 
 from weightbeam.transforms.export_planner import _is_absent
+
+torch = lazily("torch")
+transformers = lazily("transformers")
 
 WITH_TOWERS = ["models/gemma3-vision", "models/llama4", "cases/qwen3.5", "cases/gemma4-dense", "models/gemma4-e4b"]
 
@@ -40,7 +42,7 @@ def same_bits(made: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> lis
     return [name for name in made if made[name].tobytes() == wanted[name].tobytes()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("loads two models with towers in transformers, 20 s each")
 @pytest.mark.parametrize("model", WITH_TOWERS)
 def test_a_text_model_becomes_whole_or_a_model_of_its_own(generated: Path, tmp_path: Path, model: str) -> None:
     """The text part of a release with towers, converted and exported: with the release's towers byte for byte, and as
@@ -108,15 +110,23 @@ def test_what_no_release_has_is_said_at_the_start(
     ("model", "options", "fields"),
     [
         ("models/gemma4-e4b", (), {"vision_config": None, "audio_config": None}),
-        pytest.param("cases/gemma4-dense", (), {"vision_config": None}, marks=pytest.mark.slow),
+        pytest.param(
+            "cases/gemma4-dense",
+            (),
+            {"vision_config": None},
+            marks=pytest.mark.slow("a release with towers there and back, 10 s; gemma4-e4b stands for all"),
+        ),
         pytest.param(
             "cases/gemma3",
             ("--multimodal", "true"),
             {"vision_config.vision_use_head": False},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.slow("a release with towers there and back, 10 s; gemma4-e4b stands for all"),
         ),
         pytest.param(
-            "models/qwen3_omni", ("--multimodal", "true"), {"enable_audio_output": False}, marks=pytest.mark.slow
+            "models/qwen3_omni",
+            ("--multimodal", "true"),
+            {"enable_audio_output": False},
+            marks=pytest.mark.slow("a release with towers there and back, 10 s; gemma4-e4b stands for all"),
         ),
     ],
 )

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
+import pairs
 import pytest
 from faults import EXPORTING, STAGES, arguments, is_published, kill, run
 from hostile import snapshot
+from lazily import lazily
 from soak import OVERLAPPING, bundles_twice, kill_and_resume
 from support import BF16, LLAMA, assert_same_bits, call, convert, random_tensors, reference, restore, save, split
+
+ocp = lazily("orbax.checkpoint")
 
 SHARD = "model-00002-of-00002.safetensors"
 
@@ -50,17 +53,28 @@ def assert_says(told: dict[str, Any], *words: str) -> None:
     assert [word for word in words if word not in told["message"]] == [], told["message"]
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "times", [1, pytest.param(3, marks=pytest.mark.slow("kills at random for a minute; once is always tried"))]
+)
 def test_kills_at_random_moments(tmp_path: Path, times: int) -> None:
     """In each of reading, writing, merging and publishing, each then resumed, killed once more and resumed to the end."""
-    counts = kill_and_resume(tmp_path / "kills", [stage for stage in STAGES for _ in range(times)], seed=times)
+    counts = kill_and_resume(
+        tmp_path / "kills", [stage for stage in STAGES for _ in range(times)], seed=pairs.SEED + times
+    )
     print(dict(counts))
     assert min(counts[f"SIGKILL in {stage}"] for stage in STAGES) >= times
     assert counts["resumed to the end"] == times * len(STAGES)
 
 
 @pytest.mark.parametrize(
-    "stages", [["writing rows"], pytest.param(list(EXPORTING), marks=pytest.mark.slow)], ids=["rows", "every stage"]
+    "stages",
+    [
+        ["writing rows"],
+        pytest.param(
+            list(EXPORTING), marks=pytest.mark.slow("every stage of an export, 40 s; one stage is always tried")
+        ),
+    ],
+    ids=["rows", "every stage"],
 )
 def test_exports_killed_and_resumed(tmp_path: Path, stages: list[str]) -> None:
     """`kill -9` in a stage; `--resume` goes on to the end: the bytes of a quiet export, and nothing beside them.
@@ -108,7 +122,13 @@ def test_every_bundle_twice(tmp_path: Path) -> None:
     assert bundles_twice(tmp_path / "twice", 2) == Counter({"conversions with every bundle twice": 2})
 
 
-@pytest.mark.parametrize("mode", ["--resume", pytest.param("--overwrite", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "--resume",
+        pytest.param("--overwrite", marks=pytest.mark.slow("sleepers of every stage, 40 s; --resume is always tried")),
+    ],
+)
 def test_zombies_that_go_on_after_the_commit(source: Path, tmp_path: Path, mode: str) -> None:
     """In each stage a process falls asleep, its lease grows stale, another one finishes the work; then it wakes. It
     fails, and of the published checkpoint not a byte or a time changes.
@@ -139,7 +159,12 @@ CHANGES = ["touch", "truncate", "append", "replace", "replace, same size and tim
 
 
 @pytest.mark.parametrize(
-    "changes", [CHANGES[-3:-1], pytest.param(CHANGES, marks=pytest.mark.slow)], ids=["some", "all"]
+    "changes",
+    [
+        CHANGES[-3:-1],
+        pytest.param(CHANGES, marks=pytest.mark.slow("every change of a file, 30 s; two of them are always tried")),
+    ],
+    ids=["some", "all"],
 )
 def test_shards_that_change_while_they_are_read(tmp_path: Path, changes: list[str]) -> None:
     """In the middle of the run. It fails and names the file, nothing is published, and to resume is refused: what was
@@ -207,7 +232,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("mounts a small disk and fills it again and again, 40 s")
 def test_a_disk_that_fills_up(source: Path, small_disk: Path) -> None:
     """By someone else's file, in the middle of the run; when that is gone, `--resume` finishes."""
     filler = small_disk / "filler"

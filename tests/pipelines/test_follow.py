@@ -23,14 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
-import PIL.Image
+import pairs
 import pytest
-import torch
 import training_run
-import transformers
 import yaml
 from huggingface_hub import constants, snapshot_download
+from lazily import lazily
 from servers.clients import asking
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
@@ -65,6 +63,12 @@ from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
 from weightbeam.transforms.baselines import FILE, read_found
 
+PIL = lazily("PIL")
+peft = lazily("peft")
+torch = lazily("torch")
+transformers = lazily("transformers")
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 PATIENCE = 120  # seconds that anything may take
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 TOKEN, REPO = "hf_of_a_test", "me/tuned"
@@ -279,7 +283,7 @@ def test_what_changed_is_found_on_the_way(model: tuple[Path, dict[str, Any]], tm
     assert found["before"]["tensors"].keys() == read_tensors(like).keys()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("exports many steps of a run, one after the other")
 def test_a_run_that_goes_back(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """It begins again at step 1, and writes step 2 anew: another checkpoint, told as such; what was published stays."""
     like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
@@ -314,7 +318,7 @@ def test_nan_is_in_the_notice(model: tuple[Path, dict[str, Any]], tmp_path: Path
     assert found["like"]["tensors"]["lm_head.weight"]["relative"] == "nan"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("exports many steps of a run, one after the other")
 def test_what_is_kept(model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last two and every third, of what was published; nothing of it comes back, and the run keeps its own."""
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
@@ -366,7 +370,7 @@ def test_steps_that_are_asked_for(model: tuple[Path, dict[str, Any]], tmp_path: 
             read_steps(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("makes ten thousand folders")
 def test_a_look_at_ten_thousand_steps_is_one_listing(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, audit: list[tuple[str, str]]
 ) -> None:
@@ -464,7 +468,12 @@ def test_a_lora_run(
     [
         ("bucket", "merged"),
         ("hub", "adapter"),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("bucket", "adapter"), ("hub", "merged"))),
+        *(
+            pytest.param(
+                *pair, marks=pytest.mark.slow("another place and kind of the same run; one of each always runs")
+            )
+            for pair in (("bucket", "adapter"), ("hub", "merged"))
+        ),
     ],
 )
 def test_a_lora_run_elsewhere(
@@ -602,7 +611,7 @@ def test_a_clock_that_is_wrong(
     assert sorted(path.name for path in (tmp_path / "out").glob("step-*")) == ["step-1"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("several attempts of a step, each an export")
 def test_a_retry_throws_away_what_a_refused_attempt_staged(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -634,7 +643,7 @@ def test_a_retry_throws_away_what_a_refused_attempt_staged(
     assert "no such model or run is watched; there are run" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.slow("watchers that wait for a lease to become stale")
 @pytest.mark.parametrize("hours", [-5, 5])
 def test_a_clock_that_jumps(
     hours: int, model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -663,7 +672,7 @@ def test_a_clock_that_jumps(
     assert json.loads((out / "run" / "f32.json").read_text())["step"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.slow("watchers that wait for a lease to become stale")
 def test_a_clock_that_jumps_while_a_step_is_made(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs
 ) -> None:
@@ -808,7 +817,7 @@ def test_a_step_that_is_deleted_while_it_is_read(
     assert not list((output / ".weightbeam" / "work").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.slow("steps on a hub, each exported and downloaded again")
 def test_a_step_on_the_hub_is_a_branch(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub) -> None:
     """And the newest is `main`: one commit each, once. A card that somebody has edited is kept."""
     like, run = model[0], tmp_path / "run" / "checkpoints"
@@ -854,7 +863,7 @@ def test_a_pull_request(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub:
     assert records(tmp_path / "out")[0][-1]["pages"] == [f"{hub.url}/{REPO}/discussions/1"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two watchers, one of which waits for the other")
 @pytest.mark.parametrize("place", ["folder", "hub"])
 def test_an_older_step_that_is_published_later(
     place: str, model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
@@ -1001,12 +1010,21 @@ def follow_a_run(
 
 
 @pytest.mark.parametrize(
-    "place", ["folder", pytest.param("bucket", marks=pytest.mark.slow), pytest.param("hub", marks=pytest.mark.slow)]
+    "place",
+    [
+        "folder",
+        pytest.param(
+            "bucket", marks=pytest.mark.slow("a run and a watcher, both killed again and again, a minute a place")
+        ),
+        pytest.param(
+            "hub", marks=pytest.mark.slow("a run and a watcher, both killed again and again, a minute a place")
+        ),
+    ],
 )
 def test_beside_a_run_that_goes_on(
     place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs
 ) -> None:
-    follow_a_run(place, tmp_path, model, hub, gcs, kills=int(os.environ.get("FOLLOW_KILLS", "1")), seed=0)
+    follow_a_run(place, tmp_path, model, hub, gcs, kills=int(os.environ.get("FOLLOW_KILLS", "1")), seed=pairs.SEED)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from pairs import each, some
 from support import (
     BF16,
     DEEPSEEK,
@@ -113,7 +114,7 @@ def dequantised(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "options", ["", "--scan_layers false", "--mesh fsdp=4,expert=2", "--unit_bytes 100000", "--save_dtype float32"]
+    "options", some(["", "--scan_layers false --unit_bytes 100000", "--mesh fsdp=4,expert=2 --save_dtype float32"], 2)
 )
 def test_gpt_oss_in_mxfp4(tmp_path: Path, options: str) -> None:
     """Every bit, in every layout; blocks and scales lie in different files."""
@@ -130,7 +131,7 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path, options: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ["", "--unit_bytes 150000 --mesh fsdp=4,expert=2", "--save_dtype float32 --scan_layers false"]
+    "options", some(["--unit_bytes 150000 --mesh fsdp=4,expert=2", "--save_dtype float32 --scan_layers false"], 2)
 )
 def test_gpt_oss_in_nvfp4(tmp_path: Path, options: str) -> None:
     """As ModelOpt writes fused experts: (experts, pairs of inputs, outputs), scales along the inputs too, one second
@@ -178,7 +179,7 @@ def test_a_plan_of_gpt_oss_20b_reads_each_byte_once() -> None:
     assert conversion.unit_working_bytes <= 128 << 20
 
 
-@pytest.mark.parametrize("options", ["", "--save_dtype float32 --mesh fsdp=4", "--unit_bytes 60000"])
+@pytest.mark.parametrize("options", some(["--unit_bytes 60000", "--save_dtype float32 --mesh fsdp=4"], 2))
 def test_deepseek_v4_in_fp4_and_fp8(generated: Path, tmp_path: Path, options: str) -> None:
     """As it is released: routed experts in int8 that holds FP4, other linears in FP8, E8M0 scales, integers and float32
     beside them.
@@ -233,8 +234,9 @@ def test_deepseek_v4_in_fp4_and_fp8(generated: Path, tmp_path: Path, options: st
 NVFP4_CONFIG = {"compressed-tensors": {"format": "nvfp4-pack-quantized"}, "modelopt": {"quant_algo": "NVFP4"}}
 
 
-@pytest.mark.parametrize("writer", NVFP4_CONFIG)
-@pytest.mark.parametrize("options", ["", "--unit_bytes 30000 --mesh fsdp=2", "--save_dtype float32"])
+@pytest.mark.parametrize(
+    ("writer", "options"), each(list(NVFP4_CONFIG), ["--unit_bytes 30000 --mesh fsdp=2", "--save_dtype float32"])
+)
 def test_deepseek_in_nvfp4(tmp_path: Path, writer: str, options: str) -> None:
     """As compressed-tensors and as ModelOpt write it, next to FP8 with one scale and plain tensors, with scales for
     activations.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import each
 from safetensors.numpy import save_file
 from support import (
     BF16,
@@ -112,10 +113,7 @@ CASES: dict[str, tuple[tuple[int, int], np.dtype, Place, str]] = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *((name, BF16) for name in CASES),
-        *((name, F32) for name in ("128 x 128, as released", "32 x 48, over a mesh", "1 x 16")),
-    ],
+    each(list(CASES), [BF16, F32]),
     ids=str,
 )
 def test_equals_numpy(generated: Path, tmp_path: Path, name: str, dtype: np.dtype) -> None:
@@ -199,8 +197,9 @@ KINDS: dict[str, Callable[[tuple[int, int], np.random.Generator], tuple[str, np.
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", ["", "--save_dtype float32 --unit_bytes 20000 --mesh fsdp=2"])
+@pytest.mark.parametrize(
+    ("kind", "options"), each(list(KINDS), ["", "--save_dtype float32 --unit_bytes 20000 --mesh fsdp=2"])
+)
 def test_scales_of_every_kind(tmp_path: Path, kind: str, options: str) -> None:
     """A DeepSeek-V3 converts to what its twin converts to whose weights were dequantised to float32 before; activation
     scales are left out.

@@ -202,7 +202,7 @@ def test_any_value_in_any_field_of_a_config(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.slow
+@pytest.mark.slow("every field with every kind of value, a minute")
 def test_any_value_in_any_field_that_maxtext_is_told(name: str) -> None:
     """Every field of a config with every kind of wrong value: MaxText's configuration of it, or what is wrong with it."""
     config, tensors = CHECKPOINTS[name]

@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from lazily import lazily
 from support import (
     BF16,
     HERE,
@@ -32,6 +31,9 @@ from support import (
 from weightbeam.formats.orbax import find_items, read_arrays
 from weightbeam.transforms.load import load_of, shard_box, total
 from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
+
+jax = lazily("jax")
+ocp = lazily("orbax.checkpoint")
 
 # 30 MB
 MEDIUM = LLAMA | dict(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pairs import each
 from quantised import GROUP, Quantised, Tensors, awq, compressed, gptq, nf4
 from stored import COMPRESSED
 from support import BF16, DEEPSEEK, F32, LLAMA, assert_same_bits, call, converted, random_tensors, save, split
@@ -92,13 +93,12 @@ def unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options",
-    ["", "--unit_bytes 30000", "--mesh fsdp=8,tensor=2 --unit_bytes 60000", "--save_dtype float32 --scan_layers false"],
+    ("case", "options"),
+    each(list(CASES), ["--mesh fsdp=8,tensor=2 --unit_bytes 60000", "--save_dtype float32 --scan_layers false"]),
 )
-@pytest.mark.parametrize("case", CASES)
 def test_equals_the_dequantised_model(tmp_path: Path, case: str, options: str) -> None:
-    """Whatever the units, the mesh and the dtype. For Llama the query is scaled and its halves are paired, in float32
-    until the one cast.
+    """Each format once; that units, meshes and layouts don't matter stands in `tests/commands/test_pairwise.py`. For
+    Llama the query is scaled and its halves are paired, in float32 until the one cast.
     """
     config, stored, decoded = CASES[case]()
     if config["model_type"] == "llama":

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from lazily import lazily
 from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
 
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
@@ -20,6 +20,8 @@ from weightbeam.formats.provenance import digest, tensors_of, total
 from weightbeam.formats.release import packed_files
 from weightbeam.formats.safetensors import read_header
 from weightbeam.formats.storage import StorageError, open_store
+
+ocp = lazily("orbax.checkpoint")
 
 
 def record(step: Path) -> dict:

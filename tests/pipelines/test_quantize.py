@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
+from lazily import lazily
 from support import BF16, F32, FP8, LLAMA, QWEN3_MOE, call, convert, peft_adapter, random_tensors, read_config, save
 
 import weightbeam as wb
+
+safetensors = lazily("safetensors.torch")
+torch = lazily("torch")
 
 # Rows and columns of more than a block, of less, and of no whole number of them.
 MODEL = LLAMA | dict(
@@ -29,7 +31,9 @@ MOE = QWEN3_MOE | dict(hidden_size=160, moe_intermediate_size=136, architectures
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a release, as torch reads them: safetensors knows no FP8 for numpy."""
     dtypes = {torch.float8_e4m3fn: FP8, torch.bfloat16: BF16, torch.float32: F32}
-    tensors = {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
+    tensors = {
+        name: values for file in folder.glob("*.safetensors") for name, values in safetensors.load_file(file).items()
+    }
     return {
         name: values.contiguous().view(torch.uint8).numpy().view(dtypes[values.dtype])
         for name, values in tensors.items()
@@ -169,7 +173,14 @@ def masters(folder: Path, model: dict) -> tuple[Path, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("model", "unit"),
-    [(MODEL, "128MiB"), pytest.param(MOE, "200000", marks=pytest.mark.slow)],
+    [
+        (MODEL, "128MiB"),
+        pytest.param(
+            MOE,
+            "200000",
+            marks=pytest.mark.slow("experts of many tensors, 15 s; tests/formats/test_quantizing.py has the law"),
+        ),
+    ],
     ids=["dense", "experts"],
 )
 def test_scales_of_a_release_come_back(tmp_path: Path, model: dict, unit: str) -> None:
@@ -215,7 +226,9 @@ def test_scales_of_a_release_come_back(tmp_path: Path, model: dict, unit: str) -
     assert touched[name][:128].tobytes() == stored[name][:128].tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow("the same from another dtype, 10 s"))]
+)
 def test_scales_of_a_release_come_back_from_a_checkpoint(tmp_path: Path, dtype: str) -> None:
     """A dequantised Orbax checkpoint, like the release in FP8 that it was made of: its bytes, where a factor was folded
     into the query, too.

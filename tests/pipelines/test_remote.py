@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import warm
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from support import (
@@ -78,11 +79,8 @@ def hub(source: Path) -> Iterator[FakeHub]:
         yield server
 
 
-def start(*arguments: str, env: Mapping[str, str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "weightbeam.pipelines.cli", *arguments]
-    return subprocess.Popen(
-        command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=HERE.parent
-    )
+def start(*arguments: str, env: Mapping[str, str]) -> warm.Process:
+    return warm.start(*arguments, env=os.environ | env)
 
 
 def run(*arguments: str, env: Mapping[str, str], status: int = 0) -> str:
@@ -145,7 +143,7 @@ def test_from_the_hub_to_a_bucket(gcs: FakeGcs, hub: FakeHub, source: Path, want
     assert "15 exact" in run("verify", "--source", "hf://org/model", "--checkpoint", "gs://bucket/ckpt", env=env)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("many commands and restores by Orbax in processes; test_reshard has the law for folders")
 def test_reshard_within_a_bucket(gcs: FakeGcs, source: Path, wanted: dict[str, list]) -> None:
     """The same bits in other chunks; chunks that fit are copied; a step without its marker is refused."""
     env = gcs.env()
@@ -162,7 +160,7 @@ def test_reshard_within_a_bucket(gcs: FakeGcs, source: Path, wanted: dict[str, l
     assert "still being written" in run("reshard", "gs://bucket/ckpt", "gs://bucket/late", env=env, status=2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("waits for retries of every request")
 def test_faults_everywhere_change_nothing(gcs: FakeGcs, hub: FakeHub, wanted: dict[str, list]) -> None:
     """Refusals, cut answers and resets, of the hub, of the host with its files, and of the bucket."""
     faults = [
@@ -224,7 +222,7 @@ def test_a_killed_conversion_in_a_bucket_goes_on(gcs: FakeGcs, source: Path, wan
     assert all(name.startswith("ckpt/0/") for name in gcs.objects["bucket"])
 
 
-@pytest.mark.slow
+@pytest.mark.slow("many commands; the law is that of staging, tests/formats/test_ownership.py")
 def test_two_conversions_into_one_place(gcs: FakeGcs, source: Path) -> None:
     """One is refused, by the lease, and says who is at work; afterwards the place is taken."""
     arguments = ("convert", "--source", str(source), "--output", "gs://bucket/ckpt", *OPTIONS)
@@ -294,7 +292,12 @@ def test_what_cant_be_reached_is_said_before_any_work(
 
 
 @pytest.mark.parametrize(
-    "place", ["bucket", pytest.param("hub", marks=pytest.mark.slow), pytest.param("folder", marks=pytest.mark.slow)]
+    "place",
+    [
+        "bucket",
+        pytest.param("hub", marks=pytest.mark.slow("many commands a place; the bucket always runs")),
+        pytest.param("folder", marks=pytest.mark.slow("many commands a place; the bucket always runs")),
+    ],
 )
 def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Path, wanted: dict[str, list]) -> None:
     """The source's files are objects of the checkpoint, copied by the store itself where they are in it already;

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
+import warm
 import yaml
+from lazily import lazily
+from pairs import each
 from support import LLAMA, assert_same_bits, convert, digest, digests, given, random_tensors, restore, save
 from trained import SHARED, trained_like
 
@@ -26,6 +23,11 @@ from weightbeam.pipelines.cli import main
 from weightbeam.pipelines.reshard import plan
 from weightbeam.transforms.load import load_of, total
 from weightbeam.transforms.mesh import Mesh, axes_in, model_rules, partition_spec
+
+jax = lazily("jax")
+jnp = lazily("jax.numpy")
+ocp = lazily("orbax.checkpoint")
+optax = lazily("optax")
 
 CASES = [
     case
@@ -64,16 +66,18 @@ def chunks(checkpoint: Path) -> dict[str, tuple[int, ...]]:
 
 @needs_shared
 @pytest.mark.parametrize(
-    "options",
-    [
-        (),
-        ("--mesh", "fsdp=4,tensor=2", "--compression", "zstd", "--use_zarr3", "false"),
-        ("--use_ocdbt", "false", "--use_zarr3", "false"),
-        ("--mesh", "fsdp=64", "--use_ocdbt", "false"),
-        ("--compression", "none"),
-    ],
+    ("run", "options"),
+    each(
+        ["llama-fsdp8", "qwen3moe-fsdp4-tensor2"],
+        [
+            (),
+            ("--mesh", "fsdp=4,tensor=2", "--compression", "zstd", "--use_zarr3", "false"),
+            ("--use_ocdbt", "false", "--use_zarr3", "false"),
+            ("--mesh", "fsdp=64", "--use_ocdbt", "false"),
+            ("--compression", "none"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("run", ["llama-fsdp8", "qwen3moe-fsdp4-tensor2"])
 def test_a_training_state_keeps_every_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str, options: tuple[str, ...]
 ) -> None:
@@ -179,7 +183,15 @@ def test_dtypes_of_weights_and_moments_apart(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * bool(number % 3)) for number, case in enumerate(CASES)]
+    "case",
+    [
+        pytest.param(
+            case,
+            marks=[pytest.mark.slow("ten seconds a family; the others are restacked in the landing tier")]
+            * bool(number % 3),
+        )
+        for number, case in enumerate(CASES)
+    ],
 )
 def test_every_family_is_restacked(
     generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
@@ -348,18 +360,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     scanned = restore(convert(folder, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32"))
     source = stock(tmp_path / "source", adamw(scanned))
     options = ["--scan_layers", "false", "--like", str(folder), "--maxtext_model", "llama2-7b", "--unit_bytes", "20000"]
-    command = [
-        sys.executable,
-        "-m",
-        "weightbeam.pipelines.cli",
-        "reshard",
-        str(source),
-        str(tmp_path / "out"),
-        *options,
-        "--direct_num_workers",
-        "1",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    with warm.start("reshard", source, tmp_path / "out", *options, "--direct_num_workers", 1) as process:
         while not list((tmp_path / "out").glob("7.*/units/*/*.json")) and process.poll() is None:
             time.sleep(0.01)
         process.kill()

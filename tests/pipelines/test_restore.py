@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from lazily import lazily
 from support import HERE, convert, given_arrays, restore
 
 from weightbeam.formats.orbax import find_items, read_arrays
 from weightbeam.pipelines.cli import main
+
+ocp = lazily("orbax.checkpoint")
 
 CASE = "deepseek3"
 FORMATS = {
@@ -100,7 +102,15 @@ def test_the_grids_are_different(steps: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[pytest.mark.slow] * bool(number)) for number, mesh in enumerate(MESHES)]
+    "mesh",
+    [
+        pytest.param(
+            mesh,
+            marks=[pytest.mark.slow("restores in a process of 8 devices, 20 s a mesh; the first mesh stands for all")]
+            * bool(number),
+        )
+        for number, mesh in enumerate(MESHES)
+    ],
 )
 def test_every_way_to_restore(steps: dict[str, Path], mesh: str) -> None:
     """MaxText's own bits come out, in the shardings that were asked for, and with no warning that a stock checkpoint

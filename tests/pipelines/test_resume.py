@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+import warm
+from lazily import lazily
 from support import (
     BF16,
     DEEPSEEK,
@@ -40,6 +41,8 @@ from weightbeam.pipelines.options import pipeline_options
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 
+ocp = lazily("orbax.checkpoint")
+
 SMALL = ["--unit_bytes", "8000", "--mesh", "fsdp=2"]
 COARSE = ["--unit_bytes", "60000", "--mesh", "fsdp=2"]
 
@@ -59,19 +62,7 @@ def stop_after(source: Path, output: Path, units: int, *options: str, by: signal
     """Starts a conversion in a process of its own, and stops it when its ledger has this many units; returns its exit
     status and message.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "weightbeam.pipelines.convert",
-        "--source",
-        str(source),
-        "--output",
-        str(output),
-        "--direct_num_workers=1",
-        *SMALL,
-        *options,
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = warm.start("convert", source, output, "--direct_num_workers=1", *SMALL, *options)
     deadline = time.monotonic() + 60
     while len(ledger(output)) < units:
         assert process.poll() is None, process.communicate()
@@ -80,7 +71,7 @@ def stop_after(source: Path, output: Path, units: int, *options: str, by: signal
     os.kill(process.pid, by)
     _, message = process.communicate(timeout=60)
     assert not (output / "0").exists()
-    return process.returncode, message.decode()
+    return process.returncode, message
 
 
 def kill_after(source: Path, output: Path, units: int, *options: str) -> dict[str, str]:
@@ -245,7 +236,18 @@ def count_operations(source: Path, output: Path, *options: str) -> int:
     return max(int(line) for line in ran.stderr.splitlines() if line.isdigit())
 
 
-SOME_OR_ALL = pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+SOME_OR_ALL = pytest.mark.parametrize(
+    "every",
+    [
+        12,
+        pytest.param(
+            1,
+            marks=pytest.mark.slow(
+                "a death at each of hundreds of file operations, minutes; every twelfth is always tried"
+            ),
+        ),
+    ],
+)
 
 
 @SOME_OR_ALL

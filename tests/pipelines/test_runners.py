@@ -4,13 +4,13 @@ processes.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from processes import ROOT, TIMEOUT, free_port, listening, running, wait_for
+import warm
+from processes import TIMEOUT, free_port, listening, running, wait_for
 from support import digests, given_arrays, restore
 
 CASE = "qwen3-moe"
@@ -18,21 +18,7 @@ CASE = "qwen3-moe"
 
 def convert(source: Path, output: Path, *options: object) -> None:
     """`weightbeam convert`, as a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "weightbeam.pipelines.convert",
-        "--source",
-        source,
-        "--output",
-        output,
-        "--unit_bytes",
-        100_000,
-        *options,
-    ]
-    done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+    done = warm.run("convert", source, output, "--unit_bytes", 100_000, *options, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
 
 
@@ -74,7 +60,7 @@ def test_a_job_service_and_a_worker_of_its_own(source: Path, tmp_path: Path) -> 
     check(tmp_path / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a Dask scheduler and two workers, each of which imports Beam")
 def test_dask_on_two_worker_processes(source: Path, tmp_path: Path) -> None:
     """A scheduler and two workers of one thread each."""
     port = free_port()

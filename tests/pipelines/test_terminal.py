@@ -8,45 +8,45 @@ import json
 import os
 import pty
 import re
+import resource
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+import warm
+from lazily import lazily
 from servers.hub import FakeHub
 from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
 
 from weightbeam.pipelines.arguments.parser import make_parser
 from weightbeam.pipelines.tables import Table
 
-WEIGHTBEAM = [sys.executable, "-c", "from weightbeam.pipelines.entry import run; run()"]
+ocp = lazily("orbax.checkpoint")
+
 COLUMNS = 80
 COMMANDS = next(action.choices for action in make_parser()._actions if action.dest == "command")
 
 
 def on_terminal(
-    *arguments: object, meanwhile: Callable[[subprocess.Popen, bytes], None] | None = None, prefix: str = ""
+    *arguments: object,
+    meanwhile: Callable[[warm.Process, bytes], None] | None = None,
+    limits: Mapping[int, int] | None = None,
 ) -> tuple[int, list[str]]:
     """Runs a command in a pseudo-terminal; returns its exit status and the lines that are left on the screen."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    command = [*WEIGHTBEAM, *map(str, arguments)]
-    if prefix:
-        command = ["bash", "-c", f'{prefix}; exec "$@"', "bash", *command]
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")} | {
         "TERM": "xterm"
     }
-    process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
-    )
+    process = warm.start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, limits=limits)
     os.close(theirs)
     seen = b""
     with contextlib.suppress(OSError):  # the terminal's other end is closed
@@ -69,17 +69,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_conversion_ends_with_what_comes_next(source: Path, tmp_path: Path) -> None:
     """The path, MaxText's flags, what was left out, and the command that checks it."""
     status, lines = on_terminal("convert", source, tmp_path / "out", "--mesh", "fsdp=2")
-    assert status == 0
+    assert status == 0, lines
     assert lines[-1] == f"check it:   weightbeam verify {tmp_path / 'out' / '0'}"
     assert any(f"load_parameters_path={tmp_path / 'out' / '0' / 'items'} scan_layers=true" in line for line in lines)
     status, lines = on_terminal("verify", tmp_path / "out")
-    assert status == 0
+    assert status == 0, lines
     assert any("arrays compared" in line for line in lines)
 
 
 def test_a_failure_ends_with_its_last_line(source: Path, tmp_path: Path) -> None:
     """No traceback of Beam's on the screen, all of it in failure.txt."""
-    status, lines = on_terminal("convert", source, tmp_path / "out", prefix="ulimit -f 40")
+    status, lines = on_terminal("convert", source, tmp_path / "out", limits={resource.RLIMIT_FSIZE: 40 << 10})
     assert status == 1
     assert "weightbeam convert: failed" in lines
     assert lines[-1].startswith("What is done is kept in ")
@@ -104,7 +104,7 @@ def test_a_difference_is_named(source: Path, tmp_path: Path) -> None:
 def test_ctrl_c(source: Path, tmp_path: Path) -> None:
     """While it converts: exit status 130, and the last line says how to go on."""
 
-    def stop(process: subprocess.Popen, seen: bytes) -> None:
+    def stop(process: warm.Process, seen: bytes) -> None:
         if b"converting" in seen and process.poll() is None:
             os.kill(process.pid, signal.SIGINT)
 
@@ -137,7 +137,7 @@ def test_ctrl_c_while_it_is_imported(source: Path, tmp_path: Path, seconds: floa
 def test_tables_fit_the_terminal(source: Path, tmp_path: Path) -> None:
     """At 80 columns no name is broken: what names have in common is a line above them."""
     status, lines = on_terminal("plan", source)
-    assert status == 0
+    assert status == 0, lines
     heading = lines.index("decoder.moe_layers.")
     assert lines[heading + 1].startswith("  ")
     assert any(line.split()[0] == "DeepSeekMoeBlock_0.MoeBlock_0.wi_0" for line in lines[heading:] if line.split())
@@ -200,7 +200,7 @@ def test_a_pipe_has_a_line_for_each_array(source: Path, capfd: pytest.CaptureFix
 def test_help_fits_the_terminal(command: str) -> None:
     """80 columns, no line broken in a word."""
     status, lines = on_terminal(*command.split(), "--help")
-    assert status == 0
+    assert status == 0, lines
     assert max(map(len, lines)) <= COLUMNS
     assert lines[0].startswith("usage: weightbeam")
 
@@ -423,7 +423,5 @@ def test_a_reader_that_has_seen_enough(source: Path) -> None:
     theirs, ours = os.pipe()
     os.close(theirs)
     with os.fdopen(ours, "wb") as stdout:
-        ran = subprocess.run(
-            [*WEIGHTBEAM, "inspect", str(source)], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
-        )
+        ran = warm.run("inspect", source, stdout=stdout)
     assert (ran.returncode, ran.stderr) == (1, "")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pairs import each
 from support import (
     BF16,
     F32,
@@ -36,8 +37,7 @@ def load(generated: Path, model: str) -> tuple[Path, dict[str, Any], dict[str, n
     return folder, read_config(folder), read_file(generated / "models" / f"{model}.state.safetensors")
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dtype"), each(MODELS, [BF16, F32]), ids=str)
 def test_equals_numpy_on_the_state_dict(generated: Path, tmp_path: Path, model: str, dtype: np.dtype) -> None:
     """Every array: reshaped, stacked and (for Llama, Mistral, Mixtral) scaled in float32 with one cast. Without
     `--maxtext_model` the rotary halves stay apart.

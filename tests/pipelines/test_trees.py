@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from flax.traverse_util import unflatten_dict
+from lazily import lazily
 from support import F32, LLAMA, assert_same_bits, call, convert, random_tensors, read_tensors, restore, save
+
+jnp = lazily("jax.numpy")
+ocp = lazily("orbax.checkpoint")
+traverse_util = lazily("flax.traverse_util")
 
 Flat = dict[str, Any]
 
@@ -30,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.n
 
 def write(folder: Path, tree: Mapping[str, Any], zarr3: bool = True) -> Path:
     """An item as stock Orbax writes it, of a tree by dotted keys."""
-    nested = unflatten_dict({tuple(key.split(".")): value for key, value in tree.items()})
+    nested = traverse_util.unflatten_dict({tuple(key.split(".")): value for key, value in tree.items()})
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=zarr3)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(nested))
@@ -97,7 +99,10 @@ SLOW = ("2 a training state", "5 parameters of NNX", "11 AQT of NNX", "13 FP8 ex
 
 
 def kinds(known: Mapping[str, Any]) -> list[Any]:
-    return [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in known]
+    return [
+        pytest.param(kind, marks=[pytest.mark.slow("another storage of a tree that is taken anyway")] * (kind in SLOW))
+        for kind in known
+    ]
 
 
 @pytest.mark.parametrize("kind", kinds(TAKEN))

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
+from pairs import each
 from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, random_tensors, save, split
 
 from weightbeam.formats.orbax import find_items, open_arrays
@@ -41,16 +42,19 @@ def change(step: Path, key: str, edit) -> None:
     writable.write(edit(values)).result()
 
 
-@pytest.mark.parametrize("source", MODELS, indirect=True)
 @pytest.mark.parametrize(
-    "options",
-    [
-        (),
-        ("--scan_layers", "false"),
-        ("--param_scan_axis", "0", "--save_dtype", "float32"),
-        ("--vocab_size", "80", "--mesh", "fsdp=8"),
-        ("--vocab_size", "50", "--use_ocdbt", "false", "--use_zarr3", "false"),
-    ],
+    ("source", "options"),
+    each(
+        list(MODELS),
+        [
+            (),
+            ("--scan_layers", "false"),
+            ("--param_scan_axis", "0", "--save_dtype", "float32"),
+            ("--vocab_size", "80", "--mesh", "fsdp=8"),
+            ("--vocab_size", "50", "--use_ocdbt", "false", "--use_zarr3", "false"),
+        ],
+    ),
+    indirect=["source"],
 )
 def test_what_was_converted_passes(source: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Whatever the options, which the checkpoint itself tells."""

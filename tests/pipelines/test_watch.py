@@ -11,8 +11,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -21,11 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
+import warm
 import yaml
-from google.pubsub_v1 import PublishRequest, PublishResponse
+from lazily import lazily
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.server import Call, Fault, Reply, Server, json_reply
@@ -40,7 +38,11 @@ from weightbeam.pipelines.watching.records import ROOT, History, LostError, hist
 from weightbeam.pipelines.watching.releases import find_release
 from weightbeam.transforms.options import Options
 
+grpc = lazily("grpc")
+pubsub = lazily("google.pubsub_v1")
+
 REPO = "acme/tiny"
+pytestmark = pytest.mark.usefixtures("warm_workers")
 PATIENCE = 120  # seconds that anything may take
 
 
@@ -79,12 +81,9 @@ class Watch:
     def once(self, *options: str) -> int:
         return call("watch", "--config", self.file, *(options or ["--once"]))
 
-    def start(self, *options: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *options: str, **environment: str) -> warm.Process:
         """A watcher in a process of its own."""
-        command = [sys.executable, "-m", "weightbeam.pipelines.watch", "--config", str(self.file), *options]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
-        )
+        return warm.start("watch", "--config", self.file, *options, env=os.environ | environment)
 
     def records(self, repo: str = REPO) -> list[list[dict[str, Any]]]:
         """Each history of a repository, in the order of their beginnings."""
@@ -125,7 +124,7 @@ def step_of(report: dict[str, Any]) -> Path:
     return Path(report["checkpoint"]) / "0"
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str] | None = None) -> None:
+def wait_for(condition: Callable[[], Any], process: warm.Process | None = None) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
@@ -404,7 +403,7 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     assert watch.published()["commit"] == second
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a watcher killed at each of its last writes, 40 s")
 def test_killed_before_the_pointer_is_written(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
     """`published` is recorded, and told of; then `kill -9`. The next round has the pointer name the newest release:
     first there is none, then it names an older one. What is deleted stays deleted.
@@ -634,14 +633,16 @@ def test_a_webhook_that_is_gone_stops_nothing(
 
 def test_states_are_sent_to_pubsub(watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the stock client, to a server of Pub/Sub's gRPC."""
-    received: list[PublishRequest] = []
+    received: list[pubsub.PublishRequest] = []
 
-    def publish(request: PublishRequest, context: grpc.ServicerContext) -> PublishResponse:
+    def publish(request: pubsub.PublishRequest, context: grpc.ServicerContext) -> pubsub.PublishResponse:
         received.append(request)
-        return PublishResponse(message_ids=[str(len(received))])
+        return pubsub.PublishResponse(message_ids=[str(len(received))])
 
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
-    method = grpc.unary_unary_rpc_method_handler(publish, PublishRequest.deserialize, PublishResponse.serialize)
+    method = grpc.unary_unary_rpc_method_handler(
+        publish, pubsub.PublishRequest.deserialize, pubsub.PublishResponse.serialize
+    )
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler("google.pubsub.v1.Publisher", {"Publish": method})]
     )

@@ -14,13 +14,15 @@ import pytest
 from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazily import lazily
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from support import BF16, F32, FP8
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from weightbeam.formats.safetensors import DTYPES, open_hf, read_header
 from weightbeam.transforms.files import MAX_INDEX, Entry, FileLayout, natural, plan_files
+
+transformers = lazily("transformers")
 
 WORDS = st.lists(
     st.sampled_from(["model", "layers", "2", "10", "mlp", "weight", "ä", "experts", "0"]), min_size=1, max_size=5
@@ -177,9 +179,9 @@ def test_a_file_that_would_be_empty_is_left_out(tmp_path: Path) -> None:
     assert ([file.name for file in layout.files], layout.index) == (["model.safetensors"], None)
 
 
-def llama(**fields: Any) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
+def llama(**fields: Any) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, **fields
         )
     )
@@ -187,8 +189,8 @@ def llama(**fields: Any) -> LlamaForCausalLM:
 
 def test_index_as_transformers_writes_it(tmp_path: Path) -> None:
     """The same model saved by transformers: the index, but for which file, is the same text; the sizes of files agree."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             vocab_size=32,
             hidden_size=16,
             intermediate_size=32,

@@ -12,9 +12,9 @@ from typing import Any
 import facts
 import numpy as np
 import pytest
-from flax.linen import logical_to_mesh_axes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazily import lazily
 from support import BF16, DEEPSEEK, DEEPSEEK_V3, FP8, LLAMA, LLAMA_8B, QWEN3_MOE, headers_only, nbytes, shapes
 
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor
@@ -30,6 +30,8 @@ from weightbeam.transforms.mesh import Mesh, base_rules, partition_spec
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.units import Unit
+
+nn = lazily("flax.linen")
 
 MIB = 1 << 20
 SMALL_V3 = DEEPSEEK_V3 | dict(num_hidden_layers=5)  # three dense layers, two with 256 experts: 50 GB
@@ -54,7 +56,7 @@ def plan(config: dict[str, Any], **options: Any) -> Conversion:
 def ways(names: tuple[str | None, ...], mesh: str) -> list[int]:
     """Into how many parts Flax cuts each axis over a mesh."""
     sizes = {name.strip(): int(size) for name, size in (item.split("=") for item in mesh.split(","))}
-    spec = logical_to_mesh_axes(names, base_rules())
+    spec = nn.logical_to_mesh_axes(names, base_rules())
     groups = [() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in spec]
     return [math.prod(sizes.get(name, 1) for name in group) for group in groups]
 
@@ -340,7 +342,7 @@ def test_more_experts_than_64_are_served_where_chunks_are_large() -> None:
     assert 1.5 < total(each.values()).worst <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow("plans two models of a trillion parameters")
 def test_shards_without_a_mesh_are_few_and_their_indexes_small() -> None:
     """A shard is an object: one for 100 KB on average, even of the smallest experts; an index takes at most a sixteenth
     of a chunk.

@@ -7,17 +7,18 @@ from __future__ import annotations
 import itertools
 import math
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, PartitionSpec
+from lazily import lazily
 from support import BF16
 
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.transforms.load import Load, effective_ways, load_of, shard_box, total, touched
 from weightbeam.transforms.mesh import Assignment, Mesh
+
+jax = lazily("jax")
 
 AXES = ("a", "b", "c")
 
@@ -75,7 +76,7 @@ def test_hosts_own_what_jax_gives_them(case: tuple[ArraySpec, tuple[Assignment, 
         for axes, ways in zip(assignments, effective_ways(spec.shape, assignments, mesh), strict=True)
     ]
     sharding = jax.sharding.NamedSharding(
-        AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.sizes)), PartitionSpec(*kept)
+        jax.sharding.AbstractMesh(tuple(mesh.sizes.values()), tuple(mesh.sizes)), jax.sharding.PartitionSpec(*kept)
     )
     boxes = [shard_box(spec.shape, assignments, mesh, host) for host in range(mesh.devices)]
     assert all(tuple(stop - start for start, stop in box) == sharding.shard_shape(spec.shape) for box in boxes)

@@ -6,9 +6,9 @@ import json
 
 import facts
 import pytest
-from flax.linen import logical_to_mesh_axes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lazily import lazily
 from support import DEEPSEEK, LLAMA, QWEN3_MOE, headers_only
 
 from weightbeam.transforms.conversion import rules_of
@@ -26,6 +26,8 @@ from weightbeam.transforms.mesh import (
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 from weightbeam.transforms.staged import load
+
+nn = lazily("flax.linen")
 
 MIXTRAL = LLAMA | dict(model_type="mixtral", num_local_experts=4)
 CONFIGS = {
@@ -46,7 +48,7 @@ def canonical(spec: object) -> tuple[tuple[str, ...], ...]:
 
 
 def flax_spec(names: tuple[str | None, ...]) -> tuple[tuple[str, ...], ...]:
-    return canonical(logical_to_mesh_axes(names, base_rules()))
+    return canonical(nn.logical_to_mesh_axes(names, base_rules()))
 
 
 def names_of_arrays() -> set[tuple[str | None, ...]]:
@@ -103,7 +105,7 @@ def test_specs_under_any_rules_equal_flaxs(data: st.DataObject) -> None:
     assignment = st.one_of(st.none(), mesh, st.lists(mesh, max_size=3, unique=True).map(tuple))
     rules = data.draw(st.lists(st.tuples(st.sampled_from("uvwxyz"), assignment), max_size=10))
     names = tuple(data.draw(st.lists(st.one_of(st.none(), st.sampled_from("uvwxyz")), max_size=4, unique=True)))
-    assert canonical(partition_spec(names, rules)) == canonical(logical_to_mesh_axes(names, rules))
+    assert canonical(partition_spec(names, rules)) == canonical(nn.logical_to_mesh_axes(names, rules))
 
 
 def test_a_mesh_is_axes_and_sizes() -> None:
