@@ -66,12 +66,14 @@ pin-images: .venv/core ## add the digests of the base images to deploy/Dockerfil
 .venv/core .venv/test: export PYTHONWARNINGS = ignore # setuptools has thirty lines to say of every editable install
 
 .venv/core: pyproject.toml
+	@echo "making .venv: 600 MB, a minute or two"
 	$(NEW_ENVIRONMENT) .venv
 	$(RUN)/python -m pip install --quiet --upgrade pip
 	$(RUN)/python -m pip install --quiet --editable '.[demo]'
 	touch $@
 
 .venv/test: .venv/core
+	@echo "installing PyTorch, transformers and the linters into .venv: 5 GB, some minutes"
 	$(RUN)/python -m pip install --quiet torch==2.13.0
 	$(RUN)/python -m pip install --quiet --editable '.[test,models]'
 	touch $@
