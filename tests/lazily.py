@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 
@@ -23,7 +24,6 @@ class lazily:  # noqa: N801, it stands where an import would
         if name.startswith("_"):  # what pytest asks of everything in a module
             raise AttributeError(name)
         module = importlib.import_module(self._name)
-        try:
-            return getattr(module, name)
-        except AttributeError:
+        if not hasattr(module, name) and importlib.util.find_spec(f"{self._name}.{name}"):
             return importlib.import_module(f"{self._name}.{name}")
+        return getattr(module, name)
