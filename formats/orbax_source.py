@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import threading
@@ -21,6 +20,7 @@ import tensorstore as ts
 
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.encodings.encoding import InOrder
+from weightbeam.formats.identity import Files
 from weightbeam.formats.orbax import METADATA, find_items, item_metadata, record_of
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store, open_store
@@ -153,7 +153,7 @@ class OrbaxCheckpoint:
 
     Attributes:
       root: URL of the item.
-      files: name, size and version of each of its files: what it is told by.
+      files: of the item: what it is told by.
       metadata: `_METADATA`.
       custom: the custom metadata of its step.
       record: `conversion.json`; empty where it isn't ours.
@@ -161,7 +161,7 @@ class OrbaxCheckpoint:
     """
 
     root: str
-    files: str
+    files: Files
     metadata: Mapping[str, Any]
     custom: Mapping[str, Any]
     record: Mapping[str, Any]
@@ -186,14 +186,22 @@ class OrbaxCheckpoint:
         """How many arrays it holds."""
         return len(self.arrays)
 
+    @property
+    def identity(self) -> list[Any]:
+        """What tells it from another one, as JSON: its files, and what lies beside them and goes into a result."""
+        return [self.root, self.files.hash, self.metadata, self.custom, self.record]
+
+    def was_touched(self, since: OrbaxCheckpoint) -> bool:
+        """Whether a file was replaced since the same files were opened; sizes and times needn't show it."""
+        return self.files.was_touched(since.files)
+
     def check(self) -> None:
         """Checks that the checkpoint is the one that was opened.
 
         Raises:
           StorageError: it isn't, or is gone.
         """
-        if identify(open_store(self.root)) != self.files:
-            raise StorageError(f"{self.root} changed while it was read; start anew with --overwrite")
+        self.files.check()
 
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON."""
@@ -203,7 +211,7 @@ class OrbaxCheckpoint:
         }
         return {
             "root": self.root,
-            "files": self.files,
+            "files": self.files.to_json(),
             "metadata": self.metadata,
             "custom": self.custom,
             "record": self.record,
@@ -218,18 +226,17 @@ def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
         for key, (driver, use_ocdbt, shape, dtype, chunk, compressed) in staged["arrays"].items()
     }
     return OrbaxCheckpoint(
-        staged["root"], staged["files"], staged["metadata"], staged["custom"], staged["record"], arrays
+        staged["root"],
+        Files.from_json(staged["files"]),
+        staged["metadata"],
+        staged["custom"],
+        staged["record"],
+        arrays,
     )
 
 
 def _dtype(name: str) -> np.dtype:
     return ts.dtype(name).numpy_dtype
-
-
-def identify(items: Store) -> str:
-    """What tells the files of an item from any others: a hash of their names, sizes and versions."""
-    listed = [(file.name, file.size, file.version) for file in items.list()]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckpoint:
@@ -240,8 +247,8 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
     """
     items = find_items(where)
     forget(str(items))
-    files = identify(items)
     try:
+        files = Files.of(items)
         metadata = json.loads(items.read(METADATA))
         keys = [".".join(path) for path in leaves(metadata)]
         driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"

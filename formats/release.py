@@ -7,22 +7,24 @@ The small files are carried as opaque bytes. Weights and pickles never are; noth
 from __future__ import annotations
 
 import concurrent.futures
+import functools
+import hashlib
 import io
 import json
 import logging
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from weightbeam.formats import json_text
 from weightbeam.formats.links import SOURCE
-from weightbeam.formats.safetensors import QUANT_CONFIGS
+from weightbeam.formats.safetensors import INDEX, QUANT_CONFIGS
 from weightbeam.formats.staging import ITEMS
-from weightbeam.formats.storage import File, StorageError, Store, open_store, read_whole, reason
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, read_whole, reason
 from weightbeam.formats.strict_json import JsonError, parse_json
 
 LOGGER = logging.getLogger("weightbeam")
@@ -56,6 +58,11 @@ def role_of(name: str) -> str | None:
     return next((role for role, pattern in ROLES.items() if pattern.fullmatch(name)), None)
 
 
+def hash_each(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The sha256 of each file, by name: what a plan's hash knows of small files."""
+    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+
+
 class SmallFiles(Mapping[str, bytes]):
     """The small files of a release by name, in the order of `ROLES`; each is read when it is asked for.
 
@@ -65,8 +72,14 @@ class SmallFiles(Mapping[str, bytes]):
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], read: Callable[[str], bytes], refused: Mapping[str, str] | None = None
+        self,
+        sizes: Mapping[str, int],
+        read: Callable[[str], bytes],
+        refused: Mapping[str, str] | None = None,
+        versions: Mapping[str, str] | None = None,
     ):
+        """`versions` tell contents, where the store says them: others are told by their hash."""
+        self._versions = dict(versions or {})
         self.sizes: dict[str, int] = {}
         self.left = dict(refused or {})
         self._read = read
@@ -91,15 +104,27 @@ class SmallFiles(Mapping[str, bytes]):
 
         Raises:
           KeyError: it isn't one of these.
-          StorageError: it changed since it was listed, or can't be read.
+          StorageError: it changed since it was listed or hashed, or can't be read.
         """
         if name not in self.sizes:
             raise KeyError(name)
-        if len(data := self._read(name)) != self.sizes[name]:
+        data, hashes = self._read(name), self.__dict__.get("hashes", {})
+        if len(data) != self.sizes[name] or (
+            name in hashes and name not in self._versions and hash_each({name: data})[name] != hashes[name]
+        ):
             raise StorageError(
                 f"{name} had {self.sizes[name]:,} bytes when it was listed, and has others now; was it changed?"
             )
         return data
+
+    @functools.cached_property
+    def hashes(self) -> dict[str, str]:
+        """What tells the content of each; nothing is read whose version tells it.
+
+        Raises:
+          StorageError: one can't be read.
+        """
+        return {name: self._versions.get(name) or hash_each({name: self[name]})[name] for name in self}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sizes)
@@ -117,7 +142,7 @@ def small_files(store: Store, allow_links: bool = False) -> SmallFiles:
     """
     files: dict[str, File] = {}
     refused: dict[str, str] = {}
-    for file in [*store.list(recursive=False), *store.list(f"{TEMPLATES}/", recursive=False)]:
+    for file in _listed(store):
         if role_of(file.name):
             files[file.name] = file
             try:
@@ -134,7 +159,20 @@ def small_files(store: Store, allow_links: bool = False) -> SmallFiles:
         except OSError as e:
             raise StorageError(f"{store.path(name)}: {reason(e)}") from e
 
-    return SmallFiles({name: file.size for name, file in files.items()}, read, refused)
+    versions = {} if isinstance(store, LocalFolder) else {name: file.version for name, file in files.items()}
+    return SmallFiles({name: file.size for name, file in files.items()}, read, refused, versions)
+
+
+def _listed(store: Store) -> list[File]:
+    """The files of the folders that a release's may lie in."""
+    return [*store.list(recursive=False), *store.list(f"{TEMPLATES}/", recursive=False)]
+
+
+def remove_others(store: Store, planned: Container[str]) -> None:
+    """Deletes what has the name of a release's file and isn't planned from where a release grows."""
+    for file in _listed(store):
+        if file.name not in planned and (role_of(file.name) or file.name.endswith((".safetensors", INDEX))):
+            store.delete(file.name)
 
 
 def has_weights(url: str) -> bool:
@@ -229,17 +267,23 @@ def packed_files(step: Store) -> SmallFiles | None:
     return SmallFiles({info.filename: info.file_size for info in archive.infolist() if role_of(info.filename)}, read)
 
 
-def keep_files(step: Store, source: Store, allow_links: bool = False) -> None:
-    """Packs a release's small files into the archive that lies with a checkpoint; those of a virtual checkpoint lie
-    with that one.
+def kept_files(source: Store, allow_links: bool = False) -> SmallFiles:
+    """The small files that are kept with a checkpoint of a release; those of a virtual checkpoint lie with that one.
+
+    Raises:
+      StorageError: they can't be listed, or the archive can't be read.
+    """
+    virtual = (source.parent.name, source.name) == (ITEMS, SOURCE)
+    packed = packed_files(source.parent.parent) if virtual else None
+    return small_files(source, allow_links) if packed is None else packed
+
+
+def keep_files(step: Store, source: Store, files: SmallFiles) -> None:
+    """Packs the small files of the release `source` into the archive that lies with a checkpoint.
 
     Raises:
       StorageError: one can't be read.
     """
-    if (source.parent.name, source.name) == (ITEMS, SOURCE) and (virtual := source.parent.parent).exists(ARCHIVE):
-        step.write(ARCHIVE, virtual.read(ARCHIVE))
-        return
-    files = small_files(source, allow_links)
     for name, why in files.left.items():
         LOGGER.warning("%s isn't kept with the checkpoint: %s", source.path(name), why)
     with concurrent.futures.ThreadPoolExecutor(source.at_a_time) as pool:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import google_crc32c
 
 from weightbeam.formats.composing import Component, check_tiling, compose
+from weightbeam.formats.release import remove_others
 from weightbeam.formats.release_target import IncompleteError, ReleasePlace
 from weightbeam.formats.staging import ASIDE, BucketStaging
 from weightbeam.formats.storage.bucket import Bucket
@@ -46,8 +47,9 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
         """
         return any(not name.startswith("claim.") for name in self.desk.folders())
 
-    def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
+    def lay_out(self, files: Sequence[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
         """Writes the small files, to be copied with the others."""
+        remove_others(self.aside, {*small, *(name for name, _, _ in files)})
         with concurrent.futures.ThreadPoolExecutor(self.aside.at_a_time) as pool:
             list(pool.map(self.aside.write, small.keys(), small.values()))
 

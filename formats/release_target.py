@@ -27,6 +27,7 @@ import numpy as np
 import xxhash
 
 from weightbeam.formats.provenance import total
+from weightbeam.formats.release import remove_others
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.staging import FolderStaging, Staging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, drop_pages, open_store, sync_folder
@@ -49,9 +50,9 @@ class ReleasePlace(Staging):
     marker, growing = RECORD, ".weightbeam-tmp"
 
     @abc.abstractmethod
-    def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
+    def lay_out(self, files: Sequence[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
         """Makes ready for the units: safetensors files `(name, header, size)`, what units wrote kept; and the small
-        files.
+        files. Other files of a release go.
         """
 
     @abc.abstractmethod
@@ -75,7 +76,7 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
         """The release itself: it has no items."""
         return self.checkpoint
 
-    def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
+    def lay_out(self, files: Sequence[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
         """Makes the safetensors files at their full size, and the small ones."""
         for name, header, size in files:
             fd = os.open(self.checkpoint.path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -88,6 +89,7 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
                 os.fsync(fd)
             finally:
                 os.close(fd)
+        remove_others(self.checkpoint, {*small, *(name for name, _, _ in files)})
         for name, data in small.items():
             path = Path(self.checkpoint.path(name))
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -118,7 +118,7 @@ def _to_hub(planned: AdapterExport, output: str, create_pr: bool) -> ExportedAda
 def _hash(planned: AdapterExport) -> str:
     """Identifies the result: the checkpoint's files, the release that it is for, rank and alpha."""
     identity = Identity()
-    identity.add("adapter", planned.source.root, planned.source.files, planned.base, planned.rank, planned.alpha)
+    identity.add("adapter", planned.source.identity, planned.base, planned.rank, planned.alpha)
     return identity.hash
 
 

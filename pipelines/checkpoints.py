@@ -67,7 +67,11 @@ def find_place(output: str, planned: CheckpointPlan) -> Staging:
       Refused: nothing can be written there.
     """
     try:
-        return staging_at(output, planned.options.step, planned.hash)
+        plan_hash = planned.hash
+    except StorageError as e:  # of a small file of the source
+        raise Refused(str(e)) from e
+    try:
+        return staging_at(output, planned.options.step, plan_hash)
     except StorageError as e:
         raise Refused(f"--output={e}") from e
 

@@ -46,7 +46,7 @@ class MaxTextAdapter:
     @property
     def identity(self) -> list[Any]:
         """What tells it from another one, as JSON."""
-        return [self.root, self.weight, self.alpha, self.files.files]
+        return [self.weight, self.alpha, self.files.identity]
 
     def stage(self) -> list[Any]:
         """As JSON, for workers."""

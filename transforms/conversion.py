@@ -21,7 +21,7 @@ from weightbeam.formats.links import SOURCE, identify, put_source
 from weightbeam.formats.orbax import SEEN, STEP, Contents, assemble, write_unit
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
-from weightbeam.formats.release import keep_files
+from weightbeam.formats.release import SmallFiles, keep_files, kept_files
 from weightbeam.formats.safetensors import DTYPE_NAMES, QUANT_CONFIGS, HfCheckpoint
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store, open_store
@@ -80,6 +80,7 @@ class Conversion(InUnits):
       merging: what the adapters' tensors are used for.
       folding: the adapter as MaxText's, with `--adapter_only`.
       slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
+      staged_small: `small` as it was staged; None where the source is to be asked.
     """
 
     options: Options
@@ -94,6 +95,7 @@ class Conversion(InUnits):
     merging: Merging | None = None
     folding: Folding | None = None
     slots: int | None = None
+    staged_small: Mapping[str, str] | None = None
 
     kind = "convert"
 
@@ -144,14 +146,12 @@ class Conversion(InUnits):
         """URLs of all that the checkpoint is made of: the source, the adapters, and their files, which may be links to
         elsewhere.
         """
-        folders = (self.source, *(adapter.files for adapter in self.adapters))
-        return [url for files in folders for url in (files.root, *(shard.path for shard in files.shards))]
+        return [url for files in self.sources for url in (files.root, *(shard.path for shard in files.shards))]
 
-    def was_touched(self, since: Conversion) -> bool:
-        """Whether a file of the source was replaced since it was planned with; that isn't in the hash, as the source
-        may have moved, times and all.
-        """
-        return self.source.was_touched(since.source)
+    @property
+    def sources(self) -> tuple[HfCheckpoint, ...]:
+        """The source and the adapters."""
+        return self.source, *(adapter.files for adapter in self.adapters)
 
     @property
     def target_bytes(self) -> int:
@@ -194,35 +194,32 @@ class Conversion(InUnits):
         made = self.folding or self.merging
         return made.uses if made else ()
 
-    def check(self) -> None:
-        """Checks that the files of the source and of the adapters are those that were planned with.
-
-        Raises:
-          StorageError: one isn't, or is gone.
-        """
-        for files in (self.source, *(adapter.files for adapter in self.adapters)):
-            files.check()
-
     def unreadable(self) -> list[Problem]:
         """The files whose end can't be read."""
-        problems = [
-            problem
-            for files in (self.source, *(adapter.files for adapter in self.adapters))
-            for problem in files.unreadable()
-        ]
+        problems = [problem for files in self.sources for problem in files.unreadable()]
         return problems or (self.source.find_damage() if self.options.check_source == "true" else [])
+
+    @functools.cached_property
+    def _small_files(self) -> SmallFiles:
+        """Those that are kept with the checkpoint."""
+        return kept_files(open_store(self.source.root), self.options.allow_links)
+
+    @property
+    def small(self) -> Mapping[str, str]:
+        """What tells the content of each small file that is kept with the checkpoint."""
+        return self._small_files.hashes if self.staged_small is None else self.staged_small
 
     @property
     def hash(self) -> str:
-        """Identifies the result: the source's files and headers, the options, the rules, grids and units. The same
-        everywhere.
+        """Identifies the result: the source's files and headers, its small files, the options, the rules, grids and
+        units. The same everywhere.
         """
         return self._identity.hash
 
     @functools.cached_property
     def _identity(self) -> Identity:
         identity = Identity()
-        identity.add(DECODING_VERSION, dataclasses.asdict(self.options), self.source.config)
+        identity.add(DECODING_VERSION, dataclasses.asdict(self.options), self.source.config, dict(self.small))
         for shard in self.source.shards:
             identity.add(*shard.identity)
         for adapter in self.adapters:
@@ -246,7 +243,7 @@ class Conversion(InUnits):
         Raises:
           StorageError: the small files can't be read, or the source's files can't be put there so (LinkError).
         """
-        keep_files(staging.aside, open_store(self.source.root), self.options.allow_links)
+        keep_files(staging.aside, open_store(self.source.root), self._small_files)
         if self.virtual_bytes:
             put_source(staging.shards / SOURCE, self.source, link, hashed)
 
@@ -378,6 +375,7 @@ class Conversion(InUnits):
             "source": self.source.to_json(),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "slots": self.slots,
+            "small": dict(self.small),
             "hash": self.hash,
         }
         return pack_inputs(inputs)

@@ -637,7 +637,7 @@ def load(inputs: Mapping[str, Any]) -> Export:
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
     parts = HfCheckpoint.from_json(inputs["parts"]) if inputs.get("parts") else None
-    return plan_export(
+    made = plan_export(
         ExportOptions(**inputs["options"] | {"lora": lora}),
         load_checkpoint(inputs["source"]),
         like,
@@ -646,3 +646,4 @@ def load(inputs: Mapping[str, Any]) -> Export:
         inputs.get("slots"),
         parts,
     )
+    return dataclasses.replace(made, staged_small=inputs["small"])

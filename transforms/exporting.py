@@ -143,6 +143,7 @@ class Export(ReleasePlan):
     unpacked: frozenset[str] = frozenset()  # keys of the arrays whose chunks are unpacked first
     # the release's small files as they will be; not staged
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    staged_small: Mapping[str, str] = dataclasses.field(default_factory=dict)
     slots: int | None = None
 
     kind = "export"
@@ -212,10 +213,6 @@ class Export(ReleasePlan):
                 fetches.append(Fetch(self.carried[name], box, tensor.dtype))
         return RowsUnit(unit, tuple(fetches), tuple(recipes))
 
-    def was_touched(self, since: Export) -> bool:
-        """Of releases and adapters; the hash knows the checkpoint's files."""
-        return any(now.was_touched(then) for now, then in zip(self._files, since._files, strict=True))
-
     @property
     def hash(self) -> str:
         """Identifies the result: the checkpoint's files, the options, the table, the files that are written."""
@@ -224,7 +221,8 @@ class Export(ReleasePlan):
     @functools.cached_property
     def _identity(self) -> Identity:
         identity = Identity()
-        identity.add(self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.like.config)
+        identity.add(self.kind, dataclasses.asdict(self.options), self.source.identity, self.like.config)
+        identity.add(self.small_hashes)
         for adapter in self.adapters:
             identity.add(adapter.identity)
         for files in (self.given.files if self.given else None, self.parts):
@@ -247,10 +245,10 @@ class Export(ReleasePlan):
     def inputs(self) -> Sequence[str]:
         return self.source.root, self.like.root, *(adapter.root for adapter in self.adapters)
 
-    def check(self) -> None:
-        self.source.check()
-        for files in self._files:
-            files.check()
+    @property
+    def sources(self) -> tuple[OrbaxCheckpoint | HfCheckpoint, ...]:
+        """All whose weights are read."""
+        return self.source, *self._files
 
     @property
     def _files(self) -> tuple[HfCheckpoint, ...]:
@@ -301,6 +299,7 @@ class Export(ReleasePlan):
             "given": self.given.files.to_json() if self.given else None,
             "parts": self.parts.to_json() if self.parts else None,
             "slots": self.slots,
+            "small": self.small_hashes,
             "hash": self.hash,
         }
         return pack_inputs(inputs)

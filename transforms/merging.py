@@ -91,6 +91,7 @@ class Merge(ReleasePlan):
     quantised: frozenset[str] = frozenset()
     given: Given | None = None
     small: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    staged_small: Mapping[str, str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     slots: int | None = None
 
@@ -161,9 +162,6 @@ class Merge(ReleasePlan):
             return written
         return VALUES if name in self.merging.touched else self.encodings[name].weight.dtype
 
-    def was_touched(self, since: Merge) -> bool:
-        return any(now.was_touched(then) for now, then in zip(self._files, since._files, strict=True))
-
     @property
     def hash(self) -> str:
         """Identifies the result: files and headers of the release and of the adapters, the options, what is written,
@@ -174,7 +172,7 @@ class Merge(ReleasePlan):
     @functools.cached_property
     def _identity(self) -> Identity:
         identity = Identity()
-        identity.add(self.kind, dataclasses.asdict(self.options), self.source.config)
+        identity.add(self.kind, dataclasses.asdict(self.options), self.source.config, self.small_hashes)
         for shard in itertools.chain(self.source.shards, self.given.files.shards if self.given else ()):
             identity.add(*shard.identity)
         for adapter in self.adapters:
@@ -209,26 +207,23 @@ class Merge(ReleasePlan):
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "given": self.given.files.to_json() if self.given else None,
             "slots": self.slots,
+            "small": self.small_hashes,
             "hash": self.hash,
         }
         return pack_inputs(inputs)
 
     @property
     def inputs(self) -> Sequence[str]:
-        return tuple(files.root for files in self._files)
+        return tuple(files.root for files in self.sources)
 
     @property
-    def _files(self) -> tuple[HfCheckpoint, ...]:
+    def sources(self) -> tuple[HfCheckpoint, ...]:
         """All that is read."""
         return self.source, *(adapter.files for adapter in self.adapters), *([self.given.files] if self.given else [])
 
-    def check(self) -> None:
-        for files in self._files:
-            files.check()
-
     def unreadable(self) -> list[Problem]:
         """The files whose end can't be read."""
-        return [problem for files in self._files for problem in files.unreadable()]
+        return [problem for files in self.sources for problem in files.unreadable()]
 
 
 def load(inputs: Mapping[str, Any]) -> Merge:
@@ -236,13 +231,14 @@ def load(inputs: Mapping[str, Any]) -> Merge:
     lora = tuple((url, weight) for url, weight in inputs["options"]["lora"])
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
     given = Given.of(HfCheckpoint.from_json(inputs["given"])) if inputs["given"] else None
-    return plan_merge(
+    made = plan_merge(
         MergeOptions(**inputs["options"] | {"lora": lora}),
         HfCheckpoint.from_json(inputs["source"]),
         adapters,
         given,
         inputs.get("slots"),
     )
+    return dataclasses.replace(made, staged_small=inputs["small"])
 
 
 def plan_merge(

@@ -371,6 +371,7 @@ def _tuples(value: Any) -> Any:
 def load(inputs: Mapping[str, Any]) -> Conversion:
     """The conversion whose inputs `Conversion.stage` staged."""
     adapters = [Adapter(HfCheckpoint.from_json(files), weight) for files, weight in inputs["adapters"]]
-    return prepare(
+    made = prepare(
         options_from(inputs["options"]), HfCheckpoint.from_json(inputs["source"]), adapters, inputs.get("slots")
     )
+    return dataclasses.replace(made, staged_small=inputs["small"])

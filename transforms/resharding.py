@@ -272,7 +272,7 @@ class Reshard(InUnits):
     def _identity(self) -> Identity:
         identity = Identity()
         identity.add(
-            self.kind, dataclasses.asdict(self.options), self.source.root, self.source.files, self.model.config
+            self.kind, dataclasses.asdict(self.options), self.source.identity, self.around.stage(), self.model.stage()
         )
         for adapter in self.adapters:
             identity.add(adapter.identity)
@@ -290,10 +290,6 @@ class Reshard(InUnits):
         """None: every array is made."""
         return 0
 
-    def was_touched(self, since: Reshard) -> bool:
-        """Never, since the hash knows the source's files."""
-        return False
-
     def unreadable(self) -> list[Problem]:
         """Nothing: the source was opened already."""
         return []
@@ -303,11 +299,10 @@ class Reshard(InUnits):
         """URLs of all that the checkpoint is made of; it can't take the place of any."""
         return self.source.root, *(adapter.root for adapter in self.adapters)
 
-    def check(self) -> None:
-        """Raises StorageError if the source or an adapter isn't what was planned."""
-        self.source.check()
-        for adapter in self.adapters:
-            adapter.files.check()
+    @property
+    def sources(self) -> tuple[OrbaxCheckpoint, ...]:
+        """All whose arrays are read."""
+        return self.source, *(adapter.files for adapter in self.adapters)
 
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
         """Puts the source's small files there."""
@@ -406,7 +401,7 @@ class Reshard(InUnits):
             **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
             "resharded_from": {
                 "checkpoint": self.source.root,
-                "files": self.source.files,
+                "files": self.source.files.hash,
                 "plan": before.get("plan"),
                 "tree": self.tree.kind,
             },

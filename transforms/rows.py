@@ -12,6 +12,7 @@ import numpy as np
 
 from weightbeam.formats import release_target
 from weightbeam.formats.encodings import Encoding, Plain
+from weightbeam.formats.release import hash_each
 from weightbeam.formats.release_target import Rows
 from weightbeam.formats.safetensors import INDEX, Tensor, read_boxes
 from weightbeam.formats.staging import Staging
@@ -136,6 +137,7 @@ class ReleasePlan(InUnits):
       files: where each tensor goes; None if there are problems.
       units: the blocks of each unit.
       small: the release's small files as they will be; not staged.
+      staged_small: the hash of each, where the plan was made of what is staged.
       warnings: what the user should know.
       lossy: by tensor, why its values aren't the source's to the bit.
       config_edits: what of `config.json` has to change: `{field: value}`.
@@ -147,6 +149,7 @@ class ReleasePlan(InUnits):
     files: FileLayout | None
     units: tuple[tuple[Block, ...], ...]
     small: Mapping[str, bytes]
+    staged_small: Mapping[str, str]
     warnings: tuple[str, ...]
     lossy: Mapping[str, str]
     config_edits: Mapping[str, Any]
@@ -158,6 +161,11 @@ class ReleasePlan(InUnits):
         return self.files
 
     @property
+    def small_hashes(self) -> dict[str, str]:
+        """The hash of each small file, by name."""
+        return hash_each(self.small) or dict(self.staged_small)
+
+    @property
     def title(self) -> str:
         """What the release is of its source, in one word: `Export`."""
         raise NotImplementedError
@@ -165,10 +173,6 @@ class ReleasePlan(InUnits):
     @property
     def hash(self) -> str:
         """Identifies the result."""
-        raise NotImplementedError
-
-    def was_touched(self, since: Any) -> bool:
-        """Whether what is read was replaced since a plan with the same hash was made, in a way that it doesn't know."""
         raise NotImplementedError
 
     @property
@@ -192,10 +196,6 @@ class ReleasePlan(InUnits):
 
     def record(self) -> dict[str, Any]:
         """Where the release comes from."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Raises StorageError if what the release is made of isn't what was planned."""
         raise NotImplementedError
 
     def unreadable(self) -> list[Problem]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from weightbeam.formats.encodings import Encoding, StoredArray
+from weightbeam.formats.identity import Watched
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.cells import Part, Piece
@@ -66,6 +67,26 @@ class InUnits:
     options: UnitOptions
     units: tuple[tuple[Block, ...], ...]
     slots: int | None
+
+    @property
+    def sources(self) -> Sequence[Watched]:
+        """All whose values are read."""
+        raise NotImplementedError
+
+    def was_touched(self, since: Any) -> bool:
+        """Whether a file that is read was replaced since a plan with the same hash was made; that isn't in the hash, as
+        files may have moved, times and all.
+        """
+        return any(now.was_touched(then) for now, then in zip(self.sources, since.sources, strict=True))
+
+    def check(self) -> None:
+        """Checks that the files that are read are those that were planned with.
+
+        Raises:
+          StorageError: one isn't, or is gone.
+        """
+        for source in self.sources:
+            source.check()
 
     @property
     def unit_bytes(self) -> int:

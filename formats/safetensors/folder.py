@@ -7,7 +7,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import re
 import reprlib
 from collections import defaultdict
@@ -17,6 +16,7 @@ from typing import Any, Self
 
 import google_crc32c
 
+from weightbeam.formats.identity import SAMPLE_BYTES, SAMPLES, check_files, hash_blocks, were_replaced
 from weightbeam.formats.safetensors.header import (
     BAD_NAME,
     DTYPE_NAMES,
@@ -31,10 +31,7 @@ from weightbeam.formats.safetensors.header import (
 )
 from weightbeam.formats.safetensors.kinds import describe_other, snapshot_in
 from weightbeam.formats.storage import (
-    File,
     LeadsOutError,
-    LocalFolder,
-    StorageError,
     Store,
     open_store,
     read_whole,
@@ -46,7 +43,6 @@ from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 from weightbeam.model_mappings.plan import Problem
 
 INDEX = "model.safetensors.index.json"
-SAMPLES, SAMPLE_BYTES = 64, 256  # tensors of a file that a fingerprint looks into, and bytes of each
 SINGLE = "model.safetensors"  # a release in one file
 # how files begin that aren't part of it: Mistral's own format of the same weights, an adapter
 BESIDE = ("consolidated", "adapter_model")
@@ -89,12 +85,6 @@ class Shard:
             [(t.name, t.dtype.name, t.shape, t.offset) for t in self.tensors],
         )
 
-    def was_touched(self, now: File | Shard) -> bool:
-        """Whether the same file was changed since in a way that its size and time needn't show; another name for it
-        isn't one.
-        """
-        return (self.inode, self.links) == (now.inode, now.links) and self.changed != now.changed
-
 
 @dataclasses.dataclass(frozen=True)
 class HfCheckpoint:
@@ -131,9 +121,8 @@ class HfCheckpoint:
 
     def was_touched(self, since: HfCheckpoint) -> bool:
         """Whether a file was replaced since the same files were opened; sizes and times needn't show it."""
-        before = {shard.path: shard for shard in since.shards}
-        pairs = [(before[shard.path], shard) for shard in self.shards if shard.path in before]
-        return any(old.inode != new.inode or old.was_touched(new) for old, new in pairs)
+        then, now = ({shard.path: shard for shard in files.shards} for files in (since, self))
+        return were_replaced(then, now)
 
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON; what is wrong with it is left out."""
@@ -203,20 +192,8 @@ class HfCheckpoint:
         Raises:
           StorageError: one isn't, or is gone.
         """
-        files = {file.name: file for file in open_store(self.root).list(recursive=False)}
-        for shard in self.shards:
-            if (file := files.get(shard.name)) is None:
-                raise StorageError(f"{shard.path}: is gone; it was there when it was planned")
-            if changed := [
-                field for field in ("size", "version", "inode") if getattr(file, field) != getattr(shard, field)
-            ]:
-                raise StorageError(
-                    f"{shard.path} changed while it was converted ({', '.join(changed)}); start anew with --overwrite"
-                )
-            if shard.was_touched(file):
-                raise StorageError(
-                    f"{shard.path} changed while it was converted, though its size and time are as before; start anew with --overwrite"
-                )
+        store = open_store(self.root)
+        check_files(store, self.shards, store.list(recursive=False))
 
 
 def is_release(store: Store) -> bool:
@@ -369,20 +346,17 @@ def open_shard(store: Store, name: str, budget: Budget | None = None, allow_link
 
 def _fingerprint(store: Store, name: str, tensors: Sequence[Tensor]) -> str:
     """A hash of a few bytes in the middle of some tensors, from the first to the last; of local files only."""
-    if not isinstance(store, LocalFolder):
-        return ""
     held = [tensor for tensor in tensors if tensor.nbytes]
     some = held[:: max(1, -(-len(held) // SAMPLES))] + held[-1:]
-    places = sorted(
+    return hash_blocks(
+        store,
+        name,
         {
             (at, min(SAMPLE_BYTES, tensor.offset + tensor.nbytes - at))
             for tensor in some
             for at in [tensor.offset + tensor.nbytes // 2]
-        }
+        },
     )
-    buffers = [(at, memoryview(bytearray(length))) for at, length in places]
-    store.read_into(name, buffers)
-    return hashlib.sha256(b"".join(buffer for _, buffer in buffers)).hexdigest()
 
 
 def _check_index(weight_map: Mapping[str, str], shards: Sequence[Shard]) -> Iterator[Problem]:

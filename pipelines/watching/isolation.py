@@ -341,7 +341,7 @@ def _planned_adapter(checkpoint: Any, keywords: dict[str, Any]) -> dict[str, Any
     )
     refuse(adapter.problems)
     told = hashlib.sha256(
-        json.dumps([checkpoint.files, adapter.base, adapter.rank, adapter.alpha]).encode()
+        json.dumps([checkpoint.files.hash, adapter.base, adapter.rank, adapter.alpha]).encode()
     ).hexdigest()
     nbytes = sum(array.nbytes for array in checkpoint.weights.values())
     return {

@@ -1,0 +1,195 @@
+"""What tells the files of a source from any others: the one identity that the plan of every command has of what it
+reads.
+
+In the plan's hash are name, size, version (time of change, generation, the hub's blob), and a known sha256 or, of local
+files, a hash of some bytes. That is the same wherever the files lie: they may be moved, and workers may see them
+elsewhere.
+
+Staged beside it are inode and time of any change, which no tool sets back. They are compared of a file that has the
+same path: when a plan is resumed, and before anything is published.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store
+
+SAMPLES, SAMPLE_BYTES = 64, 256  # blocks of a file that are hashed at most, and bytes of each
+MOST_SAMPLES = 1 << 14  # of all files of a source together, but for one of each
+READERS = 8  # files whose blocks are read at a time: on a mounted bucket each takes a while
+
+
+class ChangedError(StorageError):
+    """A file of a source isn't the one that was planned with.
+
+    Attributes:
+      what: which, and how it differs.
+    """
+
+    def __init__(self, what: str):
+        super().__init__(f"{what}; start anew with --overwrite")
+        self.what = what
+
+
+class Seen(Protocol):
+    """A file as it was seen; see `File`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def inode(self) -> int: ...
+    @property
+    def changed(self) -> int: ...
+    @property
+    def links(self) -> int: ...
+
+
+class Watched(Protocol):
+    """What is read: a release, an adapter, a checkpoint."""
+
+    def check(self) -> None:
+        """Raises StorageError if it isn't what was planned with, or is gone."""
+        ...
+
+    def was_touched(self, since: Any) -> bool:
+        """Whether a file of it was replaced since the same was opened; sizes and times needn't show it."""
+        ...
+
+
+def was_touched(then: Seen, now: Seen) -> bool:
+    """Whether the same file was changed since in a way that its size and time needn't show; another name for it isn't
+    one.
+    """
+    return (then.inode, then.links) == (now.inode, now.links) and then.changed != now.changed
+
+
+def were_replaced(then: Mapping[str, Seen], now: Mapping[str, Seen]) -> bool:
+    """Whether files, by their paths, were replaced or touched since; those at other paths may have moved."""
+    pairs = [(then[path], file) for path, file in now.items() if path in then]
+    return any(old.inode != new.inode or was_touched(old, new) for old, new in pairs)
+
+
+def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) -> None:
+    """Checks that files are those that were planned with.
+
+    Raises:
+      ChangedError: one isn't, or is gone.
+    """
+    now = {file.name: file for file in found}
+    for then in planned:
+        path = store.path(then.name)
+        if (file := now.get(then.name)) is None:
+            raise ChangedError(f"{path}: is gone; it was there when it was planned")
+        if changed := [field for field in ("size", "version", "inode") if getattr(file, field) != getattr(then, field)]:
+            raise ChangedError(f"{path} changed while it was converted ({', '.join(changed)})")
+        if was_touched(then, file):
+            raise ChangedError(f"{path} changed while it was converted, though its size and time are as before")
+
+
+def hash_blocks(store: Store, name: str, places: Iterable[tuple[int, int]]) -> str:
+    """A hash of some bytes of a local file, `(offset, length)` each; elsewhere the version tells, and it is empty.
+
+    Raises:
+      StorageError: they can't be read.
+    """
+    if not isinstance(store, LocalFolder):
+        return ""
+    buffers = [(at, memoryview(bytearray(length))) for at, length in sorted(places)]
+    store.read_into(name, buffers)
+    return hashlib.sha256(b"".join(buffer for _, buffer in buffers)).hexdigest()
+
+
+def spread(size: int, samples: int) -> list[tuple[int, int]]:
+    """Blocks `(offset, length)` of a file of this size, evenly spread; all of it if it is small."""
+    if size <= samples * SAMPLE_BYTES:
+        return [(0, size)] if size else []
+    gap = (size - samples * SAMPLE_BYTES) // (samples + 1)
+    return [((number + 1) * gap + number * SAMPLE_BYTES, SAMPLE_BYTES) for number in range(samples)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """All files of a folder, as they were when a plan was made.
+
+    Attributes:
+      root: URL of the folder.
+      files: sorted by name.
+      blocks: a hash of some bytes of each local file.
+    """
+
+    root: str
+    files: tuple[File, ...]
+    blocks: str = ""
+
+    @classmethod
+    def of(cls, store: Store) -> Self:
+        """Those that a folder holds now.
+
+        Raises:
+          StorageError: it can't be listed, or one can't be read.
+        """
+        files = store.list()
+        return cls(store.url, tuple(files), _hash_files(store, files))
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """What a plan's hash knows of them: the same wherever they lie."""
+        listed = [(file.name, file.size, file.version) for file in self.files]
+        return hashlib.sha256(json.dumps([listed, self.blocks]).encode()).hexdigest()
+
+    def was_touched(self, since: Files) -> bool:
+        """Whether one was replaced since files with the same hash were seen in the same folder."""
+        return self.root == since.root and were_replaced(since._by_name, self._by_name)
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, File]:
+        return {file.name: file for file in self.files}
+
+    def check(self) -> None:
+        """Checks that the folder holds these and no others.
+
+        Raises:
+          ChangedError: it doesn't.
+        """
+        store = open_store(self.root)
+        found = store.list()
+        check_files(store, self.files, found)
+        if added := [file.name for file in found if file.name not in self._by_name]:
+            raise ChangedError(f"{store.path(added[0])} came there while it was converted")
+
+    def to_json(self) -> list[Any]:
+        """As JSON."""
+        files = [[f.name, f.size, f.version, f.inode, f.changed, f.links] for f in self.files]
+        return [self.root, files, self.blocks]
+
+    @classmethod
+    def from_json(cls, said: Sequence[Any]) -> Self:
+        """What `to_json` wrote."""
+        root, files, blocks = said
+        names = ("name", "size", "version", "inode", "changed", "links")
+        return cls(root, tuple(File(**dict(zip(names, file, strict=True))) for file in files), blocks)
+
+
+def _hash_files(store: Store, files: Sequence[File]) -> str:
+    """A hash of some bytes of each local file: fewer of each where there are many."""
+    if not isinstance(store, LocalFolder):
+        return ""
+    samples = max(1, min(SAMPLES, MOST_SAMPLES // max(1, len(files))))
+
+    def hash_part(part: Sequence[File]) -> str:
+        return "".join(hash_blocks(store, file.name, spread(file.size, samples)) for file in part)
+
+    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+        parts = pool.map(hash_part, (files[at : at + 256] for at in range(0, len(files), 256)))
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
