@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -38,6 +38,11 @@ class Resumable(Protocol):
     @property
     def options(self) -> Any:
         """The user's; a dataclass."""
+        ...
+
+    @property
+    def small_hashes(self) -> Mapping[str, str]:
+        """What tells the content of each small file of the result, by name."""
         ...
 
     def was_touched(self, since: Any) -> bool:
@@ -300,6 +305,8 @@ def _difference(staging: Staging, wanted: Resumable) -> str:
         for name, old in before.items()
         if options[name] != old
     ]
+    small, then = wanted.small_hashes, cast(Resumable, staged).small_hashes
+    changed = changed or [f"another {name}" for name in sorted({*small, *then}) if small.get(name) != then.get(name)]
     return "; ".join(changed) or "the source's files have changed"
 
 

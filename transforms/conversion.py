@@ -80,7 +80,7 @@ class Conversion(InUnits):
       merging: what the adapters' tensors are used for.
       folding: the adapter as MaxText's, with `--adapter_only`.
       slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
-      staged_small: `small` as it was staged; None where the source is to be asked.
+      staged_small: `small_hashes` as they were staged; None where the source is to be asked.
     """
 
     options: Options
@@ -205,7 +205,7 @@ class Conversion(InUnits):
         return kept_files(open_store(self.source.root), self.options.allow_links)
 
     @property
-    def small(self) -> Mapping[str, str]:
+    def small_hashes(self) -> Mapping[str, str]:
         """What tells the content of each small file that is kept with the checkpoint."""
         return self._small_files.hashes if self.staged_small is None else self.staged_small
 
@@ -219,7 +219,7 @@ class Conversion(InUnits):
     @functools.cached_property
     def _identity(self) -> Identity:
         identity = Identity()
-        identity.add(DECODING_VERSION, dataclasses.asdict(self.options), self.source.config, dict(self.small))
+        identity.add(DECODING_VERSION, dataclasses.asdict(self.options), self.source.config, dict(self.small_hashes))
         for shard in self.source.shards:
             identity.add(*shard.identity)
         for adapter in self.adapters:
@@ -375,7 +375,7 @@ class Conversion(InUnits):
             "source": self.source.to_json(),
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "slots": self.slots,
-            "small": dict(self.small),
+            "small": dict(self.small_hashes),
             "hash": self.hash,
         }
         return pack_inputs(inputs)

@@ -73,6 +73,11 @@ class InUnits:
         """All whose values are read."""
         raise NotImplementedError
 
+    @property
+    def small_hashes(self) -> Mapping[str, str]:
+        """What tells the content of each small file of the result that isn't part of another input, by name."""
+        return {}
+
     def was_touched(self, since: Any) -> bool:
         """Whether a file that is read was replaced since a plan with the same hash was made; that isn't in the hash, as
         files may have moved, times and all.

@@ -1,0 +1,110 @@
+"""The identity of a source's files: the same wherever they lie, another one when what they hold is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from weightbeam.formats.identity import SAMPLE_BYTES, ChangedError, Files, spread
+from weightbeam.formats.release import small_files
+from weightbeam.formats.release_target import release_staging
+from weightbeam.formats.storage import StorageError, open_store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of two files, one of them below."""
+    (tmp_path / "in" / "c").mkdir(parents=True)
+    (tmp_path / "in" / "zarr.json").write_text("{}")
+    (tmp_path / "in" / "c" / "0").write_bytes(bytes(1 << 20))
+    return tmp_path / "in"
+
+
+def set_back(path: Path, data: bytes, at: int) -> None:
+    """Other bytes in place, and the time of before."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_it_moves_with_the_files_and_to_workers(folder: Path, tmp_path: Path) -> None:
+    seen = Files.of(open_store(folder))
+    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copy2)
+    moved = Files.of(open_store(tmp_path / "copy"))
+    assert moved.hash == seen.hash
+    assert not moved.was_touched(seen)
+    staged = Files.from_json(json.loads(json.dumps(seen.to_json())))
+    assert staged.hash == seen.hash
+    staged.check()
+
+
+def test_what_is_another_source_has_another_hash(folder: Path) -> None:
+    """Sizes and times are equal, as of reproducible archives; every block of it differs."""
+    seen = Files.of(open_store(folder))
+    set_back(folder / "c" / "0", bytes([1]) * (1 << 20), 0)
+    assert Files.of(open_store(folder)).hash != seen.hash
+
+
+def test_a_byte_between_the_blocks(folder: Path) -> None:
+    """The hash doesn't know it; the time of any change does."""
+    seen = Files.of(open_store(folder))
+    set_back(folder / "c" / "0", b"\1", 0)
+    now = Files.of(open_store(folder))
+    assert now.hash == seen.hash
+    assert now.was_touched(seen)
+    with pytest.raises(ChangedError, match=r"c/0 changed while .*though its size and time are as before"):
+        seen.check()
+
+
+def test_files_that_come_go_or_get_another_name(folder: Path) -> None:
+    seen = Files.of(open_store(folder))
+    os.link(folder / "c" / "0", folder.parent / "another name")
+    seen.check()
+    (folder / "new").touch()
+    with pytest.raises(ChangedError, match="new came there"):
+        seen.check()
+    (folder / "new").unlink()
+    (folder / "zarr.json").unlink()
+    with pytest.raises(ChangedError, match=r"zarr\.json: is gone"):
+        seen.check()
+
+
+@pytest.mark.parametrize("size", [0, 1, SAMPLE_BYTES, 5 * SAMPLE_BYTES, 1 << 20])
+@pytest.mark.parametrize("samples", [1, 4, 64])
+def test_blocks_lie_in_the_file_and_apart(size: int, samples: int) -> None:
+    places = spread(size, samples)
+    assert sum(length for _, length in places) == min(size, samples * SAMPLE_BYTES)
+    ends = [0, *(at + length for at, length in places)]
+    assert all(at >= end for (at, _), end in zip(places, ends, strict=False))
+    assert ends[-1] <= size
+
+
+def test_a_small_file_that_changes_after_it_was_hashed(tmp_path: Path) -> None:
+    """What goes into the result is what the plan's hash knows, or nothing."""
+    (tmp_path / "tokenizer.json").write_text("one")
+    files = small_files(open_store(tmp_path))
+    assert set(files.hashes) == {"tokenizer.json"}
+    set_back(tmp_path / "tokenizer.json", b"two", 0)
+    with pytest.raises(StorageError, match="was it changed"):
+        files["tokenizer.json"]
+
+
+def test_what_isnt_planned_leaves_the_staging(tmp_path: Path) -> None:
+    """A chat template of another plan, and a shard; notes of ours stay."""
+    place = release_staging(tmp_path / "out")
+    with place.hold():
+        place.create(b"plan")
+        growing = Path(place.checkpoint.url)
+        for name in ("chat_template.jinja", "model-9.safetensors", "job.json"):
+            (growing / name).touch()
+        (growing / "additional_chat_templates").mkdir()
+        (growing / "additional_chat_templates" / "x.jinja").touch()
+        place.lay_out([("model.safetensors", b"", 8)], {"tokenizer.json": b"{}"})
+        files = {str(path.relative_to(growing)) for path in growing.rglob("*") if path.is_file()}
+        assert files == {"plan.json.gz", "job.json", "model.safetensors", "tokenizer.json"}
