@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import apache_beam as beam
@@ -194,6 +194,7 @@ def execute(
         if on_engine:
             return jobs.run(pipeline, staging, left, written, noise, report)
         with (
+            _stopping(staging),
             watch_progress(left, written, DOING.get(conversion.kind, "converting"), report),
             quiet(noise),
             as_in_a_script(),
@@ -205,6 +206,19 @@ def execute(
         raise RefusedError(f"  link: {e}") from e
     except Exception as e:
         raise FailedError(_failure(e, staging, noise.getvalue())) from e
+
+
+@contextlib.contextmanager
+def _stopping(staging: Staging) -> Iterator[None]:
+    """Context manager: what is interrupted publishes nothing; its threads, or another runner's processes, may be at
+    work still.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            staging.stop()
+        raise
 
 
 def _written(conversion: Movement, staging: Staging, left: int, options: PipelineOptions) -> Callable[[], int]:

@@ -57,7 +57,7 @@ class Killed(BaseException):
 class Process(threading.Thread):
     """A conversion that takes a step when it is told to."""
 
-    def __init__(self, work: Callable[[], str], **about: Any):
+    def __init__(self, work: Callable[[], str], about: dict[str, Any]):
         super().__init__(daemon=True)
         self.work, self.about = work, about
         self.told, self.done = threading.Semaphore(0), threading.Semaphore(0)
@@ -218,9 +218,10 @@ def _merge(
     _write_anyway(manifest or items, ocdbt.MANIFEST, json.dumps(names).encode())
 
 
-def convert(output: Store, plan: str, resume: bool, overwrite: bool, format: Format) -> str:
-    """What `pipelines.convert` and the workers do, in their order."""
-    staging = staging_at(output, 0, plan)
+def convert(
+    staging: Staging, plan: str, resume: bool, overwrite: bool, format: Format, submitted: Callable[[], None]
+) -> str:
+    """What `pipelines.convert` and the workers do, in their order; says when the workers have it."""
 
     def problem() -> str:
         if resume and not staging.exists() and plan_hash_of(staging.final) == plan:
@@ -246,6 +247,7 @@ def convert(output: Store, plan: str, resume: bool, overwrite: bool, format: For
             staging.create(plan.encode())
         staging.aside.write("release", plan.encode())
         worker: Staging = pickle.loads(pickle.dumps(staging))
+        submitted()
         done = worker.done()
         for unit in range(UNITS):
             if unit not in done:
@@ -293,13 +295,32 @@ class World:
         self.stack.callback(shutil.rmtree, self.root, ignore_errors=True)
 
     def start(self, plan: str, resume: bool, overwrite: bool) -> Process:
-        def work() -> str:
-            return convert(self.output, plan, resume, overwrite, self.format)
+        staging = staging_at(self.output, 0, plan)
 
-        process = Process(work, plan=plan, overwrite=overwrite, root=self.root)
+        about: dict[str, Any] = {"plan": plan, "overwrite": overwrite, "root": self.root}
+
+        def work() -> str:
+            submitted = lambda: about.update(staging=staging)  # noqa: E731
+            return convert(staging, plan, resume, overwrite, self.format, submitted)
+
+        return self._begin(work, f"{plan}{' --resume' * resume}{' --overwrite' * overwrite}", about)
+
+    def stop(self, process: Process) -> Process:
+        """Who stops a conversion, whose workers don't know: from his end on they publish nothing."""
+
+        def work() -> str:
+            process.about["staging"].stop()
+            process.about["stopped"] = True
+            return "stopped"
+
+        about = {"plan": None, "overwrite": False, "root": self.root}
+        return self._begin(work, f"stops {self.processes.index(process)}", about)
+
+    def _begin(self, work: Callable[[], str], how: str, about: dict[str, Any]) -> Process:
+        process = Process(work, about)
         process.wait()
         self.processes.append(process)
-        self.log.append(f"{len(self.processes) - 1}: {plan}{' --resume' * resume}{' --overwrite' * overwrite}")
+        self.log.append(f"{len(self.processes) - 1}: {how}")
         return process
 
     def run(self, process: Process, steps: int) -> None:
@@ -362,6 +383,9 @@ class World:
             else:
                 # in two: whoever tidies up may bring the old one back
                 assert actor.about["plan"] == plan or self.kind == "folder in two", story
+                assert "stopped" not in actor.about or self.kind == "folder in two", (
+                    f"published though stopped\n{story}"
+                )
                 assert self.published is None or actor.about["overwrite"], story
             self.published = plan
 
@@ -393,6 +417,7 @@ def schedules(kind: str, seeds: Iterable[int]) -> Iterator[int]:
         try:
             for _ in range(rng.randint(4, 16)):
                 alive = [process for process in world.processes if not process.over]
+                submitted = [process for process in alive if "staging" in process.about]
                 what = rng.random()
                 if len(alive) < 2 or (what < 0.15 and len(alive) < 3):
                     world.age() if alive and rng.random() < 0.8 else None
@@ -402,6 +427,8 @@ def schedules(kind: str, seeds: Iterable[int]) -> Iterator[int]:
                     world.kill(rng.choice(alive))
                 elif what < 0.35:
                     world.finish(rng.choice(alive))
+                elif what < 0.45 and submitted:
+                    world.run(world.stop(rng.choice(submitted)), rng.choice([1, 2, 5, 1000]))
                 else:
                     world.run(rng.choice(alive), rng.choice([1, 2, 5, 20, 60]))
             world.end()

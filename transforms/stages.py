@@ -106,6 +106,8 @@ class _ReadBoxesFn(StageFn):
 
     def process(self, todo: tuple[int, bool]) -> Iterator[Work]:
         number, is_done = todo
+        if not is_done:
+            self.staging.check()
         if begun := claim(self.plan_hash, number):
             work = Work(cast(Unit, begun.unit), begun.arena, begun.stored)
             yield from map(self.counted, self.reading.begin(self.measured, work))
@@ -371,9 +373,11 @@ def is_published(staging: Staging, plan_hash: str) -> bool:
     """Whether this conversion has been carried out to its end.
 
     Raises:
-      StorageError: neither that nor staged: the folder is out of this worker's sight, or someone removed it.
+      StorageError: neither that nor staged: the folder is out of this worker's sight, or someone removed it; or it is
+        another's by now, or was stopped.
     """
     if staging.is_staged():
+        staging.check()
         return False
     if plan_hash not in (made_by(staging.final), made_by(staging.checkpoint)):
         raise StorageError(f"{staging.plan} is gone, and {staging.final} isn't this conversion's result")

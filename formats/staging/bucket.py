@@ -86,6 +86,10 @@ class BucketStaging(Staging):
             if self._claim and not self.exists():
                 self.desk.delete_folder(self._claim)
 
+    def check(self) -> None:
+        """One request: whoever takes a plan away has taken the claim before."""
+        self.check_claim()
+
     def check_claim(self) -> None:
         """Raises TakenOverError if someone else has claimed the place."""
         if not self._claim or not self.desk.exists(f"{self._claim}/{MARKER}"):
@@ -155,7 +159,8 @@ class BucketStaging(Staging):
         try:
             return super().enter(unit, entry)
         except TakenOverError:
-            self.plan_folder.delete_folder()  # nobody else's
+            if not self.is_staged():  # else whoever goes on with it has it
+                self.plan_folder.delete_folder()
             raise
 
     def gather(self) -> None:
@@ -185,7 +190,7 @@ class BucketStaging(Staging):
         """The marker was the publication; what is left to do is to clean up."""
         if not self.is_complete():
             raise self.taken_over()
-        for name in (self._id, self._claim):
+        for name in (self._claim, self._id):  # in the order in which `check` looks at them
             if name:
                 self.desk.delete(f"{name}/{PLAN}")
                 self.desk.delete_folder(name)

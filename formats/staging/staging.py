@@ -3,7 +3,8 @@
 **The place is the right.** Each plan has a place of its own with a random name, and whoever takes a conversion over
 first makes that place his: in a folder by renaming it, in a bucket by removing what its owner would publish from. So a
 process that slept meanwhile needn't know that it lost the lease. It has nowhere to write to, and the very operation by
-which it would publish fails.
+which it would publish fails. A stop is the same: whoever staged a plan takes its place from the workers, and whatever
+their engine does with a cancelled job, they notice before the next unit, and publish nothing.
 
 In a folder a rename publishes (`folder.py`); in a bucket, which has no renames, a marker that is copied last
 (`bucket.py`).
@@ -36,7 +37,7 @@ LOCK = ".__lock"  # how the names of TensorStore's lock files end
 
 
 class TakenOverError(StorageError):
-    """Another conversion has taken this one's place, or someone removed it."""
+    """This one was stopped, another conversion has taken its place, or someone removed it."""
 
 
 class Staging(abc.ABC):
@@ -139,6 +140,18 @@ class Staging(abc.ABC):
                 self._lease = None
                 self.leave()
 
+    def stop(self) -> None:
+        """Takes the place from whoever is at work there, workers elsewhere among them: no unit of theirs is begun any
+        more, and nothing is published. What is done is kept for whoever goes on with it.
+
+        Does nothing where someone else has taken the lease: the place is his already.
+        """
+        try:
+            self._check_lease()
+        except lease.HeldError:
+            return
+        self.claim()
+
     def check_free(self) -> None:
         """Raises HeldError if another conversion is at work; leaves everything as it is."""
         if self._lease is None:
@@ -191,7 +204,7 @@ class Staging(abc.ABC):
 
     def taken_over(self) -> TakenOverError:
         """The error that says so."""
-        return TakenOverError(f"{self.plan_folder} was taken over by another conversion, or removed")
+        return TakenOverError(f"{self.plan_folder} was stopped, taken over by another conversion, or removed")
 
     @abc.abstractmethod
     def create(self, plan: bytes) -> None:

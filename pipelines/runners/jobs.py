@@ -187,7 +187,7 @@ def note(staging: Staging, site: Site) -> None:
 
 
 def forget(staging: Staging) -> None:
-    """Removes that note: the job has ended."""
+    """Removes that note: the job has ended, or can do nothing any more."""
     with contextlib.suppress(OSError):
         if staging.exists():
             staging.plan_folder.delete(JOB)
@@ -234,7 +234,8 @@ def run(
 
     Raises:
       JobLostError: the engine can't be asked any more, and the job may go on.
-      KeyboardInterrupt: stopped; the job has ended, unless the message says how to end it.
+      KeyboardInterrupt: stopped: nothing of it is published. The job has ended, as far as its engine says, unless the
+        message says how to end it.
       Exception: it failed.
     """
     site, follows = Site.of(pipeline.options), outlives(pipeline.options)
@@ -264,6 +265,9 @@ def run(
         try:
             if follows:
                 _stop(site, staging, before, result)
+            else:
+                with contextlib.suppress(OSError):  # its workers end with this process
+                    staging.stop()
         finally:
             for server in servers:
                 server.stop()
@@ -274,7 +278,9 @@ def run(
                 f"{e}\nthe engine can't be asked any more, and the job may go on: {site.how_to_end}"
             ) from e
         if follows:
-            forget(staging)
+            with contextlib.suppress(OSError):  # else the note stays
+                staging.stop()  # a service that has failed, or that was told to cancel, may have the job still
+                forget(staging)
         if given_up is not None and given_up.is_set():
             raise RunnerError(
                 f"no worker has come in {patience:.0f} s, and the job was cancelled: {pool} --job_server_timeout=SECONDS waits longer"
@@ -304,7 +310,8 @@ def own_servers(runner: Any) -> list[Any]:
 
 def patience_of(options: PipelineOptions) -> float:
     """Seconds in which a worker has to come: --job_server_timeout, or `NO_WORKER` where that isn't said."""
-    said = options.get_all_options(drop_default=True).get("job_server_timeout")
+    flags = (flag.replace("-", "_").partition("=")[0] for flag in options._flags or ())  # its default may be what is said
+    said = "__job_server_timeout" in flags and options.get_all_options()["job_server_timeout"]
     return float(said or NO_WORKER)
 
 
@@ -368,13 +375,16 @@ def _cancel(site: Site, before: Sequence[str], result: Any) -> None:
 
 
 def _stop(site: Site, staging: Staging, before: Sequence[str], result: Any) -> None:
-    """Ends a job and waits for that.
+    """Ends a job and waits for that. First it is made sure that its workers publish nothing: a job service may say that
+    a job is cancelled which the cluster behind it goes on with.
 
     Raises:
       KeyboardInterrupt: it can't be ended, or one doesn't want to wait; the note stays, and the message says how.
     """
     told = f"the job goes on; {site.how_to_end}; until then --resume and --overwrite are refused"
     try:
+        staging.stop()
+        told = f"the job publishes nothing any more, but hasn't ended; {site.how_to_end}; until then --resume and --overwrite are refused"
         LOG.info("stopping: the job is cancelled")
         deadline = time.monotonic() + PATIENCE
         while jobs := _ours(site, before, result):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import yaml
 from processes import wait_until
 from support import assert_same_bits, convert, restore
 
@@ -61,6 +65,32 @@ def test_spark(large: Path, local: dict, tmp_path: Path) -> None:
         process, _ = begin(large, tmp_path / "out", *engine.options)
         lose_a_host(engine, tmp_path / "out")
         ended(process)
+        assert_same_bits(restore(tmp_path / "out/0"), local)
+
+
+def cluster_states(folder: Path) -> list[str]:
+    """Of the jobs of a Flink cluster, as it says itself: a job service in front of it may have another opinion."""
+    manager = yaml.safe_load((folder / "flink-conf.yaml").read_text())["rest.address"]
+    with urllib.request.urlopen(f"http://{manager}:8081/jobs/overview", timeout=30) as answer:
+        return [job["state"] for job in json.load(answer)["jobs"]]
+
+
+@pytest.mark.parametrize("retried", [False, True], ids=["no retries", "retries"])
+def test_flink_goes_on_with_a_stopped_job(large: Path, local: dict, tmp_path: Path, retried: bool) -> None:
+    """The job service says that it is cancelled, and the cluster has it still: it ends by itself, publishes nothing, and
+    `--resume` needn't wait for that.
+    """
+    with flink(tmp_path, retried=retried) as engine:
+        process, words = begin(large, tmp_path / "out", *engine.options, "--job_server_timeout=300")
+        process.send_signal(signal.SIGINT)
+        assert "--resume goes on from there" in ended(process, 130)
+        assert not (tmp_path / "out/0").exists()
+        states = cluster_states(tmp_path)
+        wait_until(
+            lambda: set(cluster_states(tmp_path)) <= {"FAILED", "RESTARTING"}, lambda: f"{states}, and goes on", 30
+        )
+        assert not (tmp_path / "out/0").exists()
+        ended(weightbeam(*words, "--resume"))
         assert_same_bits(restore(tmp_path / "out/0"), local)
 
 

@@ -59,6 +59,15 @@ class Conversions(RuleBasedStateMachine):
     def kill(self, data: st.DataObject) -> None:
         self.world.kill(data.draw(st.sampled_from(self.alive)))
 
+    @property
+    def submitted(self) -> list[Any]:
+        return [process for process in self.alive if "staging" in process.about]
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data(), steps=st.sampled_from([1, 2, 5, 1000]))
+    def stop(self, data: st.DataObject, steps: int) -> None:
+        self.world.run(self.world.stop(data.draw(st.sampled_from(self.submitted))), steps)
+
     def teardown(self) -> None:
         if hasattr(self, "world"):
             try:

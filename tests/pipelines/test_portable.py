@@ -21,8 +21,9 @@ from support import LLAMA, call, random_tensors, save
 from weightbeam import __version__
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import JOB, Staging, staging_at
+from weightbeam.pipelines.options import make_pipeline, pipeline_options
 from weightbeam.pipelines.runners.failure import last_words
-from weightbeam.pipelines.runners.jobs import Site, may_get_one_slot, outlives, pool_of
+from weightbeam.pipelines.runners.jobs import Site, may_get_one_slot, outlives, patience_of, pool_of
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.handshake import UnfitError, check_place, greet
@@ -176,6 +177,15 @@ def test_an_engine_that_cant_be_asked(
 def test_which_jobs_outlive_their_command(options: str, outlive: bool) -> None:
     """Not those whose workers, or whose whole cluster, are in the command's own processes."""
     assert outlives(PipelineOptions(options.split())) == outlive
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [([], 50), (["--job_server_timeout=300"], 300), (["--job-server-timeout", "7"], 7)]
+)
+def test_how_long_a_worker_is_waited_for(said: list[str], seconds: float) -> None:
+    """What is said counts also where it is Beam's default: ours is another."""
+    options = pipeline_options(["--runner=PortableRunner", "--job_endpoint=a:1", *said], {"output": "out"})
+    assert patience_of(make_pipeline(options).options) == seconds
 
 
 # --- the handshake ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,232 @@
+"""A stop stops, whoever runs the job: once it is said, nothing is published any more, and the same command with
+`--resume` goes on at once.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ROOT, free_port, listening, running, wait_until
+from servers.clients import asking
+from servers.gcs import FakeGcs
+from support import LLAMA, assert_same_bits, convert, random_tensors, restore, save
+
+import weightbeam as wb
+from weightbeam.formats.safetensors import open_hf
+from weightbeam.formats.staging import TakenOverError, staging_at
+from weightbeam.formats.storage import open_store
+from weightbeam.pipelines.cli import main
+from weightbeam.transforms.assembly import stage
+from weightbeam.transforms.options import Options
+from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.staged import made_by
+from weightbeam.transforms.stages import _assemble, _ExpandFn, _ReadBoxesFn
+
+MODEL = LLAMA | {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 512}
+MODEL_NAME = "llama2-7b"
+UNITS = ("--unit_bytes", "200KB")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("stop") / "hf", MODEL, random_tensors(MODEL))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A conversion that nobody stopped."""
+    return convert(source, tmp_path_factory.mktemp("whole"), "--maxtext_model", MODEL_NAME)
+
+
+# --- a service that goes on with what it calls cancelled --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    """Beam's own job service and a worker pool, as options: it says that a stopped job is cancelled, and goes on with
+    it, as Flink's does where the cluster isn't its own.
+    """
+    folder, jobs, workers = tmp_path_factory.mktemp("service"), free_port(), free_port()
+    service = ("apache_beam.runners.portability.local_job_service_main", "--port", jobs)
+    pool = ("apache_beam.runners.worker.worker_pool_main", "--service_port", workers)
+    with (
+        running(folder / "jobs.log", sys.executable, "-m", *service),
+        running(folder / "workers.log", sys.executable, "-m", *pool),
+    ):
+        listening(jobs)
+        listening(workers)
+        where = ("--environment_type=EXTERNAL", f"--environment_config=localhost:{workers}")
+        yield ("--runner=PortableRunner", f"--job_endpoint=localhost:{jobs}", *where)
+
+
+def units_of(output: Path) -> int:
+    """How many units the ledger of a conversion has, wherever its place was moved."""
+    return len(list(output.glob("*/units/*/[0-9]*.json")))
+
+
+def test_a_service_that_goes_on_with_a_stopped_job(
+    source: Path, checkpoint: Path, lying: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Its workers end by themselves: after the unit that they were at nothing is done, and nothing is ever published."""
+    output = tmp_path / "out"
+    words = ["convert", "--source", str(source), "--output", str(output), *UNITS, *lying]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weightbeam.pipelines.cli", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: units_of(output) > 2, lambda: "no unit was done", every=0.005)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "--resume goes on from there" in told
+    assert not (output / "0").exists()
+    done = units_of(output)
+    time.sleep(3)  # in which all of it was done, and published
+    assert units_of(output) == done
+    assert not (output / "0").exists()
+    assert main([*words, "--resume"]) == 0
+    assert_same_bits(restore(output / "0"), restore(checkpoint))
+    assert [path.name for path in output.iterdir()] == ["0"]
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket() -> Iterator[FakeGcs]:
+    with FakeGcs("bucket") as server, asking(server):
+        yield server
+
+
+@pytest.mark.parametrize("output", ["{tmp}/out", "gs://bucket/out"], ids=["folder", "bucket"])
+def test_every_stage_looks_for_a_stop(output: str, source: Path, bucket: FakeGcs, tmp_path: Path) -> None:
+    """Before a unit is read, before anything is put together, and before the units of a job that its engine begins
+    anew; who goes on isn't stopped by a stop of before.
+    """
+    conversion, place = prepare(Options(), open_hf(source)), output.format(tmp=tmp_path)
+
+    def stages(worker: Any) -> list[Callable[[], Any]]:
+        reading = _ReadBoxesFn(worker, conversion.hash, None, None, False)
+        reading.setup()
+        expanding = _ExpandFn(worker, conversion.hash)
+        expanding.setup()
+        return [
+            lambda: list(reading.process((0, False))),
+            lambda: list(expanding.process(len(conversion.units))),
+            lambda: _assemble(0, worker, conversion.hash, False, None),
+        ]
+
+    staging = staging_at(place, 0, conversion.hash)
+    staging.output.make()
+    with staging.hold():
+        stage(conversion, staging, resume=False)
+        stopped = stages(pickle.loads(pickle.dumps(staging)))
+        staging.stop()
+        for each in stopped:
+            with pytest.raises(OSError, match=r"stopped, taken over|is gone"):
+                each()
+    again = staging_at(place, 0, conversion.hash)
+    with again.hold():
+        stage(conversion, again, resume=True)
+        reading, expanding, _ = stages(pickle.loads(pickle.dumps(again)))
+        assert len(reading()) == 1
+        assert len(expanding()) == len(conversion.units)
+        for each in stopped:
+            with pytest.raises(OSError, match=r"stopped, taken over|is gone"):
+                each()
+
+
+def test_a_stop_leaves_another_ones_place_alone(tmp_path: Path) -> None:
+    """One that slept, lost the lease, and is stopped when it wakes."""
+    slept, awake = (staging_at(tmp_path, 0, "plan") for _ in range(2))
+    with slept.hold():
+        slept.create(b"plan")
+        os.utime(tmp_path / "0.weightbeam-lease", (0, 0), follow_symlinks=False)
+        with awake.hold():
+            slept.stop()
+            awake.check()
+            with pytest.raises(TakenOverError):
+                slept.check()
+
+
+@pytest.fixture
+def held() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Has whoever gives a folder the name from which it is published wait just before, once; tells that it waits, and
+    is told that it may go on.
+    """
+    waits, may, on = threading.Event(), threading.Event(), [True]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if on and event == "os.rename" and ".replaced-" in str(arguments[1]):
+            on.clear()  # a hook stays
+            waits.set()
+            may.wait(30)
+
+    sys.addaudithook(hook)
+    yield waits, may
+    on.clear()
+    may.set()
+
+
+def interrupt_when(ready: Callable[[], bool]) -> None:
+    """Gives this process Ctrl-C at that moment."""
+
+    def wait() -> None:
+        wait_until(ready, lambda: "it never came so far", every=0.005)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def by_convert(source: Path, checkpoint: Path, output: str, **options: Any) -> str:
+    """Converts; returns where the result is."""
+    wb.convert(str(source), output, progress=False, **options)
+    return f"{output}/0"
+
+
+def by_export(source: Path, checkpoint: Path, output: str, **options: Any) -> str:
+    """Exports; returns where the result is."""
+    wb.export(str(checkpoint), output, like=str(source), maxtext_model=MODEL_NAME, progress=False, **options)
+    return output
+
+
+@pytest.mark.parametrize("command", [by_convert, by_export])
+def test_an_interrupted_call_publishes_nothing(
+    command: Callable[..., str], source: Path, checkpoint: Path, held: tuple[threading.Event, ...], tmp_path: Path
+) -> None:
+    """As in a notebook: the process goes on, and with it the thread that is about to publish."""
+    waits, may = held
+    output = tmp_path / "made" / "out"
+    interrupt_when(waits.is_set)
+    with pytest.raises(KeyboardInterrupt):
+        command(source, checkpoint, str(output))
+    may.set()
+    time.sleep(1)
+    assert made_by(open_store(str(output))) is None
+    assert made_by(open_store(str(output / "0"))) is None
+    assert made_by(open_store(command(source, checkpoint, str(output), resume=True)))
+
+
+@pytest.mark.parametrize("command", [by_convert, by_export])
+def test_an_interrupted_call_publishes_nothing_in_a_bucket(
+    command: Callable[..., str], source: Path, checkpoint: Path, bucket: FakeGcs
+) -> None:
+    """The store is asked to copy what publishes, and the answer takes its time."""
+    slow = bucket.fail("slow", seconds=2, matching=r"rewriteTo/.*(commit_success\.txt|out%2Fweightbeam\.json)")
+    interrupt_when(lambda: slow.hits > 0)
+    with pytest.raises(KeyboardInterrupt):
+        command(source, checkpoint, "gs://bucket/out")
+    bucket.faults = []
+    time.sleep(3)
+    assert made_by(open_store("gs://bucket/out")) is None
+    assert made_by(open_store("gs://bucket/out/0")) is None
+    assert made_by(open_store(command(source, checkpoint, "gs://bucket/out", resume=True)))
