@@ -310,7 +310,8 @@ def own_servers(runner: Any) -> list[Any]:
 
 def patience_of(options: PipelineOptions) -> float:
     """Seconds in which a worker has to come: --job_server_timeout, or `NO_WORKER` where that isn't said."""
-    flags = (flag.replace("-", "_").partition("=")[0] for flag in options._flags or ())  # its default may be what is said
+    # Beam's own default may be what is said
+    flags = (flag.replace("-", "_").partition("=")[0] for flag in options._flags or ())
     said = "__job_server_timeout" in flags and options.get_all_options()["job_server_timeout"]
     return float(said or NO_WORKER)
 

@@ -47,13 +47,16 @@ class Feed(abc.ABC):
 
     Attributes:
       output: where the records lie.
-      targets: what each version is made into.
     """
 
     output: Store
-    targets: Collection[Target]
 
     # --- what there is
+
+    @property
+    @abc.abstractmethod
+    def targets(self) -> Collection[Target]:
+        """What each version is made into."""
 
     @abc.abstractmethod
     def names(self) -> tuple[list[str], list[str]]:

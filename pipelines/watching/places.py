@@ -94,8 +94,21 @@ class Place(abc.ABC):
           OSError: it can't be told.
         """
 
-    def own(self, run: str) -> None:  # noqa: B027
-        """Says whose steps are published here."""
+    def own(self, run: str, output: str | None) -> None:  # noqa: B027
+        """Says whose steps are published here, and by which output they are known; None where they are by none."""
+
+    def known_as(self) -> str | None:
+        """The output by which this place was known first: it may have been moved since, or be reached by another way.
+        None where the place doesn't say.
+
+        Raises:
+          OSError: it can't be told.
+        """
+        return None
+
+    def at(self, url: str) -> str:
+        """The URL of a step that was recorded as `url` where the place was then."""
+        return url
 
 
 def open_place(url: str, scratch: Path) -> Place:
@@ -155,9 +168,18 @@ class StorePlace(Place):
     def owner(self) -> str | None:
         return _json(self.store, OWNER).get("run")
 
-    def own(self, run: str) -> None:
-        (self.store / ".weightbeam").make()
-        self.store.create(OWNER, json.dumps({"run": run}).encode())
+    def own(self, run: str, output: str | None) -> None:
+        said = _json(self.store, OWNER)
+        if "output" not in said:  # of a version that didn't say it
+            (self.store / ".weightbeam").make()
+            self.store.write(OWNER, json.dumps({"run": run, **said, "output": output}).encode())
+
+    def known_as(self) -> str | None:
+        output = _json(self.store, OWNER).get("output")
+        return output if isinstance(output, str) else None
+
+    def at(self, url: str) -> str:
+        return self.of(url.rpartition("/")[2])
 
 
 class FolderPlace(StorePlace):

@@ -124,7 +124,7 @@ def _find_problems(feed: RunFeed) -> list[str]:
         )
     likes: dict[str, None] = {}  # that steps are compared with
     with feed.apart() as apart:
-        for target in feed.targets:
+        for target in feed.run.targets:
             task = feed.plan(newest.url, target)
             outcome = apart.run(task.action, task.arguments, isolation.PLAN_SECONDS)
             facts = outcome.facts

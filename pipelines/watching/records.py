@@ -11,29 +11,126 @@ import datetime
 import functools
 import hashlib
 import json
-import re
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+import pydantic
+from pydantic import AfterValidator, ConfigDict, Field
 
 from weightbeam import model_mappings
 from weightbeam.formats import lease
-from weightbeam.formats.storage import Store
+from weightbeam.formats.storage import StorageError, Store
+from weightbeam.formats.strict_json import JsonError, parse_json
+from weightbeam.pipelines.watching.runs import MAX_STEP
 from weightbeam.transforms.conversion import DECODING_VERSION
 
 DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED = "discovered", "planned", "converting", "verified", "published"
 REFUSED, FAILED, SAME = "refused", "failed", "same"
 GONE, REMOVED = "gone", "removed"
+STATES = (DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED, REFUSED, FAILED, SAME, GONE, REMOVED)
 SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED)  # nothing is left to be done
 ROOT, RUNS = ".weightbeam/releases", ".weightbeam/runs"  # below the output
 SKEW = datetime.timedelta(minutes=5)  # by which clocks may differ
-NUMBER = re.compile(r"(\d{4,})\.json")
+LOG = logging.getLogger("weightbeam.watch")
 
 Record = Mapping[str, Any]
 
 
 class LostError(Exception):
     """Another watcher was faster."""
+
+
+class DamagedError(StorageError):
+    """A record isn't one; the message names its file."""
+
+
+# --- what a record says -----------------------------------------------------------------------------------------------
+
+
+def _moment(text: str) -> str:
+    if datetime.datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("should have a time zone")
+    return text
+
+
+def _state(text: str) -> str:
+    if text not in STATES:
+        raise ValueError(f"should be one of {', '.join(STATES)}")
+    return text
+
+
+Moment = Annotated[str, AfterValidator(_moment)]
+
+
+class _Said(pydantic.BaseModel):
+    """What every record says."""
+
+    model_config = ConfigDict(strict=True)
+
+    state: Annotated[str, AfterValidator(_state)]
+    time: Moment
+    commit: str
+    target: str
+    attempt: Annotated[int, Field(ge=0)] = 0
+    reason: str | None = None
+
+
+class _Changes(pydantic.BaseModel):
+    warnings: list[str] = []
+
+
+class _Known(pydantic.BaseModel):
+    """What the records up to any of them say together."""
+
+    model_config = ConfigDict(strict=True)
+
+    weights: str
+    updated: Moment
+    changes: _Changes = _Changes()
+
+
+class _KnownOfRun(_Known):
+    step: Annotated[int, Field(ge=0, lt=MAX_STEP)]
+    seen: str
+    source: str
+
+
+class _Planned(pydantic.BaseModel):
+    """What they say from the plan on."""
+
+    model_config = ConfigDict(strict=True)
+
+    checkpoint: Annotated[str, Field(pattern=r"[/@][A-Za-z0-9_-][A-Za-z0-9._-]*$")]
+    plan: str
+
+
+def read_record(store: Store, name: str, root: str, before: Mapping[str, Any]) -> Record:
+    """A record of a history; `before` is what those before it say.
+
+    Raises:
+      DamagedError: it isn't one.
+    """
+    try:
+        record = parse_json(store.read(name))
+        _Said.model_validate(record)
+        known = {**before, **record}
+        (_KnownOfRun if root == RUNS else _Known).model_validate(known)
+        if record["state"] in (PLANNED, CONVERTING, VERIFIED, PUBLISHED):
+            _Planned.model_validate(known)
+    except JsonError as e:
+        why = str(e)
+    except pydantic.ValidationError as e:
+        why = "; ".join(": ".join([*map(str, error["loc"]), error["msg"]]) for error in e.errors())
+    else:
+        return record
+    raise DamagedError(
+        f"{store.path(name)}: is no record ({why}), and is skipped; delete it, and what it said is found out anew"
+    )
+
+
+# --- what there is to do ----------------------------------------------------------------------------------------------
 
 
 class Version(Protocol):
@@ -110,15 +207,19 @@ class History:
 
     def __init__(self, output: Store, name: str, key: str, root: str = ROOT):
         self.store = output / root / name / key
-        self.name, self.key = name, key
+        self.name, self.key, self._root = name, key, root
         self.records: list[Record] = []
         self.refresh()
 
     def refresh(self) -> None:
-        """Reads what is new."""
-        found = sorted(int(match[1]) for file in self.store.list() if (match := NUMBER.fullmatch(file.name)))
-        for number in found[len(self.records) :]:
-            self.records.append(json.loads(self.store.read(_name(number))))
+        """Reads what is new: what is numbered on from what is known. A number beyond a gap is no record yet.
+
+        Raises:
+          DamagedError: a record isn't one.
+        """
+        there = {file.name for file in self.store.list(recursive=False)}
+        while (name := _name(len(self.records) + 1)) in there:
+            self.records.append(read_record(self.store, name, self._root, self.facts))
 
     @property
     def first(self) -> Record:
@@ -201,10 +302,20 @@ def _name(number: int) -> str:
     return f"{number:04}.json"
 
 
+def find_history(output: Store, name: str, key: str, root: str = ROOT) -> History | None:
+    """A history that was begun; None where it wasn't, or where a record is damaged, which is said."""
+    try:
+        history = History(output, name, key, root)
+    except DamagedError as e:
+        LOG.warning(e)
+        return None
+    return history if history.records else None
+
+
 def histories(output: Store, name: str, root: str = ROOT) -> list[History]:
     """Every history of a repository, or of a run."""
-    folder = output / root / name
-    keys = sorted(
-        {file.name.partition("/")[0] for file in folder.list() if NUMBER.fullmatch(file.name.rpartition("/")[2])}
-    )
-    return [history for key in keys if (history := History(output, name, key, root)).records]
+    try:
+        keys = [file.name.partition("/")[0] for file in (output / root / name).below([_name(1)])]
+    except FileNotFoundError:  # nothing was ever begun
+        return []
+    return [history for key in keys if (history := find_history(output, name, key, root))]

@@ -20,7 +20,11 @@ class ReleaseFeed(Feed):
     """The releases of the models that a configuration names."""
 
     def __init__(self, config: WatchConfig):
-        self._config, self.output, self.targets = config, config.output, config.targets
+        self._config, self.output = config, config.output
+
+    @property
+    def targets(self) -> Collection[Target]:
+        return self._config.targets
 
     def names(self) -> tuple[list[str], list[str]]:
         return releases.find_models(self._config.models, self._config.since)
@@ -58,7 +62,7 @@ class ReleaseFeed(Feed):
                 named = json.loads(self._read(f"{name}/{target}.json") or b"{}").get("checkpoint")
             except (ValueError, AttributeError):  # someone's own edit
                 named = None
-            if named != _published(known, target)[0]:
+            if named != self._published(known, target)[0]:
                 self._point(name, target)
 
     def source(self, history: History) -> str:
@@ -80,11 +84,15 @@ class ReleaseFeed(Feed):
             return True
         others = histories(self.output, history.name)
         return any(
-            other.state == PUBLISHED and other.facts["checkpoint"] == history.facts["checkpoint"] for other in others
+            other.state == PUBLISHED and self._checkpoint(other) == self._checkpoint(history) for other in others
         )
 
+    def _checkpoint(self, history: History) -> str:
+        """Where it is or will be; what is recorded is where that was when the output had another place."""
+        return self.place(history, history.facts["plan"])
+
     def tasks(self, history: History, target: Target) -> Iterator[tuple[Task, ...]]:
-        source, checkpoint, config = f"--source={self.source(history)}", history.facts["checkpoint"], self._config
+        source, checkpoint, config = f"--source={self.source(history)}", self._checkpoint(history), self._config
         convert = [source, f"--output={checkpoint}", "--resume", *target.arguments, *config.runner_arguments()]
         yield (Task(isolation.convert, convert),)
         if config.verify:
@@ -94,8 +102,7 @@ class ReleaseFeed(Feed):
 
     def publish(self, history: History, target: Target) -> dict[str, Any]:
         """Puts the report beside the checkpoint."""
-        facts = history.facts
-        checkpoint = facts["checkpoint"]
+        facts, checkpoint = history.facts, self._checkpoint(history)
         report = {
             name: facts[name]
             for name in (
@@ -132,13 +139,20 @@ class ReleaseFeed(Feed):
         output, pointer = self.output, f"{repo}/{target}.json"
         while True:
             reports = (
-                self._read(self._report_of(checkpoint)) for checkpoint in _published(histories(output, repo), target)
+                self._read(self._report_of(checkpoint))
+                for checkpoint in self._published(histories(output, repo), target)
             )
             # a checkpoint that its owner has deleted has none
             newest = next((report for report in reports if report), None)
             if newest is None or self._read(pointer) == newest:
                 return
             output.write(pointer, newest)
+
+    def _published(self, found: Iterable[History], target: str) -> list[str]:
+        """The checkpoints that were published for a target, the newest release first."""
+        those = [history for history in found if history.state == PUBLISHED and history.first["target"] == target]
+        those.sort(key=lambda history: (history.facts["updated"], history.facts["time"]), reverse=True)
+        return [self._checkpoint(history) for history in those]
 
     def _report_of(self, checkpoint: str) -> str:
         """The name of its report in the output."""
@@ -149,14 +163,6 @@ class ReleaseFeed(Feed):
             return self.output.read(name)
         except FileNotFoundError:
             return None
-
-
-def _published(found: Iterable[History], target: str) -> list[str]:
-    """The checkpoints that were published for a target, the newest release first."""
-    facts = [history.facts for history in found if history.state == PUBLISHED and history.first["target"] == target]
-    return [
-        each["checkpoint"] for each in sorted(facts, key=lambda each: (each["updated"], each["time"]), reverse=True)
-    ]
 
 
 def _verification(target: Target) -> list[str]:

@@ -44,6 +44,7 @@ from weightbeam.pipelines.watching.records import (
     Record,
     Target,
     Version,
+    find_history,
     histories,
     key_of,
     tables,
@@ -99,7 +100,7 @@ class RunFeed(Feed):
 
     def __init__(self, config: WatchConfig, run: Run, workers: Workers, flat: bool = False):
         """`workers` are those of all runs. `flat`: the output is the run's alone, and its steps lie directly below it."""
-        self._config, self.run, self.output, self.targets, self._flat = config, run, config.output, run.targets, flat
+        self._config, self.run, self.output, self._flat = config, run, config.output, flat
         self.store: Store = open_store(run.checkpoints)
         self._marks_folder = config.output / RUNS / run.name / MARKS
         scratch = scratch_of(config.output)
@@ -107,12 +108,33 @@ class RunFeed(Feed):
         for target in run.targets:
             below = config.output.url if flat else (config.output / run.name / target.name).url
             self.places[target.name] = open_place(target.output or below, scratch)
+        self._targets: Sequence[RunTarget] | None = None
         self._there: list[Seen] = []
         self._is_fresh = False  # whether nobody has gone by that listing yet
         self._marks: set[Mark] = set()
         self._open: set[str] = set()
         self._seen: dict[str, Seen] = {}  # by history's key
         self._workers = workers
+
+    @property
+    def targets(self) -> Sequence[RunTarget]:
+        """What a step is made into; each known by the output that its place had first, whatever way leads there now."""
+        if self._targets is None:
+            self._targets = [dataclasses.replace(each, output=self._known_output(each)) for each in self.run.targets]
+        return self._targets
+
+    def _known_output(self, target: RunTarget) -> str | None:
+        place = self.places[target.name]
+        if target.output is None or target.output.startswith("hf://"):
+            return target.output
+        if known := place.known_as():
+            return known
+        self._read_marks()  # of a version that didn't say it there: the newest step does, if it is there
+        newest = max(self._published(target.name), default=None)
+        history = find_history(self.output, self.run.name, newest.key, RUNS) if newest else None
+        if history is None or place.report(url := self._checkpoint(history)).get("key") != history.key:
+            return target.output
+        return history.facts["checkpoint"].removesuffix(url.removeprefix(place.url))
 
     # --- what there is
 
@@ -186,7 +208,7 @@ class RunFeed(Feed):
         if every:
             return histories(self.output, name, RUNS)
         self._read_marks()
-        return [history for key in sorted(self._open) if (history := History(self.output, name, key, RUNS)).records]
+        return [history for key in sorted(self._open) if (history := find_history(self.output, name, key, RUNS))]
 
     def _read_marks(self) -> None:
         names = [file.name for file in self._marks_folder.list(recursive=False)]
@@ -212,7 +234,8 @@ class RunFeed(Feed):
         return None
 
     def begun(self, history: History) -> None:
-        self._place(history).own(self.run.checkpoints)
+        known = {target.name: target.output for target in self.targets}
+        self._place(history).own(self.run.checkpoints, known.get(history.first["target"]))
         self._marks_folder.make()
         self._marks_folder.create(f"{OPEN}~{history.key}", b"")
 
@@ -316,7 +339,11 @@ class RunFeed(Feed):
         )
 
     def _is_published(self, history: History) -> bool:
-        return self._place(history).report(history.facts["checkpoint"]).get("key") == history.key
+        return self._place(history).report(self._checkpoint(history)).get("key") == history.key
+
+    def _checkpoint(self, history: History) -> str:
+        """Where a step is published; what is recorded is where that was when its place had another name."""
+        return self._place(history).at(history.facts["checkpoint"])
 
     def tasks(self, history: History, target: Target) -> Iterator[tuple[Task, ...]]:
         assert isinstance(target, RunTarget)
@@ -413,9 +440,9 @@ class RunFeed(Feed):
         """The step before, of those that are published: its number and URL."""
         found = [mark for mark in self._published(history.first["target"]) if mark.step < history.first["step"]]
         for mark in sorted(found, key=lambda mark: (mark.step, mark.updated), reverse=True):
-            other = History(self.output, self.run.name, mark.key, RUNS)
-            if other.state == PUBLISHED and self._is_published(other):
-                return {"step": mark.step, "url": other.facts["checkpoint"]}
+            other = find_history(self.output, self.run.name, mark.key, RUNS)
+            if other and other.state == PUBLISHED and self._is_published(other):
+                return {"step": mark.step, "url": self._checkpoint(other)}
         return None
 
     def _published(self, target: str) -> list[Mark]:
@@ -434,7 +461,7 @@ class RunFeed(Feed):
     def publish(self, history: History, target: Target) -> dict[str, Any]:
         assert isinstance(target, RunTarget)
         place, work, facts = self._place(history), self._work(history), history.facts
-        url, title = facts["checkpoint"], f"Step {facts['step']} of {self.run.name} ({history.key})"
+        url, title = self._checkpoint(history), f"Step {facts['step']} of {self.run.name} ({history.key})"
         said: dict[str, Any] = {}
         try:
             if (work / RELEASE).exists(REPORT):
@@ -475,9 +502,9 @@ class RunFeed(Feed):
         """
         if not self._is_newest_by_now(history):
             return
-        facts = history.facts
-        report = {**self._place(history).report(facts["checkpoint"]), "checkpoint": facts["checkpoint"]}
-        name = f"{facts['target']}.json"
+        url = self._checkpoint(history)
+        report = {**self._place(history).report(url), "checkpoint": url}
+        name = f"{history.first['target']}.json"
         self.output.write(name if self._flat else f"{self.run.name}/{name}", json.dumps(report, indent=1).encode())
 
     def announce(self, history: History, target: Target) -> Sequence[Record]:
@@ -490,14 +517,16 @@ class RunFeed(Feed):
         for mark in published[: -keep.last]:
             if keep.every and mark.step % keep.every == 0:
                 continue
-            other = History(self.output, self.run.name, mark.key, RUNS)
+            other = find_history(self.output, self.run.name, mark.key, RUNS)
+            if other is None:
+                continue
             if other.state == PUBLISHED and not self._is_newest(other):
                 try:
-                    self._place(other).remove(other.facts["checkpoint"])
+                    self._place(other).remove(self._checkpoint(other))
                     why = f"keep: the last {keep.last}" + (f", and multiples of {keep.every}" if keep.every else "")
                     removed.append(other.add(REMOVED, why))
                 except (OSError, LostError) as e:
-                    warn(f"{other.facts['checkpoint']} can't be removed: {e}")
+                    warn(f"{self._checkpoint(other)} can't be removed: {e}")
                     continue
             self._mark(other)
         return removed

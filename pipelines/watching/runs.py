@@ -20,7 +20,9 @@ from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, Store
 
-STEP = re.compile(r"(?:\w*_)?(\d+)")  # of a step's folder: 1000, or with the manager's prefix, checkpoint_1000
+MAX_STEP = 10**18  # of the numbers of steps; a longer one is nobody's
+# of a step's folder: 1000, or with the manager's prefix, checkpoint_1000
+STEP = re.compile(r"(?:\w*_)?(\d{1,18})")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ from weightbeam.pipelines.watching.records import (
     SETTLED,
     SKEW,
     VERIFIED,
+    DamagedError,
     History,
     LostError,
     Target,
@@ -127,7 +128,12 @@ class Watcher:
         """Takes a version as far as it can be brought, and those that were begun before."""
         current: dict[str, tuple[History, Target]] = {}
         for target in feed.targets:
-            history = feed.history(version, target)
+            try:
+                history = feed.history(version, target)
+            except DamagedError as e:
+                warn(str(e))
+                yield Finding(version.name, version.commit, "", FAILED, str(e))
+                continue
             current[history.key] = (known.setdefault(history.key, history), target)
         is_settled = all(history.state == PUBLISHED for history, _ in current.values())
         verdict = [] if is_settled else feed.judge(version)
@@ -202,6 +208,9 @@ class Watcher:
                     feed.settled(history)
         except HeldError as e:
             return dataclasses.replace(_finding(history), state=BUSY, reason=str(e))
+        except DamagedError as e:  # since it was read first
+            warn(str(e))
+            return dataclasses.replace(_finding(history), target="", state=FAILED, reason=str(e))
         except LostError as e:
             warn(str(e))
             history.refresh()

@@ -1,0 +1,270 @@
+"""Watchers and what doesn't belong in an output or a run: a stray folder, record or number harms itself only, and an
+output that is moved is the same output.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_run
+from servers.clients import asking
+from servers.gcs import FakeGcs
+from support import F32, LLAMA, call, convert, random_tensors, save
+
+from weightbeam.formats.staging import MARKER
+from weightbeam.formats.storage import open_store
+from weightbeam.pipelines.watching.config import RunTarget, config_of_run
+from weightbeam.pipelines.watching.isolation import Workers
+from weightbeam.pipelines.watching.places import OWNER
+from weightbeam.pipelines.watching.records import RUNS, DamagedError, History, Record, histories
+from weightbeam.pipelines.watching.run_feed import RunFeed
+from weightbeam.pipelines.watching.runs import list_steps
+
+WHOLE = ["discovered", "planned", "converting", "verified", "published"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A release, and the state with which a run of it begins."""
+    folder = tmp_path_factory.mktemp("model")
+    like = save(
+        folder / "like", LLAMA | dict(architectures=["LlamaForCausalLM"], dtype="float32"), random_tensors(LLAMA, F32)
+    )
+    step = convert(like, folder / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
+    return like, training_run.load_state(step)
+
+
+def write(run: Path, *steps: int, model: tuple[Path, dict[str, Any]]) -> None:
+    checkpoints = training_run.manager(str(run), None)
+    for step in steps:
+        training_run.save(checkpoints, step, training_run.weights_of(model[1], step, 0))
+        checkpoints.wait_until_finished()
+    checkpoints.close()
+
+
+def once(run: Path, like: Path, output: Path) -> int:
+    return call("watch", "--run", run, "--like", like, "--output", output, "--once")
+
+
+def states(output: Path) -> dict[str, list[str]]:
+    """The states of each history, by its key."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((output / RUNS).glob("*/*/0*.json")):
+        found.setdefault(file.parent.name, []).append(json.loads(file.read_bytes())["state"])
+    return found
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+def test_a_folder_whose_number_is_no_steps(place: str, tmp_path: Path) -> None:
+    """Of 200 digits, or one more than numbers of steps have: as any other folder."""
+    names = ["7", "checkpoint_8", "9" * 18, "1" * 19, "1" * 200, f"checkpoint_{'1' * 200}", "lost+found"]
+    with FakeGcs("bucket") as server, asking(server):
+        store = open_store(tmp_path if place == "folder" else "gs://bucket/run")
+        for name in names:
+            (tmp_path / name).mkdir()
+            for mark in ("_CHECKPOINT_METADATA", MARKER):
+                store.write(f"{name}/{mark}", b"{}")
+        assert [seen.folder for seen in list_steps(store)] == ["7", "checkpoint_8", "9" * 18]
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+FIRST = {
+    "state": "discovered", "time": "2026-11-23T12:00:00+00:00", "attempt": 0, "commit": "step-3", "target": "hf",
+    "weights": "w", "updated": "2026-11-23T11:00:00+00:00", "step": 3, "seen": "s", "source": "/run/3",
+}  # fmt: skip
+PLANNED: Record = {**FIRST, "state": "planned", "checkpoint": "/out/step-3", "plan": "p"}
+WRONG = [
+    ("step", 10**30), ("step", True), ("step", -1), ("time", "yesterday"), ("time", "2026-11-23T12:00:00"), ("state", "done"),
+    ("attempt", "x"), ("checkpoint", "/out/.."), ("checkpoint", 7), ("weights", None), ("changes", [1]),
+]  # fmt: skip
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Path:
+    """The folder of a history with nothing in it."""
+    folder = tmp_path / RUNS / "run" / "hf-1"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damaged", "why"),
+    [
+        (b"", "isn't JSON"),
+        (b"[1, 2]", "should be a valid dictionary"),
+        (b"null", "should be a valid dictionary"),
+        (json.dumps(FIRST)[:-9].encode(), "isn't JSON"),
+        (b'{"state": "planned", "state": "failed"}', "state"),
+        (b"[" * 100_000, "isn't JSON"),
+        *(({name: value for name, value in PLANNED.items() if name != lacks}, f"{lacks}: ") for lacks in ("state", "time", "commit", "target")),
+        *(({**PLANNED, name: value}, f"{name}: ") for name, value in WRONG),
+    ],
+)  # fmt: skip
+def test_a_record_that_is_none(damaged: bytes | dict[str, Any], why: str, history: Path, tmp_path: Path) -> None:
+    """Said with the file's name and what to do, wherever it is read."""
+    (history / "0001.json").write_text(json.dumps(FIRST))
+    assert len(History(open_store(tmp_path), "run", "hf-1", RUNS).records) == 1
+    (history / "0002.json").write_bytes(damaged if isinstance(damaged, bytes) else json.dumps(damaged).encode())
+    with pytest.raises(DamagedError, match=r"0002\.json: is no record") as told:
+        History(open_store(tmp_path), "run", "hf-1", RUNS)
+    assert why in str(told.value)
+    assert str(history / "0002.json") in str(told.value)
+    assert "delete it" in str(told.value)
+    assert "\n" not in str(told.value)
+    assert histories(open_store(tmp_path), "run", RUNS) == []
+
+
+@pytest.mark.parametrize("lacks", ["weights", "updated", "step", "seen", "source"])
+def test_a_first_record_that_lacks_a_field(lacks: str, history: Path, tmp_path: Path) -> None:
+    (history / "0001.json").write_text(json.dumps({name: value for name, value in FIRST.items() if name != lacks}))
+    with pytest.raises(DamagedError, match=f"{lacks}: Field required"):
+        History(open_store(tmp_path), "run", "hf-1", RUNS)
+
+
+@pytest.mark.parametrize("stray", ["9999.json", "00002.json", f"{'1' * 200}.json", "٠٠٠٢.json", "0000.json", "2.json"])
+def test_a_stray_number(stray: str, history: Path, tmp_path: Path) -> None:
+    """No record: the history is gone on with by its own numbers."""
+    (history / "0001.json").write_text(json.dumps(FIRST))
+    (history / stray).write_text(json.dumps({**FIRST, "state": "gone"}))
+    (known,) = histories(open_store(tmp_path), "run", RUNS)
+    known.add("planned", checkpoint="/out/step-3", plan="p")
+    assert History(open_store(tmp_path), "run", "hf-1", RUNS).state == "planned"
+    assert (history / "0002.json").exists()
+
+
+@pytest.fixture(scope="module")
+def published(model: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two steps, both published into `out`."""
+    folder = tmp_path_factory.mktemp("published")
+    write(folder / "run", 1, 2, model=model)
+    assert once(folder / "run", model[0], folder / "out") == 0
+    return folder
+
+
+@pytest.fixture
+def followed(published: Path) -> Iterator[Path]:
+    """The same, which the test may change: it is as it was afterwards."""
+    aside = shutil.copytree(published / "out", published.with_name(f"{published.name}-aside") / "out", symlinks=True)
+    yield published
+    # the two steps stay: a copy of them would be other ones
+    for path in [*published.glob("*"), *(published / "run").glob("[!12]*")]:
+        if path.name != "run":
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    aside.rename(published / "out")
+    aside.parent.rmdir()
+
+
+def begin(run: Path, like: Path, output: Path, step: int, model: tuple[Path, dict[str, Any]]) -> History:
+    """A step is written, and begun with; its history."""
+    write(run, step, model=model)
+    feed = feed_of(run, like, output)
+    version = next(iter(feed.versions("run")))
+    history = feed.history(version, feed.targets[0])
+    history.begin(version, feed.targets[0])
+    feed.begun(history)
+    return history
+
+
+def test_other_steps_go_on(
+    model: tuple[Path, dict[str, Any]], followed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One with a damaged record is named and left alone, and the next one is published; once the record is gone, so is
+    that one.
+    """
+    run, output = followed / "run", followed / "out"
+    begun = begin(run, model[0], output, 3, model)
+    record = Path(begun.store.path("0001.json"))
+    record.write_bytes(b"")
+    write(run, 4, model=model)
+    capfd.readouterr()
+    assert once(run, model[0], output) == 1
+    told = capfd.readouterr()
+    assert f"{record}: is no record" in told.err
+    assert "Traceback" not in told.err
+    assert entries(output) == [".weightbeam", "hf.json", "step-1", "step-2", "step-4"]
+    record.unlink()
+    assert once(run, model[0], output) == 0
+    assert states(output)[begun.key] == WHOLE
+    assert (output / "step-3").is_dir()
+
+
+# --- outputs that are moved -------------------------------------------------------------------------------------------
+
+
+def forget_output(output: Path) -> None:
+    """Makes the place one of a version that didn't say there by which output it is known."""
+    (output / OWNER).write_text(json.dumps({"run": json.loads((output / OWNER).read_bytes())["run"]}))
+
+
+def feed_of(run: Path, like: Path, output: str | Path, **settings: Any) -> RunFeed:
+    config = config_of_run(str(run), str(like), str(output), None, {})
+    return RunFeed(config, config.runs[0].model_copy(update=settings), Workers(), flat=True)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["", "of an earlier version"])
+@pytest.mark.parametrize("how", ["moved", "link", "relative"])
+def test_an_output_by_another_path(
+    how: str, old: bool, model: tuple[Path, dict[str, Any]], followed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was published there is known."""
+    output, there = followed / "out", followed / "elsewhere" / "out"
+    if old:
+        forget_output(output)
+    there.parent.mkdir()
+    if how == "moved":
+        output.rename(there)
+    elif how == "link":
+        there.symlink_to(output)
+    else:
+        monkeypatch.chdir(followed / "elsewhere")
+        there = Path("../elsewhere/../out")
+    feed = feed_of(followed / "run", model[0], there)
+    assert feed.is_known()
+    assert list(feed.versions("run")) == []
+    assert {history.key for history in feed.histories("run", every=True) if feed.target(history)} == set(states(there))
+
+
+def test_another_output_is_another_target(model: tuple[Path, dict[str, Any]], followed: Path) -> None:
+    """One that holds nothing: everything is published there, too, though the records know of the first."""
+    target = RunTarget("hf", output=str(followed / "other"))
+    feed = feed_of(followed / "run", model[0], followed / "out", targets=[target])
+    assert feed.is_known()
+    assert feed.targets == [target]
+    assert next(iter(feed.versions("run"))).commit == "step-2"
+
+
+def test_an_output_that_is_moved(model: tuple[Path, dict[str, Any]], followed: Path) -> None:
+    """Nothing is published anew beside itself; a step that was planned for where it was is published where it is now;
+    what isn't kept is removed there.
+    """
+    run, output, there = followed / "run", followed / "out", followed / "elsewhere"
+    before = states(output)
+    begun = begin(run, model[0], output, 3, model)
+    facts = next(other.facts for other in histories(open_store(output), "run", RUNS) if other.key in before)
+    planned = {name: facts[name] for name in ("plan", "family", "target_bytes")}
+    begun.add("planned", checkpoint=str(output / "step-3"), **planned)
+    output.rename(there)
+    about = {"checkpoints": str(run), "name": "run", "like": str(model[0]), "keep": {"last": 2}}
+    about["targets"] = [{"name": "hf", "output": str(there)}]
+    (followed / "watch.yaml").write_text(json.dumps({"output": str(there), "runs": [about]}))
+    assert call("watch", "--config", followed / "watch.yaml", "--once") == 0
+    assert not output.exists()
+    assert states(there).keys() == {*before, begun.key}
+    assert states(there)[begun.key] == ["discovered", *WHOLE[1:]]
+    assert [name for name in entries(there) if name.startswith("step-")] == ["step-2", "step-3"]
+    report = json.loads((there / "step-3" / "run.json").read_bytes())
+    assert report["before"] == {"step": 2, "url": str(there / "step-2")}
+    assert json.loads((there / OWNER).read_bytes())["output"] == str(output)
