@@ -66,9 +66,23 @@ class Progress:
         self._workers = max(1, int(getattr(config.option, "numprocesses", 0) or 1))
         self._total, self._done, self._failed = 0, 0, 0
         self._left: Counter[str] = Counter()
-        self._begun = self._said = time.monotonic()
+        self._begun = time.monotonic()
         self.taken: Counter[str] = Counter()
         self._tests: Counter[str] = Counter()
+        self._last = ""
+        self._over = threading.Event()
+        threading.Thread(target=self._go_on, daemon=True).start()
+
+    def _go_on(self) -> None:
+        """A line every few seconds, whether a test ends or not."""
+        while not self._over.wait(EVERY):
+            failed = f", {self._failed} failed" if self._failed else ""
+            if self._total:
+                self._say(
+                    f"{self._done:,} of {self._total:,}{failed}, about {self._clock(self._rest())} left; {self._last}"
+                )
+            else:
+                self._say("collecting the tests")
 
     def expect(self, ids: list[str]) -> None:
         """The tests that will run, which is known as soon as a process has collected them."""
@@ -96,8 +110,7 @@ class Progress:
         return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
     def _say(self, text: str) -> None:
-        self._said = time.monotonic()
-        print(f"  {self._clock(self._said - self._begun)}  {text}", file=sys.__stdout__, flush=True)
+        print(f"  {self._clock(time.monotonic() - self._begun)}  {text}", file=sys.__stdout__, flush=True)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
@@ -115,12 +128,11 @@ class Progress:
         if report.when == "teardown":
             self._done += 1
             self._left[file] -= 1
-        if time.monotonic() - self._said > EVERY:
-            failed = f", {self._failed} failed" if self._failed else ""
-            self._say(f"{self._done:,} of {self._total:,}{failed}, about {self._clock(self._rest())} left; {file}")
+        self._last = file
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """`make durations`: what each file took, for the next run's forecast."""
+        self._over.set()
         if os.environ.get("WEIGHTBEAM_DURATIONS") == "write":
             taken = self._known | {file: round(seconds, 1) for file, seconds in self.taken.items()}
             DURATIONS.write_text(json.dumps(dict(sorted(taken.items())), indent=0) + "\n")
