@@ -43,6 +43,7 @@ class OrbaxArray(InOrder):
       shape, dtype: of the array.
       chunk: what is read whole.
       compressed: whether a chunk has to be decoded.
+      shard: what was written whole, and has a share in the array's digest.
     """
 
     items: str
@@ -53,6 +54,7 @@ class OrbaxArray(InOrder):
     dtype: np.dtype
     chunk: tuple[int, ...]
     compressed: bool
+    shard: tuple[int, ...]
     label = None
 
     @property
@@ -206,7 +208,7 @@ class OrbaxCheckpoint:
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON."""
         arrays = {
-            key: [array.driver, array.use_ocdbt, array.shape, array.dtype.name, array.chunk, array.compressed]
+            key: [array.driver, array.use_ocdbt, array.shape, array.dtype.name, array.chunk, array.compressed, array.shard]
             for key, array in self.arrays.items()
         }
         return {
@@ -222,8 +224,10 @@ class OrbaxCheckpoint:
 def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
     """The checkpoint that `OrbaxCheckpoint.to_json` wrote."""
     arrays = {
-        key: OrbaxArray(staged["root"], key, driver, use_ocdbt, tuple(shape), _dtype(dtype), tuple(chunk), compressed)
-        for key, (driver, use_ocdbt, shape, dtype, chunk, compressed) in staged["arrays"].items()
+        key: OrbaxArray(
+            staged["root"], key, driver, use_ocdbt, tuple(shape), _dtype(dtype), tuple(chunk), compressed, tuple(shard)
+        )
+        for key, (driver, use_ocdbt, shape, dtype, chunk, compressed, shard) in staged["arrays"].items()
     }
     return OrbaxCheckpoint(
         staged["root"],
@@ -264,8 +268,13 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
             codec = json.dumps(store.codec.to_json() if store.codec else None)
             compressed = any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"', '"zlib"', '"bz2"'))
             grain = shard if math.prod(shard) * dtype.itemsize <= MAX_WHOLE_SHARD_BYTES else read
-            grain = tuple(min(n, size) if size else 1 for n, size in zip(grain, store.shape, strict=True))
-            arrays[key] = OrbaxArray(str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed)
+            grain, shard = (
+                tuple(min(n, size) if size else 1 for n, size in zip(step, store.shape, strict=True))
+                for step in (grain, shard)
+            )
+            arrays[key] = OrbaxArray(
+                str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed, shard
+            )
         checkpoint = OrbaxCheckpoint(str(items), files, metadata, item_metadata(items), record_of(items), arrays)
         if not any_tree:
             _ = checkpoint.tree

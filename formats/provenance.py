@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import platform
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -25,7 +25,6 @@ import weightbeam
 from weightbeam.formats.extremes import Extremes
 from weightbeam.formats.safetensors import DTYPES, Tensor
 from weightbeam.formats.storage import StorageError
-from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.boxes import Box
 
 RECORD = "conversion.json"
@@ -38,17 +37,45 @@ Digest = int
 CACHED_BYTES = 1 << 18  # of values that are looked at more than once, one look after the other
 
 
-def digest(spec: ArraySpec, box: Box, values: np.ndarray, extremes: Extremes | None = None) -> Digest:
+class Stored(Protocol):
+    """What an array is called and made of."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+def begin(array: Stored, box: Box) -> xxhash.xxh3_128:
+    """The hash of a shard, of which only the bytes are still to come."""
+    return xxhash.xxh3_128(f"{array.key} {array.dtype.name} {[list(span) for span in box]}".encode())
+
+
+def digest(array: Stored, box: Box, values: np.ndarray, extremes: Extremes | None = None) -> Digest:
     """The share of one shard in its array's digest; `extremes` sees its values on the way, while they are in the cache."""
-    hashed = xxhash.xxh3_128(f"{spec.key} {spec.dtype.name} {[list(span) for span in box]}".encode())
-    flat = np.ascontiguousarray(values).reshape(-1)
-    step = CACHED_BYTES // flat.itemsize if extremes else max(1, flat.size)
-    for start in range(0, flat.size, step):
-        piece = flat[start : start + step]
+    hashed = begin(array, box)
+    for piece in pieces(values):
         hashed.update(piece.view(np.uint8).data)
         if extremes:
             extremes.look(piece)
     return hashed.intdigest()
+
+
+def pieces(values: np.ndarray) -> Iterator[np.ndarray]:
+    """The values in C order, in flat pieces of at most `CACHED_BYTES`; those that don't lie so are copied, a piece at a
+    time.
+    """
+    if values.flags.c_contiguous:
+        flat, step = values.reshape(-1), CACHED_BYTES // values.itemsize
+        yield from (flat[start : start + step] for start in range(0, flat.size, step))
+    elif values[0].nbytes > CACHED_BYTES:
+        for part in values:
+            yield from pieces(part)
+    else:
+        step = CACHED_BYTES // max(1, values[0].nbytes)
+        for start in range(0, len(values), step):
+            yield np.ascontiguousarray(values[start : start + step]).reshape(-1)
 
 
 def total(shares: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -149,6 +149,17 @@ def read_references(folder: Store) -> Iterator[Reference]:
                 yield Reference(key.decode(), unquote(base) + unquote(path), int(offset), int(length))
 
 
+def files_of(items: Store, keys: Sequence[str]) -> dict[str, list[str]]:
+    """The files that hold arrays of an item: those that its database refers to, or the folder of each."""
+    if not items.exists(ocdbt.MANIFEST):
+        return {key: [items.path(key)] for key in keys}
+    found: dict[str, set[str]] = {key: set() for key in keys}
+    for reference in read_references(items):
+        if (key := reference.key.partition("/")[0]) in found:
+            found[key].add(items.path(reference.path))
+    return {key: sorted(files) or [items.path(ocdbt.MANIFEST)] for key, files in found.items()}
+
+
 def find_faults(folder: Store, expected: Iterable[Reference]) -> Iterator[str]:
     """What is wrong with the references of a database: those that aren't as expected, and those that reach beyond their
     file.

@@ -198,9 +198,10 @@ def assemble(
     record: Mapping[str, Any],
     overwrite: bool,
     gather: Callable[[Iterable[Mapping[str, Any]]], Mapping[str, bytes]] = lambda entries: {},
+    conclude: Callable[[Mapping[int, Mapping[str, Any]]], Mapping[str, Any]] = lambda ledger: {},
 ) -> None:
-    """Publishes a release whose units are done, with the files that `gather` makes of the ledger's entries. Does nothing
-    where that has happened.
+    """Publishes a release whose units are done, with the files that `gather` makes of the ledger's entries, and what
+    `conclude` adds to the record, which raises where they speak against it. Does nothing where that has happened.
 
     Raises:
       IncompleteError: units are missing, or a file isn't as long as it should be.
@@ -210,12 +211,15 @@ def assemble(
     if not staging.is_complete():
         ledger = staging.ledger()
         if missing := set(range(units)) - set(ledger):
+            if why := staging.why_missing(missing):  # an engine tries again what failed for it
+                raise StorageError(why)
             raise IncompleteError(f"{len(missing)} of {units} units are missing, e.g. {sorted(missing)[:3]}")
         staging.check()
+        concluded = conclude(ledger)
         staging.seal(files, ledger)
         staging.gather()
         for name, data in gather(ledger.values()).items():
             staging.put(name, data)
-        about = {**record, "digests": total(entry["digests"] for entry in ledger.values())}
+        about = {**record, **concluded, "digests": total(entry["digests"] for entry in ledger.values())}
         staging.put(RECORD, json.dumps(about, indent=1).encode())
     staging.publish(overwrite)

@@ -24,11 +24,14 @@ from typing import Any, Protocol
 import google_crc32c
 import numpy as np
 import tensorstore as ts
+import xxhash
 import zstandard
 
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.orbax_source import OrbaxArray
+from weightbeam.formats.provenance import begin
+from weightbeam.formats.provenance import pieces as pieces_of
 from weightbeam.formats.release_target import UNPACKED
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.formats.storage import StorageError, Store, open_store
@@ -129,8 +132,14 @@ def file_name(array: OrbaxArray, index: Sequence[int], number: int, prefix: str 
     return f"{UNPACKED}/{prefix}{array.key}/{'.'.join(map(str, index)) or '0'}.{number}"
 
 
-def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = "") -> int:
-    """Unpacks a chunk into files below `place`; those that are there already are kept. `prefix` as of `file_name`.
+def share_name(array: OrbaxArray, index: Sequence[int], prefix: str = "") -> str:
+    """The file of a chunk's share in the array's digest."""
+    return f"{UNPACKED}/{prefix}{array.key}/{'.'.join(map(str, index)) or '0'}.digest"
+
+
+def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = "", summed: bool = False) -> int:
+    """Unpacks a chunk into files below `place`; those that are there already are kept. `prefix` as of `file_name`; with
+    `summed` there is a file of the chunk's share in the array's digest, too.
 
     Returns:
       Bytes that were decoded.
@@ -144,14 +153,17 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
     if all(
         (file := place.stat(name)) is not None and file.size == nbytes
         for name, nbytes in zip(names, wanted, strict=True)
-    ):
+    ) and (not summed or place.exists(share_name(array, index, prefix))):
         return 0
+    hashed = begin(array, _cropped([(i * n, (i + 1) * n) for i, n in zip(index, array.chunk, strict=True)], array.shape))
     with concurrent.futures.ThreadPoolExecutor(1) as writer:  # a piece is written while the next one is decoded
         stream, written = decoded(array, index), None
-        for name, nbytes in zip(names, wanted, strict=True):
+        for name, nbytes, box in zip(names, wanted, boxes, strict=True):
             piece = stream.read(nbytes)
             if len(piece) != nbytes:
                 raise _another_size(array, index)
+            if summed:
+                _hash(hashed, array, box, piece)
             if written:
                 written.result()
             written = writer.submit(place.write, name, piece)
@@ -159,7 +171,21 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
             raise _another_size(array, index)
         if written:
             written.result()
+    if summed:
+        place.write(share_name(array, index, prefix), hashed.hexdigest().encode())
     return sum(wanted)
+
+
+def _hash(hashed: xxhash.xxh3_128, array: OrbaxArray, box: Box, piece: bytes) -> None:
+    """Adds a piece of a chunk to a shard's hash, without what lies beyond the array's end."""
+    inside = tuple(slice(0, stop - start) for start, stop in _cropped(box, array.shape))
+    for part in pieces_of(np.frombuffer(piece, array.dtype).reshape(extent(box))[inside]):
+        hashed.update(part.view(np.uint8).data)
+
+
+def _cropped(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> Box:
+    """What of a box lies within an array; empty where all of it lies beyond."""
+    return tuple((start, max(start, min(stop, size))) for (start, stop), size in zip(box, shape, strict=True))
 
 
 def _another_size(array: OrbaxArray, index: Sequence[int]) -> StorageError:

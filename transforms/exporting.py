@@ -25,10 +25,12 @@ from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.safetensors import HfCheckpoint
 from weightbeam.formats.sources import open_source
+from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import Store
 from weightbeam.formats.unpacking import UnpackedArray, chunks, unpack
 from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import Plan, Problem
+from weightbeam.transforms.array_sums import OfCheckpoint
 from weightbeam.transforms.carrying import itself
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.grid import Grid
@@ -97,7 +99,7 @@ class Like:
 
 
 @dataclasses.dataclass(frozen=True)
-class Export(ReleasePlan):
+class Export(OfCheckpoint, ReleasePlan):
     """The plan of an export.
 
     Attributes:
@@ -185,8 +187,20 @@ class Export(ReleasePlan):
 
     def unpack(self, number: int, place: Store) -> int:
         """Unpacks a chunk; returns the bytes that were decoded."""
-        key, index = self.chunks[number]
-        return unpack(self.encodings[key], index, place)
+        array, index = self.chunks_unpacked[number]
+        return unpack(array, index, place, summed=array in self.summed)
+
+    @property
+    def chunks_unpacked(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
+        return [(self.encodings[key], index) for key, index in self.chunks]
+
+    def keys_of(self, array: int) -> list[str]:
+        """The stored key of a weight; what is taken from the release has none."""
+        key = self.plan.arrays[array].key
+        return [self.encodings[key].key] if key in self.encodings else []
+
+    def conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        return self.compare_reads(staging, ledger)
 
     def expand(self, unit: int, place: Store) -> RowsUnit:
         """A unit, spelled out; `place` is where the plan is at work."""

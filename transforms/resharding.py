@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -33,7 +33,7 @@ from weightbeam.formats.encodings import StoredArray
 from weightbeam.formats.orbax import ARRAY_METADATAS, STRINGS, Contents
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.orbax_state import Surroundings, array_metadatas
-from weightbeam.formats.provenance import versions
+from weightbeam.formats.provenance import total, versions
 from weightbeam.formats.release_target import UNPACKED
 from weightbeam.formats.staging import ITEMS, Staging
 from weightbeam.formats.storage import Store
@@ -44,6 +44,7 @@ from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
 from weightbeam.transforms.adapting import Adapted, MaxTextAdapter, adapt, beside
+from weightbeam.transforms.array_sums import NOTE, OfCheckpoint, Shares, add_shares
 from weightbeam.transforms.grid import Grid, Reading, UnitBytesError, count_experts, cut_array, largest_divisor
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
@@ -122,7 +123,7 @@ class ReshardUnit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reshard(InUnits):
+class Reshard(OfCheckpoint, InUnits):
     """The plan of a reshard.
 
     Attributes:
@@ -222,7 +223,33 @@ class Reshard(InUnits):
     def unpack(self, number: int, place: Store) -> int:
         """Unpacks a chunk; returns the bytes that were decoded."""
         array, index = self.chunks[number]
-        return unpack(array, index, place, self.unpacked[array])
+        return unpack(array, index, place, self.unpacked[array], array in self.summed)
+
+    @property
+    def chunks_unpacked(self) -> list[tuple[OrbaxArray, tuple[int, ...]]]:
+        return [(array, index) for array, index in self.chunks if array.items == self.source.root]
+
+    def keys_of(self, array: int) -> Sequence[str]:
+        return [key for part in self.plan.arrays[array].parts for key in part.tensors]
+
+    @functools.cached_property
+    def summed(self) -> frozenset[OrbaxArray]:
+        """Without those that keep chunks and name: what is written of them has their digests."""
+        return frozenset(array for array in super().summed if array.key not in self._kept)
+
+    @functools.cached_property
+    def _kept(self) -> frozenset[str]:
+        """The keys of the arrays whose chunks are copied under their own names."""
+        arrays = zip(self.plan.arrays, self.ways, strict=True)
+        return frozenset(
+            array.key for array, way in arrays if way.name == "copied" and array.key == array.parts[0].tensors[0]
+        )
+
+    def _conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        written = total(entry["digests"] for entry in ledger.values())
+        found = self.compare_reads(staging, ledger, {key: written[key] for key in self._kept & written.keys()})
+        staging.plan_folder.delete_folder(UNPACKED)
+        return found
 
     def expand(self, unit: int, place: Store) -> ReshardUnit:
         """A unit, spelled out; `place` is where the plan is at work."""
@@ -317,7 +344,11 @@ class Reshard(InUnits):
         copies = read_chunks(
             [(self.source.arrays[key], self.around.zarr[key], spec, index) for key, spec, index in unit.copies]
         )
-        orbax.write_unit(staging, unit.id, shards, self.format, copies, notes)
+        shares = Shares((notes or {}).get(NOTE, {}))
+        for (key, *_), copy in zip(unit.copies, copies, strict=True):
+            if self.source.arrays[key] in self.summed:
+                add_shares(shares, self.source.arrays[key], copy.box, copy.values)
+        orbax.write_unit(staging, unit.id, shards, self.format, copies, {**(notes or {}), NOTE: shares})
         return sum(values.nbytes for _, _, values in shards) + sum(copy.values.nbytes for copy in copies)
 
     def assemble(self, staging: Staging, overwrite: bool) -> None:
@@ -330,10 +361,9 @@ class Reshard(InUnits):
         self.check()
         if not staging.is_complete():
             staging.gather()
-            staging.plan_folder.delete_folder(UNPACKED)
-        orbax.assemble(staging, self._contents(), overwrite)
+        orbax.assemble(staging, self._contents(functools.partial(self._conclude, staging)), overwrite)
 
-    def _contents(self) -> Contents:
+    def _contents(self, conclude: Callable[[Mapping[int, Mapping[str, Any]]], Mapping[str, Any]]) -> Contents:
         specs = [way.grid.spec for way in self.ways]
         shapes = {spec.key: (spec.shard, spec.chunk) for spec in specs}
         renamed = {array.key: array.parts[0].tensors[0] for array in self.plan.arrays}
@@ -363,11 +393,7 @@ class Reshard(InUnits):
             tree=self.tree.metadata if full else None,
             metadata=copied,
             handlers=self.around.handlers if full else {},
-            digests={
-                key: known
-                for key, known in self.source.record.get("digests", {}).items()
-                if key in copied and renamed[key] == key
-            },
+            conclude=conclude,
         )
 
     def record(self) -> dict[str, Any]:

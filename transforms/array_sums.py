@@ -1,0 +1,209 @@
+"""The source's arrays, checked on their way: what units read of a checkpoint of ours has the digests of its record.
+
+A digest is a sum over shards (`formats/provenance.py`), so nothing has to be read for it: each unit notes the shares of
+the shards that it has read whole, and at the end those of all units make up the digest of each array. An array of which
+units read parts of shards, or which the record knows no digest of, isn't compared, and that is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weightbeam.formats.orbax import STEP
+from weightbeam.formats.orbax_source import ChunkRead, OrbaxArray, OrbaxCheckpoint
+from weightbeam.formats.provenance import RECORD, digest
+from weightbeam.formats.references import files_of
+from weightbeam.formats.release_target import UNPACKED
+from weightbeam.formats.staging import Staging
+from weightbeam.formats.storage import open_store
+from weightbeam.formats.unpacking import share_name
+from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.plan import Plan
+from weightbeam.transforms.source_sums import DamagedError
+from weightbeam.transforms.units import Block
+
+NOTE = "read"  # in a unit's ledger entry
+CHECKED = "checked"  # in the record of what is made
+SHOWN = 3  # arrays, and files of each, that a message names
+
+Shares = dict[str, tuple[int, str]]  # of an array by its key: how many shards, and the sum of their shares, as hexadecimal
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """How many arrays were compared with the digests of their record, and how many couldn't be."""
+
+    arrays: int = 0
+    not_compared: int = 0
+
+    def __str__(self) -> str:
+        """A line where arrays weren't compared; else empty."""
+        total = self.arrays + self.not_compared
+        why = f"{RECORD} has no digest of them, or units read parts of them"
+        return f"not compared: {self.not_compared} of {total} arrays with their digests: {why}" * bool(self.not_compared)
+
+
+def known_digests(source: OrbaxCheckpoint) -> dict[str, str]:
+    """The digests that a checkpoint's record has, by the arrays' keys; what is none is left out."""
+    said = source.record.get("digests")
+    return {key: known for key, known in said.items() if isinstance(known, str)} if isinstance(said, dict) else {}
+
+
+def add_shares(shares: Shares, array: OrbaxArray, box: Box, values: np.ndarray) -> None:
+    """Adds the shares of the shards that lie whole in a box whose values are these."""
+    for shard in _shards_in(array, box):
+        inside = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(shard, box, strict=True))
+        share = f"{digest(array, shard, values[inside]):x}"
+        shares[array.key] = _sum(shares.get(array.key), (1, share))
+
+
+def _sum(so_far: Sequence[Any] | None, more: Sequence[Any]) -> tuple[int, str]:
+    """Two entries of `Shares` as one."""
+    count, share = so_far or (0, "0")
+    return count + more[0], f"{(int(share, 16) + int(more[1], 16)) % (1 << 128):032x}"
+
+
+def _shards_in(array: OrbaxArray, box: Box) -> Iterator[Box]:
+    """The shards of an array that lie whole in a box."""
+    whole = [
+        range(-(-start // step), -(-stop // step) if stop == size else stop // step)
+        for (start, stop), step, size in zip(box, array.shard, array.shape, strict=True)
+    ]
+    for index in itertools.product(*whole):
+        yield tuple(
+            (at * step, min((at + 1) * step, size))
+            for at, step, size in zip(index, array.shard, array.shape, strict=True)
+        )
+
+
+def shard_count(array: OrbaxArray) -> int:
+    """How many shards an array has."""
+    return math.prod(-(-size // step) for size, step in zip(array.shape, array.shard, strict=True))
+
+
+def compare(
+    source: OrbaxCheckpoint,
+    arrays: Iterable[OrbaxArray],
+    noted: Iterable[Mapping[str, Sequence[Any]]],
+    written: Mapping[str, str] | None = None,
+) -> Compared:
+    """Compares arrays of a checkpoint with its record.
+
+    Args:
+      source: the checkpoint.
+      arrays: what was read of it.
+      noted: what was noted of them: `Shares`.
+      written: the digests of arrays that were written as they were read, by their keys.
+
+    Raises:
+      ArraysDamagedError: some aren't what was written.
+    """
+    known, everything, sums = known_digests(source), {array.key: array for array in arrays}, Shares()
+    for key, more in itertools.chain(*(shares.items() for shares in noted)):
+        sums[key] = _sum(sums.get(key), more)
+    found = {key: share for key, (count, share) in sums.items() if count == shard_count(everything[key])}
+    found = {key: share for key, share in {**found, **(written or {})}.items() if key in known}
+    if damaged := sorted(key for key, share in found.items() if share != known[key]):
+        raise ArraysDamagedError(source.root, damaged, len(found))
+    return Compared(len(found), len(everything) - len(found))
+
+
+class OfCheckpoint:
+    """What is alike in plans that read an Orbax checkpoint: what its record has digests of is compared with them.
+
+    Attributes:
+      source: the checkpoint.
+      plan: its arrays are what is made.
+      units: the blocks of each unit.
+    """
+
+    source: OrbaxCheckpoint
+    plan: Plan
+    units: tuple[tuple[Block, ...], ...]
+
+    def keys_of(self, array: int) -> Collection[str]:
+        """The source's keys of what an array of the plan is made of, by its number."""
+        raise NotImplementedError
+
+    @property
+    def chunks_unpacked(self) -> Iterable[tuple[OrbaxArray, tuple[int, ...]]]:
+        """The source's chunks that are unpacked before the first unit, by their indices."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def arrays_read(self) -> list[OrbaxArray]:
+        """The arrays of the source that are read, but for the step, which nobody computes with."""
+        keys = dict.fromkeys(key for array in range(len(self.plan.arrays)) for key in self.keys_of(array))
+        return [self.source.arrays[key] for key in keys if key != STEP.key]
+
+    @functools.cached_property
+    def summed(self) -> frozenset[OrbaxArray]:
+        """Those whose digests are known."""
+        known = known_digests(self.source)
+        return frozenset(array for array in self.arrays_read if array.key in known)
+
+    def note_reads(self, unit: Any, raw: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
+        """For a unit's ledger entry: the shares of the shards that it read whole."""
+        shares = Shares()
+        for fetch, arrays in zip(unit.fetches, raw, strict=True) if self.summed else ():
+            for read, values in zip(fetch.encoding.reads(fetch.box), arrays, strict=True):
+                if isinstance(read, ChunkRead) and read.array in self.summed:
+                    add_shares(shares, read.array, read.box, values)
+        return {NOTE: shares} if shares else {}
+
+    def compare_reads(
+        self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]], written: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Compares all that was read with the digests, and says for the record how many arrays that were; `written` as
+        of `compare`.
+
+        Raises:
+          ArraysDamagedError: some aren't right; the units that read them aren't in the ledger any more.
+        """
+        place = staging.plan_folder
+        noted = [entry.get(NOTE, {}) for entry in ledger.values()]
+        noted += [
+            {array.key: (1, place.read(share_name(array, index)).decode())}
+            for array, index in self.chunks_unpacked
+            if array in self.summed
+        ]
+        try:
+            return {CHECKED: dataclasses.asdict(compare(self.source, self.arrays_read, noted, written))}
+        except ArraysDamagedError as e:
+            for array in {array for array, _ in self.chunks_unpacked if array.key in e.keys}:
+                place.delete_folder(f"{UNPACKED}/{array.key}")
+            of_these = {number for number in range(len(self.plan.arrays)) if {*self.keys_of(number)} & {*e.keys}}
+            staging.withdraw(
+                (n for n, unit in enumerate(self.units) if any(block.array in of_these for block in unit)), str(e)
+            )
+            raise
+
+
+class ArraysDamagedError(DamagedError):
+    """Arrays of a checkpoint aren't what its record says.
+
+    Attributes:
+      keys: theirs.
+    """
+
+    def __init__(self, items: str, keys: Sequence[str], compared: int):
+        files = files_of(open_store(items), keys[:SHOWN])
+        named = ", ".join(f"{key} (in {_first(files[key])})" for key in keys[:SHOWN])
+        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+        super().__init__(
+            f"{items}: {len(keys)} of {compared} arrays that were compared aren't what {RECORD} says was written, by their "
+            f"digests: {named}{more}. So the source is damaged: take a copy of it, or make it anew, and start anew with "
+            "--overwrite. If it was damaged on its way only, the same command with --resume reads these arrays again"
+        )
+        self.keys = list(keys)
+
+
+def _first(files: Sequence[str]) -> str:
+    return ", ".join(files[:SHOWN]) + (f" and {len(files) - SHOWN} more files" if len(files) > SHOWN else "")
