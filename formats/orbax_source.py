@@ -208,7 +208,15 @@ class OrbaxCheckpoint:
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON."""
         arrays = {
-            key: [array.driver, array.use_ocdbt, array.shape, array.dtype.name, array.chunk, array.compressed, array.shard]
+            key: [
+                array.driver,
+                array.use_ocdbt,
+                array.shape,
+                array.dtype.name,
+                array.chunk,
+                array.compressed,
+                array.shard,
+            ]
             for key, array in self.arrays.items()
         }
         return {

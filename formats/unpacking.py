@@ -155,7 +155,9 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
         for name, nbytes in zip(names, wanted, strict=True)
     ) and (not summed or place.exists(share_name(array, index, prefix))):
         return 0
-    hashed = begin(array, _cropped([(i * n, (i + 1) * n) for i, n in zip(index, array.chunk, strict=True)], array.shape))
+    hashed = begin(
+        array, _cropped([(i * n, (i + 1) * n) for i, n in zip(index, array.chunk, strict=True)], array.shape)
+    )
     with concurrent.futures.ThreadPoolExecutor(1) as writer:  # a piece is written while the next one is decoded
         stream, written = decoded(array, index), None
         for name, nbytes, box in zip(names, wanted, boxes, strict=True):

@@ -116,6 +116,8 @@ class Exported:
                 if self.export.adapters
                 else f"check it: weightbeam verify --source {release} --checkpoint {checkpoint}"
             )
+        if self.written.compared:
+            lines += self.written.compared.lines()
         return "\n".join(lines)
 
 

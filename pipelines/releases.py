@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from weightbeam.formats.model_class import loading_code
 from weightbeam.formats.release import edit_config, model_card, role_of
-from weightbeam.formats.release_target import ReleaseFolder, ReleasePlace, plan_hash_of, release_staging
+from weightbeam.formats.release_target import ReleaseFolder, ReleasePlace, plan_hash_of, record_of, release_staging
 from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.strict_json import JsonError
@@ -35,6 +35,7 @@ from weightbeam.pipelines.slots import slots_of, slots_of_release
 from weightbeam.pipelines.starting import get_ready
 from weightbeam.pipelines.tables import count, human
 from weightbeam.pipelines.without_beam import says_threads
+from weightbeam.transforms.array_sums import CHECKED, Compared, compared_of
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.movement import Movement
 from weightbeam.transforms.rows import ReleasePlan
@@ -51,12 +52,14 @@ class Written:
       seconds: that it took; 0 where it was finished already.
       state: `done`, or `nothing to do`.
       page: of the commit, where it was published on the hub.
+      compared: how many arrays of a checkpoint were compared with their digests, where it was made of one.
     """
 
     folder: str
     seconds: float = 0.0
     state: str = "done"
     page: str = ""
+    compared: Compared | None = None
 
     def about(self, files: FileLayout) -> str:
         """The line that says so."""
@@ -115,6 +118,7 @@ def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, A
         about
         | {"output": written.folder, "seconds": written.seconds, "state": written.state}
         | ({"page": written.page} if written.page else {})
+        | ({CHECKED: dataclasses.asdict(written.compared)} if written.compared else {})
     )
 
 
@@ -286,7 +290,7 @@ def carry_out(
     refuse([*planned.plan.problems, *check_release(staging, planned, resume, overwrite)])
     refuse(planned.unreadable())
     if resume and not staging.exists() and plan_hash_of(staging.final) == planned.hash:
-        return Written(str(staging.final), state="nothing to do")
+        return Written(str(staging.final), state="nothing to do", compared=compared_of(record_of(staging.final)))
     for warning in planned.warnings:
         LOG.warning(warning)
     start, movement = time.monotonic(), cast(Movement, planned)
@@ -305,7 +309,8 @@ def carry_out(
         )
     if plan_hash_of(staging.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
-    return Written(str(staging.final), time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return Written(str(staging.final), seconds, compared=compared_of(record_of(staging.final)))
 
 
 def _to_hub(

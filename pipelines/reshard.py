@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.adapters.config import CONFIG
-from weightbeam.formats.orbax import METADATA, MODEL_ITEM, check_committed
+from weightbeam.formats.orbax import METADATA, MODEL_ITEM, check_committed, record_of
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.orbax_state import surroundings
 from weightbeam.formats.printable import printable
@@ -38,6 +38,7 @@ from weightbeam.pipelines.shell import STDOUT, say
 from weightbeam.pipelines.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapting import MaxTextAdapter
+from weightbeam.transforms.array_sums import CHECKED, Compared, compared_of
 from weightbeam.transforms.mesh import MeshError
 from weightbeam.transforms.resharding import DTYPES, FULL, KEEP, PARAMS, Reshard, ReshardOptions, plan_reshard
 from weightbeam.transforms.tree import Model
@@ -53,6 +54,7 @@ class Resharded:
       seconds: that it took.
       written: bytes that this process wrote.
       state: `done`, `nothing to do`, or `running`.
+      compared: how many arrays were compared with the digests of the source's record, where it has any.
     """
 
     planned: Reshard
@@ -60,6 +62,7 @@ class Resharded:
     seconds: float = 0.0
     written: int = 0
     state: str = "done"
+    compared: Compared | None = None
 
     def __str__(self) -> str:
         step = self.path.rpartition("/")[0]
@@ -94,6 +97,7 @@ class Resharded:
         if FILE in planned.model.files:
             lines.append(f"            with what else {step}/{FILE} says of the model")
         lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
+        lines += self.compared.lines() if self.compared else []
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,6 +108,7 @@ class Resharded:
             "state": self.state,
             "seconds": self.seconds,
             "written": self.written,
+            **({CHECKED: dataclasses.asdict(self.compared)} if self.compared else {}),
         }
 
 
@@ -211,7 +216,8 @@ def reshard(
     made = carry_checkpoint(
         planned, output, ours, Carrying(resume, overwrite), refuse, planned.warnings, beam, progress
     )
-    return Resharded(planned, str(made.items), made.seconds, made.written, made.state)
+    compared = compared_of(record_of(made.items)) if made.state != "running" else None
+    return Resharded(planned, str(made.items), made.seconds, made.written, made.state, compared)
 
 
 def plan(

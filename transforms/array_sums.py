@@ -33,7 +33,8 @@ NOTE = "read"  # in a unit's ledger entry
 CHECKED = "checked"  # in the record of what is made
 SHOWN = 3  # arrays, and files of each, that a message names
 
-Shares = dict[str, tuple[int, str]]  # of an array by its key: how many shards, and the sum of their shares, as hexadecimal
+# of an array by its key: how many shards, and the sum of their shares, as a hexadecimal number
+Shares = dict[str, tuple[int, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +44,19 @@ class Compared:
     arrays: int = 0
     not_compared: int = 0
 
-    def __str__(self) -> str:
-        """A line where arrays weren't compared; else empty."""
+    def lines(self) -> list[str]:
+        """A line where arrays weren't compared."""
+        if not self.not_compared:
+            return []
         total = self.arrays + self.not_compared
-        why = f"{RECORD} has no digest of them, or units read parts of them"
-        return f"not compared: {self.not_compared} of {total} arrays with their digests: {why}" * bool(self.not_compared)
+        why = f"{RECORD} has no digest of them, or they were read in parts"
+        return [f"not compared: {self.not_compared} of {total} arrays with their digests: {why}"]
+
+
+def compared_of(record: Mapping[str, Any] | None) -> Compared | None:
+    """What the record of what was made says of it; None where it says nothing."""
+    said = (record or {}).get(CHECKED)
+    return Compared(**said) if isinstance(said, dict) and said.keys() == vars(Compared()).keys() else None
 
 
 def known_digests(source: OrbaxCheckpoint) -> dict[str, str]:
@@ -161,12 +170,14 @@ class OfCheckpoint:
     def compare_reads(
         self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]], written: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Compares all that was read with the digests, and says for the record how many arrays that were; `written` as
-        of `compare`.
+        """Compares all that was read with the digests, and says for the record how many arrays that were; nothing where
+        there are none. `written` as of `compare`.
 
         Raises:
           ArraysDamagedError: some aren't right; the units that read them aren't in the ledger any more.
         """
+        if not known_digests(self.source):
+            return {}
         place = staging.plan_folder
         noted = [entry.get(NOTE, {}) for entry in ledger.values()]
         noted += [

@@ -1,0 +1,172 @@
+"""Damage that a checkpoint's own digests know: noticed by what reads its arrays, before anything is published."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from servers.clients import asking
+from servers.gcs import FakeGcs
+from support import QWEN3_MOE, call, convert, random_tensors, save
+
+import weightbeam as wb
+from weightbeam.formats.release_target import RECORD
+from weightbeam.model_mappings.boxes import whole
+from weightbeam.pipelines.export import plan as plan_export
+from weightbeam.pipelines.reshard import plan as plan_reshard
+from weightbeam.transforms.array_sums import ArraysDamagedError, Shares, add_shares, compare, shard_count
+
+MODEL = QWEN3_MOE | dict(vocab_size=512)
+# how a checkpoint is stored
+FORMS = {
+    "packed": (),
+    "for a mesh": ("--mesh", "fsdp=2"),
+    "compressed": ("--compression", "zstd"),
+    "in files": ("--use_ocdbt", "false", "--use_zarr3", "false"),
+}
+# what reads it
+WAYS = {
+    "export": ("export",),
+    "export, unpacked": ("export", "--unit_bytes", "6K"),
+    "copied": ("reshard",),
+    "parts, re-cut": ("reshard", "--state", "params", "--mesh", "fsdp=4"),
+    "layers apart": ("reshard", "--scan_layers", "false"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sums")
+    source = save(folder / "hf", MODEL, random_tensors(MODEL))
+    return {
+        form: convert(source, folder / f"ckpt{number}", *options)
+        for number, (form, options) in enumerate(FORMS.items())
+    }
+
+
+def largest(step: Path) -> Path:
+    """The data file with most bytes."""
+    files = [path for path in (step / "items").rglob("*") if path.is_file() and not path.name.endswith("json")]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def damaged(step: Path, output: Path, damage: str) -> Path:
+    """A copy of a checkpoint whose largest file lost its content, or a bit of it; a file of a database keeps its index."""
+    step = Path(shutil.copytree(step.parent, output)) / "0"
+    file = largest(step)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "zeros":
+        content[len(content) // 4 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 4)
+    file.write_bytes(content)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("form", "way", "damage"),
+    [("packed", way, "a bit") for way in WAYS]
+    + [("for a mesh", "export", "zeros"), ("for a mesh", "parts, re-cut", "zeros"), ("in files", "export", "a bit")],
+)
+def test_damage_is_noticed_before_anything_is_published(
+    form: str, way: str, damage: str, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One flipped bit, or a stretch of zeros, in chunks that nothing protects: the array and the file are named."""
+    step = damaged(checkpoints[form], tmp_path / "ckpt", damage)
+    command, *options = WAYS[way]
+    assert call(command, step, tmp_path / "out", *options) == 1
+    said = capsys.readouterr().err
+    assert "arrays that were compared aren't what conversion.json says was written" in said
+    assert "params.params." in said
+    assert str(largest(step).parent if form == "in files" else largest(step)) in said
+    assert "the source is damaged" in said
+    assert "--overwrite" in said
+    assert not (tmp_path / "out" / ("" if command == "export" else "0")).exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [("compressed", way) for way in WAYS] + [(form, "parts, re-cut") for form in ("packed", "for a mesh", "in files")],
+)
+def test_what_is_right_is_compared(
+    form: str, way: str, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it, and nothing is said of arrays that weren't."""
+    command, *options = WAYS[way]
+    report = tmp_path / "report.json"
+    assert call(command, checkpoints[form], tmp_path / "out", *options, "--json", report) == 0
+    arrays = len(json.loads((checkpoints[form] / "conversion.json").read_text())["digests"])
+    assert json.loads(report.read_text())["checked"] == {"arrays": arrays, "not_compared": 0}
+    assert "not compared" not in capsys.readouterr().out
+
+
+def edit_record(step: Path, **fields: Any) -> None:
+    file = step / "conversion.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.mark.parametrize("command", ["export", "reshard"])
+def test_arrays_without_a_digest_are_counted(
+    command: str, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the last line, and in JSON; a record without any says nothing."""
+    step = Path(shutil.copytree(checkpoints["packed"].parent, tmp_path / "ckpt")) / "0"
+    digests = json.loads((step / "conversion.json").read_text())["digests"]
+    edit_record(step, digests=dict(list(digests.items())[:-2]))
+    made = getattr(wb, command)(str(step), str(tmp_path / "out"), progress=False)
+    assert str(made).splitlines()[-1].startswith(f"not compared: 2 of {len(digests)} arrays with their digests")
+    assert made.to_dict()["checked"] == {"arrays": len(digests) - 2, "not_compared": 2}
+    edit_record(step, digests={})
+    made = getattr(wb, command)(str(step), str(tmp_path / "bare"), progress=False)
+    assert "not compared" not in str(made)
+    assert "checked" not in made.to_dict()
+
+
+def test_a_shard_that_is_read_in_part_has_no_share(checkpoints: dict[str, Path]) -> None:
+    """So its array isn't compared, whatever the values; nor is one whose shards were read twice."""
+    planned = plan_export(str(checkpoints["for a mesh"]))
+    array = next(array for array in planned.summed if len(array.shape) > 1 and shard_count(array) > 1)
+    zeros = np.zeros(array.shape, array.dtype)
+    for parts in ([tuple((0, max(1, size - 1)) for size in array.shape)], [whole(array.shape)] * 2):
+        shares = Shares()
+        for box in parts:
+            add_shares(shares, array, box, zeros[tuple(slice(*span) for span in box)])
+        compared = compare(planned.source, [array], [shares])
+        assert (compared.arrays, compared.not_compared) == (0, 1)
+    add_shares(shares := Shares(), array, whole(array.shape), zeros)
+    with pytest.raises(ArraysDamagedError):
+        compare(planned.source, [array], [shares])
+
+
+def test_the_ways_are_what_they_are_called(checkpoints: dict[str, Path]) -> None:
+    assert plan_export(str(checkpoints["compressed"]), unit_bytes="6K").chunks
+    assert plan_export(str(checkpoints["packed"]), unit_bytes="6K").chunks
+    ways = plan_reshard(str(checkpoints["packed"])).planned.by_way()
+    assert ways.keys() == {"copied"}
+    ways = plan_reshard(str(checkpoints["packed"]), state="params", mesh="fsdp=4").planned.by_way()
+    assert "re-cut" in ways
+
+
+def test_damage_on_the_way_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bit that flips in an answer of a bucket: --resume makes the units anew that read it, and the bits are right."""
+    step = convert(save(tmp_path / "hf", MODEL, random_tensors(MODEL)), tmp_path / "ckpt", "--use_ocdbt", "false")
+    assert call("export", step, tmp_path / "wanted") == 0
+    with FakeGcs("bucket") as gcs, asking(gcs):
+        for path in step.rglob("*"):
+            if path.is_file():
+                gcs.put("bucket", f"ckpt/0/{path.relative_to(step)}", path.read_bytes())
+        options = ("export", "gs://bucket/ckpt/0", tmp_path / "out", "--unit_bytes", "300000")
+        fault = gcs.fail("flip", matching=r"GET .*embedding(/|%2F)c.*alt=media", times=1)
+        assert call(*options) == 1
+        assert fault.hits == 1
+        assert "token_embedder.embedding" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        gcs.faults = []
+        assert call(*options, "--resume") == 0
+    wanted, found = (json.loads((tmp_path / name / RECORD).read_text())["digests"] for name in ("wanted", "out"))
+    assert found.keys() == wanted.keys()
+    for file in (tmp_path / "wanted").glob("*.safetensors"):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
