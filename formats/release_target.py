@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import hashlib
 import json
 import os
 from collections import defaultdict
@@ -34,6 +35,7 @@ from weightbeam.formats.storage import LocalFolder, StorageError, Store, drop_pa
 from weightbeam.model_mappings.boxes import Box
 
 RECORD = "weightbeam.json"
+SMALL = "small.json"  # in the ledger: what the record says of the small files
 UNPACKED = "unpacked"  # where large chunks of the source lie meanwhile
 
 # a tensor whose `path` is its file's name in the release, a box of it, and its values
@@ -54,6 +56,18 @@ class ReleasePlace(Staging):
         """Makes ready for the units: safetensors files `(name, header, size)`, what units wrote kept; and the small
         files. Other files of a release go.
         """
+
+    def note_small(self, small: Mapping[str, bytes]) -> None:
+        """Notes for the record what the small files are: a hash of each, and all that `config.json` says."""
+        noted: dict[str, Any] = {"files": {name: hashlib.sha256(data).hexdigest() for name, data in small.items()}}
+        if "config.json" in small:
+            noted["config"] = json.loads(small["config.json"])
+        self.plan_folder.write(f"{self.units}/{SMALL}", json.dumps(noted).encode())
+
+    def small_noted(self) -> dict[str, Any]:
+        """What `note_small` noted; nothing where it wasn't."""
+        name = f"{self.units}/{SMALL}"
+        return json.loads(self.plan_folder.read(name)) if self.plan_folder.exists(name) else {}
 
     @abc.abstractmethod
     def write_stretches(self, stretches: Iterable[tuple[str, int, memoryview]]) -> Mapping[str, Any]:
@@ -220,6 +234,6 @@ def assemble(
         staging.gather()
         for name, data in gather(ledger.values()).items():
             staging.put(name, data)
-        about = {**record, **concluded, "digests": total(entry["digests"] for entry in ledger.values())}
+        about = {**record, **concluded, **staging.small_noted(), "digests": total(entry["digests"] for entry in ledger.values())}
         staging.put(RECORD, json.dumps(about, indent=1).encode())
     staging.publish(overwrite)

@@ -21,9 +21,11 @@ import apache_beam as beam
 import tensorstore as ts
 
 from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of
-from weightbeam.formats.orbax_source import open_orbax
+from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
-from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
+from weightbeam.formats.provenance import RECORD as CHECKPOINT_RECORD
+from weightbeam.formats.release_target import RECORD
+from weightbeam.formats.safetensors import QUANT_CONFIGS, HfCheckpoint, is_release, open_hf
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.config import Config, Layout
@@ -51,16 +53,27 @@ from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.tables import CELL, count, human, page
 from weightbeam.pipelines.virtual import check_files, open_own_source
+from weightbeam.transforms.array_sums import (
+    NOT_COMPARED,
+    Compared,
+    ShardsRead,
+    ShardsTask,
+    find_damage,
+    known_digests,
+    shards_tasks,
+)
 from weightbeam.transforms.comparing import COMPARED, CompareArrays, StagedSubject, read_findings
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.counterparts import Counterpart, copied, taken
 from weightbeam.transforms.metadata import find_metadata_faults
 from weightbeam.transforms.planner import prepare
+from weightbeam.transforms.release_faults import compare_config, find_release_faults
 from weightbeam.transforms.staged import remember
 from weightbeam.transforms.verification import ArrayResult, compared_elements, is_compared, tasks
 
 LOG = logging.getLogger("weightbeam")
 MISSING = "is missing"
+DAMAGED = f"isn't what {CHECKPOINT_RECORD} says was written, by its digest: the checkpoint is damaged"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +89,8 @@ class Verification:
       export: the release, where it is the one that is judged: an export of the checkpoint.
       others: what was found of its tensors that no array makes, by what they were compared with.
       unjudged: its tensors that were compared with nothing, with the reason why the table leaves them out.
+      notes: what of it, or of the source, isn't wrong and yet to be known, and what is to be said of that.
+      digests: how many of the checkpoint's arrays were compared with the digests of its record; of an export.
     """
 
     checkpoint: str
@@ -86,6 +101,8 @@ class Verification:
     export: str | None = None
     others: Mapping[str, Mapping[str, ArrayResult]] = dataclasses.field(default_factory=dict)
     unjudged: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[tuple[str, str], ...] = ()
+    digests: Compared | None = None
 
     @property
     def _all(self) -> Mapping[str, ArrayResult]:
@@ -122,6 +139,8 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """What `weightbeam verify --json` writes: what was found of each array, and of an export's other tensors."""
         arrays: dict[str, Any] = {key: {"different": None, "message": what} for key, what in self.wrong}
+        for key, what in self.notes:
+            arrays[key] = {"compared": 0, "different": 0, "rounded": False, "message": what}
         for key, found in self._all.items():
             message = str(found.first) if found.first else None
             arrays[key] = {
@@ -138,7 +157,9 @@ class Verification:
 
     @property
     def warnings(self) -> list[str]:
-        """What is right, and yet strange: tensors with NaN or infinite elements, and matrices that are zero throughout."""
+        """What is right, and yet strange: tensors with NaN or infinite elements, matrices that are zero throughout, and the
+        notes.
+        """
         odd = [found.not_finite for found in self.findings.values() if found.not_finite[0]]
         zero = [name for found in self.findings.values() for name in found.zero]
         warnings = []
@@ -152,6 +173,7 @@ class Verification:
             warnings.append(
                 f"{count(len(zero), 'tensor')} of the source {'is' if len(zero) == 1 else 'are'} zero throughout, the first is {zero[0]}"
             )
+        warnings += [f"{key} {what}" for key, what in self.notes]
         return [printable(warning) for warning in warnings]
 
     def __str__(self) -> str:
@@ -184,6 +206,8 @@ class Verification:
             )
         for why, times in Counter(self.unjudged.values()).items():
             lines.append(f"  {times:>6,} of its tensors compared with nothing: {printable(why)}")
+        if self.digests:
+            lines.append(f"{count(self.digests.arrays, 'array')} of the checkpoint compared with their digests")
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
@@ -200,6 +224,7 @@ def verify(
     source: str | None = None,
     *,
     like: str | None = None,
+    accept: str | Sequence[str] = (),
     lora: str | Sequence[str] = (),
     sample: float = 1.0,
     maxtext_model: str | None = None,
@@ -219,6 +244,8 @@ def verify(
         checkpoint. Of a release that was exported, the checkpoint.
       like: of a release that was exported, the one that its towers or prediction layers were taken from, where that isn't
         where the export says.
+      accept: of a release that was exported, fields of `config.json` and names of files that may be others than the
+        export wrote.
       lora: adapters that were merged, where they aren't where the checkpoint says.
       sample: compare only this share of each array's tensors, but one at least.
       maxtext_model, scan_layers, param_scan_axis: None for what the checkpoint says.
@@ -238,6 +265,7 @@ def verify(
         "maxtext_model": maxtext_model,
         "lora": read_loras(lora),
         "like": like,
+        "accept": accept,
     }
     subject = plan_verification(checkpoint, source, given, hf_token_secret, beam)
     findings = execute(subject, sample, beam, reporter(progress))
@@ -255,6 +283,8 @@ class Subject:
       keys: where the release is what is judged: the checkpoint's key of each array.
       counterparts: its tensors that no array makes, and what they should be, by what that is.
       unjudged: its tensors that are compared with nothing, each with the reason why the table leaves it out.
+      notes: as of `Verification`.
+      digested: where the release is what is judged: the checkpoint, if its record has digests.
     """
 
     items: Store
@@ -263,16 +293,33 @@ class Subject:
     keys: Mapping[str, str] | None = None
     counterparts: Mapping[str, Sequence[Counterpart]] = dataclasses.field(default_factory=dict)
     unjudged: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[tuple[str, str], ...] = ()
+    digested: OrbaxCheckpoint | None = None
 
-    def found(self, findings: Mapping[str, ArrayResult], sample: float) -> Verification:
+    def shards(self, sample: float) -> list[ShardsTask]:
+        """What is read for digests: nothing where only a sample of the tensors is."""
+        whole = self.digested is not None and sample == 1
+        return shards_tasks(self.digested, self.digested.weights.values()) if self.digested and whole else []
+
+    def found(self, everything: Mapping[str, Any], sample: float) -> Verification:
         """The same with what was found."""
+        read = [found.shares for found in everything.values() if isinstance(found, ShardsRead)]
+        findings = {key: found for key, found in everything.items() if isinstance(found, ArrayResult)}
         export = None if self.keys is None else self.conversion.source.root
         others = {
             origin: {one.name: findings[one.name] for one in counterparts if one.name in findings}
             for origin, counterparts in self.counterparts.items()
         }
         arrays = {key: found for key, found in findings.items() if not any(key in found for found in others.values())}
-        return Verification(str(self.items), self.conversion, arrays, self.wrong, sample, export, others, self.unjudged)
+        wrong, notes, digests = self.wrong, self.notes, None
+        if self.digested:
+            digests, damaged = find_damage(self.digested, self.digested.weights.values(), read)
+            wrong += tuple((f"{key} in {self.items}", DAMAGED) for key in damaged)
+            lines = digests.lines() if everything else ()  # else nothing was read yet
+            notes += tuple((NOT_COMPARED, line.removeprefix(NOT_COMPARED).strip()) for line in lines)
+        return Verification(
+            str(self.items), self.conversion, arrays, wrong, sample, export, others, self.unjudged, notes, digests
+        )
 
 
 def plan_verification(
@@ -298,6 +345,10 @@ def plan_verification(
             return _plan_export(*pair, given)
         if given.get("like"):
             raise Refused("--like: is for an export that has tensors from a release; neither side is one; leave it out")
+        if given.get("accept"):
+            raise Refused(
+                "--accept: is for an export, whose small files are compared; neither side is one; leave it out"
+            )
         items = find_items(checkpoint)
         found = check_files(items)
         if found:
@@ -329,7 +380,22 @@ def plan_verification(
             *compare_trees(conversion, stores),
             *find_metadata_faults(items, stores, conversion.plan.arrays, record_of(items)),
         )
-    return Subject(items, conversion, wrong)
+        notes = _source_notes(opened, record_of(items)) if source else ()
+    return Subject(items, conversion, wrong, notes=notes)
+
+
+def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """What is to be known of a source that isn't the one that a checkpoint says it was made of: how its `config.json`
+    differs. It may be an export whose record is lost.
+    """
+    made_of, config = record.get("source"), record.get("config")
+    if made_of == source.root or not isinstance(config, Mapping):
+        return ()
+    release = open_store(source.root)
+    why = f"isn't there, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
+    quantised = {name: source.config[name] for name in QUANT_CONFIGS if name in source.config}
+    notes = compare_config(release, {**config, **quantised}, "the checkpoint was made with")
+    return (*([] if release.exists(RECORD) else [(RECORD, why)]), *notes)
 
 
 def _in_order(checkpoint: str, source: str | None) -> tuple[str, str | None]:
@@ -391,6 +457,7 @@ def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Sub
     table and model.
     """
     opened = open_orbax(checkpoint)
+    accept = given.get("accept") or ()
     asked = options_of_export(release) | {name: value for name, value in given.items() if value is not None}
     items, keys = open_store(opened.root), dict(opened.tree.weights)
     stores = open_arrays(items)
@@ -399,8 +466,17 @@ def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Sub
     options = dataclasses.replace(options, lora=(), adapter_only=False)
     conversion = prepare(options, open_source(release))
     refuse(conversion, conversion.plan.problems)
-    counterparts, wrong, unjudged = _find_counterparts(conversion, read_record(release).get("taken"), given.get("like"))
-    return Subject(items, conversion, (*compare_trees(conversion, weights), *wrong), keys, counterparts, unjudged)
+    record, remembered = read_record(release), opened.record.get("config")
+    counterparts, wrong, unjudged = _find_counterparts(conversion, record.get("taken"), given.get("like"))
+    faults, notes = find_release_faults(
+        open_store(release),
+        record,
+        remembered if isinstance(remembered, Mapping) else {},
+        [accept] if isinstance(accept, str) else accept,
+    )
+    wrong = (*compare_trees(conversion, weights), *wrong, *faults)
+    digested = opened if known_digests(opened) else None
+    return Subject(items, conversion, wrong, keys, counterparts, unjudged, tuple(notes), digested)
 
 
 def _find_counterparts(
@@ -464,9 +540,9 @@ def _open_like(url: str) -> HfCheckpoint:
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Compares, reports, and says whether all of it is right."""
     if args.dry_run:
-        given = {name: getattr(args, name) for name in ("scan_layers", "param_scan_axis", "maxtext_model", "like")} | {
-            "lora": read_loras(args.lora)
-        }
+        given = {
+            name: getattr(args, name) for name in ("scan_layers", "param_scan_axis", "maxtext_model", "like", "accept")
+        } | {"lora": read_loras(args.lora)}
         subject = plan_verification(args.checkpoint, args.source, given, args.hf_token_secret, rest)
         conversion = subject.conversion
         nbytes = human(sum(compared_bytes(array, args.sample) for array in conversion.plan.arrays))
@@ -498,10 +574,8 @@ def compared_bytes(array: Array, sample: float) -> int:
     return compared_elements(array, sample) * array.dtype.itemsize
 
 
-def execute(
-    subject: Subject, sample: float, rest: Sequence[str], report: Report | None = None
-) -> dict[str, ArrayResult]:
-    """Runs the comparison as a pipeline.
+def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report | None = None) -> dict[str, Any]:
+    """Runs the comparison as a pipeline; see `read_findings`.
 
     Raises:
       Failed: it failed on the way.
@@ -511,11 +585,14 @@ def execute(
     counterparts = [
         one for ones in subject.counterparts.values() for number, one in enumerate(ones) if is_compared(number, sample)
     ]
-    todo += range(len(all_tasks), len(all_tasks) + len(counterparts))
+    shards = subject.shards(sample)
+    todo += range(len(all_tasks), len(all_tasks) + len(counterparts) + len(shards))
     nbytes = sum(compared_bytes(array, sample) for array in conversion.plan.arrays if array.key not in skipped)
     nbytes += sum(one.nbytes for one in counterparts)
     remember(conversion)
-    staged = StagedSubject(conversion.stage(), conversion.hash, subject.items, sample, subject.keys, counterparts)
+    staged = StagedSubject(
+        conversion.stage(), conversion.hash, subject.items, sample, subject.keys, counterparts, shards
+    )
     noise = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "findings"

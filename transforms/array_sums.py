@@ -24,13 +24,15 @@ from weightbeam.formats.release_target import UNPACKED
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import open_store
 from weightbeam.formats.unpacking import share_name
-from weightbeam.model_mappings.boxes import Box
+from weightbeam.model_mappings.boxes import Box, whole
 from weightbeam.model_mappings.plan import Plan
 from weightbeam.transforms.source_sums import DamagedError
 from weightbeam.transforms.units import Block
 
 NOTE = "read"  # in a unit's ledger entry
+NOT_COMPARED = "not compared:"
 CHECKED = "checked"  # in the record of what is made
+TASK_BYTES = 256 << 20  # of an array, read in one go
 SHOWN = 3  # arrays, and files of each, that a message names
 
 # of an array by its key: how many shards, and the sum of their shares, as a hexadecimal number
@@ -50,7 +52,7 @@ class Compared:
             return []
         total = self.arrays + self.not_compared
         why = f"{RECORD} has no digest of them, or they were read in parts"
-        return [f"not compared: {self.not_compared} of {total} arrays with their digests: {why}"]
+        return [f"{NOT_COMPARED} {self.not_compared} of {total} arrays with their digests: {why}"]
 
 
 def compared_of(record: Mapping[str, Any] | None) -> Compared | None:
@@ -97,12 +99,12 @@ def shard_count(array: OrbaxArray) -> int:
     return math.prod(-(-size // step) for size, step in zip(array.shape, array.shard, strict=True))
 
 
-def compare(
+def find_damage(
     source: OrbaxCheckpoint,
     arrays: Iterable[OrbaxArray],
     noted: Iterable[Mapping[str, Sequence[Any]]],
     written: Mapping[str, str] | None = None,
-) -> Compared:
+) -> tuple[Compared, list[str]]:
     """Compares arrays of a checkpoint with its record.
 
     Args:
@@ -111,17 +113,69 @@ def compare(
       noted: what was noted of them: `Shares`.
       written: the digests of arrays that were written as they were read, by their keys.
 
-    Raises:
-      ArraysDamagedError: some aren't what was written.
+    Returns:
+      How many were compared, and the keys of those that aren't what was written.
     """
     known, everything, sums = known_digests(source), {array.key: array for array in arrays}, Shares()
     for key, more in itertools.chain(*(shares.items() for shares in noted)):
         sums[key] = _sum(sums.get(key), more)
     found = {key: share for key, (count, share) in sums.items() if count == shard_count(everything[key])}
     found = {key: share for key, share in {**found, **(written or {})}.items() if key in known}
-    if damaged := sorted(key for key, share in found.items() if share != known[key]):
-        raise ArraysDamagedError(source.root, damaged, len(found))
-    return Compared(len(found), len(everything) - len(found))
+    compared = Compared(len(found), len(everything) - len(found))
+    return compared, sorted(key for key, share in found.items() if share != known[key])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardsRead:
+    """The shares of some shards of an array that were read for them alone.
+
+    Attributes:
+      array: its key.
+      shares: of the shards.
+    """
+
+    array: str
+    shares: Shares
+
+    @property
+    def key(self) -> str:
+        """Tells it from what else is found of the array."""
+        return f"digest of {self.array}"
+
+    def __add__(self, other: ShardsRead) -> ShardsRead:
+        key = self.array
+        return ShardsRead(key, {key: _sum(self.shares.get(key), other.shares.get(key, (0, "0")))})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardsTask:
+    """Neighbouring shards of an array that are read in one go, by their numbers."""
+
+    array: OrbaxArray
+    first: int
+    last: int
+
+    def run(self) -> ShardsRead:
+        """Reads them, one at a time.
+
+        Raises:
+          StorageError: one is missing or damaged.
+        """
+        shares = Shares()
+        for box in itertools.islice(_shards_in(self.array, whole(self.array.shape)), self.first, self.last):
+            (values,), _ = ChunkRead.fetch([ChunkRead(self.array, box)])
+            add_shares(shares, self.array, box, values)
+        return ShardsRead(self.array.key, shares)
+
+
+def shards_tasks(source: OrbaxCheckpoint, arrays: Iterable[OrbaxArray]) -> list[ShardsTask]:
+    """What reads all shards of the arrays whose digests are known, each task about `TASK_BYTES`."""
+    known, made = known_digests(source), []
+    for array in arrays:
+        total = shard_count(array) if array.key in known else 0
+        step = max(1, TASK_BYTES * total // max(1, array.nbytes))
+        made += [ShardsTask(array, first, min(first + step, total)) for first in range(0, total, step)]
+    return made
 
 
 class OfCheckpoint:
@@ -174,7 +228,7 @@ class OfCheckpoint:
         there are none. `written` as of `compare`.
 
         Raises:
-          ArraysDamagedError: some aren't right; the units that read them aren't in the ledger any more.
+          DamagedError: some aren't right; the units that read them aren't in the ledger any more.
         """
         if not known_digests(self.source):
             return {}
@@ -185,35 +239,28 @@ class OfCheckpoint:
             for array, index in self.chunks_unpacked
             if array in self.summed
         ]
-        try:
-            return {CHECKED: dataclasses.asdict(compare(self.source, self.arrays_read, noted, written))}
-        except ArraysDamagedError as e:
-            for array in {array for array, _ in self.chunks_unpacked if array.key in e.keys}:
-                place.delete_folder(f"{UNPACKED}/{array.key}")
-            of_these = {number for number in range(len(self.plan.arrays)) if {*self.keys_of(number)} & {*e.keys}}
-            staging.withdraw(
-                (n for n, unit in enumerate(self.units) if any(block.array in of_these for block in unit)), str(e)
-            )
-            raise
+        compared, keys = find_damage(self.source, self.arrays_read, noted, written)
+        if not keys:
+            return {CHECKED: dataclasses.asdict(compared)}
+        for array in {array for array, _ in self.chunks_unpacked if array.key in keys}:
+            place.delete_folder(f"{UNPACKED}/{array.key}")
+        of_these = {number for number in range(len(self.plan.arrays)) if {*self.keys_of(number)} & {*keys}}
+        units = [n for n, unit in enumerate(self.units) if any(block.array in of_these for block in unit)]
+        why = damage(self.source.root, keys, compared.arrays)
+        staging.withdraw(units, why)
+        raise DamagedError(why, units)
 
 
-class ArraysDamagedError(DamagedError):
-    """Arrays of a checkpoint aren't what its record says.
-
-    Attributes:
-      keys: theirs.
-    """
-
-    def __init__(self, items: str, keys: Sequence[str], compared: int):
-        files = files_of(open_store(items), keys[:SHOWN])
-        named = ", ".join(f"{key} (in {_first(files[key])})" for key in keys[:SHOWN])
-        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-        super().__init__(
-            f"{items}: {len(keys)} of {compared} arrays that were compared aren't what {RECORD} says was written, by their "
-            f"digests: {named}{more}. So the source is damaged: take a copy of it, or make it anew, and start anew with "
-            "--overwrite. If it was damaged on its way only, the same command with --resume reads these arrays again"
-        )
-        self.keys = list(keys)
+def damage(items: str, keys: Sequence[str], compared: int) -> str:
+    """What is said of arrays that aren't what the record says: which, where they lie, what to do."""
+    files = files_of(open_store(items), keys[:SHOWN])
+    named = ", ".join(f"{key} (in {_first(files[key])})" for key in keys[:SHOWN])
+    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    return (
+        f"{items}: {len(keys)} of {compared} arrays that were compared aren't what {RECORD} says was written, by their "
+        f"digests: {named}{more}. So the source is damaged: take a copy of it, or make it anew, and start anew with "
+        "--overwrite. If it was damaged on its way only, the same command with --resume reads these arrays again"
+    )
 
 
 def _first(files: Sequence[str]) -> str:

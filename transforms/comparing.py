@@ -11,16 +11,17 @@ import dataclasses
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import apache_beam as beam
 
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.storage import Store, write_file
+from weightbeam.transforms.array_sums import ShardsTask
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.counterparts import Counterpart, compare_counterparts
 from weightbeam.transforms.staged import load_bytes
-from weightbeam.transforms.verification import ArrayResult, run_task, tasks
+from weightbeam.transforms.verification import run_task, tasks
 from weightbeam.transforms.work import Tally
 
 COMPARED = Tally()  # bytes of the checkpoint
@@ -36,6 +37,7 @@ class StagedSubject:
       sample: the share of each array that is compared.
       keys: the checkpoint's key of each array, where it is the release that is judged: an export of the checkpoint.
       counterparts: what of that no array makes; numbered behind the last task.
+      shards: of the checkpoint that are compared with its digests; numbered behind the last counterpart.
     """
 
     staged: bytes
@@ -44,6 +46,7 @@ class StagedSubject:
     sample: float
     keys: Mapping[str, str] | None = None
     counterparts: Sequence[Counterpart] = ()
+    shards: Sequence[ShardsTask] = ()
 
 
 class CompareArrays(beam.PTransform):
@@ -74,8 +77,12 @@ class _CompareFn(beam.DoFn):
         self.tasks = tasks(self.conversion)
 
     def process(self, number: int) -> Iterator[bytes]:
+        counterparts = self.subject.counterparts
+        if number >= len(self.tasks) + len(counterparts):
+            yield pickle.dumps(self.subject.shards[number - len(self.tasks) - len(counterparts)].run())
+            return
         if number >= len(self.tasks):
-            counterpart = self.subject.counterparts[number - len(self.tasks)]
+            counterpart = counterparts[number - len(self.tasks)]
             COMPARED.add(counterpart.nbytes)
             yield pickle.dumps(compare_counterparts(counterpart))
             return
@@ -91,13 +98,14 @@ def _write(findings: Sequence[bytes], report: Path) -> None:
     write_file(report, pickle.dumps(list(findings)))
 
 
-def read_findings(report: Path, tasks: int) -> dict[str, ArrayResult]:
-    """What was found of each array, and of each tensor that has a counterpart.
+def read_findings(report: Path, tasks: int) -> dict[str, Any]:
+    """What was found of each array, and of each tensor that has a counterpart: an `ArrayResult`; and of the shards that
+    were read for a digest: `ShardsRead`.
 
     Raises:
       RuntimeError: not all of so many tasks are there: the runner lost some.
     """
-    found: dict[str, ArrayResult] = {}
+    found: dict[str, Any] = {}
     findings = pickle.loads(report.read_bytes())
     if len(findings) != tasks:
         raise RuntimeError(f"{len(findings):,} of {tasks:,} comparisons were made; Beam lost the others")

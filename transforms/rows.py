@@ -206,8 +206,9 @@ class ReleasePlan(InUnits):
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
         """Makes ready for the rows of units: the small files, and in a folder the others at their full size."""
         assert isinstance(staging, release_target.ReleasePlace)
-        index = {} if self.layout.index is None else {INDEX: self.layout.index}
-        staging.lay_out([(file.name, file.header, file.size) for file in self.layout.files], {**self.small, **index})
+        small = {**self.small, **({} if self.layout.index is None else {INDEX: self.layout.index})}
+        staging.lay_out([(file.name, file.header, file.size) for file in self.layout.files], small)
+        staging.note_small(small)
 
     def write(
         self, staging: Staging, unit: RowsUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None

@@ -45,6 +45,7 @@ UNITS_HELP = (
 FLAG = dict(action="store_true")
 TRUTH = dict(type=boolean, metavar="true|false")
 KINDS = {  # what an option takes, in whatever command
+    "--accept": dict(action="append", metavar="FIELD|FILE"),
     "--adapter_only": TRUTH,
     "--allow_links": TRUTH,
     "--check_source": dict(choices=("true", "false", "auto")),
@@ -183,6 +184,7 @@ def add_verification(parser: argparse.ArgumentParser) -> None:
     add("--source", "where config.json and the safetensors files are: a folder, gs:// or hf://")
     add("--checkpoint", "the Orbax checkpoint: its root, a step or an item, in a folder or in gs://")
     add("--like", "of an export: the release that its towers were taken from, where it isn't where the export says")
+    add("--accept", "of an export: a field of config.json, or another small file, that may be another than the export wrote")
     add("--lora", "an adapter that was merged, where it isn't where the checkpoint says")
     add("--sample", "compare only this share of each array's tensors, such as 0.05, but one at least", default=1.0)
     add("--maxtext_model", "the MaxText model, such as llama3.1-8b, where neither config.json nor the checkpoint can settle it")

@@ -1,0 +1,180 @@
+"""`weightbeam verify` of an export: its config, its other small files and its record, and the checkpoint's own digests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import QWEN3_MOE, call, convert, random_tensors, save, split
+
+import weightbeam as wb
+from weightbeam.formats.release_target import RECORD
+
+MODEL = QWEN3_MOE | dict(
+    architectures=["Qwen3MoeForCausalLM"], torch_dtype="bfloat16", rope_theta=10000.0, rms_norm_eps=1e-6, vocab_size=512
+)
+TOKENIZER = {"model": {"vocab": {"a": 0}}}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint, and what was exported of it."""
+    folder = tmp_path_factory.mktemp("exports")
+    source = save(folder / "hf", MODEL, *split(random_tensors(MODEL), 2))
+    (source / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (source / "generation_config.json").write_text('{"eos_token_id": 1}')
+    step = convert(source, folder / "ckpt")
+    assert call("export", step, folder / "tuned") == 0
+    return step, folder / "tuned"
+
+
+@pytest.fixture
+def export(made: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made[1], tmp_path / "tuned"))
+
+
+def edited(file: str, *place: str, value: Any) -> Callable[[Path], None]:
+    """Sets a field of a JSON file; None removes it."""
+
+    def edit(release: Path) -> None:
+        said = inner = json.loads((release / file).read_text())
+        for name in place[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[place[-1]] = value
+        if value is None:
+            del inner[place[-1]]
+        (release / file).write_text(json.dumps(said))
+
+    return edit
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FAULTS = {  # what is planted -> how, and what names it
+    "FP8 over bfloat16": (edited("config.json", "quantization_config", value=FP8), "quantization_config"),
+    "another dtype": (edited("config.json", "torch_dtype", value="float16"), "torch_dtype"),
+    "a second dtype": (edited("config.json", "dtype", value="float32"), "dtype"),
+    "rope_theta": (edited("config.json", "rope_theta", value=1000000.0), "rope_theta"),
+    "rms_norm_eps": (edited("config.json", "rms_norm_eps", value=1e-5), "rms_norm_eps"),
+    "another model_type": (edited("config.json", "model_type", value="qwen2_moe"), ""),
+    "no model_type": (edited("config.json", "model_type", value=None), ""),
+    "architectures": (edited("config.json", "architectures", value=["LlamaForCausalLM"]), "architectures"),
+    "norm_topk_prob": (edited("config.json", "norm_topk_prob", value=True), "norm_topk_prob"),
+    "rope_scaling": (edited("config.json", "rope_scaling", "factor", value=8.0), "rope_scaling.factor"),
+    "a field is gone": (edited("config.json", "num_experts_per_tok", value=None), "num_experts_per_tok"),
+    "experts for each token": (edited("config.json", "num_experts_per_tok", value=1), "num_experts_per_tok"),
+    "tied": (edited("config.json", "tie_word_embeddings", value=True), ""),
+    "no config": (lambda release: (release / "config.json").unlink(), "config.json"),
+    "the tokenizer": (edited("tokenizer.json", "model", "vocab", "b", value=1), "tokenizer.json"),
+    "no tokenizer": (lambda release: (release / "tokenizer.json").unlink(), "tokenizer.json"),
+    "generation": (edited("generation_config.json", "eos_token_id", value=2), "generation_config.json"),
+    "the index's total": (
+        edited("model.safetensors.index.json", "metadata", "total_size", value=7),
+        "model.safetensors.index.json",
+    ),
+    "no index": (
+        lambda release: (release / "model.safetensors.index.json").unlink(),
+        "model.safetensors.index.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(
+    fault: str, export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command that export prints: exit 1 with the field or the file and both values, or a refusal."""
+    plant, named = FAULTS[fault]
+    plant(export)
+    capsys.readouterr()
+    status = call("verify", "--source", export, "--checkpoint", made[0])
+    said = capsys.readouterr().err
+    assert status in (1, 2)
+    assert named in said
+    if named and named != "config.json" and status == 1:
+        assert f"--accept {named}" in said
+        assert "the export wrote" in said
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_lost_record_is_said(
+    first: bool, export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever comes first; and what of `config.json` differs from the checkpoint's release."""
+    (export / RECORD).unlink()
+    edited("config.json", "rope_theta", value=7.5)(export)
+    sides = (export, made[0]) if first else (made[0], export)
+    capsys.readouterr()
+    assert call("verify", "--checkpoint", sides[0], "--source", sides[1]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"warning: {RECORD} " in said
+    assert "warning: config.json: rope_theta 7.5," in said
+
+
+def test_what_is_right_is_all_right(export: Path, made: tuple[Path, Path]) -> None:
+    """Nothing is noted, but for a card that somebody wrote; an added file is nobody's."""
+    found = wb.verify(str(export), str(made[0]), progress=False)
+    assert found.ok
+    assert not found.warnings
+    assert "15 arrays of the checkpoint compared with their digests" in str(found)
+    (export / "README.md").write_text("# mine\n")
+    (export / "LICENSE").write_text("free\n")
+    found = wb.verify(str(export), str(made[0]), progress=False)
+    assert found.ok
+    assert found.warnings == ["README.md isn't what the export wrote"]
+
+
+def test_an_edit_that_is_meant_is_accepted(export: Path, made: tuple[Path, Path]) -> None:
+    """By name: that field and no other; what lies in it too; a file, or all of `config.json`. It is said all the same."""
+    edited("config.json", "rope_scaling", "factor", value=8.0)(export)
+    edited("config.json", "use_cache", value=False)(export)
+    edited("tokenizer.json", "added", value=[])(export)
+    words = {"rope_scaling", "use_cache", "tokenizer.json"}
+    for left in words:
+        found = wb.verify(str(export), str(made[0]), accept=sorted(words - {left}), progress=False)
+        (fault,) = found.faults
+        assert left in fault
+    found = wb.verify(str(export), str(made[0]), accept=["config.json", "tokenizer.json"], progress=False)
+    assert found.ok
+    assert len(found.warnings) == 3
+    assert "use_cache false, the export wrote nothing" in " ".join(found.warnings)
+    assert call("verify", export, made[0], *(word for name in words for word in ("--accept", name))) == 0
+    assert call("verify", made[0], "--accept", "rope_scaling") == 2
+
+
+def test_damage_that_was_exported_is_found(
+    export: Path, made: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint without its digests is exported damaged, and gets them back: both are alike, and the digests tell."""
+    step = Path(shutil.copytree(made[0].parent, tmp_path / "ckpt")) / "0"
+    file = max((step / "items").glob("ocdbt.process_*/d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    record = (step / "conversion.json").read_text()
+    (step / "conversion.json").write_text(json.dumps(json.loads(record) | {"digests": {}}))
+    assert call("export", step, tmp_path / "damaged") == 0
+    (step / "conversion.json").write_text(record)
+    capsys.readouterr()
+    assert call("verify", "--source", tmp_path / "damaged", "--checkpoint", step) == 1
+    said = capsys.readouterr().err
+    assert "isn't what conversion.json says was written, by its digest: the checkpoint is damaged" in said
+    assert str(step) in said
+    found = wb.verify(str(tmp_path / "damaged"), str(step), sample=0.5, progress=False)
+    assert found.ok
+    assert "not compared: 15 of 15 arrays with their digests" in str(found).splitlines()[-1]
+
+
+def test_a_record_of_an_older_version_is_said(export: Path, made: tuple[Path, Path]) -> None:
+    """It has no hashes: what differs from the checkpoint's release is noted, and isn't a fault."""
+    for field in ("files", "config"):
+        edited(RECORD, field, value=None)(export)
+    found = wb.verify(str(export), str(made[0]), progress=False)
+    assert found.ok
+    assert [warning.partition(" ")[0] for warning in found.warnings] == [RECORD]
+    edited("config.json", "quantization_config", value=FP8)(export)
+    found = wb.verify(str(export), str(made[0]), progress=False)
+    assert any("quantization_config" in warning for warning in found.warnings)
