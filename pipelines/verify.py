@@ -25,7 +25,7 @@ from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
 from weightbeam.formats.provenance import RECORD as CHECKPOINT_RECORD
 from weightbeam.formats.release_target import RECORD
-from weightbeam.formats.safetensors import QUANT_CONFIGS, HfCheckpoint, is_release, open_hf
+from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.config import Config, Layout
@@ -67,7 +67,7 @@ from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.counterparts import Counterpart, copied, taken
 from weightbeam.transforms.metadata import find_metadata_faults
 from weightbeam.transforms.planner import prepare
-from weightbeam.transforms.release_faults import compare_config, find_release_faults
+from weightbeam.transforms.release_faults import compare_remembered, find_release_faults
 from weightbeam.transforms.staged import remember
 from weightbeam.transforms.verification import ArrayResult, compared_elements, is_compared, tasks
 
@@ -299,7 +299,7 @@ class Subject:
     def shards(self, sample: float) -> list[ShardsTask]:
         """What is read for digests: nothing where only a sample of the tensors is."""
         whole = self.digested is not None and sample == 1
-        return shards_tasks(self.digested, self.digested.weights.values()) if self.digested and whole else []
+        return shards_tasks(self.digested.record, self.digested.weights.values()) if self.digested and whole else []
 
     def found(self, everything: Mapping[str, Any], sample: float) -> Verification:
         """The same with what was found."""
@@ -313,7 +313,7 @@ class Subject:
         arrays = {key: found for key, found in findings.items() if not any(key in found for found in others.values())}
         wrong, notes, digests = self.wrong, self.notes, None
         if self.digested:
-            digests, damaged = find_damage(self.digested, self.digested.weights.values(), read)
+            digests, damaged = find_damage(self.digested.record, self.digested.weights.values(), read)
             wrong += tuple((f"{key} in {self.items}", DAMAGED) for key in damaged)
             lines = digests.lines() if everything else ()  # else nothing was read yet
             notes += tuple((NOT_COMPARED, line.removeprefix(NOT_COMPARED).strip()) for line in lines)
@@ -393,8 +393,7 @@ def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> tuple[tupl
         return ()
     release = open_store(source.root)
     why = f"isn't there, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
-    quantised = {name: source.config[name] for name in QUANT_CONFIGS if name in source.config}
-    notes = compare_config(release, {**config, **quantised}, "the checkpoint was made with")
+    notes = compare_remembered(release, config)
     return (*([] if release.exists(RECORD) else [(RECORD, why)]), *notes)
 
 
@@ -475,7 +474,7 @@ def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Sub
         [accept] if isinstance(accept, str) else accept,
     )
     wrong = (*compare_trees(conversion, weights), *wrong, *faults)
-    digested = opened if known_digests(opened) else None
+    digested = opened if known_digests(opened.record) else None
     return Subject(items, conversion, wrong, keys, counterparts, unjudged, tuple(notes), digested)
 
 

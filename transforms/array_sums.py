@@ -12,13 +12,13 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from weightbeam.formats.orbax import STEP
 from weightbeam.formats.orbax_source import ChunkRead, OrbaxArray, OrbaxCheckpoint
-from weightbeam.formats.provenance import RECORD, digest
+from weightbeam.formats.provenance import RECORD, Stored, digest
 from weightbeam.formats.references import files_of
 from weightbeam.formats.release_target import UNPACKED
 from weightbeam.formats.staging import Staging
@@ -33,6 +33,7 @@ NOTE = "read"  # in a unit's ledger entry
 NOT_COMPARED = "not compared:"
 CHECKED = "checked"  # in the record of what is made
 TASK_BYTES = 256 << 20  # of an array, read in one go
+ONLY_ON_ITS_WAY = "If it was damaged on its way only, the same command with --resume reads these arrays again"
 SHOWN = 3  # arrays, and files of each, that a message names
 
 # of an array by its key: how many shards, and the sum of their shares, as a hexadecimal number
@@ -61,13 +62,23 @@ def compared_of(record: Mapping[str, Any] | None) -> Compared | None:
     return Compared(**said) if isinstance(said, dict) and said.keys() == vars(Compared()).keys() else None
 
 
-def known_digests(source: OrbaxCheckpoint) -> dict[str, str]:
+class Sharded(Stored, Protocol):
+    """An array, and the shape of what was written whole and has a share in its digest."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def shard(self) -> tuple[int, ...]: ...
+
+
+def known_digests(record: Mapping[str, Any]) -> dict[str, str]:
     """The digests that a checkpoint's record has, by the arrays' keys; what is none is left out."""
-    said = source.record.get("digests")
+    said = record.get("digests")
     return {key: known for key, known in said.items() if isinstance(known, str)} if isinstance(said, dict) else {}
 
 
-def add_shares(shares: Shares, array: OrbaxArray, box: Box, values: np.ndarray) -> None:
+def add_shares(shares: Shares, array: Sharded, box: Box, values: np.ndarray) -> None:
     """Adds the shares of the shards that lie whole in a box whose values are these."""
     for shard in _shards_in(array, box):
         inside = tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(shard, box, strict=True))
@@ -81,7 +92,7 @@ def _sum(so_far: Sequence[Any] | None, more: Sequence[Any]) -> tuple[int, str]:
     return count + more[0], f"{(int(share, 16) + int(more[1], 16)) % (1 << 128):032x}"
 
 
-def _shards_in(array: OrbaxArray, box: Box) -> Iterator[Box]:
+def _shards_in(array: Sharded, box: Box) -> Iterator[Box]:
     """The shards of an array that lie whole in a box."""
     whole = [
         range(-(-start // step), -(-stop // step) if stop == size else stop // step)
@@ -94,21 +105,21 @@ def _shards_in(array: OrbaxArray, box: Box) -> Iterator[Box]:
         )
 
 
-def shard_count(array: OrbaxArray) -> int:
+def shard_count(array: Sharded) -> int:
     """How many shards an array has."""
     return math.prod(-(-size // step) for size, step in zip(array.shape, array.shard, strict=True))
 
 
 def find_damage(
-    source: OrbaxCheckpoint,
-    arrays: Iterable[OrbaxArray],
+    record: Mapping[str, Any],
+    arrays: Iterable[Sharded],
     noted: Iterable[Mapping[str, Sequence[Any]]],
     written: Mapping[str, str] | None = None,
 ) -> tuple[Compared, list[str]]:
     """Compares arrays of a checkpoint with its record.
 
     Args:
-      source: the checkpoint.
+      record: the checkpoint's.
       arrays: what was read of it.
       noted: what was noted of them: `Shares`.
       written: the digests of arrays that were written as they were read, by their keys.
@@ -116,7 +127,7 @@ def find_damage(
     Returns:
       How many were compared, and the keys of those that aren't what was written.
     """
-    known, everything, sums = known_digests(source), {array.key: array for array in arrays}, Shares()
+    known, everything, sums = known_digests(record), {array.key: array for array in arrays}, Shares()
     for key, more in itertools.chain(*(shares.items() for shares in noted)):
         sums[key] = _sum(sums.get(key), more)
     found = {key: share for key, (count, share) in sums.items() if count == shard_count(everything[key])}
@@ -168,9 +179,9 @@ class ShardsTask:
         return ShardsRead(self.array.key, shares)
 
 
-def shards_tasks(source: OrbaxCheckpoint, arrays: Iterable[OrbaxArray]) -> list[ShardsTask]:
+def shards_tasks(record: Mapping[str, Any], arrays: Iterable[OrbaxArray]) -> list[ShardsTask]:
     """What reads all shards of the arrays whose digests are known, each task about `TASK_BYTES`."""
-    known, made = known_digests(source), []
+    known, made = known_digests(record), []
     for array in arrays:
         total = shard_count(array) if array.key in known else 0
         step = max(1, TASK_BYTES * total // max(1, array.nbytes))
@@ -209,7 +220,7 @@ class OfCheckpoint:
     @functools.cached_property
     def summed(self) -> frozenset[OrbaxArray]:
         """Those whose digests are known."""
-        known = known_digests(self.source)
+        known = known_digests(self.source.record)
         return frozenset(array for array in self.arrays_read if array.key in known)
 
     def note_reads(self, unit: Any, raw: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
@@ -230,7 +241,7 @@ class OfCheckpoint:
         Raises:
           DamagedError: some aren't right; the units that read them aren't in the ledger any more.
         """
-        if not known_digests(self.source):
+        if not known_digests(self.source.record):
             return {}
         place = staging.plan_folder
         noted = [entry.get(NOTE, {}) for entry in ledger.values()]
@@ -239,14 +250,14 @@ class OfCheckpoint:
             for array, index in self.chunks_unpacked
             if array in self.summed
         ]
-        compared, keys = find_damage(self.source, self.arrays_read, noted, written)
+        compared, keys = find_damage(self.source.record, self.arrays_read, noted, written)
         if not keys:
             return {CHECKED: dataclasses.asdict(compared)}
         for array in {array for array, _ in self.chunks_unpacked if array.key in keys}:
             place.delete_folder(f"{UNPACKED}/{array.key}")
         of_these = {number for number in range(len(self.plan.arrays)) if {*self.keys_of(number)} & {*keys}}
         units = [n for n, unit in enumerate(self.units) if any(block.array in of_these for block in unit)]
-        why = damage(self.source.root, keys, compared.arrays)
+        why = f"{damage(self.source.root, keys, compared.arrays)}, and start anew with --overwrite. {ONLY_ON_ITS_WAY}"
         staging.withdraw(units, why)
         raise DamagedError(why, units)
 
@@ -258,8 +269,7 @@ def damage(items: str, keys: Sequence[str], compared: int) -> str:
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return (
         f"{items}: {len(keys)} of {compared} arrays that were compared aren't what {RECORD} says was written, by their "
-        f"digests: {named}{more}. So the source is damaged: take a copy of it, or make it anew, and start anew with "
-        "--overwrite. If it was damaged on its way only, the same command with --resume reads these arrays again"
+        f"digests: {named}{more}. So the source is damaged: take a copy of it, or make it anew"
     )
 
 

@@ -62,8 +62,18 @@ def _without_record(release: Store, record: Mapping[str, Any], remembered: Mappi
     edits = record.get("config_edits")
     expected = {**remembered, **(edits if isinstance(edits, Mapping) else {})}
     expected = {field: value for field, value in expected.items() if field not in QUANTISATION}
-    differing = compare_config(release, expected, "the checkpoint's release had") if remembered else []
-    return [(RECORD, f"{what}, so they aren't compared"), *differing]
+    return [(RECORD, f"{what}, so they aren't compared"), *compare_remembered(release, expected)]
+
+
+def compare_remembered(release: Store, remembered: Mapping[str, Any]) -> list[Said]:
+    """The fields of a release's `config.json` that are others than a checkpoint remembers; nothing where it remembers
+    none. An export says the dtype by its new name beside the old one.
+    """
+    if not remembered:
+        return []
+    ways = [remembered, {**remembered, "dtype": remembered.get("torch_dtype")}]
+    plainly, renamed = (dict(compare_config(release, one, "the checkpoint was made with")) for one in ways)
+    return [(field, said) for field, said in plainly.items() if field in renamed]
 
 
 def compare_config(release: Store, expected: Mapping[str, Any], by: str) -> list[Said]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorstore as ts
@@ -16,6 +17,23 @@ from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.trees import TreeError, recognise
 from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
+from weightbeam.transforms.array_sums import Compared, Shares, add_shares, damage, find_damage, known_digests
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Array:
+    """What of an array its digest depends on."""
+
+    key: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    shard: tuple[int, ...]
+
+    @classmethod
+    def of(cls, key: str, store: ts.TensorStore) -> _Array:
+        shape, shard = tuple(store.shape), store.chunk_layout.write_chunk.shape or store.shape
+        least = tuple(min(n or 1, size) or 1 for n, size in zip(shard, shape, strict=True))
+        return cls(key, np.dtype(store.dtype.numpy_dtype), shape, least)
 
 
 class Orbax:
@@ -33,7 +51,12 @@ class Orbax:
         opened = open_arrays(items, complete=True)
         names = {} if as_is else _names(items)
         self._stores = {names.get(key, key): store for key, store in opened.items()}
-        axes = record_of(items).get("axes", {})
+        self._record = record_of(items)
+        self._digested = {
+            names.get(key, key): _Array.of(key, opened[key]) for key in known_digests(self._record) if key in opened
+        }
+        self._noted: list[Shares] | None = None
+        axes = self._record.get("axes", {})
         self.arrays: Mapping[str, Described] = {
             key: self._described(store, axes.get(key)) for key, store in self._stores.items()
         }
@@ -63,11 +86,39 @@ class Orbax:
                 read.result()
         except ValueError as e:  # TensorStore's, of whatever went wrong
             raise StorageError(f"{self.url}: {str(e).partition(' [source locations=')[0]}") from e
+        self._note(wanted, made)
         nbytes = sum(self.cost(key, [box]).nbytes for key, box, *_ in wanted)
         for number, (want, maker) in enumerate(zip(wanted, makers, strict=True)):
             if not plain[number]:
                 made[number] = cast(made[number], want.dtype, want.key, maker)
         return made, nbytes
+
+    def sum_up(self) -> None:
+        """From now on notes what is read, each box once, for `compare`."""
+        self._noted = []
+
+    def _note(self, wanted: Sequence[Wanted], values: Sequence[np.ndarray]) -> None:
+        """Notes the shares of the shards that were read whole."""
+        if self._noted is None:
+            return
+        shares = Shares()
+        for want, read in zip(wanted, values, strict=True):
+            if array := self._digested.get(want.key):
+                add_shares(shares, array, want.box, read)
+        self._noted.append(shares)
+
+    def compare(self, names: Iterable[str]) -> Compared:
+        """Compares the arrays that were read since `sum_up` with the digests of the checkpoint's record, as far as it was
+        by whole shards.
+
+        Raises:
+          StorageError: some aren't what was written.
+        """
+        arrays = [self._digested[name] for name in names if name in self._digested]
+        compared, damaged = find_damage(self._record, arrays, self._noted or ())
+        if damaged:
+            raise StorageError(damage(self.url, damaged, compared.arrays))
+        return compared
 
     def _read(self, key: str, box: Box, into: np.ndarray) -> ts.WriteFutures:
         """Begins to read a box into an array."""

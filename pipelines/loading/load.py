@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +24,7 @@ from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.loading.abstract import Abstract, Target, every_parameter, mismatches, read_tree
 from weightbeam.pipelines.loading.agreement import Agreement
+from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.coded import Coded, CodedRelease
 from weightbeam.pipelines.loading.decoding import alike, check_devices, compile_program, decoded
 from weightbeam.pipelines.loading.mesh import layout_of, named_sharding, open_mesh
@@ -157,6 +159,7 @@ def _shard(abstract: Abstract, source: Source, mesh: Mesh, rules: Any) -> Abstra
     return dataclasses.replace(abstract, targets=tuple(targets))
 
 
+LOG = logging.getLogger("weightbeam")
 # of a step, as they were read: for each block what its devices get
 Shares = list[dict["jax.Device", np.ndarray | Coded]]
 
@@ -183,6 +186,8 @@ class Loading:
             self.layouts[target.key], self.devices[target.key] = layout_of(target.shape, target.sharding)
         if isinstance(source, CodedRelease):
             check_devices({(self.devices[key], self.targets[key].dtype) for key in source.coded if key in self.targets})
+        if isinstance(source, Orbax):
+            source.sum_up()
         remote = "://" in source.url
         self.steps = make_steps(source, self.layouts, unit_bytes, MIN_REMOTE_RUN if remote else MIN_RUN)
 
@@ -260,6 +265,11 @@ class Loading:
                     jax.block_until_ready([arrays[block.key] for block in step.blocks])
                     scratch.reset()
                     free.append(scratch)
+            try:
+                self._compare()
+            except StorageError as e:
+                agreement.fail(e)
+            agreement.vote()
             agreement.settle()
             jax.block_until_ready(list(arrays.values()))
         finally:
@@ -268,6 +278,16 @@ class Loading:
             pool.shutdown()
             compilers.shutdown(cancel_futures=True)
         return arrays
+
+    def _compare(self) -> None:
+        """Compares a checkpoint that was read with its record's digests.
+
+        Raises:
+          StorageError: it isn't what was written.
+        """
+        if isinstance(self.source, Orbax):
+            for line in self.source.compare(self.targets).lines():
+                LOG.info("%s: %s", self.source.url, line)
 
     def _read(self, step: Step, scratch: Scratch) -> Shares:
         """Reads what this process needs for a step, everything in one go."""

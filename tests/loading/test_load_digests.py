@@ -1,0 +1,43 @@
+"""A checkpoint of ours whose bits have changed: `load` notices what it reads whole, and says what it couldn't compare."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from support import LLAMA, convert, random_tensors, save
+
+import weightbeam as wb
+
+
+MODEL = LLAMA | dict(vocab_size=8192)  # so that a shard is of many chunks
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digests")
+    return convert(save(folder / "hf", MODEL, random_tensors(MODEL)), folder / "ckpt")
+
+
+def test_a_damaged_checkpoint_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    step = Path(shutil.copytree(checkpoint, tmp_path / "0"))
+    file = max((step / "items").glob("ocdbt.process_*/d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(
+        wb.Failed, match=r"1 of 12 arrays that were compared aren't what conversion.json says"
+    ) as raised:
+        wb.load(str(step), mesh="fsdp=1")
+    assert str(file) in str(raised.value)
+
+
+def test_what_is_whole_is_compared(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All of it, where steps are large; with small ones what is read in parts of shards isn't, and that is logged."""
+    with caplog.at_level(logging.INFO, "weightbeam"):
+        wb.load(str(checkpoint), mesh="fsdp=1")
+        assert "not compared" not in caplog.text
+        wb.load(str(checkpoint), mesh="fsdp=1", unit_bytes=100_000)
+    assert "not compared" in caplog.text
