@@ -28,7 +28,9 @@ from weightbeam.model_mappings.naming import name_model
 from weightbeam.model_mappings.plan import Problem, expand, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.transforms.array_sums import Shares, add_shares, damage, find_damage
 from weightbeam.transforms.execution import arrange, make, read
+from weightbeam.transforms.source_sums import DamagedError
 from weightbeam.transforms.tensor_rows import back
 from weightbeam.transforms.units import Fetch
 
@@ -60,24 +62,34 @@ class AdapterExport:
     config: Mapping[str, Any]
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """PEFT's name and the values of each factor, those of one module together; of layers without an adapter none."""
+        """PEFT's name and the values of each factor, those of one module together; of layers without an adapter none.
+
+        Raises:
+          DamagedError: in the end, if what was read isn't what the checkpoint's record says.
+        """
         modules: dict[str, list[tuple[str, Part, Cell]]] = defaultdict(list)
         for key, part in self.parts.items():
             for cell in part.cells():
                 if match := _NAMED.fullmatch(str(cell.tensor)):
                     modules[match["tensor"].removesuffix(".weight")].append((key, part, cell))
         arrays: dict[str, np.ndarray] = {}
+        shares = Shares()
         for module, factors in modules.items():
             made = {}
             for key, part, cell in factors:
                 if key not in arrays:
-                    (arrays[key],) = read([_fetch(self.source.weights[key])])[0][0]
+                    array = self.source.weights[key]
+                    (arrays[key],) = read([_fetch(array)])[0][0]
+                    add_shares(shares, array, whole(array.shape), arrays[key])
                 side = str(cell.tensor)[-1]
                 made[f"{PEFT_PREFIX}{self._in_memory(module)}.{SIDES[side]}.weight"] = _back(
                     self.source.weights[key], arrays[key], key, part, cell
                 )
             if any(values.any() for values in made.values()):
                 yield from made.items()
+        compared, damaged = find_damage(self.source.record, map(self.source.weights.__getitem__, arrays), [shares])
+        if damaged:
+            raise DamagedError(damage(self.source.root, damaged, compared.arrays))
 
     def _in_memory(self, module: str) -> str:
         """The path of a module in transformers' model, where a text model with towers around it has another one than in
