@@ -234,6 +234,11 @@ def assemble(
         staging.gather()
         for name, data in gather(ledger.values()).items():
             staging.put(name, data)
-        about = {**record, **concluded, **staging.small_noted(), "digests": total(entry["digests"] for entry in ledger.values())}
+        about = {
+            **record,
+            **concluded,
+            **staging.small_noted(),
+            "digests": total(entry["digests"] for entry in ledger.values()),
+        }
         staging.put(RECORD, json.dumps(about, indent=1).encode())
     staging.publish(overwrite)

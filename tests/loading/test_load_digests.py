@@ -11,7 +11,6 @@ from support import LLAMA, convert, random_tensors, save
 
 import weightbeam as wb
 
-
 MODEL = LLAMA | dict(vocab_size=8192)  # so that a shard is of many chunks
 
 
