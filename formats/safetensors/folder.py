@@ -7,6 +7,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
+import json
 import re
 import reprlib
 from collections import defaultdict
@@ -84,6 +86,15 @@ class Shard:
             self.sha256 or self.fingerprint,
             [(t.name, t.dtype.name, t.shape, t.offset) for t in self.tensors],
         )
+
+    @property
+    def content(self) -> str:
+        """What tells what it holds from anything else, whatever disk it lies on: no time, and no hash that is known
+        only there; in words.
+        """
+        headers = [(t.name, t.dtype.name, t.shape, t.offset) for t in self.tensors]
+        known = json.dumps([self.fingerprint or self.version, headers]).encode()
+        return f"{self.size:,} bytes, {hashlib.sha256(known).hexdigest()[:16]}"
 
 
 @dataclasses.dataclass(frozen=True)

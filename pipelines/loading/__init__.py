@@ -17,6 +17,7 @@ mesh.
     decoding.py    JAX: the programs that make values of codes and scales
     placing.py     JAX: the programs that exchange slices and put blocks into their places
     scratch.py     buffers that are used again
+    meeting.py     several processes: all are there and mean the same, before anything is exchanged
     agreement.py   several processes: an error of one is an error of all
     load.py        `load`: the steps, one after the other, reading ahead
 

@@ -1,4 +1,4 @@
-"""Several processes: they all run the same programs in the same order, and an error of one of them is an error of all.
+"""Several processes, once they have met (`meeting.py`): they all run the same programs in the same order, and an error of one of them is an error of all.
 
 A process whose reading failed goes on with empty buffers, so that nobody waits for it in an exchange. With each step
 goes a vote, a number of each device, whose largest every process sees a few steps later, all at the same step; then all
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightbeam.pipelines.errors import FailedError
+from weightbeam.pipelines.errors import FailedError, RefusedError
 
 if TYPE_CHECKING:
     import jax
@@ -40,7 +40,11 @@ def _largest(devices: tuple[jax.Device, ...]) -> tuple[NamedSharding, Callable[[
 
 
 class Agreement:
-    """The votes of a load. With one process there is nothing to agree on: errors are raised at once."""
+    """The votes of a load. With one process there is nothing to agree on: errors are raised at once.
+
+    Raises:
+      RefusedError: there are several, and they can't have met.
+    """
 
     def __init__(self) -> None:
         import jax
@@ -49,6 +53,10 @@ class Agreement:
         self.error: Exception | None = None
         self._votes: collections.deque[jax.Array] = collections.deque()
         if not self.alone:
+            if not jax.distributed.is_initialized():
+                raise RefusedError(
+                    f"JAX has {jax.process_count()} processes; call jax.distributed.initialize() in each first, so that they can agree on what they load"
+                )
             self._split, self._largest = _largest(tuple(jax.devices()))
 
     def fail(self, error: Exception) -> None:

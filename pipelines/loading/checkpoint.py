@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import tensorstore as ts
 
+from weightbeam.formats.identity import Files
 from weightbeam.formats.orbax import METADATA, open_arrays, record_of
 from weightbeam.formats.orbax_source import leaves
 from weightbeam.formats.safetensors import Allocate
@@ -48,6 +49,7 @@ class Orbax:
 
     def __init__(self, items: Store, as_is: bool = False):
         self.url = items.url
+        self._files = Files.of(items)
         opened = open_arrays(items, complete=True)
         names = {} if as_is else _names(items)
         self._stores = {names.get(key, key): store for key, store in opened.items()}
@@ -145,6 +147,14 @@ class Orbax:
 
     def stacked(self, key: str) -> tuple[int, ...]:
         return ()
+
+    def identity(self) -> dict[str, str]:
+        remote = "://" in self.url
+        told = {file.name: f"{file.size:,} bytes{f', {file.version}' if remote else ''}" for file in self._files.files}
+        return told | ({"the source": self.url} if remote else {"bytes of its files": self._files.blocks})
+
+    def check(self) -> None:
+        self._files.check()
 
     def twins(self) -> list[list[str]]:
         return [[key] for key in self.arrays]

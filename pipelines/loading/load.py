@@ -14,11 +14,12 @@ import concurrent.futures
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from weightbeam.formats.identity import ChangedError
 from weightbeam.formats.storage import StorageError
 from weightbeam.model_mappings.plan import PARAMETERS
 from weightbeam.pipelines.errors import FailedError, RefusedError
@@ -27,8 +28,9 @@ from weightbeam.pipelines.loading.agreement import Agreement
 from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.coded import Coded, CodedRelease
 from weightbeam.pipelines.loading.decoding import alike, check_devices, compile_program, decoded
+from weightbeam.pipelines.loading.meeting import TIMEOUT, Meeting
 from weightbeam.pipelines.loading.mesh import layout_of, named_sharding, open_mesh
-from weightbeam.pipelines.loading.opening import choose, find_source
+from weightbeam.pipelines.loading.opening import at_commits, choose, find_commits, find_source
 from weightbeam.pipelines.loading.placing import bits, empty_arrays, exchange, place, settle
 from weightbeam.pipelines.loading.release import Release
 from weightbeam.pipelines.loading.schedule import (
@@ -63,6 +65,7 @@ def load(
     mesh: Mesh | str | None = None,
     unit_bytes: int = UNIT_BYTES,
     dequantize: str = HOST,
+    timeout: float = TIMEOUT,
     **options: Any,
 ) -> Any:
     """Loads a release or an Orbax checkpoint as a tree of `jax.Array`s.
@@ -71,7 +74,8 @@ def load(
     >>> params = weightbeam.load("hf://Qwen/Qwen3-8B", mesh="fsdp=8")
 
     The bits are those that a conversion to the same dtypes would store. Each process calls it with the same arguments;
-    each byte of the source is read once, by one of them, wherever the arrays are large.
+    each byte of the source is read once, by one of them, wherever the arrays are large. Nothing is read before all are
+    there and have the same arguments and the same source; process 0 says for all which commit a branch of the hub is.
 
     Args:
       source: a folder, `gs://…`, or `hf://org/name[@revision]`; of an Orbax checkpoint its root, a step, or the item.
@@ -81,13 +85,48 @@ def load(
         `"fsdp=4,tensor=2"` for all devices.
       unit_bytes: memory for a step; up to eight of them are there at a time, on a host of six cores or more.
       dequantize: where codes become values: on the `host`, or plain FP8 on the `device`, which then has the same bits.
+      timeout: seconds after which a process that isn't heard of counts as gone, until all have agreed.
       options: those of `weightbeam convert` that say what MaxText's tree is: `scan_layers`, `vocab_size`,
         `maxtext_model` …; `lora` merges adapters. Where `like` says them by its keys and shapes, they needn't be given.
 
     Raises:
       RefusedError: before anything is read: there is no such source, or problems stand against it or against `like`:
-        all of them.
-      FailedError: on the way: a file can't be read, or another process failed.
+        all of them; in this process or in another one, or the processes don't mean the same.
+      FailedError: on the way: a file can't be read, or was changed since; or another process failed, or isn't there.
+    """
+    with Meeting(timeout) as meeting:
+        asked, chosen = meeting.agree(
+            "arguments",
+            lambda: _asked(like, mesh, dequantize, options),
+            lambda read: _told(
+                read[1],
+                options,
+                mesh=mesh if isinstance(mesh, str) else type(mesh).__name__,
+                unit_bytes=unit_bytes,
+                dequantize=dequantize,
+            ),
+        )
+        commits = meeting.decide("commits", lambda: find_commits(source, chosen))
+        opened, chosen = meeting.agree(
+            "source",
+            lambda: _open(commits.get(str(source), source), asked, options, commits),
+            lambda found: found[0].identity(),
+        )
+        loading, build = meeting.agree(
+            "arrays",
+            lambda: _prepare(opened, chosen, asked, mesh, unit_bytes, dequantize),
+            lambda made: made[0].identity(),
+        )
+    return build(loading.run())
+
+
+def _asked(
+    like: Any, mesh: Mesh | str | None, dequantize: str, options: Mapping[str, Any]
+) -> tuple[Abstract | None, Options]:
+    """What the arguments ask for, as far as they say it without the source.
+
+    Raises:
+      RefusedError: they can't be meant.
     """
     if dequantize not in (HOST, DEVICE):
         raise RefusedError(
@@ -97,25 +136,25 @@ def load(
         raise RefusedError(
             "like=… or mesh=… is missing: without a tree or a mesh nobody knows where the arrays should lie"
         )
-    asked = read_tree(like) if like is not None else None
-    opened, chosen = _open(source, asked, options)
-    abstract = every_parameter(opened.arrays) if asked is None else asked.spelled_as(opened.arrays)
-    if mesh is not None:
-        rules = rules_of(chosen)
-        abstract = _shard(abstract, opened, open_mesh(mesh, rules), rules)
-    if problems := mismatches(abstract, opened.arrays):
-        raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
-    if dequantize == DEVICE and isinstance(opened, Release):
-        opened = cast(Source, CodedRelease(opened.conversion))  # whose boxes may be codes, which `Loading` knows
-    return abstract.build(Loading(opened, abstract.targets, unit_bytes).run())
+    return read_tree(like) if like is not None else None, choose(options)
 
 
-def _open(source: str, asked: Abstract | None, given: Mapping[str, Any]) -> tuple[Source, Options]:
+def _told(chosen: Options, given: Mapping[str, Any], **arguments: Any) -> dict[str, str]:
+    """The arguments as the processes compare them; folders may have other names on other hosts."""
+    said = {name: getattr(chosen, name) for name in sorted(given)} | arguments
+    if "lora" in said:
+        said["lora"] = [weight for _, weight in chosen.lora]
+    return {name: value if isinstance(value, str) else repr(value) for name, value in said.items()}
+
+
+def _open(
+    source: str, asked: Abstract | None, given: Mapping[str, Any], commits: Mapping[str, str]
+) -> tuple[Source, Options]:
     """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its
     vocabulary, its parts.
     """
     if asked is None:
-        chosen = choose(given)
+        chosen = at_commits(choose(given), commits)
         return find_source(source, chosen), chosen
     told = dict(given)
     shapes = {target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape for target in asked.targets}
@@ -126,7 +165,7 @@ def _open(source: str, asked: Abstract | None, given: Mapping[str, Any]) -> tupl
     best: tuple[int, Source, Options] | None = None
     refused: RefusedError | None = None
     for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
-        chosen = choose(told | {"scan_layers": scan})
+        chosen = at_commits(choose(told | {"scan_layers": scan}), commits)
         try:
             opened = find_source(source, chosen)
         except RefusedError as e:
@@ -141,6 +180,30 @@ def _open(source: str, asked: Abstract | None, given: Mapping[str, Any]) -> tupl
         assert refused is not None
         raise refused
     return best[1], best[2]
+
+
+def _prepare(
+    opened: Source,
+    chosen: Options,
+    asked: Abstract | None,
+    mesh: Mesh | str | None,
+    unit_bytes: int,
+    dequantize: str,
+) -> tuple[Loading, Callable[[Sequence[jax.Array]], Any]]:
+    """The load of what is asked for, and what makes the tree of its arrays.
+
+    Raises:
+      RefusedError: the source hasn't what is asked for, or nobody says where it should lie.
+    """
+    abstract = every_parameter(opened.arrays) if asked is None else asked.spelled_as(opened.arrays)
+    if mesh is not None:
+        rules = rules_of(chosen)
+        abstract = _shard(abstract, opened, open_mesh(mesh, rules), rules)
+    if problems := mismatches(abstract, opened.arrays):
+        raise RefusedError(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    if dequantize == DEVICE and isinstance(opened, Release):
+        opened = cast(Source, CodedRelease(opened.conversion))  # whose boxes may be codes, which `Loading` knows
+    return Loading(opened, abstract.targets, unit_bytes), abstract.build
 
 
 def _shard(abstract: Abstract, source: Source, mesh: Mesh, rules: Any) -> Abstract:
@@ -191,11 +254,20 @@ class Loading:
         remote = "://" in source.url
         self.steps = make_steps(source, self.layouts, unit_bytes, MIN_REMOTE_RUN if remote else MIN_RUN)
 
+    def identity(self) -> dict[str, str]:
+        """What the processes have to agree on: what each array is, and how it lies on devices."""
+        told = {}
+        for key, target in self.targets.items():
+            layout, devices = self.layouts[key], [device.id for device in self.devices[key]]
+            where = f"devices {devices}" if len(layout.readers) > 1 else "devices of one process"
+            told[key] = f"{target.dtype.name} {target.shape}, cut into {layout.counts}, on {where}"
+        return told
+
     def run(self) -> list[jax.Array]:
         """Loads everything; the arrays in the order of the targets.
 
         Raises:
-          FailedError: a file can't be read, or another process failed.
+          FailedError: a file can't be read, or was changed since it was opened; or another process failed.
         """
         import jax
 
@@ -266,8 +338,11 @@ class Loading:
                     scratch.reset()
                     free.append(scratch)
             try:
+                self.source.check()
                 self._compare()
-            except StorageError as e:
+            except ChangedError as e:
+                agreement.fail(FailedError(f"{e.what}; load it again"))
+            except Exception as e:  # as above
                 agreement.fail(e)
             agreement.vote()
             agreement.settle()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weightbeam.pipelines.errors import RefusedError
+from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.loading.schedule import Layout
 from weightbeam.transforms.mesh import Mesh as MeshSizes
 from weightbeam.transforms.mesh import MeshError, Rules, axes_in, axes_of, partition_spec
@@ -27,6 +27,7 @@ def open_mesh(mesh: Mesh | str, rules: Rules) -> Mesh:
 
     Raises:
       RefusedError: it can't be read, or has another number of devices than there are.
+      FailedError: JAX can't open its devices.
     """
     import jax
 
@@ -36,8 +37,12 @@ def open_mesh(mesh: Mesh | str, rules: Rules) -> Mesh:
         sizes = MeshSizes.parse(mesh, axes_in(rules))
     except MeshError as e:
         raise RefusedError(str(e).removeprefix("--")) from e
-    if sizes.devices != len(jax.devices()):
-        raise RefusedError(f"mesh={mesh} has {sizes.devices:,} devices, JAX sees {len(jax.devices()):,}")
+    try:
+        devices = len(jax.devices())
+    except RuntimeError as e:  # in a job of several processes where one ends meanwhile, too
+        raise FailedError(f"JAX's devices can't be opened: {e}") from e
+    if sizes.devices != devices:
+        raise RefusedError(f"mesh={mesh} has {sizes.devices:,} devices, JAX sees {devices:,}")
     auto = (jax.sharding.AxisType.Auto,) * len(sizes.sizes)
     return jax.make_mesh(tuple(sizes.sizes.values()), tuple(sizes.sizes), axis_types=auto)
 

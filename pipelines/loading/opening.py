@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,22 @@ def choose(given: Mapping[str, Any]) -> Options:
     return read_options(values)
 
 
+def find_commits(source: str, options: Options) -> dict[str, str]:
+    """The hub's repositories among the source and the adapters, each at its commit, by what they are called.
+
+    Raises:
+      Refused: the hub doesn't say.
+    """
+    named = (str(source), *(url for url, _ in options.lora))
+    with reading(str(source)):
+        return {url: open_store(url).url for url in named if url.startswith("hf://")}
+
+
+def at_commits(options: Options, commits: Mapping[str, str]) -> Options:
+    """The options with the adapters at these commits."""
+    return dataclasses.replace(options, lora=tuple((commits.get(url, url), weight) for url, weight in options.lora))
+
+
 def find_source(where: str, options: Options, as_is: bool = False) -> Source:
     """The arrays of a release or of an Orbax checkpoint.
 
@@ -93,4 +110,4 @@ def _as_it_is(checkpoint: HfCheckpoint, options: Options) -> Tensors:
         )
     if problems := [*checkpoint.problems, *source.problems]:
         raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
-    return Tensors(checkpoint.root, source.encodings)
+    return Tensors([checkpoint, *(adapter.files for adapter in adapters)], source.encodings)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from weightbeam import __version__
 from weightbeam.formats.encodings import Encoding, stored_bytes
-from weightbeam.formats.safetensors import Allocate, read_boxes
+from weightbeam.formats.safetensors import Allocate, HfCheckpoint, read_boxes
 from weightbeam.model_mappings.boxes import Box, volume, whole
 from weightbeam.model_mappings.plan import Array, is_float
 from weightbeam.pipelines.loading.source import Cost, Described, Wanted, cast
-from weightbeam.transforms.conversion import Conversion
+from weightbeam.transforms.conversion import DECODING_VERSION, Conversion
 from weightbeam.transforms.execution import make_boxes
 from weightbeam.transforms.units import fetches_for, find_twins
 
@@ -25,6 +28,19 @@ def _form(encoding: Encoding) -> tuple[object, ...]:
         encoding.shape,
         *((read.tensor.shape, read.tensor.dtype) for read in encoding.reads(whole(encoding.shape))),
     )
+
+
+def _identity(release: HfCheckpoint, adapters: Sequence[HfCheckpoint]) -> dict[str, str]:
+    """What a release and the adapters that are merged into it hold; see `Source.identity`."""
+    told = {"weightbeam": f"{__version__} ({DECODING_VERSION})"}
+    for number, files in enumerate((release, *adapters)):
+        of = f" of adapter {number}" if number else ""
+        if "://" in files.root:
+            told[f"the source{of}"] = files.root
+        config = json.dumps(files.config, sort_keys=True).encode()
+        told[f"the configuration{of}"] = hashlib.sha256(config).hexdigest()[:16]
+        told |= {shard.name + of: shard.content for shard in files.shards}
+    return told
 
 
 class Release:
@@ -109,16 +125,27 @@ class Release:
             )
         return self._stacked_axes[key]
 
+    def identity(self) -> dict[str, str]:
+        return _identity(self.conversion.source, [adapter.files for adapter in self.conversion.adapters])
+
+    def check(self) -> None:
+        self.conversion.check()
+
     def twins(self) -> list[list[str]]:
         keys = list(self._arrays)
         return [[keys[number] for number in group] for group in find_twins(list(self._arrays.values()))]
 
 
 class Tensors:
-    """A release as it is: its tensors under their own names; quantised ones dequantised, in float32."""
+    """A release as it is: its tensors under their own names; quantised ones dequantised, in float32.
 
-    def __init__(self, url: str, encodings: Mapping[str, Encoding]):
-        self.url, self._encodings = url, encodings
+    Args:
+      files: the release, and the adapters that are merged into it.
+      encodings: its tensors.
+    """
+
+    def __init__(self, files: Sequence[HfCheckpoint], encodings: Mapping[str, Encoding]):
+        self.url, self._files, self._encodings = files[0].root, files, encodings
         self.arrays: Mapping[str, Described] = {name: self._described(encoding) for name, encoding in encodings.items()}
 
     @staticmethod
@@ -151,6 +178,13 @@ class Tensors:
 
     def stacked(self, key: str) -> tuple[int, ...]:
         return ()
+
+    def identity(self) -> dict[str, str]:
+        return _identity(self._files[0], self._files[1:])
+
+    def check(self) -> None:
+        for files in self._files:
+            files.check()
 
     def twins(self) -> list[list[str]]:
         return [[key] for key in self.arrays]

@@ -95,6 +95,20 @@ class Source(Protocol):
         """
         ...
 
+    def identity(self) -> dict[str, str]:
+        """What it holds, wherever it lies: of each file its name, and its size and some of its bytes, or what a store
+        calls its version. Processes whose sources have one identity may share the reading.
+        """
+        ...
+
+    def check(self) -> None:
+        """Checks that its files are those that were opened.
+
+        Raises:
+          ChangedError: one isn't, or is gone.
+        """
+        ...
+
     def twins(self) -> list[list[str]]:
         """The arrays in groups: those of a group are to be cut alike and made together, so that no byte is read twice."""
         ...

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightbeam.formats.identity import ChangedError
 from weightbeam.model_mappings.cells import pattern
+from weightbeam.pipelines.errors import FailedError
+from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.indexing import find_box
 from weightbeam.pipelines.loading.opening import choose, find_source
 from weightbeam.pipelines.loading.source import Source, Wanted
@@ -20,6 +23,21 @@ from weightbeam.transforms.mesh import Rules
 
 if TYPE_CHECKING:
     import jax
+
+
+CHECKED = 1 << 20  # bytes of a box; a look at the files takes longer than to read a smaller one
+
+
+def check(source: Source) -> None:
+    """Checks that the files of a source are those that were opened.
+
+    Raises:
+      FailedError: one isn't, or is gone.
+    """
+    try:
+        source.check()
+    except ChangedError as e:
+        raise FailedError(f"{e.what}; open it again") from e
 
 
 class LazyArray:
@@ -65,6 +83,8 @@ class LazyArray:
     def __getitem__(self, index: Any) -> np.ndarray:
         box, rest = find_box(index, self.shape)
         (values,), _ = self._source.make([Wanted(self.key, box, self.dtype)])
+        if values.nbytes >= CHECKED and "://" not in self._source.url and not isinstance(self._source, Orbax):
+            check(self._source)
         return values[rest]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -101,6 +121,14 @@ class LazyTree(Mapping[str, LazyArray]):
 
     def __len__(self) -> int:
         return len(self._arrays)
+
+    def check(self) -> None:
+        """Checks that the files are those that were opened, as after a box of 1 MiB or more of a release in a folder.
+
+        Raises:
+          FailedError: one isn't, or is gone: what was read may be of either.
+        """
+        check(self._source)
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,10 @@
 file of JSON.
 
     {"devices": of all processes, "loads": [{"source": …, "mesh": [names, sizes], "options": {…}, "fault": [process,
-    kind], "values": false}, …]}
+    kind], "values": false, "waits": [process, path, "to call" or "to open"]}, …]}
+
+A list of sources, or of options, has one for each process. `waits` has a process call, or open its source, when there is such a file, or after a minute; when
+it is done with a load, a process makes the file `done-LOAD-PROCESS` beside the request.
 
 Writes JSON into the file of answers, a line for each load, of what this process holds of each array, `{"shards": {key:
 [[index, digest], …]}, "read": bytes, "programs": …}`, or `{"refused": message}`, `{"failed": message}`; with `values`
@@ -18,6 +21,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +48,7 @@ def values(array: np.ndarray) -> list:
     return [list(array.shape), array.dtype.name, base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()]
 
 
-def main(process: int, processes: int, port: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def main(process: int, processes: int, port: str, request: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={request['devices'] // processes} {FAST}"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
@@ -55,7 +59,9 @@ def main(process: int, processes: int, port: str, request: dict[str, Any]) -> It
             f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=100
         )
     jax.monitoring.register_event_duration_secs_listener(note_program)
-    return (run(process, wanted) for wanted in request["loads"])
+    for number, wanted in enumerate(request["loads"]):
+        yield run(process, wanted)
+        (folder / f"done-{number}-{process}").touch()
 
 
 def note_program(event: str, *_: Any, **__: Any) -> None:
@@ -71,25 +77,31 @@ def run(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
     from weightbeam.pipelines.loading import load as loading
     from weightbeam.pipelines.loading.abstract import read_tree
 
-    mesh = wanted["mesh"]
+    mesh = wanted["mesh"]["each"][process] if isinstance(wanted["mesh"], dict) else wanted["mesh"]
     if not isinstance(mesh, str):
         names, sizes = mesh
         mesh = jax.sharding.Mesh(np.array(jax.devices(), dtype=object)[: np.prod(sizes)].reshape(sizes), names)
     PROGRAMS.clear()
-    before, plain, run_alone = read_bytes(), loading.Loading._read, loading.Loading._run
+    before, plain, opening = read_bytes(), loading.Loading._read, loading._open
+    source, options = (
+        each[process] if isinstance(each, list) else each for each in (wanted["source"], wanted.get("options", {}))
+    )
     faulty, kind = wanted.get("fault", (None, ""))
     if faulty == process:
-        break_reading(loading, kind, wanted["source"])
-    if kind == "cuts" and jax.process_count() > 1:
-        wait_for_all_plans(loading)
+        break_reading(loading, kind, source)
+    waiting, path, what = wanted.get("waits", (None, "", ""))
+    if waiting == process and what == "to call":
+        wait_for(Path(path))
+    elif waiting == process:
+        loading._open = lambda *arguments: wait_for(Path(path)) or opening(*arguments)
     try:
-        tree = loading.load(wanted["source"], mesh=mesh, **wanted.get("options", {}))
+        tree = loading.load(source, mesh=mesh, **options)
     except Refused as e:
         return {"refused": str(e)}
     except Failed as e:
         return {"failed": str(e)}
     finally:
-        loading.Loading._read, loading.Loading._run = plain, run_alone
+        loading.Loading._read, loading._open = plain, opening
     read, compiled = read_bytes() - before, len(PROGRAMS)
     keys = [target.key for target in read_tree(tree).targets]
     tell = values if wanted.get("values") else digest
@@ -103,30 +115,29 @@ def run(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
     return {"shards": shards, "read": read, "programs": compiled}
 
 
-def wait_for_all_plans(loading: Any) -> None:
-    """Has no process read anything before all have made their plans: one that plans with files that are cut short
-    refuses them, and the others would wait for it.
-    """
-    from jax.experimental.multihost_utils import sync_global_devices
-
-    plain = loading.Loading._run
-
-    def waiting(self: Any) -> Any:
-        sync_global_devices("all have planned")
-        return plain(self)
-
-    loading.Loading._run = waiting
+def wait_for(path: Path) -> None:
+    latest = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < latest:
+        time.sleep(0.05)
 
 
 def break_reading(loading: Any, kind: str, source: str) -> None:
-    """Has this process fail, or die, in the middle of its reading; or cuts a file short, after the plan was made."""
+    """Has this process fail, or die, in the middle of its reading, or die while it opens the source; or cuts a file
+    short after the plan was made, or puts another in its place while it is read.
+    """
     plain, calls = loading.Loading._read, []
+    if kind == "dies opening":
+        loading._open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        return
 
     def broken(self: Any, *arguments: Any) -> Any:
         calls.append(1)
         if kind == "cuts":
             for path in Path(source).glob("*.safetensors"):
                 os.truncate(path, path.stat().st_size // 2)
+        elif kind == "replaces":
+            if len(calls) == 3:
+                os.replace(f"{source}/other", f"{source}/model.safetensors")
         elif len(calls) == 3:
             if kind == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -137,6 +148,7 @@ def break_reading(loading: Any, kind: str, source: str) -> None:
 
 
 if __name__ == "__main__":
+    asked = Path(sys.argv[4])
     with Path(sys.argv[5]).open("w") as answers:
-        for told in main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(Path(sys.argv[4]).read_text())):
+        for told in main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(asked.read_text()), asked.parent):
             print(json.dumps(told), file=answers, flush=True)

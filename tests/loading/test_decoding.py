@@ -127,7 +127,7 @@ def test_blocks_of_arrays(tmp_path: Path, by_host: set[str]) -> None:
 @functools.cache
 def opened(folder: Path, case: str) -> tuple[CodedRelease, Arrays]:
     source, wanted = write(folder / case, case)
-    return CodedRelease(_open(str(source), None, {})[0].conversion), wanted
+    return CodedRelease(_open(str(source), None, {}, {})[0].conversion), wanted
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,8 @@ from __future__ import annotations
 import base64
 import fcntl
 import functools
-import json
-import os
 import pickle
 import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 import support
+from loading.jobs import assert_holds, run_job
 from support import (
     BF16,
     DEEPSEEK,
     F32,
     FP8,
-    HERE,
     QWEN3_MOE,
     convert,
     digest,
@@ -57,47 +52,6 @@ QUANTISED = QWEN3_MOE | dict(
 )
 DEEP = DEEPSEEK | dict(num_hidden_layers=61, first_k_dense_replace=3, n_routed_experts=8)
 STEPS = dict(unit_bytes=600_000)  # many of them
-
-Told = dict[str, list[dict[str, Any]]]  # for each load, by its name, what each process told; one that died told nothing
-
-
-def run_job(
-    processes: int, loads: Mapping[str, Mapping[str, Any]], folder: Path
-) -> tuple[Told, list[subprocess.CompletedProcess[str]]]:
-    """What the processes of a job tell of each load, and how they ended."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    request = folder / f"request-{processes}.json"
-    request.write_text(json.dumps({"devices": 8, "loads": list(loads.values())}, default=str))
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"}
-    command = [sys.executable, str(HERE / "loading" / "member.py")]
-    told: Told = {name: [] for name in loads}
-    started, ended = [], []
-    for process in range(processes):  # files, since one that waits for a pipe to be read keeps the others waiting
-        files = [(folder / f"{processes}-{process}.{kind}").open("w+") for kind in ("out", "err")]
-        answers = folder / f"{processes}-{process}.answers"
-        arguments = [*command, str(process), str(processes), port, str(request), str(answers)]
-        started.append(
-            (subprocess.Popen(arguments, stdout=files[0], stderr=files[1], env=environment), answers, *files)
-        )
-    for process, answers, *files in started:
-        process.wait(timeout=500)
-        out, err = (file.seek(0) or file.read() for file in files)
-        ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-        for name, line in zip(loads, answers.read_text().splitlines(), strict=False):  # one that died told less
-            told[name].append(json.loads(line))
-    return told, ended
-
-
-def assert_holds(told: Mapping[str, Any], wanted: Mapping[str, np.ndarray]) -> None:
-    """Every shard that a process holds is the part of the array that its index says."""
-    assert "shards" in told, told
-    assert {key.removeprefix(PARAMETERS) for key in told["shards"]} == set(wanted)
-    for key, shards in told["shards"].items():
-        values = wanted[key.removeprefix(PARAMETERS)]
-        for index, found in shards:
-            assert digest(values[tuple(slice(*cut) for cut in index)]) == found, (key, index)
 
 
 class Job:

@@ -132,7 +132,7 @@ def test_a_file_that_is_cut_short_fails_in_words(tmp_path: Path) -> None:
     like = abstract(wanted())
     from weightbeam.pipelines.loading import load as loading
 
-    opened = loading._open(str(source), None, {})[0]
+    opened = loading._open(str(source), None, {}, {})[0]
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(wb.Failed, match=r"model\.safetensors"):
         loading.Loading(opened, loading.read_tree(like).spelled_as(opened.arrays).targets).run()

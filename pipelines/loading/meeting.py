@@ -1,0 +1,231 @@
+"""Several processes meet before anything is exchanged: all have come to the same call of `load`, none refuses, and all
+are about to load the same.
+
+What they say goes through JAX's coordinator, which needs no devices: one that refuses doesn't begin them, and the others
+would wait for it. Process 0 hears all of them and tells the outcome. Each call has keys of its own, so that no process
+meets the others at a call that they have left. A process that is there says so again and again, however long it opens
+files; who is silent has died, or never came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
+
+from weightbeam.pipelines.errors import FailedError, RefusedError
+
+Made = TypeVar("Made")
+
+TIMEOUT = 90.0  # seconds; JAX ends all processes 100 s after the last sign of one, without a word of ours
+BEAT = 5.0  # seconds between two signs of a process, at most
+LOOK = 1000  # milliseconds for which the coordinator is asked at a time
+SHOWN, LENGTH = 3, 200  # differences that are told, and characters of a value in them
+
+_CALLS = itertools.count(1)  # of this process
+
+
+class _SilentError(Exception):
+    """A process that isn't heard of; `came` if it was before."""
+
+    def __init__(self, process: int, came: bool):
+        self.process, self.came = process, came
+
+
+class Meeting:
+    """The processes of a job at one call; a context manager. One process alone agrees with itself.
+
+    Args:
+      timeout: seconds of silence after which a process counts as gone.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT):
+        from jax._src import distributed  # there is no public way to the coordinator; Orbax takes this one
+
+        state = distributed.global_state
+        self.alone = state.client is None or state.num_processes == 1
+        self.process, self.processes, self.timeout = state.process_id, state.num_processes, timeout
+        self._client: Any = state.client
+        self._left = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="meeting", daemon=True)
+        self._heard: dict[int, tuple[str | None, float]] = {}  # the last sign of each process, and when it was new
+        self.number = 0 if self.alone else next(_CALLS)
+
+    def __enter__(self) -> Self:
+        if not self.alone:
+            self._beating.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        if not self.alone:
+            self._beating.join()
+
+    def decide(self, what: str, make: Callable[[], Made]) -> Made:
+        """What process 0 makes, of values that JSON can say: one decides for all.
+
+        Raises:
+          RefusedError: it was refused.
+          FailedError: it isn't heard of.
+        """
+        if self.alone or self.process == 0:
+            made = self._made(what, make)
+            self._say(f"{what}/0", {"yes": made})
+            return made
+        return self._hear(0, f"{what}/0")["yes"]
+
+    def agree(self, what: str, make: Callable[[], Made], facts: Callable[[Made], Mapping[str, str]]) -> Made:
+        """What each process makes, once all have made it and know the same facts of it.
+
+        Raises:
+          RefusedError: one was refused, or has other facts than process 0; with its words.
+          FailedError: one isn't heard of; with its number.
+          Exception: the error itself, in the process that has it.
+        """
+        if self.alone:
+            return make()
+        made, mine = self._made(what, lambda: (made := make(), dict(facts(made))))
+        if self.process == 0:
+            self._say(f"{what}/0", {"yes": mine})
+            self._say(f"{what}/all", outcome := self._gather(what))
+        else:
+            told = differences(mine, self._hear(0, f"{what}/0")["yes"])
+            self._say(f"{what}/{self.process}", {"no": told} if told else {"yes": {}})
+            if told:
+                raise RefusedError(f"{told}; every process has to load the same, by the same arguments")
+            outcome = self._hear(0, f"{what}/all")
+        if "silent" in outcome:
+            raise FailedError(outcome["silent"])
+        if "refused" in outcome:
+            raise RefusedError(outcome["refused"])
+        return made
+
+    def _made(self, what: str, make: Callable[[], Made]) -> Made:
+        """What this process makes; its error is told to the others first."""
+        try:
+            return make()
+        except BaseException as e:
+            self._say(f"{what}/{self.process}", {"no": str(e) or type(e).__name__})
+            raise
+
+    def _gather(self, what: str) -> dict[str, str]:
+        """What all others say: nothing, that one refuses, or that some aren't heard of."""
+        silent, refused = [], []
+        self._listen()
+        for process in range(1, self.processes):
+            try:
+                said = json.loads(self._wait(process, f"{what}/{process}"))
+            except _SilentError as e:
+                silent.append(e)
+            else:
+                refused += [self._refusal(process, said)] if "no" in said else []
+        if refused:
+            return {"refused": refused[0]}
+        if silent:
+            return {"silent": "; ".join(map(self._silence, silent))}
+        with self._coordinator():  # all have come to this call, and need nothing of the last one any more
+            self._client.key_value_delete(f"weightbeam/load/{self.number - 1}")
+        return {}
+
+    def _refusal(self, process: int, said: Mapping[str, str]) -> str:
+        return f"process {process} of {self.processes} refused, so nothing was loaded: {said['no']}"
+
+    def _silence(self, silent: _SilentError) -> str:
+        what = "has stopped: it wasn't heard of" if silent.came else f"didn't come to call {self.number} of load"
+        return (
+            f"process {silent.process} of {self.processes} {what} for {self.timeout:,.0f} s, so nothing was loaded; "
+            "with timeout=… the others wait longer"
+        )
+
+    def _hear(self, process: int, key: str) -> dict[str, Any]:
+        """What a process says.
+
+        Raises:
+          RefusedError: that it was refused.
+          FailedError: nothing.
+        """
+        self._listen()
+        try:
+            said = json.loads(self._wait(process, key))
+        except _SilentError as e:
+            raise FailedError(self._silence(e)) from None
+        if "no" in said:
+            raise RefusedError(self._refusal(process, said))
+        return said
+
+    def _wait(self, process: int, key: str) -> str:
+        """The value of a key that a process sets, however long that takes, as long as there are signs of it."""
+        from jax.errors import JaxRuntimeError
+
+        while True:
+            try:
+                with self._coordinator():
+                    return self._client.blocking_key_value_get(self._key(key), LOOK)
+            except JaxRuntimeError:  # not yet
+                self._look()
+            sign, since = self._heard[process]
+            if time.monotonic() - since > self.timeout:
+                raise _SilentError(process, sign is not None)
+
+    def _listen(self) -> None:
+        """Begins to count the silence of all processes."""
+        self._heard = {
+            process: (self._heard.get(process, (None,))[0], time.monotonic()) for process in range(self.processes)
+        }
+
+    def _look(self) -> None:
+        """Looks for signs of all processes."""
+        with self._coordinator():
+            signs = self._client.key_value_dir_get(self._key("signs/"))
+        for key, sign in signs:
+            process = int(key.rpartition("/")[2])
+            if self._heard[process][0] != sign:
+                self._heard[process] = sign, time.monotonic()
+
+    def _beat(self) -> None:
+        """Gives signs of this process until it leaves."""
+        with contextlib.suppress(FailedError):  # the coordinator is gone: who waits for it says so
+            for number in itertools.count():
+                self._say(f"signs/{self.process}", number)
+                if self._left.wait(min(BEAT, self.timeout / 5)):
+                    return
+
+    def _say(self, key: str, what: Any) -> None:
+        if not self.alone:
+            with self._coordinator():
+                self._client.key_value_set(self._key(key), json.dumps(what), allow_overwrite=True)
+
+    def _key(self, key: str) -> str:
+        return f"weightbeam/load/{self.number}/{key}"
+
+    @contextlib.contextmanager
+    def _coordinator(self) -> Any:
+        """Context manager: JAX's coordinator is asked; that a key isn't there yet is JAX's error.
+
+        Raises:
+          FailedError: it can't be reached.
+        """
+        from jax.errors import JaxRuntimeError
+
+        try:
+            yield
+        except JaxRuntimeError as e:
+            if "DEADLINE_EXCEEDED" in str(e):
+                raise
+            raise FailedError(
+                f"JAX's coordinator, which is in process 0 of {self.processes} as a rule, can't be reached: {e}"
+            ) from e
+
+
+def differences(mine: Mapping[str, str], others: Mapping[str, str]) -> str:
+    """In what facts differ from those of process 0; empty if in nothing."""
+    names = [name for name in {**others, **mine} if mine.get(name) != others.get(name)]
+    told = [
+        f"{name} is {mine.get(name, 'not there')[:LENGTH]} here, and {others.get(name, 'not there')[:LENGTH]} in process 0"
+        for name in names[:SHOWN]
+    ]
+    return "; ".join(told) + (f"; and {len(names) - SHOWN:,} more differ" if len(names) > SHOWN else "")

@@ -1,0 +1,61 @@
+"""Jobs of several processes that load, and what they are held to."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support import HERE, digest
+
+from weightbeam.model_mappings.plan import PARAMETERS
+
+Told = dict[str, list[dict[str, Any]]]  # for each load, by its name, what each process told; one that died told nothing
+
+
+def run_job(
+    processes: int,
+    loads: Mapping[str, Mapping[str, Any]],
+    folder: Path,
+    more: Mapping[str, str] | None = None,
+) -> tuple[Told, list[subprocess.CompletedProcess[str]]]:
+    """What the processes of a job tell of each load, and how they ended; `more` is added to their environment."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    request = folder / f"request-{processes}.json"
+    request.write_text(json.dumps({"devices": 8, "loads": list(loads.values())}, default=str))
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"} | dict(more or {})
+    command = [sys.executable, str(HERE / "loading" / "member.py")]
+    told: Told = {name: [] for name in loads}
+    started, ended = [], []
+    for process in range(processes):  # files, since one that waits for a pipe to be read keeps the others waiting
+        files = [(folder / f"{processes}-{process}.{kind}").open("w+") for kind in ("out", "err")]
+        answers = folder / f"{processes}-{process}.answers"
+        arguments = [*command, str(process), str(processes), port, str(request), str(answers)]
+        started.append(
+            (subprocess.Popen(arguments, stdout=files[0], stderr=files[1], env=environment), answers, *files)
+        )
+    for process, answers, *files in started:
+        process.wait(timeout=500)
+        out, err = (file.seek(0) or file.read() for file in files)
+        ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+        for name, line in zip(loads, answers.read_text().splitlines(), strict=False):  # one that died told less
+            told[name].append(json.loads(line))
+    return told, ended
+
+
+def assert_holds(told: Mapping[str, Any], wanted: Mapping[str, np.ndarray]) -> None:
+    """Every shard that a process holds is the part of the array that its index says."""
+    assert "shards" in told, told
+    assert {key.removeprefix(PARAMETERS) for key in told["shards"]} == set(wanted)
+    for key, shards in told["shards"].items():
+        values = wanted[key.removeprefix(PARAMETERS)]
+        for index, found in shards:
+            assert digest(values[tuple(slice(*cut) for cut in index)]) == found, (key, index)

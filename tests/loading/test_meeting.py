@@ -1,0 +1,214 @@
+"""Several processes agree on what they load before anything is exchanged: a job of two, begun once, has all the loads
+that go wrong; and a file that is replaced while it is loaded is noticed, by one process and by several.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+from loading.jobs import Told, assert_holds, run_job
+from servers.hub import FakeHub
+from support import BF16, LLAMA, convert, random_tensors, reference, save
+
+import weightbeam as wb
+from weightbeam.formats.storage import local
+from weightbeam.pipelines.loading import load as loading
+from weightbeam.pipelines.loading.meeting import differences
+from weightbeam.pipelines.loading.opening import choose, find_source
+
+MODEL = LLAMA | dict(vocab_size=512, hidden_size=128, num_attention_heads=8, head_dim=16)
+STEPS: dict[str, Any] = dict(unit_bytes=100_000)
+MESH = "fsdp=8"
+SOON: dict[str, Any] = dict(timeout=4)  # seconds
+
+
+def tensors(seed: int) -> dict[str, np.ndarray]:
+    """Those of one model for each seed, all of one shape."""
+    return random_tensors(MODEL, seed=seed)
+
+
+def wanted(seed: int) -> dict[str, np.ndarray]:
+    return reference(MODEL, tensors(seed), BF16)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What two processes tell of each load."""
+    folder = tmp_path_factory.mktemp("meeting")
+    first, second = (save(folder / f"{seed}", MODEL, tensors(seed)) for seed in (1, 2))
+    copied, cut, replaced = (Path(shutil.copytree(first, folder / name)) for name in ("copied", "cut", "replaced"))
+    os.utime(copied / "model.safetensors", ns=(1, 1))
+    os.truncate(cut / "model.safetensors", (cut / "model.safetensors").stat().st_size // 2)
+    shutil.copy(second / "model.safetensors", replaced / "other")
+    checkpoints = [convert(release, folder / f"{release.name}-converted") for release in (first, second)]
+    moved = folder / "moved"
+    loads = {
+        "one refuses": dict(source=[first, cut], mesh=MESH),  # before JAX's devices are there
+        "after it": dict(source=second, mesh=MESH, options=STEPS),
+        "copies": dict(source=[first, copied], mesh=MESH),
+        "folders differ": dict(source=[first, second], mesh=MESH),
+        "checkpoints differ": dict(source=checkpoints, mesh=MESH),
+        "arguments differ": dict(source=first, mesh=MESH, options=[{}, STEPS]),
+        "meshes differ": dict(source=first, mesh={"each": [[["fsdp"], [8]], [["tensor"], [8]]]}),
+        "a branch moves": dict(source="hf://org/model", mesh=MESH, waits=[1, moved, "to open"]),
+        "replaced": dict(source=[first, replaced], mesh=MESH, options=STEPS, fault=[1, "replaces"]),
+        "late": dict(source=first, mesh=MESH, options=SOON, waits=[1, folder / "done-9-0", "to call"]),
+        "after both": dict(source=first, mesh=MESH),
+        "dies": dict(source=first, mesh=MESH, options=SOON, fault=[1, "dies opening"]),
+    }
+    with FakeHub() as hub:
+        hub.add("org/model", first)
+
+        def move() -> None:
+            while not hub.log.counts()["info"]:
+                time.sleep(0.05)
+            time.sleep(1)  # it has its answer
+            hub.commit("org/model", second)
+            moved.touch()
+
+        threading.Thread(target=move, daemon=True).start()
+        told, ended = run_job(2, loads, folder, hub.env())
+    assert all(told[name] for name in loads), [each.stderr[-3000:] for each in ended]
+    return told
+
+
+def test_one_that_refuses_is_heard_by_all(job: Told) -> None:
+    """In words, before JAX's devices are there; and what each loads next isn't completed by the other's last load."""
+    first, second = job["one refuses"]
+    assert "model.safetensors" in second["refused"]
+    assert first["refused"] == f"process 1 of 2 refused, so nothing was loaded: {second['refused']}"
+    for name, seed in {"after it": 2, "copies": 1, "after both": 1}.items():
+        for told in job[name]:
+            assert_holds(told, wanted(seed))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    {
+        "folders differ": "model.safetensors is ",
+        "checkpoints differ": "is not there here, and ",
+        "arguments differ": "unit_bytes is 100000 here, and 67108864 in process 0",
+        "meshes differ": "embedding is bfloat16 (512, 128), cut into (8, 1), on ",
+    }.items(),
+)
+def test_different_loads_are_refused(job: Told, name: str, what: str) -> None:
+    """With what differs: by the process that isn't as process 0, and by all others with its words."""
+    first, second = job[name]
+    assert what in second["refused"]
+    assert first["refused"].startswith("process 1 of 2 refused, so nothing was loaded: ")
+    assert what in first["refused"]
+
+
+def test_a_branch_of_the_hub_is_one_commit_for_all(job: Told) -> None:
+    """It moved after process 0 had asked for it, and before process 1 opened it."""
+    for told in job["a branch moves"]:
+        assert_holds(told, wanted(1))
+
+
+def test_a_file_that_one_process_sees_replaced(job: Told) -> None:
+    """All raise: nothing says which arrays have been read of the one or of the other."""
+    first, second = job["replaced"]
+    assert "model.safetensors changed" in second["failed"]
+    assert first["failed"] == f"process 1 of 2 failed, so nothing was loaded: {second['failed']}"
+
+
+def test_who_is_not_there_is_named(job: Told) -> None:
+    """Within the time-out, be it that a process hasn't come or that it has died; who comes late is told so, too."""
+    for told in job["late"]:
+        assert told["failed"].startswith("process 1 of 2 didn't come to call 10 of load for 4 s")
+    (died,) = job["dies"]
+    assert died["failed"].startswith("process 1 of 2 has stopped: it wasn't heard of for 4 s")
+
+
+def on_one_device(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    here = SingleDeviceSharding(jax.devices()[0])
+    return {key: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=here) for key, values in arrays.items()}
+
+
+@pytest.mark.parametrize("opening", [4, 5, 6, 8, 10])
+def test_a_release_that_is_replaced_while_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: int
+) -> None:
+    """At its k-th opening; whatever was read of which file, nothing is returned."""
+    source, other = (save(tmp_path / f"{seed}", MODEL, tensors(seed)) for seed in (1, 2))
+    path, opened, plain = str(source / "model.safetensors"), [], local.open_file
+
+    def replacing(name: str) -> int:
+        opened.append(name)
+        if opened.count(path) == opening:
+            os.replace(other / "model.safetensors", path)
+        return plain(name)
+
+    monkeypatch.setattr(local, "open_file", replacing)
+    with pytest.raises(wb.Failed, match=r"model\.safetensors changed .*; load it again"):
+        wb.load(str(source), on_one_device(wanted(1)), **STEPS)
+    assert opened.count(path) > opening
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunk by chunk, in place, with the old times."""
+    first, second = (
+        convert(save(tmp_path / f"{seed}", MODEL, tensors(seed)), tmp_path / f"{seed}-out", "--use_ocdbt", "false")
+        for seed in (1, 2)
+    )
+    reads, plain = [], loading.Loading._read
+
+    def replacing(self: loading.Loading, *arguments: Any) -> Any:
+        reads.append(1)
+        if len(reads) == 3:
+            for path in [path for path in second.rglob("*") if path.is_file()]:
+                stored = first / path.relative_to(second)
+                seen = stored.stat()
+                stored.write_bytes(path.read_bytes())
+                os.utime(stored, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(loading.Loading, "_read", replacing)
+    with pytest.raises(wb.Failed, match=r"changed .*; load it again"):
+        wb.load(str(first), on_one_device(wanted(1)), **STEPS)
+    assert len(reads) > 3
+
+
+def test_an_open_tree_whose_file_is_replaced(tmp_path: Path) -> None:
+    """A box of a megabyte or more of a folder is an error; smaller ones are where it is asked for."""
+    model = MODEL | dict(vocab_size=8192)
+    source, other = (save(tmp_path / f"{seed}", model, random_tensors(model, seed=seed)) for seed in (1, 2))
+    tree = wb.open(str(source))
+    embedding = tree["params.params.token_embedder.embedding"]
+    assert embedding[...].nbytes >= 1 << 20
+    tree.check()
+    os.replace(other / "model.safetensors", source / "model.safetensors")
+    with pytest.raises(wb.Failed, match=r"model\.safetensors changed .*; open it again"):
+        embedding[...]
+    assert embedding[3].shape == (128,)
+    with pytest.raises(wb.Failed, match="open it again"):
+        tree.check()
+
+
+def test_the_identity_of_a_source_is_that_of_its_content(tmp_path: Path) -> None:
+    """Copies have the same on any disk, at any time; each file that is read counts."""
+    source, other = (save(tmp_path / f"{seed}", MODEL, tensors(seed)) for seed in (1, 2))
+    copied = Path(shutil.copytree(source, tmp_path / "copied"))
+    os.utime(copied / "model.safetensors", ns=(1, 1))
+    step = convert(source, tmp_path / "out")
+    again = Path(shutil.copytree(step, tmp_path / "again" / "0"))
+
+    def identity(where: Path) -> dict[str, str]:
+        return find_source(str(where), choose({})).identity()
+
+    assert differences(identity(copied), identity(source)) == ""
+    assert differences(identity(again), identity(step)) == ""
+    assert differences(identity(other), identity(source)).startswith("model.safetensors is ")
+    (copied / "config.json").write_text(json.dumps(MODEL | {"rope_theta": 5.0}))
+    assert differences(identity(copied), identity(source)).startswith("the configuration is ")
