@@ -20,7 +20,15 @@ DURATIONS = HERE / "durations.json"
 # What runs whole commands in many ways, processes, engines, containers' files: `make test-landing`. `make test` doesn't
 # even import it, and has one path of each command and the pairwise table (tests/commands) in its place.
 LANDING = (
-    *("benchmarks", "deploy", "engines", "pipelines", "loading/test_example.py", "loading/test_load.py"),
+    *(
+        "benchmarks",
+        "deploy",
+        "engines",
+        "pipelines",
+        "loading/test_example.py",
+        "loading/test_load.py",
+        "loading/test_meeting.py",
+    ),
     *("test_docs.py", "test_package.py", "test_readme.py"),
 )
 EVERY = 5.0  # seconds between two lines of progress
