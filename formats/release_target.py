@@ -28,9 +28,10 @@ import numpy as np
 import xxhash
 
 from weightbeam.formats.provenance import total
-from weightbeam.formats.release import remove_others
+from weightbeam.formats.release import remove_others, role_of
 from weightbeam.formats.safetensors import BoxRead, Tensor
-from weightbeam.formats.staging import FolderStaging, Staging
+from weightbeam.formats.safetensors.header import HeaderError, header_of
+from weightbeam.formats.staging import MARKER, FolderStaging, Staging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, drop_pages, open_store, sync_folder
 from weightbeam.model_mappings.boxes import Box
 
@@ -136,6 +137,21 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
         self.plan_folder.delete_folder(UNPACKED)
         sync_folder(Path(self.checkpoint.url))
 
+    def made(self, files: Iterable[tuple[str, bytes, int]]) -> dict[str, bytes | Path]:
+        """What the units have made of the release, once it is published: the paths of its safetensors files, and its
+        record.
+
+        Raises:
+          IncompleteError: a file isn't there as it was planned.
+        """
+        found: dict[str, bytes | Path] = {}
+        for name, header, size in files:
+            held = self.final.stat(name)
+            if held is None or held.size != size or self.final.read(name, 0, len(header)) != header:
+                raise IncompleteError(f"{self.final.path(name)} isn't the file that was planned")
+            found[name] = Path(self.final.path(name))
+        return found | {RECORD: self.final.read(RECORD)}
+
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:
     while data:
@@ -177,6 +193,29 @@ def plan_hash_of(release: Store) -> str | None:
     """The hash of the plan that a release was made by; None where it isn't whole, or isn't ours."""
     plan = (record_of(release) or {}).get("plan")
     return plan if isinstance(plan, str) else None
+
+
+def whole_files(release: LocalFolder) -> dict[str, bytes | Path]:
+    """Every file of a release, or of a checkpoint, that is whole, by name: the small ones, and the paths of those that
+    hold weights.
+
+    Raises:
+      OSError: it isn't whole.
+    """
+    found: dict[str, bytes | Path] = {}
+    tensors: set[str] = set()
+    try:
+        for file in release.list():
+            is_shard = file.name.endswith(".safetensors")
+            is_small = not is_shard and (role_of(file.name) or "/" not in file.name)
+            found[file.name] = release.read(file.name) if is_small else Path(release.path(file.name))
+            tensors |= {tensor.name for tensor in header_of(release, file)} if is_shard else set()
+    except HeaderError as e:
+        raise StorageError(f"{release}: {e}") from e
+    digests = (record_of(release) or {}).get("digests", {})
+    if not (digests and digests.keys() <= tensors) and not any(name.endswith(f"/{MARKER}") for name in found):
+        raise StorageError(f"{release}: isn't whole, and isn't published")
+    return found
 
 
 def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows], notes: Mapping[str, Any] | None = None) -> None:

@@ -22,13 +22,15 @@ from weightbeam.formats.release_target import (
     assemble,
     plan_hash_of,
     release_staging,
+    whole_files,
     write_unit,
 )
-from weightbeam.formats.storage import StorageError, reason
+from weightbeam.formats.storage import LocalFolder, StorageError, reason
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.output import alone
 from weightbeam.pipelines.prepare import describe
+from weightbeam.pipelines.releases import said_of
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport
 from weightbeam.transforms.files import plan_files
@@ -45,6 +47,7 @@ class ExportedAdapter:
       size: of them, in bytes.
       rank, alpha: of all its modules.
       page: of the commit, where it was published on the hub.
+      removed, replaced: files of the repository that the commit took away, and that have another content now.
     """
 
     folder: str
@@ -54,6 +57,8 @@ class ExportedAdapter:
     alpha: float
     state: str = "done"
     page: str = ""
+    removed: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` writes."""
@@ -61,7 +66,7 @@ class ExportedAdapter:
 
     def __str__(self) -> str:
         if self.page:
-            return f"{self.folder}: published, {self.page}"
+            return "\n".join([f"{self.folder}: published, {self.page}", *said_of(self.removed, self.replaced)])
         about = f"{self.folder}: a PEFT adapter of rank {self.rank} with alpha {self.alpha:g}, {count(self.tensors, 'tensor')}, {human(self.size)}"
         return f"{about}\nload it:  peft.PeftModel.from_pretrained(model, {self.folder!r})"
 
@@ -78,7 +83,7 @@ def export_adapter(
     if planned.problems:
         raise Refused(f"{count(len(planned.problems), 'problem')}:\n{describe(planned.problems)}", planned.problems)
     if output.startswith("hf://"):
-        return _to_hub(planned, output, create_pr)
+        return _to_hub(planned, output, overwrite, create_pr)
     if create_pr:
         raise Refused(f"--create_pr: only the hub has pull requests, and --output is {output}")
     plan_hash = _hash(planned)
@@ -95,24 +100,27 @@ def export_adapter(
             raise Failed(f"  {output}: {reason(e)}") from e
 
 
-def _to_hub(planned: AdapterExport, output: str, create_pr: bool) -> ExportedAdapter:
+def _to_hub(planned: AdapterExport, output: str, overwrite: bool, create_pr: bool) -> ExportedAdapter:
     """Writes it to a folder that is removed again, and publishes that."""
     # here: the hub's client takes a third of a second to import
-    from weightbeam.formats.hub_publishing import check_target, publish_folder
+    from weightbeam.formats.hub_publishing import check_target, look, publish
 
+    title = f"Adapter of {planned.source.root} ({_hash(planned)[:12]})"
     try:
         check_target(output)
+        look(output, title, dict.fromkeys([WEIGHTS, CONFIG, RECORD]), overwrite=overwrite, create_pr=create_pr)
     except StorageError as e:
         raise Refused(f"--output={e}") from e
     with tempfile.TemporaryDirectory(prefix="weightbeam-") as parent:
         folder = Path(parent, "adapter")
         written = export_adapter(planned, str(folder))
         try:
-            message = f"Adapter of {planned.source.root} ({_hash(planned)[:12]})"
-            made = publish_folder(folder, output, message, create_pr=create_pr)
+            files = whole_files(LocalFolder(str(folder)))
+            made = publish(output, title, files, overwrite=overwrite, create_pr=create_pr)
         except StorageError as e:
             raise Failed(f"  {e}") from e
-    return dataclasses.replace(written, folder=made.url, page=made.page)
+    assert made
+    return dataclasses.replace(written, folder=made.url, page=made.page, removed=made.removed, replaced=made.replaced)
 
 
 def _hash(planned: AdapterExport) -> str:

@@ -5,6 +5,7 @@ plan out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
@@ -16,9 +17,18 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from weightbeam.formats.lease import HeldError
 from weightbeam.formats.model_class import loading_code
 from weightbeam.formats.release import edit_config, model_card, role_of
-from weightbeam.formats.release_target import ReleaseFolder, ReleasePlace, plan_hash_of, record_of, release_staging
+from weightbeam.formats.release_target import (
+    RECORD,
+    IncompleteError,
+    ReleaseFolder,
+    ReleasePlace,
+    plan_hash_of,
+    record_of,
+    release_staging,
+)
 from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.strict_json import JsonError
@@ -53,6 +63,7 @@ class Written:
       state: `done`, or `nothing to do`.
       page: of the commit, where it was published on the hub.
       compared: how many arrays of a checkpoint were compared with their digests, where it was made of one.
+      removed, replaced: files of the repository that the commit took away, and that have another content now.
     """
 
     folder: str
@@ -60,11 +71,14 @@ class Written:
     state: str = "done"
     page: str = ""
     compared: Compared | None = None
+    removed: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     def about(self, files: FileLayout) -> str:
-        """The line that says so."""
+        """The lines that say so."""
         if self.page:
-            return f"{self.folder}: published, {self.page}"
+            done = "published" if self.state == "done" else "published already"
+            return "\n".join([f"{self.folder}: {done}, {self.page}", *said_of(self.removed, self.replaced)])
         if self.state != "done":
             return f"{self.folder} is finished already; nothing to do"
         rate = f" ({human(files.size / self.seconds)}/s)" if self.seconds else ""
@@ -84,6 +98,12 @@ class Written:
         else:
             lines = [loading_code(config, self.folder)]
         return [f"{head:10}{line}" for head, line in zip(("load it:", ""), lines, strict=False)]
+
+
+def said_of(removed: Sequence[str], replaced: Sequence[str]) -> list[str]:
+    """The lines that say what a commit took away from a repository, and what it replaced there."""
+    both = {"removed": removed, "replaced": replaced}
+    return [f"{what} there: {', '.join(names)}" for what, names in both.items() if names]
 
 
 def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, Any]:
@@ -117,7 +137,7 @@ def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, A
     return (
         about
         | {"output": written.folder, "seconds": written.seconds, "state": written.state}
-        | ({"page": written.page} if written.page else {})
+        | ({name: getattr(written, name) for name in ("page", "removed", "replaced")} if written.page else {})
         | ({CHECKED: dataclasses.asdict(written.compared)} if written.compared else {})
     )
 
@@ -283,30 +303,48 @@ def carry_out(
 ) -> Written:
     """Carries a planned release out, or refuses to: into a folder, into a bucket, or as one commit of the hub."""
     if output.startswith("hf://"):
-        return _to_hub(planned, output, create_pr, beam, progress)
+        return _to_hub(planned, output, overwrite, beam, progress, create_pr)
     if create_pr:
         raise Refused(f"--create_pr: only the hub has pull requests, and --output is {output}")
     staging = find_place(planned, output)
     refuse([*planned.plan.problems, *check_release(staging, planned, resume, overwrite)])
     refuse(planned.unreadable())
-    if resume and not staging.exists() and plan_hash_of(staging.final) == planned.hash:
+    if resume and _is_finished(staging, planned):
         return Written(str(staging.final), state="nothing to do", compared=compared_of(record_of(staging.final)))
     for warning in planned.warnings:
         LOG.warning(warning)
-    start, movement = time.monotonic(), cast(Movement, planned)
-    with get_ready(movement, staging, resume, beam), alone(staging, look_for_job(staging, beam)):
-        refuse(check_release(staging, planned, resume, overwrite))  # again: now nobody else changes it
-        from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
+    with get_ready(cast(Movement, planned), staging, resume, beam), alone(staging, look_for_job(staging, beam)):
+        return _write(planned, staging, output, resume, overwrite, beam, progress)
 
-        run_units(
-            movement,
-            staging,
-            beam,
-            {"source": planned.inputs[0], "output": output},
-            resume,
-            overwrite,
-            report=reporter(progress),
-        )
+
+def _is_finished(staging: ReleasePlace, planned: ReleasePlan) -> bool:
+    """Whether the very release that is wanted is published, and nothing is staged beside it."""
+    return not staging.exists() and plan_hash_of(staging.final) == planned.hash
+
+
+def _write(
+    planned: ReleasePlan,
+    staging: ReleasePlace,
+    output: str,
+    resume: bool,
+    overwrite: bool,
+    beam: Sequence[str],
+    progress: bool | Report,
+) -> Written:
+    """Writes a release to its place, which is this command's alone."""
+    from weightbeam.pipelines.execution import run_units  # only now: it imports Beam
+
+    start = time.monotonic()
+    refuse(check_release(staging, planned, resume, overwrite))  # again: now nobody else changes it
+    run_units(
+        cast(Movement, planned),
+        staging,
+        beam,
+        {"source": planned.inputs[0], "output": output},
+        resume,
+        overwrite,
+        report=reporter(progress),
+    )
     if plan_hash_of(staging.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
     seconds = time.monotonic() - start
@@ -314,32 +352,82 @@ def carry_out(
 
 
 def _to_hub(
-    planned: ReleasePlan, output: str, create_pr: bool, beam: Sequence[str], progress: bool | Report
+    planned: ReleasePlan,
+    output: str,
+    overwrite: bool,
+    beam: Sequence[str],
+    progress: bool | Report,
+    create_pr: bool,
 ) -> Written:
     """Writes the release to a folder of this user's cache, which a later attempt goes on with, and publishes it as one
-    commit.
+    commit. The folder is this command's alone until that is done.
     """
     # here: the hub's client takes a third of a second to import
-    from weightbeam.formats.hub_publishing import check_target, publish_folder
+    from weightbeam.formats.hub_publishing import check_target, look, publish
 
     refuse(planned.plan.problems)
+    title = f"{planned.title} of {planned.inputs[0]} ({planned.hash[:12]})"
+    listed = {**planned.texts, **dict.fromkeys([RECORD, *(name for name, *_ in planned.shards)])}
+    asked = {"overwrite": overwrite, "create_pr": create_pr}
+    place = _place_in_cache(planned)
     try:
         check_target(output)
+        made = look(output, title, listed, **asked)
     except StorageError as e:
         raise Refused(f"--output={e}") from e
+    if made:
+        _clear(place)
+        return Written(made.url, state="nothing to do", page=made.page)
+    refuse(planned.unreadable())
+    for warning in planned.warnings:
+        LOG.warning(warning)
+    is_left = not _is_finished(place, planned)
+    ready = get_ready(cast(Movement, planned), place, True, beam) if is_left else contextlib.nullcontext()
+    with ready, alone(place, look_for_job(place, beam)):
+        written = _write_to_cache(planned, place, beam, progress)
+        try:
+            files = listed | place.made(planned.shards)
+            made = publish(output, title, files, **asked, is_wanted=place.is_held)
+        except (OSError, IncompleteError) as e:
+            why = reason(e) if isinstance(e, OSError) else e
+            raise Failed(f"  {why}\nThe release is in {place.final}; the same command publishes it.") from e
+        if made is None:
+            raise Failed(f"  {place.final} was taken over by another command while this one slept; that publishes it")
+        with contextlib.suppress(HeldError):  # somebody else's by now
+            place.remove()
+    return dataclasses.replace(written, folder=made.url, page=made.page, removed=made.removed, replaced=made.replaced)
+
+
+def _place_in_cache(planned: ReleasePlan) -> ReleaseFolder:
+    """Where a release lies on this machine until the hub has it; the plan's own."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "weightbeam" / f"{planned.title.lower()}-{planned.hash[:16]}"
-    place = find_place(planned, str(folder))
+    place = find_place(planned, str(cache / "weightbeam" / f"{planned.title.lower()}-{planned.hash[:16]}"))
+    assert isinstance(place, ReleaseFolder)
+    return place
+
+
+def _write_to_cache(
+    planned: ReleasePlan, place: ReleaseFolder, beam: Sequence[str], progress: bool | Report
+) -> Written:
+    """Writes a release to its place in the cache, which is this command's alone, where it isn't there as it was
+    planned.
+    """
+    if _is_finished(place, planned):
+        with contextlib.suppress(IncompleteError):
+            place.made(planned.shards)
+            return Written(str(place.final), compared=compared_of(record_of(place.final)))
+    if place.is_taken():  # the remains of one that was being removed
+        place.remove()
     anew = place.exists() and bool(why_not_go_on(place, planned))
-    written = carry_out(planned, str(folder), not anew, anew, beam, progress)
-    try:
-        made = publish_folder(
-            folder, output, f"{planned.title} of {planned.inputs[0]} ({planned.hash[:12]})", create_pr=create_pr
-        )
-    except StorageError as e:
-        raise Failed(f"  {e}\nThe release is whole in {folder}; the same command publishes it.") from e
-    shutil.rmtree(folder)
-    return dataclasses.replace(written, folder=made.url, page=made.page)
+    return _write(planned, place, str(place.final), not anew, anew, beam, progress)
+
+
+def _clear(place: ReleaseFolder) -> None:
+    """Removes what lies in the cache of a release that is published, unless somebody is at work there."""
+    if place.is_taken() or place.exists():
+        with contextlib.suppress(Busy), alone(place):
+            place.discard()
+            place.remove()
 
 
 def find_place(planned: ReleasePlan, output: str) -> ReleasePlace:

@@ -203,12 +203,21 @@ class ReleasePlan(InUnits):
         """The files of what it is made of whose end can't be read."""
         return []
 
+    @property
+    def texts(self) -> dict[str, bytes]:
+        """The files that are known before any tensor is: the small ones and the index."""
+        return {**self.small, **({} if self.layout.index is None else {INDEX: self.layout.index})}
+
+    @property
+    def shards(self) -> list[tuple[str, bytes, int]]:
+        """The safetensors files: name, header, and size in bytes."""
+        return [(file.name, file.header, file.size) for file in self.layout.files]
+
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
         """Makes ready for the rows of units: the small files, and in a folder the others at their full size."""
         assert isinstance(staging, release_target.ReleasePlace)
-        small = {**self.small, **({} if self.layout.index is None else {INDEX: self.layout.index})}
-        staging.lay_out([(file.name, file.header, file.size) for file in self.layout.files], small)
-        staging.note_small(small)
+        staging.lay_out(self.shards, self.texts)
+        staging.note_small(self.texts)
 
     def write(
         self, staging: Staging, unit: RowsUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None
@@ -231,7 +240,7 @@ class ReleasePlan(InUnits):
         release_target.assemble(
             staging,
             len(self.units),
-            [(file.name, file.header, file.size) for file in self.layout.files],
+            self.shards,
             self.record(),
             overwrite,
             baselines.gather,

@@ -185,6 +185,16 @@ class FolderStaging(Staging):
             if left.exists():
                 log.warning("%s was replaced, and can't be removed: delete it", left)
 
+    def remove(self) -> None:
+        """Removes what is published, its marker first: what is left if this is stopped isn't whole.
+
+        Raises:
+          HeldError: the place isn't this one's any more.
+        """
+        self._check_lease()
+        self.final.delete(self.marker)
+        self.final.delete_folder()
+
     def _swap(self, sealed: Path, final: Path) -> None:
         """Puts a folder in the place of what is there, if anything is; `sealed` is that then.
 

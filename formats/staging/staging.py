@@ -161,6 +161,10 @@ class Staging(abc.ABC):
         if self._lease is not None:
             self._lease.check()
 
+    def is_held(self) -> bool:
+        """Whether nobody has taken it away since `hold`."""
+        return self._lease is not None and self._lease.is_mine()
+
     @abc.abstractmethod
     def claim(self) -> None:
         """Makes what is staged here one's own: whoever had it can write and publish it no more."""

@@ -19,7 +19,8 @@ from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-from weightbeam.formats.hub_publishing import CARD, Target, check_target, publish_folder, told
+from weightbeam.formats.hub_publishing import CARD, Files, Target, check_target, look, publish, told
+from weightbeam.formats.release_target import whole_files
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, sync_folder
 from weightbeam.formats.storage.bucket import Bucket
@@ -58,9 +59,7 @@ class Place(abc.ABC):
         """
 
     @abc.abstractmethod
-    def publish(
-        self, release: Store, url: str, title: str, is_newest: Callable[[], bool], create_pr: bool
-    ) -> dict[str, Any]:
+    def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         """Publishes a release; does nothing where that has happened. Returns what the record says of it.
 
         Args:
@@ -68,7 +67,6 @@ class Place(abc.ABC):
           url: of the step.
           title: of a commit; it names this very result.
           is_newest: tells whether it is the run's newest, at the moment when that matters.
-          create_pr: open a pull request instead.
 
         Raises:
           OSError: it can't be published.
@@ -111,10 +109,12 @@ class Place(abc.ABC):
         return url
 
 
-def open_place(url: str, scratch: Path) -> Place:
-    """The place that a URL names; `scratch` is a folder of this machine for what can't be made in place."""
+def open_place(url: str, scratch: Path, create_pr: bool = False) -> Place:
+    """The place that a URL names; `scratch` is a folder of this machine for what can't be made in place, `create_pr`
+    opens pull requests on the hub.
+    """
     if url.startswith("hf://"):
-        return HubPlace(url, scratch)
+        return HubPlace(url, scratch, create_pr)
     store = open_store(url)
     return FolderPlace(store, scratch) if isinstance(store, LocalFolder) else BucketPlace(store, scratch)
 
@@ -185,9 +185,7 @@ class StorePlace(Place):
 class FolderPlace(StorePlace):
     """A folder: a step appears by a rename."""
 
-    def publish(
-        self, release: Store, url: str, title: str, is_newest: Callable[[], bool], create_pr: bool
-    ) -> dict[str, Any]:
+    def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         if not Path(url).exists():
             sync_folder(Path(release.url))
             os.rename(release.url, url)
@@ -210,9 +208,7 @@ class BucketPlace(StorePlace):
     def workplace(self, key: str, here: bool = False) -> Store:
         return LocalFolder(str(self._scratch / key)) if here else super().workplace(key)
 
-    def publish(
-        self, release: Store, url: str, title: str, is_newest: Callable[[], bool], create_pr: bool
-    ) -> dict[str, Any]:
+    def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
         place = open_store(url)
         files = release.list()
         late = [
@@ -237,10 +233,10 @@ class BucketPlace(StorePlace):
 
 
 class HubPlace(Place):
-    """A repository: a step is a branch, and the newest is `main`."""
+    """A repository: a step is a branch, and the newest is `main`; or each is a pull request."""
 
-    def __init__(self, url: str, scratch: Path):
-        self.url, self._scratch, self._repo = url, scratch, Target.parse(url).repo
+    def __init__(self, url: str, scratch: Path, create_pr: bool = False):
+        self.url, self._scratch, self._repo, self._create_pr = url, scratch, Target.parse(url).repo, create_pr
 
     def workplace(self, key: str, here: bool = False) -> Store:
         return LocalFolder(str(self._scratch / key))
@@ -254,47 +250,27 @@ class HubPlace(Place):
         except StorageError:  # no such repository or branch
             return {}
 
-    def publish(
-        self, release: Store, url: str, title: str, is_newest: Callable[[], bool], create_pr: bool
-    ) -> dict[str, Any]:
-        folder = Path(release.url)
-        if create_pr:
-            return {"pages": [self._commit(folder, self.url, title, create_pr=True)]}
-        pages = [self._commit(folder, url, title)]
-        if is_newest():  # uploading took its time
-            pages.append(self._commit(folder, self.url, title))
-        return {"pages": pages}
+    def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
+        files = whole_files(LocalFolder(release.url))
+        pages = [] if self._create_pr else [self._commit(files, url, title, lambda: True)]
+        is_wanted = (lambda: True) if self._create_pr else is_newest
+        if is_wanted():
+            pages.append(self._commit(files, self.url, title, is_wanted))
+        return {"pages": [page for page in pages if page]}
 
-    def _commit(self, folder: Path, url: str, title: str, create_pr: bool = False) -> str:
-        """One commit, or a pull request; none where its title says that it was made before. Returns its page."""
-        target, hub = Target.parse(url), api()
-        with told(target):
-            made = self._pull(title) if create_pr else self._head(target.branch)
-            if made and made[0] == title:
-                return made[1]
-            card = self._card(target.branch)
-            page = publish_folder(
-                folder, url, title, create_pr=create_pr, replace_card=card is None or WRITTEN in card
-            ).page
-        return page or f"{hub.endpoint}/{self._repo}"
-
-    def _head(self, branch: str) -> tuple[str, str] | None:
-        """The title of a branch's last commit, and its page."""
-        try:
-            newest = next(iter(retried(api().list_repo_commits)(self._repo, revision=branch)), None)
-        except (RepositoryNotFoundError, RevisionNotFoundError):
-            return None
-        return (newest.title, f"{api().endpoint}/{self._repo}/commit/{newest.commit_id}") if newest else None
-
-    def _pull(self, title: str) -> tuple[str, str] | None:
-        """The pull request of that title, and its page."""
-        try:
-            for each in api().get_repo_discussions(self._repo, discussion_type="pull_request"):
-                if each.title == title:
-                    return title, each.url
-        except RepositoryNotFoundError:
-            pass
-        return None
+    def _commit(self, files: Files, url: str, title: str, is_wanted: Callable[[], bool]) -> str | None:
+        """One commit, or a pull request; none where that was made before. Returns its page."""
+        card = self._card(Target.parse(url).branch)
+        made = publish(
+            url,
+            title,
+            files,
+            overwrite=bool(self.report(url)),
+            create_pr=self._create_pr,
+            replace_card=card is None or WRITTEN in card,
+            is_wanted=is_wanted,
+        )
+        return made.page if made else None
 
     def _card(self, branch: str) -> str | None:
         with contextlib.suppress(OSError):
@@ -313,6 +289,8 @@ class HubPlace(Place):
 
     def check_writable(self, dry_run: bool = False) -> None:
         check_target(self.url)
+        if not self.report(self.url):
+            look(self.url, "", {}, create_pr=self._create_pr)  # what is there isn't a run's
 
     def owner(self) -> str | None:
         return self.report(self.url).get("run")

@@ -107,7 +107,7 @@ class RunFeed(Feed):
         self.places: dict[str, Place] = {}
         for target in run.targets:
             below = config.output.url if flat else (config.output / run.name / target.name).url
-            self.places[target.name] = open_place(target.output or below, scratch)
+            self.places[target.name] = open_place(target.output or below, scratch, target.create_pr)
         self._targets: Sequence[RunTarget] | None = None
         self._there: list[Seen] = []
         self._is_fresh = False  # whether nobody has gone by that listing yet
@@ -465,9 +465,7 @@ class RunFeed(Feed):
         said: dict[str, Any] = {}
         try:
             if (work / RELEASE).exists(REPORT):
-                said = place.publish(
-                    work / RELEASE, url, title, lambda: self._is_newest_by_now(history), target.create_pr
-                )
+                said = place.publish(work / RELEASE, url, title, lambda: self._is_newest_by_now(history))
             self._point(history)
             self._clear(history)
         except StorageError as e:  # says where

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants, snapshot_download
@@ -13,7 +14,7 @@ from huggingface_hub.utils import close_session
 from servers.hub import FakeHub
 from support import LLAMA, random_tensors, save, split
 
-from weightbeam.formats.hub_publishing import Target, check_target, publish_folder
+from weightbeam.formats.hub_publishing import Target, check_target, look, publish
 from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage import hub as store
 
@@ -43,6 +44,16 @@ def folder(tmp_path: Path) -> Path:
     (made / "additional_chat_templates").mkdir()
     (made / "additional_chat_templates" / "rag.jinja").write_bytes(b"{{ x }}\r\n")
     return made
+
+
+def publish_folder(folder: Path, url: str, title: str, **how: Any) -> Any:
+    """Publishes all that lies in a folder."""
+    files = {
+        path.relative_to(folder).as_posix(): path if path.suffix == ".safetensors" else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    return publish(url, title, files, **how)
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:
@@ -81,20 +92,43 @@ def test_the_same_again(hub: FakeHub, folder: Path) -> None:
 
 
 def test_weights_that_were_there_are_replaced(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
-    """Loaders would read them too. A card and other files of the repository stay."""
+    """Loaders would read them too, and another model's tokenizer with these weights. A card and other files of the
+    repository stay. Without `overwrite` it is refused, all of it named.
+    """
     old = {
         "model.safetensors": b"old",
         "pytorch_model.bin": b"old",
         "README.md": b"mine",
         "notes.txt": b"mine",
         "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "chat_template.jinja": b"x",
+        "adapter_config.json": b"{}",
+        "maxtext.yml": b"x",
     }
     (tmp_path / "old").mkdir()
     for name, data in old.items():
         (tmp_path / "old" / name).write_bytes(data)
     hub.add(REPO, tmp_path / "old").writers.add(TOKEN)
-    published = publish_folder(folder, URL, "export 1234")
-    assert (published.removed, published.kept) == (("model.safetensors", "pytorch_model.bin"), ("README.md",))
+    gone = (
+        "adapter_config.json",
+        "chat_template.jinja",
+        "maxtext.yml",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "tokenizer.json",
+    )
+    for attempt in (
+        lambda: look(URL, "export 1234", dict.fromkeys(bytes_in(folder))),
+        lambda: publish_folder(folder, URL, "export 1234"),
+    ):
+        with pytest.raises(StorageError, match="holds what isn't of this release") as refused:
+            attempt()
+        assert [name for name in (*gone, "config.json") if name not in str(refused.value)] == []
+        assert hub.cdn.log.counts()["upload"] == 0
+    assert held(hub) == old
+    published = publish_folder(folder, URL, "export 1234", overwrite=True)
+    assert (published.removed, published.replaced, published.kept) == (gone, ("config.json",), ("README.md",))
     assert held(hub) == bytes_in(folder) | {"README.md": b"mine", "notes.txt": b"mine"}
     assert len(commits(hub)) == 3
 

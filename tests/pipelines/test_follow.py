@@ -58,6 +58,7 @@ from weightbeam.pipelines.watching import changes, describing, places, preflight
 from weightbeam.pipelines.watching import records as watching_records
 from weightbeam.pipelines.watching.config import config_of_run
 from weightbeam.pipelines.watching.isolation import Workers
+from weightbeam.pipelines.watching.places import HubPlace
 from weightbeam.pipelines.watching.records import RUNS, histories
 from weightbeam.pipelines.watching.run_feed import RunFeed
 from weightbeam.pipelines.watching.runs import list_steps
@@ -861,6 +862,23 @@ def test_a_pull_request(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub:
     assert [made.title.partition(" (")[0] for made in hub.repositories[REPO].pulls] == ["Step 1 of run"]
     assert set(hub.repositories[REPO].branches) == {"main"}
     assert records(tmp_path / "out")[0][-1]["pages"] == [f"{hub.url}/{REPO}/discussions/1"]
+
+
+def test_a_repository_that_holds_another_model(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused at the start, all of it named; a card alone is no model, and a pull request replaces nothing."""
+    like, run = model[0], tmp_path / "run" / "checkpoints"
+    write(run, 1, model=model)
+    hub.add(REPO, like).writers.add(TOKEN)
+    before = hub.repositories[REPO].head
+    assert watch(run, like, f"hf://{REPO}") == 2
+    said = capsys.readouterr().err
+    assert [name for name in ("config.json", "model.safetensors") if name not in said] == []
+    assert hub.repositories[REPO].branches == {"main": before}
+    HubPlace(f"hf://{REPO}", tmp_path, create_pr=True).check_writable()
+    hub.commit(REPO, tmp_path, [], remove=[name for name in before.files if name != "README.md"])
+    HubPlace(f"hf://{REPO}", tmp_path).check_writable()
 
 
 @pytest.mark.slow("two watchers, one of which waits for the other")

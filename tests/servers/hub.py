@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import fnmatch
 import hashlib
 import hmac
 import json
@@ -507,24 +508,38 @@ class FakeHub(Server):
         return json_reply(200, {})
 
     def _discussions(self, call: Call, token: str | None, name: str) -> Reply:
-        pulls = self._repository(token, name).pulls
-        about = dict(status="open", isPullRequest=True, author=dict(name="tester"), repo=dict(name=name))
+        """A page of them, the newest first; the number of the page is counted from 0."""
+        repository = self._repository(token, name)
+        about = dict(isPullRequest=True, author=dict(name="tester"), repo=dict(name=name, type="model"))
         found = [
-            about | dict(title=made.title, num=number, createdAt=isotime(made.date))
-            for number, made in enumerate(pulls, 1)
+            about
+            | dict(title=made.title, num=number, createdAt=isotime(made.date))
+            | dict(status=repository.statuses.get(number, "open"))
+            for number, made in enumerate(repository.pulls, 1)
         ]
-        return json_reply(200, dict(discussions=found, count=len(found), start=0))
+        wanted = call.get("status") or "all"
+        found = [each for each in found if wanted == "all" or (each["status"] == "open") == (wanted == "open")][::-1]
+        found = [] if call.get("type") == "discussion" else found
+        size = min(self.page, 10)
+        start = int(call.get("p") or 0) * size
+        return json_reply(200, dict(discussions=found[start : start + size], count=len(found), start=start))
 
     def _preupload(self, call: Call, token: str | None, name: str, revision: str) -> Reply:
-        """Which files go to LFS: by name or size, as `.gitattributes` says; and what git has of those that are there."""
+        """Which files go to LFS: by name or size, as `.gitattributes` says; what git has of those that are there; and
+        which `.gitignore` names, the repository's unless the client sends one.
+        """
         repository = self._may_write(token, name)
         there = self._commit(repository, revision).files
+        asked = json.loads(call.body)
+        held = there.get(".gitignore")
+        ignore = asked.get("gitIgnore") or (bytes(held.data).decode() if held else "")
         files = []
-        for file in json.loads(call.body)["files"]:
+        for file in asked["files"]:
+            ignored = any(fnmatch.fnmatch(file["path"], line) for line in ignore.splitlines())
             lfs = Path(file["path"]).suffix in LFS_SUFFIXES or file["size"] > LFS_SIZE
             blob = there.get(file["path"])
             oid = None if blob is None else blob.sha256 if blob.lfs else blob.oid
-            files.append(dict(path=file["path"], uploadMode="lfs" if lfs else "regular", shouldIgnore=False, oid=oid))
+            files.append(dict(path=file["path"], uploadMode="lfs" if lfs else "regular", shouldIgnore=ignored, oid=oid))
         return json_reply(200, {"files": files})
 
     def _batch(self, call: Call, token: str | None, name: str) -> Reply:
@@ -545,8 +560,10 @@ class FakeHub(Server):
         repository = self._may_write(token, name)
         lines = [json.loads(line) for line in call.body.splitlines()]
         (header,) = (line["value"] for line in lines if line["key"] == "header")
-        head = self._commit(repository, revision)
-        if header.get("parentCommit") not in (None, head.sha):
+        head, named = self._commit(repository, revision), header.get("parentCommit")
+        if named and call.get("create_pr"):  # it begins there
+            head = self._commit(repository, named)
+        if named not in (None, head.sha):
             raise DeniedError(412, "", "A commit has happened since. Please refresh and try again.")
         files: dict[str, Blob | None] = {}
         for line in lines:
@@ -558,10 +575,14 @@ class FakeHub(Server):
                     raise DeniedError(400, "", f"LFS object {value['oid']} isn't there")
                 files[value["path"]] = self.cdn.uploads[value["oid"]]
             elif line["key"] == "deletedFile":
+                if value["path"] not in head.files:
+                    raise DeniedError(404, "EntryNotFound", "A file with this name doesn't exist")
                 files[value["path"]] = None
         reply = {"success": True}
         if call.get("create_pr"):
-            made = repository.prepare(files, revision, header["summary"], self._now())
+            made = repository.prepare(
+                files, revision, header["summary"], self._now()
+            )  # of the parent, which is the head
             repository.pulls.append(made)
             reply |= {"pullRequestUrl": f"{self.url}/{name}/discussions/{len(repository.pulls)}"}
         else:

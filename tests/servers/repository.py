@@ -75,7 +75,7 @@ class Repository:
       gated: whether, and how, access is given.
       readers: the tokens that may read it if it is gated or private.
       writers: the tokens that may commit.
-      pulls: pull requests, the commit of each.
+      pulls: pull requests, the commit of each; and their `statuses`, where one isn't open.
       branches, tags: the commit of each.
     """
 
@@ -88,6 +88,7 @@ class Repository:
     readers: set[str] = dataclasses.field(default_factory=set)
     writers: set[str] = dataclasses.field(default_factory=set)
     pulls: list[Commit] = dataclasses.field(default_factory=list)
+    statuses: dict[int, str] = dataclasses.field(default_factory=dict)
     branches: dict[str, Commit] = dataclasses.field(default_factory=dict)
     tags: dict[str, Commit] = dataclasses.field(default_factory=dict)
     commits: dict[str, Commit] = dataclasses.field(default_factory=dict)
@@ -106,9 +107,16 @@ class Repository:
         self.branches[branch] = made
         return made
 
-    def prepare(self, files: Mapping[str, Blob | None], branch: str, title: str, date: datetime.datetime) -> Commit:
-        """The commit that would be on a branch; the branch stays."""
-        parent = self.branches.get(branch) or self.branches.get("main")
+    def prepare(
+        self,
+        files: Mapping[str, Blob | None],
+        branch: str,
+        title: str,
+        date: datetime.datetime,
+        parent: Commit | None = None,
+    ) -> Commit:
+        """The commit that would be on a branch, or follow a parent; the branch stays."""
+        parent = parent or self.branches.get(branch) or self.branches.get("main")
         tree = {**(parent.files if parent else {}), **files}
         kept = {path: blob for path, blob in sorted(tree.items()) if blob is not None}
         content = json.dumps([self.name, len(self.commits), title, {path: blob.oid for path, blob in kept.items()}])

@@ -1,0 +1,232 @@
+"""What goes wrong at each request of a publication: afterwards the same again makes one commit, or one pull request, and
+`main` never has a part of a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+from safetensors.numpy import load_file
+from servers.hub import FakeHub
+from support import LLAMA, random_tensors, save, split
+
+from weightbeam.formats.hub_publishing import Published, check_target, look, publish
+from weightbeam.formats.release_target import whole_files
+from weightbeam.formats.storage import LocalFolder, StorageError
+from weightbeam.formats.storage import hub as store
+
+TOKEN = "hf_a-token-that-nobody-may-see"
+REPO, URL, TITLE = "org/tuned", "hf://org/tuned", "export 1234"
+REQUESTS = {
+    "whoami": "GET /api/whoami",
+    "what is there": "GET .*/revision/main",
+    "history": "GET .*/commits/",
+    "pull requests": "GET .*/discussions",
+    "making": "POST /api/repos/create",
+    "card": "POST /api/validate-yaml",
+    "preupload": "POST .*/preupload/",
+    "LFS": "POST .*objects/batch",
+    "upload": "PUT /uploads/",
+    "commit": "POST .*/commit/",
+}
+FAULTS: dict[str, dict[str, Any]] = {
+    "lost once": dict(kind="lost", times=1),
+    "lost always": dict(kind="lost"),
+    "reset": dict(kind="reset"),
+    "401": dict(kind="status", status=401),
+    "429": dict(kind="status", status=429, retry_after=0, times=2),
+    "500": dict(kind="status", status=500),
+    "503 once": dict(kind="status", status=503, times=1),
+}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub that knows the token, and clients that don't wait."""
+    quick = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", quick)
+    with FakeHub() as server:
+        for name, value in server.env(TOKEN).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(store, "BACKOFF", 0.001)
+        server.users.add(TOKEN)
+        server.writers.add(TOKEN)
+        yield server
+        close_session()
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes | Path]:
+    """A release of two files."""
+    made = save(tmp_path_factory.mktemp("made") / "release", LLAMA, *split(random_tensors(LLAMA), 2))
+    (made / "README.md").write_text("# tuned\n")
+    return {path.name: path if path.suffix == ".safetensors" else path.read_bytes() for path in sorted(made.iterdir())}
+
+
+def held(server: FakeHub, branch: str = "main") -> dict[str, bytes]:
+    if REPO not in server.repositories:
+        return {}
+    files = server.repositories[REPO].branches[branch].files
+    return {name: bytes(blob.data) for name, blob in files.items() if name != ".gitattributes"}
+
+
+def content(files: dict[str, bytes | Path]) -> dict[str, bytes]:
+    return {name: data if isinstance(data, bytes) else data.read_bytes() for name, data in files.items()}
+
+
+def titles(server: FakeHub) -> list[str]:
+    return [commit.title for commit in server.repositories[REPO].head.history()]
+
+
+def attempt(files: dict[str, bytes | Path], **how: bool) -> Published | None:
+    """What a command does of it."""
+    check_target(URL)
+    return look(URL, TITLE, files, **how) or publish(URL, TITLE, files, **how)
+
+
+@pytest.mark.parametrize("create_pr", [False, True], ids=["commit", "pull request"])
+@pytest.mark.parametrize("request_of", REQUESTS)
+def test_every_fault_at_every_request(
+    hub: FakeHub, release: dict[str, bytes | Path], request_of: str, create_pr: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fault in a repository of its own, until the hub is well again and the same command is run."""
+    monkeypatch.setattr("weightbeam.formats.hub_publishing.retried", store._retrying(attempts=3).wraps)
+    wanted, seen = content(release), 0
+    for fault in FAULTS.values():
+        hub.repositories.clear()
+        hub.cdn.uploads.clear()
+        broken = (hub.cdn if request_of == "upload" else hub).fail(**fault, matching=REQUESTS[request_of])
+        with contextlib.suppress(StorageError):
+            attempt(release, create_pr=create_pr)
+        assert held(hub) in ({}, wanted)
+        seen += broken.hits
+        hub.faults, hub.cdn.faults = [], []
+        first, again = attempt(release, create_pr=create_pr), attempt(release, create_pr=create_pr)
+        assert first
+        assert again
+        assert first.page == again.page
+        made = [TITLE] if not create_pr else []
+        assert titles(hub) == [*made, "initial commit"]
+        assert held(hub) == ({} if create_pr else wanted)
+        pulls = hub.repositories[REPO].pulls
+        assert [pull.title for pull in pulls] == ([TITLE] if create_pr else [])
+        for pull in pulls:
+            assert {name: bytes(pull.files[name].data) for name in wanted} == wanted
+    assert seen or request_of == ("history" if create_pr else "pull requests")
+
+
+def test_weights_are_never_taken_away_alone(hub: FakeHub, release: dict[str, bytes | Path], tmp_path: Path) -> None:
+    """A list without weights, files that are gone, and a folder that was cleared meanwhile: nothing is committed."""
+    publish(URL, TITLE, release)
+    (tmp_path / "empty").mkdir()
+    gone = {name: tmp_path / name if isinstance(data, Path) else data for name, data in release.items()}
+    small = {name: data for name, data in release.items() if isinstance(data, bytes)}
+    for files in ({}, small, gone):
+        with pytest.raises(StorageError):
+            publish(URL, "another", files, overwrite=True)
+    with pytest.raises(StorageError, match="isn't whole"):
+        whole_files(LocalFolder(str(tmp_path / "empty")))
+    assert titles(hub) == [TITLE, "initial commit"]
+    assert held(hub) == content(release)
+
+
+def test_a_folder_that_lost_a_file_isnt_whole(release: dict[str, bytes | Path], tmp_path: Path) -> None:
+    """Nor one whose file was cut; the record has the digests of all tensors, and is written last."""
+    folder = tmp_path / "release"
+    folder.mkdir()
+    for name, data in content(release).items():
+        (folder / name).write_bytes(data)
+    shards = sorted(folder.glob("*.safetensors"))
+    names = [name for shard in shards for name in load_file(shard)]
+    (folder / "weightbeam.json").write_text(json.dumps(dict(digests=dict.fromkeys(names, "0"))))
+    assert whole_files(LocalFolder(str(folder))).keys() == {*release, "weightbeam.json"}
+    cut = shards[0].read_bytes()
+    shards[0].write_bytes(cut[:-1])
+    with pytest.raises(StorageError):
+        whole_files(LocalFolder(str(folder)))
+    shards[0].unlink()
+    with pytest.raises(StorageError, match="isn't whole"):
+        whole_files(LocalFolder(str(folder)))
+
+
+def test_the_repositorys_ignored_files_are_published(
+    hub: FakeHub, release: dict[str, bytes | Path], tmp_path: Path
+) -> None:
+    """Its `.gitignore` would leave them out of the commit, and the client says nothing of it."""
+    (tmp_path / ".gitignore").write_text("*.safetensors\nconfig.json\n")
+    hub.add(REPO, tmp_path, [".gitignore"]).writers.add(TOKEN)
+    publish(URL, TITLE, release)
+    assert held(hub).items() >= content(release).items()
+
+
+def test_what_others_committed_since(hub: FakeHub, release: dict[str, bytes | Path], tmp_path: Path) -> None:
+    """A card or a note that was written since is no reason to refuse or to publish anew what is there; other weights
+    are.
+    """
+    publish(URL, TITLE, release)
+    (tmp_path / "notes.txt").write_text("x")
+    hub.commit(REPO, tmp_path, ["notes.txt"], title="theirs")
+    again = attempt(release)
+    assert again
+    assert (again.removed, again.replaced) == ((), ())
+    (tmp_path / "model.safetensors").write_bytes(b"theirs")
+    hub.commit(REPO, tmp_path, ["model.safetensors"], title="theirs too")
+    with pytest.raises(StorageError, match=r"isn't of this release: model\.safetensors;"):
+        attempt(release)
+    assert attempt(release, overwrite=True).removed == ("model.safetensors",)  # type: ignore[union-attr]
+    assert held(hub) == content(release) | {"notes.txt": b"x"}
+
+
+def test_a_branch_that_holds_only_mains_commits_is_free(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+    """What stopped between making the branch and the commit goes on; `main` keeps what it has."""
+    publish(URL, "another", {"model.safetensors": release["model-00001-of-00002.safetensors"], "tokenizer.json": b"x"})
+    hub.fail("status", status=401, matching="POST .*/preupload/")
+    for _ in range(2):
+        with pytest.raises(StorageError, match="doesn't accept the token"):
+            publish(f"{URL}@side", TITLE, release)
+    hub.faults = []
+    made = publish(f"{URL}@side", TITLE, release)
+    assert made
+    assert made.removed == ("model.safetensors", "tokenizer.json")
+    assert held(hub, "side") == content(release)
+    assert held(hub).keys() == {"model.safetensors", "tokenizer.json"}
+
+
+def test_a_pull_request_that_was_closed_is_opened_anew(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+    """One that is open is found, however many others there are; a merged one was published."""
+    hub.page = 2
+    for number in range(3):
+        publish(URL, f"other {number}", release, create_pr=True)
+    publish(URL, TITLE, release, create_pr=True)
+    for number in range(3, 6):
+        publish(URL, f"other {number}", release, create_pr=True)
+    assert publish(URL, TITLE, release, create_pr=True).page.endswith("/discussions/4")  # type: ignore[union-attr]
+    hub.repositories[REPO].statuses[4] = "closed"
+    assert publish(URL, TITLE, release, create_pr=True).page.endswith("/discussions/8")  # type: ignore[union-attr]
+
+
+def test_the_parent_is_fixed_before_it_is_asked_whether_it_is_wanted(
+    hub: FakeHub, release: dict[str, bytes | Path], tmp_path: Path
+) -> None:
+    """Who published at that moment isn't overwritten; and what isn't wanted isn't committed."""
+    assert publish(URL, TITLE, release, is_wanted=lambda: False) is None
+    assert held(hub) == {}
+    (tmp_path / "model.safetensors").write_bytes(b"newer")
+
+    def publish_newer() -> bool:
+        hub.commit(REPO, tmp_path, ["model.safetensors"], title="newer")
+        return True
+
+    with pytest.raises(StorageError, match="someone else committed there"):
+        publish(URL, TITLE, release, overwrite=True, is_wanted=publish_newer)
+    assert held(hub) == {"model.safetensors": b"newer"}

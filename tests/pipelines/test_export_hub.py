@@ -1,0 +1,200 @@
+"""`weightbeam export` to the hub: what is refused, what is published again, and commands that meet there, some asleep."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+from processes import running, wait_until
+from servers.hub import FakeHub
+from support import LLAMA, call, convert, random_tensors, save
+
+from weightbeam.formats.storage import hub as storage
+
+TOKEN = "hf_a-token-that-nobody-may-see"
+REPO, URL = "org/tuned", "hf://org/tuned"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    """A hub, for this process and those that it starts; and a cache of their own."""
+    with FakeHub() as server:
+        server.users.add(TOKEN)
+        server.writers.add(TOKEN)
+        more = {"HF_HUB_DISABLE_XET": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        for name, value in (server.env(TOKEN) | more).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(storage, "BACKOFF", 0.01)
+        yield server
+        close_session()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints of one shape."""
+    root = tmp_path_factory.mktemp("made")
+    return [
+        convert(
+            save(root / name, LLAMA, random_tensors(LLAMA, seed=seed)),
+            root / f"ckpt-{name}",
+            "--maxtext_model",
+            "llama2-7b",
+        )
+        for seed, name in enumerate("ab")
+    ]
+
+
+def tokenizer(folder: Path, name: str, *more: str) -> Path:
+    """A tokenizer's files, which say whose they are."""
+    folder.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json", *more):
+        (folder / file).write_text(json.dumps({"of": name}))
+    return folder
+
+
+def held(hub: FakeHub) -> dict[str, bytes]:
+    if REPO not in hub.repositories:
+        return {}
+    files = hub.repositories[REPO].head.files
+    return {name: bytes(blob.data) for name, blob in files.items() if name != ".gitattributes"}
+
+
+def cached(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "cache").glob("weightbeam/*"))
+
+
+def exported(checkpoint: Path, folder: Path, *options: object) -> dict[str, bytes]:
+    """What an export to a folder is."""
+    assert call("export", checkpoint, folder, *options) == 0
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_is_there_is_refused_and_named(
+    hub: FakeHub, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any work; with `--overwrite` it goes, and that is said. The same command again does nothing."""
+    other = save(tmp_path / "other", LLAMA, random_tensors(LLAMA, seed=5))
+    (other / "tokenizer.json").write_text("{}")
+    (other / "README.md").write_text("# Mine\n")
+    hub.add(REPO, other).writers.add(TOKEN)
+    before = held(hub)
+    assert call("export", checkpoints[0], URL) == 2
+    said = capsys.readouterr().err
+    assert [
+        name for name in ("model.safetensors", "tokenizer.json", "config.json", "--overwrite") if name not in said
+    ] == []
+    assert held(hub) == before
+    assert cached(tmp_path) == []
+    assert call("export", checkpoints[0], URL, "--overwrite") == 0
+    said = capsys.readouterr().out
+    assert "removed there: tokenizer.json\n" in said
+    assert "replaced there: config.json, model.safetensors\n" in said
+    wanted = exported(checkpoints[0], tmp_path / "wanted")
+    assert held(hub) == wanted | {"README.md": b"# Mine\n", "weightbeam.json": held(hub)["weightbeam.json"]}
+    for again in ((), ("--overwrite",), ("--create_pr",)):
+        assert call("export", checkpoints[0], URL, *again) == 0
+        assert "published already" in capsys.readouterr().out
+    assert len(hub.repositories[REPO].head.history()) == 3
+    assert hub.repositories[REPO].pulls == []
+    assert call("export", checkpoints[1], URL) == 2
+    assert "weightbeam.json" in capsys.readouterr().err
+
+
+def test_the_small_files_are_this_commands(hub: FakeHub, checkpoints: list[Path], tmp_path: Path) -> None:
+    """What was kept of one that failed isn't published with another one's tokenizer, nor in part where some of it is
+    gone.
+    """
+    one, other = tokenizer(tmp_path / "one", "A", "chat_template.jinja"), tokenizer(tmp_path / "other", "B")
+    hub.fail("status", status=401, matching="POST .*/preupload/")
+    assert call("export", checkpoints[0], URL, "--tokenizer", one) == 1
+    (folder,) = [path for path in (tmp_path / "cache" / "weightbeam").iterdir() if path.is_dir()]
+    (folder / "model.safetensors").unlink()
+    hub.faults = []
+    assert call("export", checkpoints[0], URL, "--tokenizer", other) == 0
+    found = held(hub)
+    assert json.loads(found["tokenizer.json"]) == json.loads(found["tokenizer_config.json"]) == {"of": "B"}
+    assert "chat_template.jinja" not in found
+    assert found["model.safetensors"] == exported(checkpoints[0], tmp_path / "wanted")["model.safetensors"]
+
+
+def test_a_cached_release_that_lost_a_file_is_made_anew(hub: FakeHub, checkpoints: list[Path], tmp_path: Path) -> None:
+    hub.fail("status", status=401, matching="POST .*/preupload/")
+    assert call("export", checkpoints[0], URL) == 1
+    (folder,) = [path for path in (tmp_path / "cache" / "weightbeam").iterdir() if path.is_dir()]
+    shard = folder / "model.safetensors"
+    for spoil in (
+        shard.unlink,
+        lambda: shard.write_bytes(shard.read_bytes()[:-1]),
+        (folder / "weightbeam.json").unlink,
+    ):
+        spoil()
+        assert call("export", checkpoints[0], URL) == 1
+        assert shard.read_bytes() == exported(checkpoints[0], tmp_path / "wanted", "--overwrite")["model.safetensors"]
+    hub.faults = []
+    assert call("export", checkpoints[0], URL) == 0
+    assert held(hub)["model.safetensors"] == shard_of(tmp_path / "wanted")
+    assert cached(tmp_path) == []
+
+
+def shard_of(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def seen(hub: FakeHub, kind: str) -> Callable[[], bool]:
+    """Whether a request of this kind has been answered, or is waiting for its answer."""
+    return lambda: bool(hub.log.counts()[kind]) or any(fault.hits for fault in hub.faults)
+
+
+@pytest.mark.slow  # a process that imports Beam, and is waited for
+@pytest.mark.parametrize("create_pr", [False, True])
+def test_two_exports_of_one_checkpoint(
+    hub: FakeHub, checkpoints: list[Path], tmp_path: Path, create_pr: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second begins while the first is made to wait by the hub: it is told so, and the first goes through."""
+    wanted = exported(checkpoints[0], tmp_path / "wanted")
+    hub.fail("slow", seconds=15, times=1, matching="POST /api/repos/create")
+    command = ("weightbeam", "export", checkpoints[0], URL, *(["--create_pr"] if create_pr else []))
+    with running(tmp_path / "first", *command) as first:
+        wait_until(seen(hub, "create"), (tmp_path / "first").read_text)
+        assert call(*command[1:]) == 2
+        assert "is at work there" in capsys.readouterr().err
+        assert first.wait() == 0, (tmp_path / "first").read_text()
+    assert call(*command[1:]) == 0
+    repository = hub.repositories[REPO]
+    assert len(repository.pulls) == create_pr
+    assert len(repository.head.history()) == 2 - create_pr
+    files = repository.pulls[0].files if create_pr else repository.head.files
+    assert {name: bytes(files[name].data) for name in wanted if name != "weightbeam.json"} == {
+        name: data for name, data in wanted.items() if name != "weightbeam.json"
+    }
+    assert cached(tmp_path) == []
+
+
+@pytest.mark.slow  # processes that import Beam, and are waited for
+@pytest.mark.parametrize("at", ["GET .*/commits/", "POST .*/preupload/", "POST .*/commit/"])
+def test_a_sleeper(hub: FakeHub, checkpoints: list[Path], tmp_path: Path, at: str) -> None:
+    """Stopped at a request; another checkpoint is published with `--overwrite`, by a machine with a cache of its own;
+    woken, it fails, or had published before. `main` always has one whole model.
+    """
+    hub.add(REPO).writers.add(TOKEN)
+    hub.fail("slow", seconds=3, times=1, matching=at)
+    command = ("weightbeam", "export", checkpoints[0], URL)
+    with running(tmp_path / "first", *command, environment={"XDG_CACHE_HOME": str(tmp_path / "elsewhere")}) as first:
+        wait_until(seen(hub, "nothing"), (tmp_path / "first").read_text)
+        os.kill(first.pid, signal.SIGSTOP)
+        assert call("export", checkpoints[1], URL, "--overwrite") == 0
+        os.kill(first.pid, signal.SIGCONT)
+        status = first.wait()
+    said = (tmp_path / "first").read_text()
+    assert "Traceback" not in said
+    # at the commit the hub had the request, and whichever came first counts
+    assert status == (1 if at.endswith("preupload/") else status), said
+    assert held(hub)["model.safetensors"] == exported(checkpoints[1], tmp_path / "b")["model.safetensors"]
+    assert json.loads(held(hub)["weightbeam.json"])["source"].startswith(str(checkpoints[1]))
