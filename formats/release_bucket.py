@@ -8,6 +8,7 @@ checked by its crc32c, and copies them to their places:
     <output>.weightbeam/<id>/                      plan, ledger, failure
         parts/<attempt>/…                          the units' components
         aside/                                     composed files, and the small ones
+    <output>.weightbeam/deleting.claim.<id>/       while a release that was there is deleted
     <output>/                                      filled from there; config.json and then weightbeam.json come last
 """
 
@@ -22,8 +23,9 @@ import google_crc32c
 
 from weightbeam.formats.composing import Component, check_tiling, compose
 from weightbeam.formats.release import remove_others
-from weightbeam.formats.release_target import IncompleteError, ReleasePlace
+from weightbeam.formats.release_target import RECORD, IncompleteError, ReleasePlace, plan_hash_of
 from weightbeam.formats.staging import ASIDE, BucketStaging
+from weightbeam.formats.storage import StorageError
 from weightbeam.formats.storage.bucket import Bucket
 
 CONFIG = "config.json"  # no loader takes a folder without it for a model
@@ -47,7 +49,22 @@ class ReleaseBucket(ReleasePlace, BucketStaging):
         """
         return any(not name.startswith("claim.") for name in self.desk.folders())
 
-    def lay_out(self, files: Sequence[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
+    def discard(self) -> None:
+        """The same; while a release of ours is being deleted, a note says so of what is left of it."""
+        if not self._claim:
+            self.claim()
+        note = f"deleting.{self._claim}"
+        if is_ours := plan_hash_of(self.final) is not None:
+            self.check_claim()
+            self.desk.write(f"{note}/{RECORD}", b"")
+        try:
+            super().discard()  # and the note with what else lies there, last
+        except StorageError:
+            if is_ours:
+                self.desk.delete_folder(note)
+            raise
+
+    def lay_out(self, files: Iterable[tuple[str, bytes, int]], small: Mapping[str, bytes]) -> None:
         """Writes the small files, to be copied with the others."""
         remove_others(self.aside, {*small, *(name for name, _, _ in files)})
         with concurrent.futures.ThreadPoolExecutor(self.aside.at_a_time) as pool:

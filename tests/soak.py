@@ -22,6 +22,7 @@ from typing import Any
 from facts import layouts_of
 from faults import STAGES, arguments, is_published, kill, run
 from hostile import VALUES, checkpoint_of, mutated, paths, snapshot, tiny_checkpoints
+from release_schedules import release_schedules
 from schedules import schedules
 from support import BF16, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
 
@@ -163,10 +164,14 @@ def sleepers(root: Path, number: int, seed: int) -> Counter[str]:
 
 
 def simulated(number: int, seed: int) -> Counter[str]:
-    """Conversions that sleep and wake at every operation on their output, in folders and buckets (`schedules.py`)."""
+    """Conversions that sleep and wake at every operation on their output, in folders and buckets (`schedules.py`), and
+    commands that write releases, to the hub too (`release_schedules.py`).
+    """
     counts: Counter[str] = Counter()
     for kind in ("folder", "folder in two", "bucket"):
         counts[f"schedules in a {kind}"] = sum(1 for _ in schedules(kind, range(seed, seed + number)))
+    for kind in ("folder", "bucket", "hub"):
+        counts[f"schedules of releases, {kind}"] = sum(1 for _ in release_schedules(kind, range(seed, seed + number)))
     return counts
 
 

@@ -19,7 +19,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -31,7 +30,7 @@ from weightbeam.pipelines.without_beam import leave_out_services
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 PLAN_SECONDS = 900.0  # a plan takes seconds; files that are made to take hours must not hold up all other versions
 COMPARED = "--compared_with="  # not an option of any command; see `comparing`
-CONTEXT: Any = multiprocessing.get_context("spawn")  # nothing of this process's threads and clients
+CONTEXT = multiprocessing.get_context("spawn")  # nothing of this process's threads and clients
 TAIL = 2000  # characters of what a process that died had printed
 
 
@@ -63,7 +62,7 @@ class WorkerProcess:
 
     def __init__(self, prepare: Prepare | None = None) -> None:
         self._prepare = prepare
-        self._process: SpawnProcess | None = None
+        self._process: multiprocessing.process.BaseProcess | None = None
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.was_used = False
 

@@ -1,5 +1,5 @@
 """Who may publish: conversions that sleep, wake, are taken over and killed at any operation, in a folder and in a
-bucket.
+bucket; and commands that write releases, there and to the hub.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from release_schedules import ReleaseWorld, Stepping, release_schedules
 from schedules import World, schedules
 
 from weightbeam.formats import lease
@@ -36,7 +37,11 @@ class Conversions(RuleBasedStateMachine):
 
     @initialize(database=st.booleans())
     def begin(self, database: bool) -> None:
-        self.world = World(self.kind, database)
+        self.world = self.make_world(database)
+
+    def make_world(self, database: bool) -> Any:
+        """An output of this kind, and what is at work on it."""
+        return World(self.kind, database)
 
     @property
     def alive(self) -> list[Any]:
@@ -100,6 +105,51 @@ def test_the_invariant_would_notice(kind: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("uuid.uuid4", lambda: type("Same", (), {"hex": "0" * 32}))
     with pytest.raises(AssertionError):
         list(schedules(kind, range(200)))
+
+
+# --- releases ---------------------------------------------------------------------------------------------------------
+
+
+class Releases(Conversions):
+    """The same machine, of commands that write releases."""
+
+    def make_world(self, database: bool) -> Any:
+        return ReleaseWorld(self.kind)
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket", "hub"])
+def test_releases_that_sleep_and_wake(kind: str) -> None:
+    machine = type("Machine", (Releases,), {"kind": kind})
+    few = settings(
+        max_examples=15,
+        stateful_step_count=10,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        database=None,
+    )
+    run_state_machine_as_test(machine, settings=few)
+
+
+@pytest.mark.parametrize("without", ["a parent", "a refusal"])
+def test_the_invariant_of_releases_would_notice(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some schedule shows what is missing: a commit that doesn't name its parent replaces what it never saw, or makes
+    one twice; and what others published is replaced without being asked to.
+    """
+    if without == "a refusal":
+        monkeypatch.setattr("weightbeam.formats.hub_publishing._refuse_others", lambda *_: None)
+    else:
+        found = Stepping.__getattr__
+
+        def forget_parents(self: Stepping, name: str) -> Any:
+            called = found(self, name)
+            if name != "create_commit":
+                return called
+            return lambda *arguments, **how: called(*arguments, **how | {"parent_commit": None})
+
+        monkeypatch.setattr(Stepping, "__getattr__", forget_parents)
+    with pytest.raises(AssertionError):
+        list(release_schedules("hub", range(200)))
 
 
 # --- the lease --------------------------------------------------------------------------------------------------------
