@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import google_crc32c

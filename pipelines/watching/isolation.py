@@ -19,6 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -62,7 +63,7 @@ class WorkerProcess:
 
     def __init__(self, prepare: Prepare | None = None) -> None:
         self._prepare = prepare
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: BaseProcess | None = None
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115
         self.was_used = False
 
@@ -80,8 +81,9 @@ class WorkerProcess:
         if self._process is None:
             os.truncate(self._log.name, 0)
             self.connection, theirs = CONTEXT.Pipe()
-            self._process = CONTEXT.Process(target=_serve, args=(theirs, self._log.name, self._prepare))
-            self._process.start()
+            process = CONTEXT.Process(target=_serve, args=(theirs, self._log.name, self._prepare))
+            process.start()
+            self._process = process
             self.was_used = False
             theirs.close()
 
