@@ -14,7 +14,7 @@ BANNED = {
     "pipelines": HEAVY | {"safetensors"},
 }
 # A module that is for one of these libraries, and imports it inside a function.
-WITH_JAX = ("abstract", "agreement", "decoding", "load", "maxtext", "mesh", "placing", "tree")
+WITH_JAX = ("abstract", "agreement", "decoding", "load", "maxtext", "meeting", "mesh", "placing", "tree")
 EXCEPTIONS: dict[str, set[str]] = {f"pipelines/loading/{name}.py": {"jax"} for name in WITH_JAX}
 
 
