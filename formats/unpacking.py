@@ -8,7 +8,7 @@ than a piece of it is ever in memory. A unit then reads the rows of one layer fr
     chunk (128, 80, 28672) of a kernel (8192, 80, 28672) ─▸ files of 3 rows each: (3, 80, 28672), 28 MiB
 
 (zarr3 `sharding_indexed` with the inner chunk equal to the outer one, and zarr2 with zstd, as Orbax 0.12.8 writes
-them.)
+them; in either byte order. What is stored otherwise is read whole, or refused where a plan has no room for that.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -35,11 +34,14 @@ from weightbeam.formats.provenance import pieces as pieces_of
 from weightbeam.formats.release_target import UNPACKED
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.formats.storage import StorageError, Store, open_store
+from weightbeam.formats.strict_json import parse_json
 from weightbeam.model_mappings.boxes import Box, extent, volume
 
 PIECE = 32 << 20  # bytes of a file; one is decoded while one is written
 READ = 8 << 20  # encoded bytes that are read at a time
 INDEX_BYTES = zarr.INDEX_ENTRY_BYTES + zarr.INDEX_CHECKSUM_BYTES  # of a shard with one chunk
+# where such an index stands, and how it is encoded
+INDEX = ("end", [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,36 +210,19 @@ def decoded(array: OrbaxArray, index: Sequence[int]) -> Stream:
     Raises:
       StorageError: the chunk is missing or damaged; its bytes' damage is told as they are read.
     """
-    items = open_store(array.items)
-    base = ts.KvStore.open(
-        ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()
-    ).result()
-    about = json.loads(
-        _read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None)
-    )
-    if array.driver == "zarr3":
-        key = "/".join((array.key, "c", *map(str, index)))
-        codecs, sharded = _codecs(array, about)
-        if sharded:
-            entry = _read(base, array, key, -INDEX_BYTES, None)
-            start, stop = (
-                int.from_bytes(entry[:8], "little"),
-                int.from_bytes(entry[:8], "little") + int.from_bytes(entry[8:16], "little"),
-            )
-            if google_crc32c.value(entry[:-4]) != int.from_bytes(entry[-4:], "little"):
-                raise StorageError(f"{array.items}: {key}: the index of the shard is damaged")
-        else:
-            start, stop = 0, _size(base, array, key)
+    base = _base(array)
+    form = _form(array, _about(base, array))
+    key = f"{array.key}/{form.separator.join([*form.prefix, *map(str, index)]) or '0'}"
+    if form.is_sharded:
+        entry = _read(base, array, key, -INDEX_BYTES, None)
+        if google_crc32c.value(entry[:-4]) != int.from_bytes(entry[-4:], "little"):
+            raise StorageError(f"{array.items}: {key}: the index of the shard is damaged")
+        start, length = int.from_bytes(entry[:8], "little"), int.from_bytes(entry[8:16], "little")
+        encoded = _Value(base, array, key, start, start + length)
     else:
-        key = f"{array.key}/{'.'.join(map(str, index)) or '0'}"
-        compressor = about.get("compressor")
-        codecs, start, stop = [compressor["id"]] if compressor else [], 0, _size(base, array, key)
-    if codecs not in ([], ["zstd"]):
-        raise StorageError(
-            f"{array.items}: {array.key}: chunks of {array.chunk_bytes:,} bytes, compressed with {codecs[0]}, can't be decoded in parts"
-        )
-    encoded = _Value(base, array, key, start, stop)
-    return _Decoder(encoded, f"{array.items}: {key}") if codecs else encoded
+        encoded = _Value(base, array, key, 0, _size(base, array, key))
+    stream = _Decoder(encoded, f"{array.items}: {key}") if form.codecs else encoded
+    return _Swapped(stream, array.dtype) if form.is_swapped else stream
 
 
 class _Value:
@@ -279,40 +264,116 @@ class _Decoder:
             raise StorageError(f"{self._name}: damaged: {e}") from e
 
 
-def can_unpack(array: OrbaxArray) -> bool:
-    """Whether the chunks of an array can be decoded as streams, by what its metadata say."""
+class _Swapped:
+    """Numbers of the other byte order, as this machine's; so many bytes are read as whole numbers have."""
+
+    def __init__(self, stream: Stream, dtype: np.dtype):
+        self._stream = stream
+        self._part = np.dtype(f"u{dtype.itemsize // (2 if dtype.kind == 'c' else 1)}")
+
+    def read(self, size: int) -> bytes:
+        got = self._stream.read(max(self._part.itemsize, size // self._part.itemsize * self._part.itemsize))
+        if len(got) % self._part.itemsize:  # ends too early, as whoever counts them notices
+            return got
+        return np.frombuffer(got, self._part).byteswap().tobytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How the chunks of an array are stored.
+
+    Attributes:
+      codecs: names of those behind the bytes.
+      is_sharded: whether each is the only one of a shard.
+      is_swapped: whether numbers are in the other byte order.
+      separator, prefix: of the chunks' keys.
+    """
+
+    codecs: list[str]
+    is_sharded: bool
+    is_swapped: bool
+    separator: str
+    prefix: tuple[str, ...]
+
+
+def why_whole(array: OrbaxArray) -> str:
+    """Why the chunks of an array can't be decoded as streams, by what its metadata say; empty where they can."""
     try:
-        items = open_store(array.items)
-        base = ts.KvStore.open(
-            ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()
-        ).result()
-        about = json.loads(
-            _read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None)
-        )
-        codecs = (
-            _codecs(array, about)[0]
-            if array.driver == "zarr3"
-            else [about["compressor"]["id"]]
-            if about.get("compressor")
-            else []
-        )
-    except (StorageError, KeyError, TypeError, ValueError):
-        return False
-    return codecs in ([], ["zstd"])
+        _form(array, _about(_base(array), array))
+    except _WholeError as e:
+        return str(e)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, StorageError) as e:
+        return f"its metadata can't be read: {type(e).__name__}: {e}"
+    return ""
 
 
-def _codecs(array: OrbaxArray, about: dict) -> tuple[list[str], bool]:
-    """The names of the codecs behind the bytes, and whether they are of a shard's only chunk."""
-    codecs, sharded = about["codecs"], False
-    if codecs[0]["name"] == "sharding_indexed":
+def can_unpack(array: OrbaxArray) -> bool:
+    """Whether the chunks of an array can be decoded as streams."""
+    return not why_whole(array)
+
+
+class _WholeError(StorageError):
+    """A chunk has to be decoded whole; the message says why."""
+
+
+def _base(array: OrbaxArray) -> ts.KvStore:
+    items = open_store(array.items)
+    return ts.KvStore.open(
+        ocdbt.database(items) if array.use_ocdbt else items.kvstore(), context=ocdbt.context()
+    ).result()
+
+
+def _about(base: ts.KvStore, array: OrbaxArray) -> dict[str, Any]:
+    """What zarr says of an array."""
+    return parse_json(
+        _read(base, array, f"{array.key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}", 0, None)
+    )
+
+
+def _form(array: OrbaxArray, about: dict[str, Any]) -> _Form:
+    """How the chunks of an array are stored, where they can be decoded in parts.
+
+    Raises:
+      _WholeError: they can't.
+    """
+    form, chunk = _form3(about, array.dtype) if array.driver == "zarr3" else _form2(about, array.dtype)
+    if form.codecs not in ([], ["zstd"]):
+        raise _WholeError(f"they are stored with {', '.join(form.codecs)}")
+    if chunk != array.chunk:
+        raise _WholeError(f"they are {chunk}, larger than the array")
+    return form
+
+
+def _form2(about: dict[str, Any], dtype: np.dtype) -> tuple[_Form, tuple[int, ...]]:
+    """The same of zarr 2, and the shape of a chunk."""
+    if about.get("filters"):
+        raise _WholeError("they are stored with filters")
+    chunk = tuple(about["chunks"])
+    if about["order"] != "C" and sum(size > 1 for size in chunk) > 1:
+        raise _WholeError(f"they are stored in the order {about['order']}")
+    codecs = [about["compressor"]["id"]] if about.get("compressor") else []
+    is_swapped = str(about["dtype"]).startswith(">") and dtype.itemsize > 1
+    return _Form(codecs, False, is_swapped, about.get("dimension_separator", "."), ()), chunk
+
+
+def _form3(about: dict[str, Any], dtype: np.dtype) -> tuple[_Form, tuple[int, ...]]:
+    """The same of zarr 3."""
+    codecs, chunk = about["codecs"], tuple(about["chunk_grid"]["configuration"]["chunk_shape"])
+    is_sharded = codecs[0]["name"] == "sharding_indexed"
+    if is_sharded:
         inner = codecs[0]["configuration"]
-        whole = tuple(inner["chunk_shape"]) == tuple(about["chunk_grid"]["configuration"]["chunk_shape"])
-        if not whole or inner.get("index_location", "end") != "end":
-            return ["sharding_indexed"], True
-        codecs, sharded = inner["codecs"], True
-    if codecs[0] != {"name": "bytes", "configuration": {"endian": "little"}} and array.dtype.itemsize > 1:
-        return [codecs[0]["name"]], sharded
-    return [codec["name"] for codec in codecs[1:]], sharded
+        if tuple(inner["chunk_shape"]) != chunk or (inner.get("index_location", "end"), inner["index_codecs"]) != INDEX:
+            raise _WholeError("they are shards of a kind that isn't read in parts")
+        codecs = inner["codecs"]
+    endian = codecs[0].get("configuration", {}).get("endian")
+    if codecs[0]["name"] != "bytes" or (endian not in ("little", "big") and dtype.itemsize > 1):
+        raise _WholeError(f"they are stored with {codecs[0]['name']}")
+    keys = about["chunk_key_encoding"]
+    is_default = keys["name"] == "default"
+    separator = keys.get("configuration", {}).get("separator", "/" if is_default else ".")
+    names = [codec["name"] for codec in codecs[1:]]
+    is_swapped = endian == "big" and dtype.itemsize > 1
+    return _Form(names, is_sharded, is_swapped, separator, ("c",) if is_default else ()), chunk
 
 
 def _size(base: ts.KvStore, array: OrbaxArray, key: str) -> int:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 from weightbeam.formats.orbax_source import OrbaxArray
-from weightbeam.formats.unpacking import can_unpack
+from weightbeam.formats.unpacking import why_whole
 from weightbeam.formats.zarr import ArraySpec
 from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import Array, Problem
@@ -69,14 +69,15 @@ def cut(
         for grid in by_chunks
         if _smallest_bytes(grid) > unit_bytes or weights[grid.spec.key].chunk_bytes > unit_bytes
     }
-    unpacked = frozenset(key for key in large if can_unpack(weights[key]))
+    whole = {key: why for key in large if (why := why_whole(weights[key]))}
+    unpacked = frozenset(large - whole.keys())
     grids = tuple(
         chunk_grid(array, weights[array.key], (1,) * len(array.shape), sizes, quantised)
         if array.key in unpacked
         else grid
         for array, grid in zip(arrays, by_chunks, strict=True)
     )
-    problems = tuple(_too_large(grids, unit_bytes))
+    problems = tuple(_too_large(grids, unit_bytes, whole))
     return Cut(grids, () if problems else tuple(_units(arrays, grids, unit_bytes, slots)), unpacked, problems)
 
 
@@ -116,12 +117,14 @@ def _smallest_bytes(grid: Grid) -> int:
     return grid.working_bytes(_smallest(grid))
 
 
-def _too_large(grids: Sequence[Grid], unit_bytes: int) -> Iterator[Problem]:
-    """Arrays whose smallest block doesn't fit into a unit."""
+def _too_large(grids: Sequence[Grid], unit_bytes: int, whole: Mapping[str, str]) -> Iterator[Problem]:
+    """Arrays whose smallest block doesn't fit into a unit; `whole` says why chunks aren't decoded in parts."""
     for grid in grids:
         if (needed := _smallest_bytes(grid)) > unit_bytes:
+            why = whole.get(grid.spec.key)
             message = (
                 f"rows of its tensors need {needed:,} bytes together, a unit has {unit_bytes:,}; raise --unit_bytes"
+                + (f" (its chunks can't be decoded in parts, {why})" if why else "")
             )
             yield Problem("memory", grid.spec.key, message, is_array=True)
 

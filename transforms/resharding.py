@@ -37,7 +37,7 @@ from weightbeam.formats.provenance import total, versions
 from weightbeam.formats.release_target import UNPACKED
 from weightbeam.formats.staging import ITEMS, Staging
 from weightbeam.formats.storage import Store
-from weightbeam.formats.unpacking import UnpackedArray, can_unpack, chunks, unpack
+from weightbeam.formats.unpacking import UnpackedArray, can_unpack, chunks, unpack, why_whole
 from weightbeam.formats.zarr import ArraySpec, Format
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.cells import Part
@@ -648,9 +648,9 @@ class _Planner:
             and stored.chunk_bytes <= self.options.unit_bytes
         ):
             return Way(grid, "re-cut", grain, layers)
-        if not all(can_unpack(self.source.arrays[key]) for key in part.tensors):
+        if why := next(filter(None, (why_whole(self.source.arrays[key]) for key in part.tensors)), ""):
             needed = max(layers * grid.working_bytes(_least(grid, grain)), 2 * stored.chunk_bytes)
-            message = f"its chunks {stored.chunk} are compressed so that they can't be decoded in parts: a unit needs {needed:,} bytes; raise --unit_bytes"
+            message = f"its chunks {stored.chunk} can't be decoded in parts, {why}: a unit needs {needed:,} bytes; raise --unit_bytes"
             self.problems.append(Problem("memory", array.key, message, is_array=True))
         # read in parts, and put together
         unpacked = dataclasses.replace(grid, element_bytes=grid.element_bytes + stored.dtype.itemsize)

@@ -7,9 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lazily import lazily
+from strangers import BIG, CRC, LITTLE, item, sharded, zarr2, zarr3
+from support import call
 
 from weightbeam.formats import unpacking
-from weightbeam.formats.orbax_source import open_orbax
+from weightbeam.formats.orbax_source import ChunkRead, open_orbax
+from weightbeam.formats.safetensors import read_boxes
+from weightbeam.formats.storage import StorageError, open_store
 
 ocp = lazily("orbax.checkpoint")
 
@@ -26,3 +30,73 @@ def test_no_more_than_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
     pieces = list(iter(lambda: stream.read(unpacking.PIECE), b""))
     assert max(map(len, pieces)) <= 1000
     assert b"".join(pieces) == values.tobytes()
+
+
+ZSTD2, ZSTD3 = {"id": "zstd", "level": 1}, {"name": "zstd", "configuration": {"level": 1}}
+VALUES = np.arange(20 * 30, dtype=np.float32).reshape(20, 30) - 7.5
+TRANSPOSE = {"name": "transpose", "configuration": {"order": [1, 0]}}
+
+# how a chunk is stored, and what of it is said where it can't be decoded in parts
+FORMS = {
+    "zarr 2": (zarr2(VALUES), ""),
+    "zarr 2, zstd": (zarr2(VALUES, compressor=ZSTD2), ""),
+    "zarr 2, big-endian": (zarr2(VALUES, dtype=">f4"), ""),
+    "zarr 2, big-endian, zstd": (zarr2(VALUES, dtype=">f4", compressor=ZSTD2), ""),
+    "zarr 2, keys with slashes": (zarr2(VALUES, dimension_separator="/"), ""),
+    "zarr 2, keys with slashes, zstd": (zarr2(VALUES, dimension_separator="/", compressor=ZSTD2), ""),
+    "zarr 2, Fortran's order": (zarr2(VALUES, order="F"), "the order F"),
+    "zarr 2, Fortran's order, zstd": (zarr2(VALUES, order="F", compressor=ZSTD2), "the order F"),
+    "zarr 2, gzip": (zarr2(VALUES, compressor={"id": "gzip", "level": 1}), "stored with gzip"),
+    "zarr 2, chunks that are too large": (zarr2(VALUES, chunks=[21, 30]), "larger than the array"),
+    "zarr 3": (zarr3(VALUES), ""),
+    "zarr 3, big-endian": (zarr3(VALUES, [BIG]), ""),
+    "zarr 3, big-endian, zstd": (zarr3(VALUES, [BIG, ZSTD3]), ""),
+    "zarr 3, keys as in zarr 2": (zarr3(VALUES, chunk_key_encoding={"name": "v2"}), ""),
+    "zarr 3, keys with dots": (
+        zarr3(VALUES, chunk_key_encoding={"name": "default", "configuration": {"separator": "."}}),
+        "",
+    ),
+    "zarr 3, transposed": (zarr3(VALUES, [TRANSPOSE, LITTLE]), "stored with transpose"),
+    "zarr 3, with a checksum": (zarr3(VALUES, [LITTLE, CRC]), "stored with crc32c"),
+    "a shard": (zarr3(VALUES, [sharded((20, 30), [BIG, ZSTD3])]), ""),
+    "a shard's index first": (zarr3(VALUES, [sharded((20, 30), index_location="start")]), "shards of a kind"),
+    "a shard's index big-endian": (zarr3(VALUES, [sharded((20, 30), index_codecs=[BIG, CRC])]), "shards of a kind"),
+    "a shard's index unchecked": (zarr3(VALUES, [sharded((20, 30), index_codecs=[LITTLE])]), "shards of a kind"),
+}
+
+
+@pytest.mark.parametrize("use_ocdbt", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_streamed_or_not_the_same_bits(
+    tmp_path: Path, form: str, use_ocdbt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk in parts is what TensorStore makes of it; what can't be decoded so is known before."""
+    about, whole = FORMS[form]
+    monkeypatch.setattr(unpacking, "PIECE", 1000)
+    (array,) = open_orbax(item(tmp_path / "items", {"params.params.w": (VALUES, about)}, use_ocdbt)).arrays.values()
+    assert np.array_equal(ChunkRead.fetch([ChunkRead(array, ((0, 20), (0, 30)))])[0][0], VALUES)
+    assert whole in unpacking.why_whole(array)
+    assert unpacking.can_unpack(array) == (not whole)
+    if whole:
+        with pytest.raises(StorageError, match=whole):
+            unpacking.decoded(array, (0, 0))
+        return
+    (tmp_path / "files").mkdir()
+    assert unpacking.unpack(array, (0, 0), open_store(tmp_path / "files")) == VALUES.nbytes
+    unpacked = unpacking.UnpackedArray(array, str(tmp_path / "files"))
+    box = ((3, 17), (1, 29))
+    assert np.array_equal(unpacked.decode(read_boxes(unpacked.reads(box))[0], box, VALUES.dtype), VALUES[3:17, 1:29])
+
+
+@pytest.mark.parametrize("form", ["zarr 2, big-endian, zstd", "zarr 2, keys with slashes", "zarr 2, Fortran's order"])
+def test_small_units_make_the_same_copy(tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole command: the values of the source, or words before anything is written."""
+    about, whole = FORMS[form]
+    items = item(tmp_path / "0" / "items", {"params.params.w": (VALUES, about)})
+    small = ("--unit_bytes", "1200", "--mesh", "fsdp=2", "--use_zarr3", "true")
+    assert call("reshard", items, tmp_path / "out", *small) == (2 if whole else 0)
+    assert whole in capsys.readouterr().err
+    assert (tmp_path / "out").exists() == (not whole)
+    if not whole:
+        (array,) = open_orbax(tmp_path / "out").arrays.values()
+        assert np.array_equal(ChunkRead.fetch([ChunkRead(array, ((0, 20), (0, 30)))])[0][0], VALUES)
