@@ -7,11 +7,13 @@ The fields are those of PEFT's `LoraConfig` (peft, tuners/lora/config.py, 0.21.2
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from weightbeam.formats.adapters.patterns import MAX_TOTAL, PatternError, Patterns, parse
 from weightbeam.model_mappings.plan import Problem
 
 CONFIG = "adapter_config.json"
@@ -31,7 +33,7 @@ HARMLESS = frozenset({
 # aren't known.
 HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
-MAX_PATTERNS, MAX_PATTERN = 10_000, 1_000  # of ranks and alphas, and characters of one
+MAX_PATTERNS = 10_000  # of ranks, and of alphas
 MAX_RANK = 1 << 16
 UNTOLD_VERSION = re.compile(r"dev|rc|a\d|b\d|\+|@")
 
@@ -66,17 +68,20 @@ class AdapterConfig:
 
     def rank(self, module: str) -> int:
         """The rank of a module, or of a parameter."""
-        return _first(self.rank_pattern, module, self.r)
+        return self._ranks.find(module, self.r)
 
     def scaling(self, module: str) -> float:
         """What B · A is multiplied by."""
         rank = self.rank(module)
-        return _first(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+        return self._alphas.find(module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
+    @functools.cached_property
+    def _ranks(self) -> Patterns:
+        return Patterns(self.rank_pattern)
 
-def _first(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that a module's name ends in (peft, utils/other.py, `get_pattern_key`)."""
-    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)
+    @functools.cached_property
+    def _alphas(self) -> Patterns:
+        return Patterns(self.alpha_pattern)
 
 
 def read_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list[Problem]]:
@@ -140,13 +145,14 @@ def _check_patterns(field: str, patterns: object, good: Any) -> Iterator[str]:
     if not isinstance(patterns, Mapping) or len(patterns) > MAX_PATTERNS:
         yield f"{field} should be an object of at most {MAX_PATTERNS:,} patterns"
         return
+    if sum(map(len, patterns)) > MAX_TOTAL:
+        yield f"{field} has more than {MAX_TOTAL:,} characters of patterns, which can't be meant"
+        return
     for pattern, value in patterns.items():
         try:
-            readable = len(pattern) <= MAX_PATTERN and bool(re.compile(rf"(.*\.)?({pattern})$"))
-        except re.error:
-            readable = False
-        if not readable:
-            yield f"{field}: {pattern[:80]!r} isn't a regular expression"
+            parse(pattern)
+        except PatternError as e:
+            yield f"{field}: {pattern[:80]!r} {e}"
         if not good(value):
             yield f"{field}: {pattern[:80]!r} stands for {str(value)[:80]!r}, which can't be meant"
 

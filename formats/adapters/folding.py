@@ -136,7 +136,7 @@ def fold(
         and adapters[0].weight == 1
         and not adapters[0].config.use_rslora
     )
-    alpha = adapters[0].config.scaling(adapters[0].contents.targets[0].module) * rank if plain else float(rank)
+    alpha = next(iter(deltas.values())).scaling * rank if plain else float(rank)
     made: dict[str, Encoding] = {}
     shapes = {name: (encodings[name].shape, delta) for name, delta in deltas.items()}
     for factor, of in table.factors.items():

@@ -14,6 +14,7 @@ from weightbeam.formats.adapters.adapter import Adapter, Target
 from weightbeam.formats.adapters.delta import Delta
 from weightbeam.formats.adapters.merged import Merged, Replaced, Shifted
 from weightbeam.formats.adapters.modules import IN_OUT, MARKED, PARAMETERS, Files, Place
+from weightbeam.formats.adapters.patterns import PatternError
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.safetensors import Tensor
 from weightbeam.model_mappings.plan import Problem
@@ -154,7 +155,7 @@ def _apply(
     for target in contents.targets:
         try:
             _apply_target(adapter, target, files, changes, used)
-        except _RefusedError as e:
+        except (_RefusedError, PatternError) as e:
             yield target.a.name, str(e)
     for name, tensor in contents.whole.items():
         if (base := files.find(name)) is None:

@@ -1,0 +1,193 @@
+"""The regular expressions of an adapter's configuration, matched without backtracking.
+
+PEFT matches each with the end of a module's name by `re`, whose time may double with each character: `(.*)*x` never ends.
+Here an expression is followed from all places of the name at once, as bits of an integer, so that the time is at most
+the expression's length times the name's for each level of repetition; and there is a limit for all of them together.
+
+Names, escapes, `.`, sets, groups, alternatives, repetitions and anchors are understood; nothing that looks around or back.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from re import _constants as of  # pyright: ignore[reportAttributeAccessIssue]
+from re import _parser as parser  # pyright: ignore[reportAttributeAccessIssue]
+from typing import Any
+
+MAX_PATTERN, MAX_TOTAL, MAX_NAME = 1_000, 1_000_000, 10_000  # characters of one, of all, and of a module's name
+MAX_DEPTH = 20  # groups and repetitions within each other
+MAX_STEPS = 2_000_000  # parts of expressions that are followed for one configuration: seconds
+
+ANY = "\n"  # which no name has
+
+_CATEGORIES = {
+    of.CATEGORY_DIGIT: re.compile(r"\d"),
+    of.CATEGORY_NOT_DIGIT: re.compile(r"\D"),
+    of.CATEGORY_WORD: re.compile(r"\w"),
+    of.CATEGORY_NOT_WORD: re.compile(r"\W"),
+    of.CATEGORY_SPACE: re.compile(r"\s"),
+    of.CATEGORY_NOT_SPACE: re.compile(r"\S"),
+}
+_ONE = (of.LITERAL, of.NOT_LITERAL, of.ANY, of.IN)  # character
+_STARTS, _ENDS = (of.AT_BEGINNING, of.AT_BEGINNING_STRING), (of.AT_END, of.AT_END_STRING)
+
+Part = tuple[Any, Any]  # of an expression, as Python's own parser has it
+
+
+class PatternError(ValueError):
+    """An expression can't be matched; the message says why."""
+
+
+class Patterns:
+    """Values by expressions for the end of a module's name; the first that fits is meant (peft, utils/other.py,
+    `get_pattern_key`).
+
+    Raises:
+      PatternError: one isn't understood.
+    """
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = list(values.values())
+        # most are names: by their length, by the places that may be any character, and by the others
+        self._names: dict[int, dict[tuple[int, ...], dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
+        self._others: list[tuple[int, list[Part]]] = []
+        self._left = MAX_STEPS
+        for number, text in enumerate(values):
+            parts = parse(text)
+            if (name := _plain(text)) is not None:
+                any_at = tuple(at for at, letter in enumerate(name) if letter == ANY)
+                self._names[len(name)][any_at].setdefault(name, number)
+            else:
+                self._others.append((number, parts))
+
+    def find(self, module: str, default: Any) -> Any:
+        """The value of the first expression that fits a module; `default` where none does.
+
+        Raises:
+          PatternError: that, with all that was looked up before, takes too long.
+        """
+        if self._values and len(module) > MAX_NAME:
+            raise PatternError(f"patterns of ranks and alphas aren't matched with a name of {len(module):,} characters")
+        starts = [0, *(at + 1 for at, letter in enumerate(module) if letter == ".")]
+        first = len(self._values)
+        for start in starts:
+            for any_at, names in self._names.get(len(module) - start, {}).items():
+                self._count(1)
+                end = list(module[start:])
+                for at in any_at:
+                    end[at] = ANY
+                first = min(first, names.get("".join(end), first))
+        for number, parts in self._others:
+            if number < first and self._ends(parts, module, 1):
+                first = number
+        return self._values[first] if first < len(self._values) else default
+
+    def _count(self, steps: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise PatternError("the patterns of ranks and alphas take too long to match with the modules' names")
+
+    def _ends(self, parts: Iterable[Part], text: str, starts: int) -> int:
+        """Where in a text an expression ends that begins at one of `starts`, as bits."""
+        for kind, about in parts:
+            if not starts:
+                break
+            self._count(1 + (len(text) >> 8))
+            if kind in _ONE:
+                starts = (starts & _places((kind, _frozen(about)), text)) << 1
+            elif kind is of.BRANCH:
+                starts = functools.reduce(int.__or__, (self._ends(branch, text, starts) for branch in about[1]))
+            elif kind is of.SUBPATTERN:
+                starts = self._ends(about[3], text, starts)
+            elif kind is of.AT:
+                starts &= 1 if about in _STARTS else 1 << len(text)
+            else:
+                starts = self._repeated(*about, text, starts)
+        return starts
+
+    def _repeated(self, least: int, most: int, body: Iterable[Part], text: str, starts: int) -> int:
+        """The same of a repetition. What may be empty only adds places, all else moves on: both come to an end."""
+        for _ in range(least):
+            before, starts = starts, self._ends(body, text, starts)
+            if starts in (0, before):
+                break
+        found = new = starts
+        for _ in range(min(most - least, len(text) + 1)):
+            if not new:
+                break
+            new = self._ends(body, text, new) & ~found
+            found |= new
+        return found
+
+
+def parse(text: str) -> list[Part]:
+    """An expression with what PEFT puts around it.
+
+    Raises:
+      PatternError: it isn't one, or not one that is understood.
+    """
+    if len(text) > MAX_PATTERN:
+        raise PatternError(f"has more than {MAX_PATTERN:,} characters")
+    try:
+        parts = list(parser.parse(rf"(.*\.)?({text})$"))
+    except (re.error, RecursionError, OverflowError) as e:
+        raise PatternError("isn't a regular expression") from e
+    _check(parts, MAX_DEPTH)
+    return parts
+
+
+def _check(parts: Iterable[Part], depth: int) -> None:
+    """Makes sure that all parts are understood."""
+    if not depth:
+        raise PatternError(f"isn't a regular expression that is supported: it is more than {MAX_DEPTH} deep")
+    for kind, about in parts:
+        if kind is of.BRANCH:
+            below = about[1]
+        elif kind is of.SUBPATTERN and not about[1] and not about[2]:
+            below = [about[3]]
+        elif kind in (of.MAX_REPEAT, of.MIN_REPEAT):
+            below = [about[2]]
+        elif kind in _ONE or (kind is of.AT and about in (*_STARTS, *_ENDS)):
+            below = []
+        else:
+            raise PatternError(f"isn't a regular expression that is supported: it has {kind}".lower())
+        for part in below:
+            _check(part, depth - 1)
+
+
+def _plain(text: str) -> str | None:
+    """An expression that is a name, with `ANY` for a dot that may be any character; None for all others."""
+    try:
+        parts = list(parser.parse(text))
+    except re.error:  # half of one, which what is put around it makes whole
+        return None
+    is_name = all(kind is of.ANY or (kind is of.LITERAL and chr(about) != ANY) for kind, about in parts)
+    return "".join(ANY if kind is of.ANY else chr(about) for kind, about in parts) if is_name else None
+
+
+def _frozen(about: Any) -> Any:
+    return tuple(about) if isinstance(about, list) else about
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(part: Part, text: str) -> int:
+    """Where in a text a part is that stands for one character, as bits."""
+    return sum(1 << at for at, letter in enumerate(text) if _is_in(part, letter))
+
+
+def _is_in(part: Part, letter: str) -> bool:
+    """Whether a part that stands for one character, or one of a set, may be this one."""
+    kind, about = part
+    if kind is of.IN:
+        negated = about[0][0] is of.NEGATE
+        return any(_is_in(one, letter) for one in about[negated:]) != negated
+    if kind is of.LITERAL:
+        return ord(letter) == about
+    if kind is of.NOT_LITERAL:
+        return ord(letter) != about
+    if kind is of.RANGE:
+        return about[0] <= ord(letter) <= about[1]
+    return letter != "\n" if kind is of.ANY else bool(_CATEGORIES[about].match(letter))
