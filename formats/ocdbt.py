@@ -11,7 +11,7 @@ from typing import Any
 import tensorstore as ts
 
 from weightbeam.formats.staging import ATTEMPT as ATTEMPT
-from weightbeam.formats.storage import Store
+from weightbeam.formats.storage import StorageError, Store
 
 MERGE_BATCH = 4096  # databases that are merged in one transaction; each takes some 30 KiB
 LIST_BATCH = 100_000  # keys that are listed at a time
@@ -23,6 +23,11 @@ CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}, "file_io_conc
 def context() -> ts.Context:
     """What the databases of one reader, writer or merge share."""
     return ts.Context(CONTEXT)
+
+
+def brief(error: Exception) -> str:
+    """TensorStore's message without the notes about its own source."""
+    return str(error).partition(" [source locations=")[0]
 
 
 def database(folder: Store, manifest: Store | None = None) -> dict[str, Any]:
@@ -42,6 +47,29 @@ def database(folder: Store, manifest: Store | None = None) -> dict[str, Any]:
         "target_data_file_size": 2**31,
         "config": CONFIG,
     }
+
+
+def read_small(folder: Store, keys: Sequence[str], most: int) -> list[bytes]:
+    """The values of keys of a database, each of fewer than `most` bytes.
+
+    Raises:
+      StorageError: one isn't there, has more, or can't be read.
+    """
+    try:
+        store = ts.KvStore.open(database(folder), context=context()).result()
+        # a value is read whole, however long; that one has a byte there is asked first
+        beyond = [store.read(key, byte_range=slice(most - 1, most)) for key in keys]
+        for key, read in zip(keys, beyond, strict=True):
+            try:
+                what = "is missing" if read.result().state == "missing" else f"has more than {most - 1:,} bytes"
+            except ValueError as e:
+                if "OUT_OF_RANGE" not in str(e):
+                    raise
+            else:
+                raise StorageError(f"{folder}: {key} {what}")
+        return [read.result().value for read in [store.read(key) for key in keys]]
+    except ValueError as e:
+        raise StorageError(f"{folder}: its database can't be read: {brief(e)}") from e
 
 
 class IncompleteError(ValueError):

@@ -21,13 +21,12 @@ import tensorstore as ts
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.identity import Files
-from weightbeam.formats.orbax import METADATA, find_items, item_metadata, record_of
+from weightbeam.formats.orbax import check_memory, find_items, item_metadata, leaves, open_stores, read_tree, record_of
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.model_mappings.boxes import Box, extent, volume
 from weightbeam.model_mappings.trees import Tree, TreeError, recognise
 
-TEXT = "string"  # the value_type of leaves that lie in a file of their own
 MAX_WHOLE_SHARD_BYTES = 64 << 20  # bytes; a stored shard of chunks up to this is read whole
 
 
@@ -98,6 +97,7 @@ class ChunkRead:
         """
         made, writes = [], []
         for read in reads:
+            check_memory(read.array.items, read.array.key, read.array.chunk_bytes)
             values = empty(extent(read.box), read.array.dtype)
             region = tuple(slice(start, stop) for start, stop in read.box)
             stored = _opened(read.array)[region]
@@ -107,13 +107,8 @@ class ChunkRead:
             try:
                 write.result()
             except ValueError as e:
-                raise StorageError(f"{read.array.items}: {read.array.key}: {_brief(e)}") from e
+                raise StorageError(f"{read.array.items}: {read.array.key}: {ocdbt.brief(e)}") from e
         return made, sum(values.nbytes for values in made)
-
-
-def _brief(error: Exception) -> str:
-    """TensorStore's message without the notes about its own source."""
-    return str(error).partition(" [source locations=")[0]
 
 
 _OPENING = threading.Lock()
@@ -261,15 +256,11 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
     forget(str(items))
     try:
         files = Files.of(items)
-        metadata = json.loads(items.read(METADATA))
-        keys = [".".join(path) for path in leaves(metadata)]
+        metadata = read_tree(items)
         driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"
-        use_ocdbt = metadata.get("use_ocdbt", True)
-        context = ocdbt.context()
-        opened = [_open(items, key, driver, use_ocdbt, context) for key in keys]
+        use_ocdbt = bool(metadata.get("use_ocdbt", True))
         arrays = {}
-        for key, future in zip(keys, opened, strict=True):
-            store = future.result()
+        for key, store in open_stores(items, metadata).items():
             layout = store.chunk_layout
             read, shard = layout.read_chunk.shape or store.shape, layout.write_chunk.shape or store.shape
             dtype = np.dtype(store.dtype.numpy_dtype)
@@ -291,17 +282,8 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
     except StorageError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise StorageError(f"{items}: can't be read: {_brief(e) or type(e).__name__}") from e
+        raise StorageError(f"{items}: can't be read: {ocdbt.brief(e) or type(e).__name__}") from e
     return checkpoint
-
-
-def leaves(metadata: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The paths of the arrays of a tree; leaves that hold none (empty dicts, None, texts) left out."""
-    found = []
-    for entry in metadata["tree_metadata"].values():
-        if not entry["value_metadata"].get("skip_deserialize") and entry["value_metadata"].get("value_type") != TEXT:
-            found.append(tuple(str(key["key"]) for key in entry["key_metadata"]))
-    return found
 
 
 def _paths(metadata: Mapping[str, Any], arrays: Mapping[str, OrbaxArray]) -> list[tuple[str, ...]]:

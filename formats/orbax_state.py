@@ -17,17 +17,21 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import tensorstore as ts
-
-from weightbeam.formats import ocdbt
-from weightbeam.formats.orbax import ARRAY_METADATAS, CHECKPOINT_METADATA, METADATA, STRINGS
+from weightbeam.formats.orbax import (
+    ARRAY_METADATAS,
+    CHECKPOINT_METADATA,
+    FOREIGN,
+    METADATA,
+    STRINGS,
+    read_descriptions,
+)
 from weightbeam.formats.orbax_source import OrbaxCheckpoint
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import StorageError, Store, open_store
-from weightbeam.formats.strict_json import parse_json
+from weightbeam.formats.strict_json import Budget, parse_json, read_json
 
 SHARDING = "_sharding"
-LARGEST = 64 << 20  # bytes of a file of another item that is copied
+LARGEST, MOST = 64 << 20, 256 << 20  # bytes of a file of another item that is copied, and of all of them
 
 Partition = tuple[tuple[str, ...], ...]  # the mesh axes of each axis of an array
 
@@ -75,7 +79,7 @@ def surroundings(checkpoint: OrbaxCheckpoint) -> Surroundings:
         _partitions(items),
         _extras(items),
         _zarr(checkpoint, items),
-        items.read(STRINGS).decode() if items.exists(STRINGS) else "",
+        _read(items, STRINGS).decode() if items.exists(STRINGS) else "",
         dict(_other_items(items)),
         _handlers(items),
     )
@@ -85,9 +89,9 @@ def _partitions(items: Store) -> dict[str, Partition]:
     """By key, the partition spec that Orbax noted; of arrays whose sharding has none nothing."""
     if not items.exists(SHARDING):
         return {}
-    found = {}
+    found, budget = {}, Budget()
     for name, text in _json(items, SHARDING).items():
-        about = json.loads(text)
+        about = parse_json(str(text).encode(), budget=budget)
         if about.get("sharding_type") == "NamedSharding":
             axes = [[axis] if isinstance(axis, str) else axis or [] for axis in about.get("partition_spec", ())]
             found[base64.b64decode(name).decode()] = tuple(tuple(map(str, names)) for names in axes)
@@ -96,9 +100,9 @@ def _partitions(items: Store) -> dict[str, Partition]:
 
 def _extras(items: Store) -> dict[str, Mapping[str, Any]]:
     """By key, `ext_metadata`; each process wrote the same of the arrays that it knew."""
-    found = {}
+    found, budget = {}, Budget()
     for file in items.list(f"{ARRAY_METADATAS}/"):
-        for entry in _json(items, file.name)["array_metadatas"]:
+        for entry in _json(items, file.name, budget)["array_metadatas"]:
             about = entry["array_metadata"]
             if about.get("ext_metadata"):
                 found[str(about["param_name"])] = dict(about["ext_metadata"])
@@ -126,13 +130,11 @@ def array_metadatas(
 
 def _zarr(checkpoint: OrbaxCheckpoint, items: Store) -> dict[str, str]:
     use_ocdbt = next((array.use_ocdbt for array in checkpoint.arrays.values()), True)
-    store = ts.KvStore.open(ocdbt.database(items) if use_ocdbt else items.kvstore(), context=ocdbt.context()).result()
     names = {
         key: f"{key}/{'zarr.json' if array.driver == 'zarr3' else '.zarray'}"
         for key, array in checkpoint.arrays.items()
     }
-    reads = {key: store.read(name) for key, name in names.items()}
-    return {key: read.result().value.decode() for key, read in reads.items()}
+    return {key: text.decode() for key, text in read_descriptions(items, names, use_ocdbt).items()}
 
 
 def _other_items(items: Store) -> Mapping[str, bytes]:
@@ -148,19 +150,28 @@ def _other_items(items: Store) -> Mapping[str, bytes]:
             or "orbax-checkpoint-tmp" in name
         ):
             continue
+        if links := (step / name).links_out():
+            raise StorageError(f"{(step / name).path(links[0])}: {FOREIGN}")
         for file in (step / name).list():
-            if file.size > LARGEST:
-                raise StorageError(
-                    f"{(step / name).path(file.name)}: {file.size:,} bytes of an item that isn't known, which is too much to copy"
-                )
             if file.name != MARKER:
-                found[f"{name}/{file.name}"] = (step / name).read(file.name)
+                found[f"{name}/{file.name}"] = _read(step / name, file.name)
+            if sum(map(len, found.values())) > MOST:
+                raise StorageError(f"{step}: more than {MOST:,} bytes of items that aren't known, too much to copy")
     return found
+
+
+def _read(store: Store, name: str) -> bytes:
+    """A file that is copied as it is."""
+    if len(data := store.read(name, 0, LARGEST + 1)) > LARGEST:
+        raise StorageError(
+            f"{store.path(name)}: more than {LARGEST:,} bytes of what isn't known, which is too much to copy"
+        )
+    return data
 
 
 def _handlers(items: Store) -> dict[str, Any]:
     try:
-        handlers = parse_json(items.parent.read(CHECKPOINT_METADATA)).get("item_handlers")
+        handlers = read_json(items.parent, CHECKPOINT_METADATA).get("item_handlers")
     except (OSError, ValueError, AttributeError):
         return {}
     return (
@@ -170,8 +181,8 @@ def _handlers(items: Store) -> dict[str, Any]:
     )
 
 
-def _json(items: Store, name: str) -> dict[str, Any]:
+def _json(items: Store, name: str, budget: Budget | None = None) -> dict[str, Any]:
     try:
-        return parse_json(items.read(name))
+        return read_json(items, name, budget)
     except ValueError as e:
         raise StorageError(f"{items.path(name)}: {e}") from e

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weightbeam.formats.storage import Store
 
 MAX_BYTES = 100_000_000  # of a text; the safetensors format allows a header as many
 # of texts that are read together, so that their objects in memory are bounded: a tensor of rank 2 is 11 of them
@@ -43,6 +46,8 @@ def parse_json(raw: bytes, lenient: bool = True, budget: Budget | None = None) -
     Raises:
       JsonError: it isn't UTF-8 or JSON, has a key twice, or is larger than anything that is meant.
     """
+    if len(raw) > MAX_BYTES:
+        raise JsonError(f"has more than {MAX_BYTES:,} bytes")
     (budget or Budget()).take(raw)
     try:
         strict = {} if lenient else {"parse_constant": _refuse_constant, "parse_int": _parse_int}
@@ -64,6 +69,16 @@ def parse_json(raw: bytes, lenient: bool = True, budget: Budget | None = None) -
     if level:
         raise JsonError(f"objects and lists within each other, more than {MAX_DEPTH} deep")
     return value
+
+
+def read_json(store: Store, name: str, budget: Budget | None = None) -> Any:
+    """A stranger's JSON file: no more of it is read than may be meant.
+
+    Raises:
+      OSError: it isn't there, or can't be read.
+      JsonError: see `parse_json`.
+    """
+    return parse_json(store.read(name, 0, MAX_BYTES + 1), budget=budget)
 
 
 def _refuse_constant(text: str) -> None:

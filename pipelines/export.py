@@ -290,7 +290,10 @@ def plan(
     )
     given = open_given(like) if quantize and like else None
     planned = plan_export(options, checkpoint, form, open_adapters(options), given, slots, parts)
-    return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
+    try:
+        return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
+    except StorageError as e:  # they are read only now
+        raise Refused(str(e)) from e
 
 
 def plan_text(planned: Export, threads: int, output: str | None = None) -> str:

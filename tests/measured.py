@@ -86,7 +86,7 @@ def runner() -> Iterator[Callable[[Sequence[object], Path], dict[str, Any]]]:
 
 
 if __name__ == "__main__":
-    for module in ("plan", "inspect", "convert"):
+    for module in ("plan", "inspect", "convert", "verify", "export", "reshard", "diff"):
         importlib.import_module(f"weightbeam.pipelines.{module}")  # now, so that the forked processes needn't
     for line in sys.stdin:
         arguments, file = json.loads(line)

@@ -10,10 +10,9 @@ from typing import Any
 import tensorstore as ts
 
 from weightbeam.formats import ocdbt
-from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA, STEP, custom_metadata
+from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA, STEP, custom_metadata, read_tree
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import Store
-from weightbeam.formats.strict_json import parse_json
 from weightbeam.model_mappings.plan import Array
 
 VALUE_TYPES = {STEP.key: "scalar"}  # of `_METADATA`; of all others `np.ndarray`
@@ -46,7 +45,7 @@ def find_metadata_faults(
     yield from _tree_faults(items)
     if STEP.key in stores and (found := int(stores[STEP.key].read().result())) != options.get("step", 0):
         yield STEP.key, f"is {found}, expected {options.get('step', 0)}"
-    if parse_json(items.read(METADATA)).get("use_ocdbt", True):
+    if read_tree(items).get("use_ocdbt", True):
         known = tuple(f"{key}/" for key in stores)
         keys = ts.KvStore.open(ocdbt.database(items), context=ocdbt.context()).result().list().result()
         for key in sorted(
@@ -58,7 +57,7 @@ def find_metadata_faults(
 
 def _tree_faults(items: Store) -> Iterator[tuple[str, str]]:
     """Entries of `_METADATA` that would have readers make something else of an array."""
-    for entry in parse_json(items.read(METADATA))["tree_metadata"].values():
+    for entry in read_tree(items)["tree_metadata"].values():
         key, said = ".".join(str(part["key"]) for part in entry["key_metadata"]), entry["value_metadata"]
         if said.get("skip_deserialize"):
             continue

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weightbeam.formats.orbax_source import TEXT, OrbaxArray, OrbaxCheckpoint, leaves
+from weightbeam.formats.orbax import TEXT, leaves
+from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ import numpy as np
 
 from weightbeam.formats.provenance import RECORD
 from weightbeam.formats.staging import MARKER
-from weightbeam.formats.storage import Store
-from weightbeam.formats.strict_json import parse_json
+from weightbeam.formats.storage import StorageError, Store, reason
+from weightbeam.formats.strict_json import JsonError, read_json
 from weightbeam.formats.zarr import ArraySpec, Format
 
 # the scalar that MaxText's TrainState keeps beside the parameters
@@ -19,6 +20,10 @@ STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())
 METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 # of an item: what its arrays were, and the leaves that are texts
 ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"
+# of a step, beside its items, that say what the checkpoint is
+STEP_FILES = (CHECKPOINT_METADATA, RECORD, "release.zip", "maxtext.yml")
+TEXT = "string"  # the value_type of leaves that lie in a file of their own
+MAX_LEAVES = 100_000  # of a tree; the largest models have some ten thousand, with an optimizer's
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
@@ -53,10 +58,42 @@ def checkpoint_metadata(custom: Mapping[str, Any], handlers: Mapping[str, Any]) 
     }
 
 
+def read_tree(items: Store) -> dict[str, Any]:
+    """`_METADATA`, as far as its form goes: what `leaves` takes.
+
+    Raises:
+      StorageError: it can't be read, or isn't that.
+    """
+    try:
+        tree = read_json(items, METADATA)
+        if not isinstance(tree, dict) or not isinstance(entries := tree.get("tree_metadata"), dict):
+            raise JsonError("has no tree_metadata")
+        if len(entries) > MAX_LEAVES:
+            raise JsonError(f"names {len(entries):,} leaves; more than {MAX_LEAVES:,} can't be meant")
+        keys = [".".join(path) for path in leaves(tree)]
+    except (OSError, JsonError) as e:
+        raise StorageError(f"{items.path(METADATA)}: {reason(e) if isinstance(e, OSError) else e}") from e
+    except (KeyError, TypeError, AttributeError) as e:
+        raise StorageError(f"{items.path(METADATA)}: an entry isn't of Orbax's form: {type(e).__name__}: {e}") from e
+    if len(set(keys)) < len(keys):
+        twice = Counter(keys).most_common(1)[0][0]
+        raise StorageError(f"{items.path(METADATA)}: two leaves have the key {twice[:80]!r}")
+    return tree
+
+
+def leaves(metadata: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The paths of the arrays of a tree; leaves that hold none (empty dicts, None, texts) left out."""
+    found = []
+    for entry in metadata["tree_metadata"].values():
+        if not entry["value_metadata"].get("skip_deserialize") and entry["value_metadata"].get("value_type") != TEXT:
+            found.append(tuple(str(key["key"]) for key in entry["key_metadata"]))
+    return found
+
+
 def custom_metadata(step: Store) -> dict[str, Any]:
     """A step's custom metadata; empty where there is none, or none that can be read."""
     try:
-        custom = parse_json(step.read(CHECKPOINT_METADATA))["custom_metadata"]
+        custom = read_json(step, CHECKPOINT_METADATA)["custom_metadata"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return custom if isinstance(custom, dict) else {}
@@ -72,7 +109,7 @@ def record_of(items: Store) -> dict[str, Any]:
     step.
     """
     try:
-        record = parse_json(items.parent.read(RECORD))
+        record = read_json(items.parent, RECORD)
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
+import math
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats import ocdbt, zarr
-from weightbeam.formats.orbax.metadata import CHECKPOINT_METADATA, METADATA
+from weightbeam.formats.links import SOURCE, SYMBOLIC, identities
+from weightbeam.formats.orbax.metadata import CHECKPOINT_METADATA, METADATA, STEP_FILES, leaves, read_tree, record_of
 from weightbeam.formats.references import read_references
 from weightbeam.formats.staging import GROWING, ITEMS, MARKER
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
-from weightbeam.formats.strict_json import parse_json
+from weightbeam.formats.strict_json import Budget, JsonError, parse_json
 from weightbeam.formats.zarr import ArraySpec, Format
+from weightbeam.model_mappings.plan import MAX_ELEMENTS
 
 MODEL_ITEM = "model_params"  # where Tunix and MaxText's training engine keep the weights, beside the optimizer's item
 # the one file of a checkpoint before Orbax had arrays of their own
 MSGPACK = ("checkpoint", f"{ITEMS}/checkpoint", "default/checkpoint")
+MAX_DESCRIPTION = 1 << 20  # bytes of what zarr says of an array
+# bytes of a chunk or a shard, decoded: of the largest model's experts, in float32 on 16 devices, they are 54 GB
+MAX_CHUNK_BYTES = 64 << 30
+SMALL_CHUNK = 1 << 20  # elements; a chunk may have as many, however small its array is
+MAX_FEW = 100_000  # chunks of an array that have fewer than 256 elements each: what is read at once has as many
+MAX_INNER_CHUNKS = 1 << 20  # of a shard, whose index is read whole
+FOREIGN = (
+    "a symbolic link that leads out of the checkpoint, which isn't followed; a copy of the file can take its place"
+)
 STEP_NAME = re.compile(r"(\w*_)?\d+")  # of a step's folder: 100, or with a prefix, checkpoint_100
 
 
@@ -46,11 +61,11 @@ def find_items(where: str | Path | Store) -> Store:
             f"{store}: {unpublished[0]} is of a conversion that wasn't published, or was replaced; it is no checkpoint"
         )
     if item := _item_of(store):
-        return item
+        return _inside(store, item)
     folders = store.folders()
     steps = {name: item for name in folders if STEP_NAME.fullmatch(name) and (item := _item_of(store / name))}
     if len(steps) == 1:
-        return next(iter(steps.values()))
+        return _inside(store, next(iter(steps.values())))
     found = (
         f"{len(steps)} steps: name one of {', '.join(steps)}, as in {store / next(reversed(steps))}"
         if steps
@@ -73,6 +88,19 @@ def find_items(where: str | Path | Store) -> Store:
             f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
         )
     raise StorageError(f"{store}: {found}")
+
+
+def _inside(store: Store, item: Store) -> Store:
+    """The item, which is no link to elsewhere.
+
+    Raises:
+      StorageError: it is.
+    """
+    try:
+        store.check_file(item.url.removeprefix(store.url).lstrip("/"))
+    except StorageError as e:
+        raise StorageError(f"{item}: lies elsewhere than {store}, by a symbolic link; name where it leads to") from e
+    return item
 
 
 def check_committed(store: Store) -> None:
@@ -135,30 +163,143 @@ def open_arrays(items: Store, complete: bool = False) -> dict[str, ts.TensorStor
     """The arrays of a checkpoint, ours or anyone's, by their keys; opened, not read.
 
     With `complete` a chunk that isn't there is an error where the metadata say that all are stored, and not zeros.
+
+    Raises:
+      StorageError: see `open_stores`; or a chunk is larger than this machine's memory.
     """
-    metadata = parse_json(items.read(METADATA))
-    format = Format(use_ocdbt=metadata.get("use_ocdbt", True), use_zarr3=metadata.get("use_zarr3", False))
-    shared = ocdbt.context()
-    keys = [
-        ".".join(key["key"] for key in entry["key_metadata"])
-        for entry in metadata["tree_metadata"].values()
-        if not entry["value_metadata"].get("skip_deserialize")
-    ]
+    tree = read_tree(items)
+    opened = open_stores(items, tree, complete and tree.get("store_array_data_equal_to_fill_value", False))
+    for key, store in opened.items():
+        check_memory(items, key, _nbytes(store, _extents(store.chunk_layout.read_chunk.shape or store.shape)))
+    return opened
+
+
+def open_stores(items: Store, tree: Mapping[str, Any], complete: bool = True) -> dict[str, ts.TensorStore]:
+    """The arrays of a tree, by their keys; opened, not read. A stranger's: nothing that lies elsewhere is opened, and
+    nothing larger than can be meant.
+
+    Args:
+      items: the item.
+      tree: see `read_tree`.
+      complete: whether a chunk that isn't there is an error, and not zeros.
+
+    Raises:
+      StorageError: one isn't there, or can't be meant; or the item holds what isn't its own.
+    """
+    check_files(items)
+    format = Format(use_ocdbt=tree.get("use_ocdbt", True), use_zarr3=tree.get("use_zarr3", False))
+    shared, keys = ocdbt.context(), [".".join(path) for path in leaves(tree)]
     kvstore = ocdbt.database(items) if format.use_ocdbt else items.kvstore()
-    fill = {"fill_missing_data_reads": not (complete and metadata.get("store_array_data_equal_to_fill_value", False))}
+    read_descriptions(items, {key: f"{key}/{format.metadata_name}" for key in keys}, format.use_ocdbt)
+    fill = {"fill_missing_data_reads": not complete}
     opened = [
         ts.open(
             {"driver": format.driver, "kvstore": zarr.below(kvstore, key), **fill}, open=True, read=True, context=shared
         )
         for key in keys
     ]
-    return {key: future.result() for key, future in zip(keys, opened, strict=True)}
+    stores = {key: future.result() for key, future in zip(keys, opened, strict=True)}
+    for key, store in stores.items():
+        _check_sizes(items, key, store)
+    return stores
+
+
+def read_descriptions(items: Store, names: Mapping[str, str], use_ocdbt: bool) -> dict[str, bytes]:
+    """What zarr says of each array, verbatim: JSON as `parse_json` takes it.
+
+    Args:
+      items: the item.
+      names: of the descriptions in its key-value store, by the arrays' keys.
+      use_ocdbt: whether that is a database.
+
+    Raises:
+      StorageError: one isn't there, or is none.
+    """
+    found: dict[str, bytes] = {}
+    if use_ocdbt:
+        found = dict(zip(names, ocdbt.read_small(items, list(names.values()), MAX_DESCRIPTION), strict=True))
+    else:
+        with concurrent.futures.ThreadPoolExecutor(items.at_a_time) as pool:
+            try:
+                read = pool.map(lambda name: items.read(name, 0, MAX_DESCRIPTION + 1), names.values())
+                found = dict(zip(names, read, strict=True))
+            except OSError as e:
+                raise StorageError(f"{items}: an array's description can't be read: {e}") from e
+    budget = Budget()
+    for key, text in found.items():
+        try:
+            if len(text) > MAX_DESCRIPTION:
+                raise JsonError(f"has more than {MAX_DESCRIPTION:,} bytes")
+            parse_json(text, budget=budget)
+        except JsonError as e:
+            raise StorageError(f"{items.path(names[key])}: {e}") from e
+    return found
+
+
+def check_files(items: Store) -> None:
+    """Makes sure that a checkpoint's files are its own. A virtual one's links may lead to the files that it was made of.
+
+    Raises:
+      StorageError: one is a link that leads elsewhere, a pipe, a socket or a device.
+    """
+    for name in STEP_FILES:
+        try:
+            items.parent.check_file(name)
+        except StorageError as e:
+            raise StorageError(f"{items.parent.path(name)}: {FOREIGN}") from e
+    if not (links := items.links_out()):
+        return
+    meant = {f"{SOURCE}/{file.name}": file for file in identities(record_of(items)) if file.link == SYMBOLIC}
+    for name in links:
+        if name not in meant:
+            raise StorageError(f"{items.path(name)}: {FOREIGN}")
+        for fault in meant[name].faults(items / SOURCE):
+            raise StorageError(f"{items.path(name)}: {fault}")
+
+
+def _check_sizes(items: Store, key: str, store: ts.TensorStore) -> None:
+    """Makes sure that neither an array nor a part of it that is read at once is larger than can be meant.
+
+    Raises:
+      StorageError: one is.
+    """
+    layout, shape = store.chunk_layout, tuple(store.shape)
+    chunk, shard = _extents(layout.read_chunk.shape or shape), _extents(layout.write_chunk.shape or shape)
+    what = ""
+    if max(math.prod(shape), *shape, 0) > MAX_ELEMENTS:
+        what = f"its shape {shape} has more than {MAX_ELEMENTS:,} elements"
+    elif (nbytes := _nbytes(store, shard)) > MAX_CHUNK_BYTES:
+        what = f"its chunks {shard} have {nbytes:,} bytes each, more than {MAX_CHUNK_BYTES:,}"
+    elif math.prod(shard) > max(2 * math.prod(shape), SMALL_CHUNK):
+        what = f"its chunks {shard} are larger than itself, {shape}"
+    elif math.prod(-(-n // step) for n, step in zip(shape, chunk, strict=True)) > max(MAX_FEW, math.prod(shape) >> 8):
+        what = f"its chunks {chunk} are of so few elements that it has too many of them"
+    elif math.prod(shard) > MAX_INNER_CHUNKS * math.prod(chunk):
+        what = f"its shards {shard} have more than {MAX_INNER_CHUNKS:,} chunks each, {chunk}"
+    if what:
+        raise StorageError(f"{items}: {key}: {what}; that can't be meant")
+
+
+def check_memory(items: Store | str, key: str, nbytes: int) -> None:
+    """Makes sure that a chunk that has to be decoded whole can be.
+
+    Raises:
+      StorageError: it is larger than this machine's memory.
+    """
+    if nbytes > (held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise StorageError(
+            f"{items}: {key}: its chunks have {nbytes:,} bytes each, which are decoded whole, and this machine has {held:,}"
+        )
+
+
+def _nbytes(store: ts.TensorStore, extents: Sequence[int]) -> int:
+    return math.prod(extents) * store.dtype.numpy_dtype.itemsize
 
 
 def read_arrays(items: Store) -> list[CheckpointArray]:
     """What the metadata of a checkpoint, ours or anyone's, say of its arrays."""
     arrays = []
-    for key, store in open_arrays(items).items():
+    for key, store in open_stores(items, read_tree(items), complete=False).items():
         layout, codec = store.chunk_layout, json.dumps(store.codec.to_json() if store.codec else None)
         chunk, shard = (
             _extents(layout.read_chunk.shape or store.shape),

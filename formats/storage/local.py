@@ -186,10 +186,23 @@ class LocalFolder(Store):
         root, target = (Path(os.path.realpath(path)) for path in (self.folder, self.folder / name))
         if target.is_symlink():  # what is in a circle is followed no further
             raise StorageError("a symbolic link that leads back to itself")
-        if not target.is_relative_to(root) and not (
-            root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
-        ):
+        if not _is_within(root, target):
             raise LeadsOutError("a symbolic link that leads out of the folder; --allow_links true takes it")
+
+    def links_out(self) -> list[str]:
+        root, folders, found = Path(os.path.realpath(self.folder)), [""], []
+        while folders:
+            below = folders.pop()
+            with os.scandir(self.folder / below) as entries:
+                for entry in entries:
+                    name = f"{below}{entry.name}"
+                    if entry.is_symlink() and not _is_within(root, Path(os.path.realpath(entry.path))):
+                        found.append(name)
+                    elif entry.is_dir(follow_symlinks=False):
+                        folders.append(f"{name}/")
+                    elif not entry.is_file() and os.path.exists(entry.path) and not entry.is_dir():
+                        raise StorageError(f"{self.path(name)}: isn't a regular file")
+        return found
 
     def make(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -305,6 +318,12 @@ class LocalFolder(Store):
                 f"{os.fsencode(self.url)!r}: isn't UTF-8, which TensorStore wants; no checkpoint can lie there"
             ) from e
         return {"driver": "file", "path": f"{self.url}/"}
+
+
+def _is_within(root: Path, target: Path) -> bool:
+    """Whether a file lies below a folder, or is a blob of the hub's cache whose snapshot the folder is, or lies in."""
+    snapshots = (folder.parent for folder in (root, *root.parents) if folder.parent.name == "snapshots")
+    return target.is_relative_to(root) or any(target.parent == cache.parent / "blobs" for cache in snapshots)
 
 
 def _sha256_of_blob(path: Path) -> str | None:

@@ -118,6 +118,14 @@ class Store(abc.ABC):
           StorageError: it is a link that leads elsewhere.
         """
 
+    def links_out(self) -> Sequence[str]:
+        """The names of links that lead elsewhere, of all that lies in the folder and below.
+
+        Raises:
+          StorageError: a pipe, a socket or a device lies there.
+        """
+        return ()
+
     @abc.abstractmethod
     def list(self, prefix: str = "", recursive: bool = True) -> list[File]:
         """The files whose names begin with `prefix`, sorted by name; those of folders below too, unless told otherwise."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats.identity import Files
-from weightbeam.formats.orbax import METADATA, open_arrays, record_of
-from weightbeam.formats.orbax_source import leaves
+from weightbeam.formats.orbax import leaves, open_arrays, read_tree, record_of
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.boxes import Box, extent, volume
@@ -163,7 +161,7 @@ class Orbax:
 def _names(items: Store) -> dict[str, str]:
     """MaxText's name of each weight, by its key in the checkpoint."""
     try:
-        tree = recognise(leaves(json.loads(items.read(METADATA))))
+        tree = recognise(leaves(read_tree(items)))
     except TreeError as e:
         raise StorageError(
             f"{items}: {e}; weightbeam.open(…, as_is=True) opens its arrays under their own names"

@@ -1,0 +1,354 @@
+"""Orbax checkpoints from strangers: every command that reads them refuses what can't be meant, and what isn't theirs, in
+words, within bounded time and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from measured import runner
+from strangers import LITTLE, bare, item, sharded, tree, zarr2, zarr3
+from support import LLAMA, call, convert, random_tensors, save
+
+import weightbeam as wb
+from weightbeam.formats.orbax_source import open_orbax
+from weightbeam.formats.storage import StorageError
+from weightbeam.pipelines.export import plan
+
+SECONDS, MEGABYTES = 30, 1536  # of the processor's time, which other work on a machine makes longer; of a process
+KEY = "params.params.decoder.decoder_norm.scale"
+MODEL = ("--maxtext_model", "llama2-7b")
+
+Run = Callable[[Sequence[object], Path], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with runner() as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("strange") / "hf", LLAMA, random_tensors(LLAMA))
+
+
+@pytest.fixture(scope="module")
+def files(release: Path) -> Path:
+    """A checkpoint without a database."""
+    return convert(release, release.parent / "files", *MODEL, "--use_ocdbt", "false")
+
+
+@pytest.fixture(scope="module")
+def database(release: Path) -> Path:
+    return convert(release, release.parent / "database", *MODEL)
+
+
+def commands(checkpoint: Path, release: Path) -> list[list[object]]:
+    """Every one that reads a checkpoint's arrays."""
+    out = checkpoint.parent / "out"
+    return [
+        ["inspect", checkpoint],
+        ["verify", "--checkpoint", checkpoint, "--source", release],
+        ["export", checkpoint, out, "--like", release],
+        ["reshard", checkpoint, out],
+        ["diff", checkpoint, checkpoint],
+    ]
+
+
+def check(run: Run, checkpoint: Path, release: Path, said: str) -> None:
+    """All commands refuse a checkpoint, and `weightbeam.open`; nothing is written."""
+    for command in commands(checkpoint, release):
+        told = run(command, checkpoint.parent / "printed")
+        assert (told["status"], said in told["message"]) == (2, True), (command[0], told)
+        assert "Traceback" not in told["message"]
+        assert told["cpu"] <= SECONDS
+        assert told["megabytes"] <= MEGABYTES
+        assert not (checkpoint.parent / "out").exists()
+    with pytest.raises(wb.Refused, match=said):
+        wb.open(str(checkpoint))
+
+
+# --- what isn't the checkpoint's own ----------------------------------------------------------------------------------
+
+
+def chunk(step: Path) -> Path:
+    """A file with values: of an array, or of the database."""
+    found = step / "items" / KEY / "c" / "0"
+    return found if found.exists() else next((step / "items").glob("ocdbt.process_*/d/*"))
+
+
+def moved_out(path: Path, step: Path) -> None:
+    """A file or folder lies elsewhere, and a link leads to it."""
+    elsewhere = step.parent / "elsewhere"
+    shutil.move(path, elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def replaced_by_pipe(step: Path) -> None:
+    file = chunk(step)
+    file.unlink()
+    os.mkfifo(file)
+
+
+def replaced_by_socket(step: Path) -> None:
+    name = "items/s"  # the path of a socket is short
+    here = Path.cwd()
+    os.chdir(step)
+    try:
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind(name)
+    finally:
+        os.chdir(here)
+
+
+LINK, IRREGULAR = "a symbolic link that leads out of the checkpoint", "isn't a regular file"
+FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a file with values is a link": (lambda step: moved_out(chunk(step), step), LINK),
+    "a folder with values is a link": (lambda step: moved_out(chunk(step).parent, step), LINK),
+    "the record is a link": (lambda step: moved_out(step / "conversion.json", step), LINK),
+    "a file with values is a pipe": (replaced_by_pipe, IRREGULAR),
+    "a socket": (replaced_by_socket, IRREGULAR),
+    "a device": (lambda step: (step / "items" / "zero").symlink_to("/dev/zero"), LINK),
+}
+
+
+@pytest.mark.parametrize("kind", ["files", "database"])
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_isnt_its_own(
+    what: str, kind: str, release: Path, request: pytest.FixtureRequest, tmp_path: Path, run: Run
+) -> None:
+    """Links out, pipes, sockets: no byte of them is read, and nobody waits for them."""
+    step = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "0"))
+    change, said = FOREIGN[what]
+    change(step)
+    check(run, step, release, said)
+
+
+def test_an_item_that_lies_elsewhere(files: Path, release: Path, tmp_path: Path, run: Run) -> None:
+    """A stranger's step that is the user's own checkpoint; where it leads to can be named."""
+    own = Path(shutil.copytree(files, tmp_path / "own"))
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "0").symlink_to(own)
+    check(run, tmp_path / "strange", release, "by a symbolic link; name where it leads to")
+    assert call("diff", tmp_path / "strange" / "0", files) == 0
+
+
+def test_links_within(files: Path, tmp_path: Path) -> None:
+    """From one file of the item to another, as tools that save space make them; or to a blob of a hub's cache."""
+    step = Path(shutil.copytree(files, tmp_path / "snapshots" / "abc" / "0"))
+    values = chunk(step)
+    values.rename(step / "items" / "values")
+    values.symlink_to("../../values")
+    (tmp_path / "blobs").mkdir()
+    (step / "items" / "_METADATA").rename(tmp_path / "blobs" / "0123")
+    (step / "items" / "_METADATA").symlink_to("../../../../blobs/0123")
+    assert call("diff", step, files) == 0
+
+
+def test_other_items_that_arent_its_own(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is copied as it is: a link to a file of the user's isn't."""
+    step = Path(shutil.copytree(files, tmp_path / "0"))
+    (tmp_path / "secret").write_text("secret")
+    (step / "iter").mkdir()
+    (step / "iter" / "process_0.json").symlink_to(tmp_path / "secret")
+    assert call("reshard", step, tmp_path / "out") == 2
+    assert LINK in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_virtual_checkpoint_refers_to_what_it_was_made_of(
+    release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its links lead out, to files that its record names, as long as they are those."""
+    source = Path(shutil.copytree(release, tmp_path / "hf"))
+    step = convert(source, tmp_path / "ckpt", *MODEL, "--virtual", "--link", "symlink")
+    assert call("diff", step, source, *MODEL) == 0
+    assert call("export", step, tmp_path / "back") == 0
+    shutil.copy2(source / "model.safetensors", tmp_path / "other")
+    (tmp_path / "other").rename(source / "model.safetensors")
+    assert call("export", step, tmp_path / "again") == 2
+    assert "is another file" in capsys.readouterr().err
+
+
+# --- what can't be meant ----------------------------------------------------------------------------------------------
+
+
+def rewritten(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Changes a JSON file of the item."""
+
+    def rewrite(step: Path) -> None:
+        file = step / "items" / name
+        about = json.loads(file.read_text())
+        change(about)
+        file.write_text(json.dumps(about))
+
+    return rewrite
+
+
+def described(shape: Sequence[int], chunk: Sequence[int], *codecs: dict[str, Any]) -> Callable[[Path], None]:
+    """An array of that shape, of which no chunk is there."""
+    grid = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
+    fields = zarr3(np.zeros(1, np.float32), codecs or (LITTLE,), shape=list(shape), chunk_grid=grid)
+    return rewritten(f"{KEY}/zarr.json", lambda about: (about.clear(), about.update(fields)))
+
+
+def appended(name: str, text: str) -> Callable[[Path], None]:
+    """Members at the end of a JSON object."""
+
+    def append(step: Path) -> None:
+        file = step / "items" / name
+        file.write_text(f"{file.read_text().rstrip()[:-1]}, {text}}}")
+
+    return append
+
+
+def leaf(key: str, **said: Any) -> dict[str, Any]:
+    """An entry of `_METADATA`."""
+    return {"key_metadata": [{"key": key, "key_type": 2}], "value_metadata": said or {"skip_deserialize": True}}
+
+
+BOMBS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "6 million values": (appended("_METADATA", f'"x": [{",".join(["[]"] * 6_000_000)}]'), "more than 5,000,000 values"),
+    "many bytes": (appended("_METADATA", f'"x": "{" " * 100_000_000}"'), "has more than 100,000,000 bytes"),
+    "101,000 leaves": (
+        rewritten(
+            "_METADATA", lambda about: about["tree_metadata"].update({str(n): leaf(str(n)) for n in range(101_000)})
+        ),
+        "leaves; more than 100,000 can't be meant",
+    ),
+    "a field twice": (appended("_METADATA", '"use_zarr3": false'), "stands twice"),
+    "a key twice": (
+        rewritten("_METADATA", lambda about: about["tree_metadata"].update(x=leaf(KEY, value_type="np.ndarray"))),
+        "two leaves have the key",
+    ),
+    "a chunk of 2^55 elements": (described([32], [1 << 55]), "bytes each, more than"),
+    "a chunk of a whole large array": (described([1 << 40], [1 << 40]), "bytes each, more than"),
+    "a chunk larger than its array": (described([32], [1 << 30]), "larger than itself"),
+    "a shape of 2^45 elements": (
+        described([1 << 40, 2, 2, 8], [1, 2, 2, 8]),
+        "has more than 2,199,023,255,552 elements",
+    ),
+    "a shape of nothing, 2^60 long": (described([1 << 60, 0], [1, 1]), "has more than 2,199,023,255,552 elements"),
+    "a shard of 2^23 chunks": (described([1 << 32], [1 << 32], sharded([512])), "chunks each"),
+    "chunks of an element each": (described([1 << 36, 2, 2, 8], [1, 1, 1, 1]), "of so few elements"),
+    "a description of 3 GB": (
+        lambda step: os.truncate(step / "items" / KEY / "zarr.json", 3 << 30),
+        "has more than 1,048,576 bytes",
+    ),
+    "a description that is deep": (
+        appended(f"{KEY}/zarr.json", f'"attributes": {"[" * 100_000}{"]" * 100_000}'),
+        "isn't JSON",
+    ),
+    "a field of a description twice": (appended(f"{KEY}/zarr.json", '"shape": [31]'), "stands twice"),
+    "a description that isn't there": (lambda step: (step / "items" / KEY / "zarr.json").unlink(), KEY),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_what_cant_be_meant(bomb: str, files: Path, release: Path, tmp_path: Path, run: Run) -> None:
+    """Neither read nor allocated, let alone ended by a signal."""
+    step = Path(shutil.copytree(files, tmp_path / "0"))
+    change, said = BOMBS[bomb]
+    change(step)
+    check(run, step, release, said)
+
+
+def test_a_description_that_is_too_long_in_a_database(tmp_path: Path) -> None:
+    """Whose values have no files to look at."""
+    values = np.zeros(4, np.float32)
+    names = {"dimension_names": ["x" * (1 << 21)]}
+    with pytest.raises(StorageError, match="has more than 1,048,575 bytes"):
+        open_orbax(item(tmp_path / "items", {"params.params.w": (values, zarr3(values, **names))}, use_ocdbt=True))
+
+
+def test_shapes_as_large_as_may_be(files: Path, tmp_path: Path, run: Run) -> None:
+    """2.2 trillion elements of which nothing is there: compared until the first chunk, which is missing."""
+    step = Path(shutil.copytree(files, tmp_path / "0"))
+    described([1 << 36, 2, 2, 8], [16, 2, 2, 8])(step)
+    told = run(["diff", step, step], tmp_path / "printed")
+    assert (told["status"], "is missing" in told["message"]) == (1, True), told
+    assert told["megabytes"] <= MEGABYTES
+
+
+@pytest.mark.parametrize("command", ["diff", "verify", "open"])
+def test_chunks_larger_than_the_machine(command: str, tmp_path: Path, release: Path, run: Run) -> None:
+    """Told before they are decoded, where they have to be decoded whole."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if memory > 60 << 30:
+        pytest.skip("a chunk may have at most 64 GiB")
+    elements = memory // 4 + 1
+    about = zarr2(np.zeros(1, np.float32), shape=[elements], chunks=[elements])
+    items = bare(tmp_path / "0" / "items", about)
+    if command == "open":
+        with pytest.raises(wb.Refused, match="this machine has"):
+            wb.open(str(items))
+        return
+    arguments = [items, items] if command == "diff" else ["--checkpoint", items, "--source", release]
+    told = run([command, *arguments], tmp_path / "printed")
+    assert (told["status"] in (1, 2), "this machine has" in told["message"]) == (True, True), told
+
+
+def test_a_broken_archive(files: Path, tmp_path: Path) -> None:
+    """Each file of it is read only when it is needed; the API says what it documents."""
+    step = Path(shutil.copytree(files, tmp_path / "0"))
+    archive = step / "release.zip"
+    whole = archive.read_bytes()
+    at = whole.index(b"config.json") + 40
+    archive.write_bytes(whole[:at] + b"####" + whole[at + 4 :])
+    with pytest.raises(wb.Refused, match=r"release\.zip"):
+        plan(str(step))
+
+
+# --- any numbers ------------------------------------------------------------------------------------------------------
+
+SIZES = st.integers(0, 62).map(lambda n: 1 << n) | st.integers(0, 40) | st.just(-1)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    shape=st.lists(SIZES, max_size=4),
+    chunks=st.lists(SIZES, max_size=4),
+    is_zarr3=st.booleans(),
+    strange=st.dictionaries(
+        st.sampled_from(["shape", "chunks", "dtype", "order", "filters", "compressor", "data_type", "codecs", "x"]),
+        st.none()
+        | st.booleans()
+        | st.text(max_size=3)
+        | st.lists(st.integers(-1, 3), max_size=3)
+        | st.just({"id": "zstd"}),
+        max_size=1,
+    ),
+)
+def test_any_description(
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: list[int],
+    chunks: list[int],
+    is_zarr3: bool,
+    strange: dict[str, Any],
+) -> None:
+    """Opened, or refused in words; what is opened is within all bounds."""
+    one = np.zeros(1, np.float32)
+    grid = {"name": "regular", "configuration": {"chunk_shape": chunks}}
+    about = zarr3(one, shape=shape, chunk_grid=grid) if is_zarr3 else zarr2(one, shape=shape, chunks=chunks)
+    items = bare(tmp_path_factory.mktemp("any") / "items", about | strange)
+    try:
+        (array,) = open_orbax(items).arrays.values()
+    except StorageError:
+        pass
+    else:
+        assert array.nbytes <= 4 << 41
+        assert array.chunk_bytes <= 64 << 30
+        (items / "_METADATA").write_text(json.dumps(tree(["params.params.v"])))
+        with pytest.raises(StorageError):
+            open_orbax(items)
