@@ -21,7 +21,16 @@ import tensorstore as ts
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.identity import Files
-from weightbeam.formats.orbax import check_memory, find_items, item_metadata, leaves, open_stores, read_tree, record_of
+from weightbeam.formats.orbax import (
+    check_memory,
+    find_items,
+    grains,
+    item_metadata,
+    leaves,
+    open_stores,
+    read_tree,
+    record_of,
+)
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.model_mappings.boxes import Box, extent, volume
@@ -261,8 +270,7 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
         use_ocdbt = bool(metadata.get("use_ocdbt", True))
         arrays = {}
         for key, store in open_stores(items, metadata).items():
-            layout = store.chunk_layout
-            read, shard = layout.read_chunk.shape or store.shape, layout.write_chunk.shape or store.shape
+            read, shard = grains(store)
             dtype = np.dtype(store.dtype.numpy_dtype)
             codec = json.dumps(store.codec.to_json() if store.codec else None)
             compressed = any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"', '"zlib"', '"bz2"'))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import shlex
 from collections import Counter, defaultdict
@@ -21,6 +20,7 @@ from weightbeam.formats.release_target import RECORD
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.token import name_secret
+from weightbeam.formats.strict_json import read_json
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.pipelines.errors import Refused
@@ -122,7 +122,7 @@ def open_source(source: str, allow_links: bool = False) -> HfCheckpoint:
 def read_record(release: str) -> Mapping[str, Any]:
     """What `weightbeam.json` in a release says; nothing where there is none."""
     try:
-        found = json.loads(open_store(release).read(RECORD))
+        found = read_json(open_store(release), RECORD)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -105,7 +105,8 @@ class Patterns:
             elif kind is of.AT:
                 starts &= 1 if about in _STARTS else 1 << len(text)
             else:
-                starts = self._repeated(*about, text, starts)
+                least, most, body = about
+                starts = self._repeated(least, most, body, text, starts)
         return starts
 
     def _repeated(self, least: int, most: int, body: Iterable[Part], text: str, starts: int) -> int:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ def open_arrays(items: Store, complete: bool = False) -> dict[str, ts.TensorStor
     tree = read_tree(items)
     opened = open_stores(items, tree, complete and tree.get("store_array_data_equal_to_fill_value", False))
     for key, store in opened.items():
-        check_memory(items, key, _nbytes(store, _extents(store.chunk_layout.read_chunk.shape or store.shape)))
+        check_memory(items, key, _nbytes(store, grains(store)[0]))
     return opened
 
 
@@ -263,8 +263,7 @@ def _check_sizes(items: Store, key: str, store: ts.TensorStore) -> None:
     Raises:
       StorageError: one is.
     """
-    layout, shape = store.chunk_layout, tuple(store.shape)
-    chunk, shard = _extents(layout.read_chunk.shape or shape), _extents(layout.write_chunk.shape or shape)
+    shape, (chunk, shard) = tuple(store.shape), grains(store)
     what = ""
     if max(math.prod(shape), *shape, 0) > MAX_ELEMENTS:
         what = f"its shape {shape} has more than {MAX_ELEMENTS:,} elements"
@@ -300,19 +299,18 @@ def read_arrays(items: Store) -> list[CheckpointArray]:
     """What the metadata of a checkpoint, ours or anyone's, say of its arrays."""
     arrays = []
     for key, store in open_stores(items, read_tree(items), complete=False).items():
-        layout, codec = store.chunk_layout, json.dumps(store.codec.to_json() if store.codec else None)
-        chunk, shard = (
-            _extents(layout.read_chunk.shape or store.shape),
-            _extents(layout.write_chunk.shape or store.shape),
-        )
+        codec = json.dumps(store.codec.to_json() if store.codec else None)
+        chunk, shard = grains(store)
         spec = ArraySpec(key, tuple(store.shape), np.dtype(store.dtype.numpy_dtype), chunk, shard)
         arrays.append(CheckpointArray(spec, any(name in codec for name in ('"zstd"', '"gzip"', '"blosc"'))))
     return arrays
 
 
-def _extents(shape: Iterable[int | None]) -> tuple[int, ...]:
-    """A chunk's shape, of which TensorStore knows every extent once an array is open."""
-    return tuple(n or 0 for n in shape)
+def grains(store: ts.TensorStore) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of an array's chunks and of its shards, every extent of which TensorStore knows once it is open."""
+    layout = store.chunk_layout
+    read, write = (shape or store.shape for shape in (layout.read_chunk.shape, layout.write_chunk.shape))
+    return tuple(n or 0 for n in read), tuple(n or 0 for n in write)
 
 
 def find_damage(step: Store, everything: Sequence[ArraySpec], format: Format) -> str:
