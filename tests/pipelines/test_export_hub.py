@@ -152,7 +152,7 @@ def seen(hub: FakeHub, kind: str) -> Callable[[], bool]:
     return lambda: bool(hub.log.counts()[kind]) or any(fault.hits for fault in hub.faults)
 
 
-@pytest.mark.slow  # a process that imports Beam, and is waited for
+@pytest.mark.slow("two processes, one of which is waited for at each of its requests")
 @pytest.mark.parametrize("create_pr", [False, True])
 def test_two_exports_of_one_checkpoint(
     hub: FakeHub, checkpoints: list[Path], tmp_path: Path, create_pr: bool, capsys: pytest.CaptureFixture[str]
@@ -177,7 +177,7 @@ def test_two_exports_of_one_checkpoint(
     assert cached(tmp_path) == []
 
 
-@pytest.mark.slow  # processes that import Beam, and are waited for
+@pytest.mark.slow("processes that sleep while others publish")
 @pytest.mark.parametrize("at", ["GET .*/commits/", "POST .*/preupload/", "POST .*/commit/"])
 def test_a_sleeper(hub: FakeHub, checkpoints: list[Path], tmp_path: Path, at: str) -> None:
     """Stopped at a request; another checkpoint is published with `--overwrite`, by a machine with a cache of its own;

@@ -181,10 +181,10 @@ COMMANDS = {
         ("arrays/0/conversion.json", "arrays/0/release.zip"),
     ),
 }
-# all together take a minute of a processor
 OFTEN = ("convert", "merge", "export of arrays", "reshard")
+SLOW = pytest.mark.slow("all cases take a minute; each kind of source always runs")
 CASES = [
-    pytest.param(name, pattern, change, marks=() if name in OFTEN and change != "replaced" else pytest.mark.slow)
+    pytest.param(name, pattern, change, marks=() if name in OFTEN and change != "replaced" else SLOW)
     for name, command in COMMANDS.items()
     for patterns, changes in ((command.weights, WEIGHTS), (command.files, FILES))
     for pattern in patterns
