@@ -27,7 +27,7 @@ test-all: .venv/test ## tests of both tiers on Python 3.11, 3.12 and 3.13, those
 	$(RUN)/nox
 
 durations: .venv/test ## measure what each file of tests takes, for the forecast that a run begins with
-	WEIGHTBEAM_DURATIONS=write $(RUN)/python -m pytest -n 0 -m "not slow"
+	WEIGHTBEAM_DURATIONS=write $(PYTEST) -m "not slow"
 
 soak: .venv/test ## kill and resume hundreds of conversions, 3,000 schedules of sleeps and takeovers, every field of every config: an hour
 	PYTHONPATH=.:tests $(RUN)/python tests/soak.py

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pairs
 import pytest
+from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 DURATIONS = HERE / "durations.json"
@@ -32,6 +33,10 @@ LANDING = (
     *("test_docs.py", "test_package.py", "test_readme.py"),
 )
 EVERY = 5.0  # seconds between two lines of progress
+
+# A machine that is busy for two seconds is no fault of a test.
+settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("busy")
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would all that the tests start and then interrupt.
 if threading.current_thread() is threading.main_thread():

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from servers.hub import FakeHub
+from servers.clients import at_hub
 from support import (
     BF16,
     F32,
@@ -30,7 +30,6 @@ from support import (
 )
 
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.formats.storage import hub as storage
 
 CONFIG = LLAMA | dict(head_dim=16, architectures=["LlamaForCausalLM"])  # its query's scale, 1/4, goes back exactly
 MODEL = ("--maxtext_model", "llama2-7b")
@@ -148,16 +147,12 @@ def test_fit(release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.usefixtures("warm_workers")
-def test_watch(release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch(release: Path, tmp_path: Path) -> None:
     """A release on the hub, converted once."""
     settings = dict(output=str(tmp_path / "out"), models=["acme/*"], quiet_minutes=0, verify=0)
     settings["targets"] = [dict(name="one", maxtext_model="llama2-7b")]
     (tmp_path / "watch.yaml").write_text(yaml.safe_dump(settings))
-    with FakeHub() as hub:
-        for name, value in hub.env().items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(storage, "_locations", storage._Locations())
-        monkeypatch.setattr(storage, "_INFO", {})
+    with at_hub() as hub:
         hub.add("acme/tiny", release)
         assert call("watch", "--config", tmp_path / "watch.yaml", "--once") == 0
     report = json.loads((tmp_path / "out" / "acme/tiny" / "one.json").read_bytes())

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.utils import close_session
+from huggingface_hub import snapshot_download
+from servers.clients import at_hub
 from servers.hub import FakeHub
 from support import LLAMA, call, random_tensors, save, split
 
@@ -22,20 +22,12 @@ OPTIONS = ("--maxtext_model", "llama2-7b")
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
     """A hub with one model, and an empty cache."""
     save(tmp_path / "model", LLAMA, *split(random_tensors(LLAMA), 2))
-    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    monkeypatch.setattr(hubs, "_INFO", {})
-    monkeypatch.setattr(hubs, "_locations", hubs._Locations())
-    with FakeHub() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with at_hub(HF_HOME=str(tmp_path / "home")) as server:
         server.add(REPO, tmp_path / "model")
         yield server
-        close_session()
 
 
 def download(hub: FakeHub, tmp_path: Path, **options: object) -> Path:

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
-from huggingface_hub.utils import close_session
 from safetensors.numpy import load_file
+from servers.clients import at_hub
 from servers.hub import FakeHub
 from support import LLAMA, random_tensors, save, split
 
@@ -54,15 +53,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A hub that knows the token, and clients that don't wait."""
     quick = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
     monkeypatch.setattr("huggingface_hub.utils._http.time", quick)
-    with FakeHub() as server:
-        for name, value in server.env(TOKEN).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with at_hub(TOKEN) as server:
         monkeypatch.setattr(store, "BACKOFF", 0.001)
-        server.users.add(TOKEN)
-        server.writers.add(TOKEN)
         yield server
-        close_session()
 
 
 @pytest.fixture(scope="module")

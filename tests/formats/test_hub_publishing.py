@@ -9,31 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.utils import close_session
+from huggingface_hub import snapshot_download
+from servers.clients import at_hub
 from servers.hub import FakeHub
 from support import LLAMA, random_tensors, save, split
 
 from weightbeam.formats.hub_publishing import Target, check_target, look, publish
 from weightbeam.formats.storage import StorageError
-from weightbeam.formats.storage import hub as store
 
 TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL = "org/tuned", "hf://org/tuned"
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub that knows the token; the large files go by LFS, as where Xet isn't installed."""
-    with FakeHub() as server:
-        for name, value in server.env(TOKEN).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(store, "BACKOFF", 0.01)
-        server.users.add(TOKEN)
-        server.writers.add(TOKEN)
+def hub() -> Iterator[FakeHub]:
+    with at_hub(TOKEN) as server:
         yield server
-        close_session()
 
 
 @pytest.fixture

@@ -25,11 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
-from huggingface_hub.utils import close_session
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers.clients import asking
+from servers.clients import asking, at_hub
 from servers.dataflow import FakeDataflow
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
@@ -703,17 +701,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         path = tmp_path / "model" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    monkeypatch.setattr(hubs, "BACKOFF", 0.002)
-    monkeypatch.setattr(hubs, "STALL_SECONDS", 0.4)
-    monkeypatch.setattr(hubs, "_INFO", {})
-    monkeypatch.setattr(hubs, "_locations", hubs._Locations())
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with FakeHub() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with at_hub() as server:
+        monkeypatch.setattr(hubs, "BACKOFF", 0.002)
+        monkeypatch.setattr(hubs, "STALL_SECONDS", 0.4)
         server.add(REPO, tmp_path / "model")
         yield server
-        close_session()
 
 
 @pytest.fixture

@@ -9,31 +9,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
-from huggingface_hub.utils import close_session
 from processes import running, wait_until
+from servers.clients import at_hub
 from servers.hub import FakeHub
 from support import LLAMA, call, convert, random_tensors, save
-
-from weightbeam.formats.storage import hub as storage
 
 TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL = "org/tuned", "hf://org/tuned"
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    """A hub, for this process and those that it starts; and a cache of their own."""
-    with FakeHub() as server:
-        server.users.add(TOKEN)
-        server.writers.add(TOKEN)
-        more = {"HF_HUB_DISABLE_XET": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        for name, value in (server.env(TOKEN) | more).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(storage, "BACKOFF", 0.01)
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    with at_hub(TOKEN, XDG_CACHE_HOME=str(tmp_path / "cache")) as server:
         yield server
-        close_session()
 
 
 @pytest.fixture(scope="module")

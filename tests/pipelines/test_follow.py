@@ -27,9 +27,9 @@ import pairs
 import pytest
 import training_run
 import yaml
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import snapshot_download
 from lazily import lazily
-from servers.clients import asking
+from servers.clients import asking, at_hub
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.server import Fault
@@ -51,7 +51,6 @@ from trained import SHARED
 
 import weightbeam as wb
 from weightbeam.formats.storage import StorageError, open_store
-from weightbeam.formats.storage import hub as storage
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.tables import human
 from weightbeam.pipelines.watching import changes, describing, places, preflight, watcher
@@ -154,17 +153,8 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    with FakeHub() as server:
-        server.allow(TOKEN)
-        server.writers.add(TOKEN)
-        for name, value in (
-            server.env(TOKEN) | {"HF_HUB_DISABLE_XET": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        ).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(storage, "_locations", storage._Locations())  # another hub, with the same commits
-        monkeypatch.setattr(storage, "_INFO", {})
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # as in the environment of other processes
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    with at_hub(TOKEN, XDG_CACHE_HOME=str(tmp_path / "cache")) as server:
         yield server
 
 

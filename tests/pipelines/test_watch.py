@@ -24,13 +24,13 @@ import pytest
 import warm
 import yaml
 from lazily import lazily
+from servers.clients import at_hub
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.server import Call, Fault, Reply, Server, json_reply
 from support import BF16, INDEX, LLAMA, assert_same_bits, call, random_tensors, reference, restore, save, split
 
 from weightbeam.formats.staging import staging_at
-from weightbeam.formats.storage import hub as storage
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import Target, read_config
@@ -47,14 +47,8 @@ PATIENCE = 120  # seconds that anything may take
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with FakeHub() as server:
-        for name, value in server.env().items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.setenv("HF_HOME", "/nonexistent")  # nobody's login
-        monkeypatch.setattr(storage, "_locations", storage._Locations())  # another hub, with the same commits
-        monkeypatch.setattr(storage, "_INFO", {})
+def hub() -> Iterator[FakeHub]:
+    with at_hub() as server:
         yield server
 
 

@@ -1,4 +1,4 @@
-"""This process's own clients, when they are to ask a server of buckets that runs in the same process."""
+"""This process's own clients, when they are to ask a server of buckets, or a hub, that runs in the same process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 
 from servers.gcs import FakeGcs
+from servers.hub import FakeHub
 from weightbeam.formats.storage import bucket as buckets
+from weightbeam.formats.storage import hub as hubs
 
 
 @contextlib.contextmanager
@@ -24,3 +28,30 @@ def asking(server: FakeGcs) -> Iterator[pytest.MonkeyPatch]:
         yield patch
         buckets._client.cache_clear()
         buckets._context.cache_clear()
+
+
+@contextlib.contextmanager
+def at_hub(token: str | None = None, **environment: str) -> Iterator[FakeHub]:
+    """Context manager: a hub of its own, which `hf://` is for this process and those that it starts; large files go by
+    LFS, as where Xet isn't installed.
+
+    Args:
+      token: one that may write, and this machine's login; nobody is logged in without it.
+      environment: further variables.
+    """
+    nobody = {} if token else {"HF_HOME": "/nonexistent"}
+    with FakeHub() as server, pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+            patch.delenv(name, raising=False)
+        for name, value in (nobody | server.env(token) | {"HF_HUB_DISABLE_XET": "1"} | environment).items():
+            patch.setenv(name, value)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # which the environment tells other processes
+        patch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent/token")
+        patch.setattr(hubs, "_locations", hubs._Locations())  # another hub, with the same commits
+        patch.setattr(hubs, "_INFO", {})
+        patch.setattr(hubs, "BACKOFF", 0.01)
+        if token:
+            server.users.add(token)
+            server.writers.add(token)
+        yield server
+        close_session()
