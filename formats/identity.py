@@ -58,6 +58,11 @@ class Seen(Protocol):
 class Watched(Protocol):
     """What is read: a release, an adapter, a checkpoint."""
 
+    @property
+    def identity(self) -> list[Any]:
+        """What tells its content from another one's, as JSON."""
+        ...
+
     def check(self) -> None:
         """Raises StorageError if it isn't what was planned with, or is gone."""
         ...

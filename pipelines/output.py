@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from weightbeam.formats.identity import Watched
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.links import COPY
 from weightbeam.formats.orbax import find_damage, is_checkpoint, plan_hash_of
@@ -43,6 +44,11 @@ class Resumable(Protocol):
     @property
     def small_hashes(self) -> Mapping[str, str]:
         """What tells the content of each small file of the result, by name."""
+        ...
+
+    @property
+    def sources(self) -> Sequence[Watched]:
+        """All whose values are read."""
         ...
 
     def was_touched(self, since: Any) -> bool:
@@ -305,9 +311,17 @@ def _difference(staging: Staging, wanted: Resumable) -> str:
         for name, old in before.items()
         if options[name] != old
     ]
-    small, then = wanted.small_hashes, cast(Resumable, staged).small_hashes
-    changed = changed or [f"another {name}" for name in sorted({*small, *then}) if small.get(name) != then.get(name)]
-    return "; ".join(changed) or "the source's files have changed"
+    return "; ".join(changed or _changed_files(cast(Resumable, staged), wanted)) or "the source's files have changed"
+
+
+def _changed_files(staged: Resumable, wanted: Resumable) -> list[str]:
+    """What of two plans with the same options isn't the same: files that are read, small files that are written."""
+    of_sources = [[source.identity for source in each.sources] for each in (staged, wanted)]
+    then, now = staged.small_hashes, wanted.small_hashes
+    return [
+        *(["the source's files have changed"] if of_sources[0] != of_sources[1] else []),
+        *(f"another {name}" for name in sorted({*now, *then}) if now.get(name) != then.get(name)),
+    ]
 
 
 def _shown(option: object) -> str:

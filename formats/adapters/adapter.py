@@ -58,8 +58,7 @@ class Adapter:
     @property
     def identity(self) -> list[Any]:
         """What tells it from another one, as JSON: its weight, its configuration, its files and their headers."""
-        files = [shard.identity for shard in self.files.shards]
-        return [self.weight, self.files.config, files]
+        return [self.weight, self.files.config, self.files.identity]
 
     def record(self) -> dict[str, Any]:
         """Where it comes from, for `conversion.json`."""

@@ -130,6 +130,11 @@ class HfCheckpoint:
         """How many tensors it holds."""
         return sum(len(shard.tensors) for shard in self.shards)
 
+    @property
+    def identity(self) -> list[Any]:
+        """What a plan's hash knows of the files, see `Shard.identity`."""
+        return [shard.identity for shard in self.shards]
+
     def was_touched(self, since: HfCheckpoint) -> bool:
         """Whether a file was replaced since the same files were opened; sizes and times needn't show it."""
         then, now = ({shard.path: shard for shard in files.shards} for files in (since, self))
