@@ -22,6 +22,7 @@ from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.identity import Files
 from weightbeam.formats.orbax import (
+    check_files,
     check_memory,
     find_items,
     grains,
@@ -264,6 +265,7 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
     items = find_items(where)
     forget(str(items))
     try:
+        check_files(items)  # before their blocks are read
         files = Files.of(items)
         metadata = read_tree(items)
         driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"

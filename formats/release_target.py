@@ -59,11 +59,16 @@ class ReleasePlace(Staging):
         """
 
     def note_small(self, small: Mapping[str, bytes]) -> None:
-        """Notes for the record what the small files are: a hash of each, and all that `config.json` says."""
+        """Notes for the record what the small files are: a hash of each, and all that `config.json` says. They are the
+        plan's, and so is the place of the note: what is there is right.
+        """
+        name = f"{self.units}/{SMALL}"
+        if self.plan_folder.exists(name):
+            return
         noted: dict[str, Any] = {"files": {name: hashlib.sha256(data).hexdigest() for name, data in small.items()}}
         if "config.json" in small:
             noted["config"] = json.loads(small["config.json"])
-        self.plan_folder.write(f"{self.units}/{SMALL}", json.dumps(noted).encode())
+        self.plan_folder.write(name, json.dumps(noted).encode())
 
     def small_noted(self) -> dict[str, Any]:
         """What `note_small` noted; nothing where it wasn't."""

@@ -222,7 +222,7 @@ def test_in_a_bucket(made: Path, gcs: FakeGcs) -> None:
 def test_a_resumed_export(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a first attempt wrote without comparing isn't made again; a sum that lacks it isn't taken for the whole."""
     like, output = str(made / "wide" / "like"), tmp_path / "back"
-    arguments = dict(unit_bytes=UNIT_BYTES, progress=False)
+    arguments = dict(unit_bytes=UNIT_BYTES, progress=False, beam=["--direct_num_workers=1"])
     write, written = release_target.write_unit, []
 
     def fail(*given: object) -> None:

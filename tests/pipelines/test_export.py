@@ -250,11 +250,11 @@ def test_stopped_at_every_other_stage(tmp_path: Path, monkeypatch: pytest.Monkey
     }[stage]
     function, calls = getattr(where, name), []
 
-    def fails(*arguments):
+    def fails(*arguments, **more):
         calls.append(arguments)
         if len(calls) > (stage == "unpack"):
             raise OSError(5, "the power is gone")
-        return function(*arguments)
+        return function(*arguments, **more)
 
     with monkeypatch.context() as patched:
         patched.setattr(where, name, fails)
