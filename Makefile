@@ -29,6 +29,12 @@ test-all: .venv/test ## tests of both tiers on Python 3.11, 3.12 and 3.13, those
 durations: .venv/test ## measure what each file of tests takes, for the forecast that a run begins with
 	WEIGHTBEAM_DURATIONS=write $(PYTEST) -m "not slow"
 
+check: .venv/test ## within a minute, between two keystrokes: style, types, and the nearest tests of what changed (since main, or BASE=)
+	$(RUN)/python tests/check.py
+
+mutants: .venv/test ## a hundred small faults in what must not be wrong, and which test finds each: hours; SEED=1 for others, out/mutants.json is gone on from
+	nice $(RUN)/python tests/mutants.py --seed $(or $(SEED),0)
+
 soak: .venv/test ## kill and resume hundreds of conversions, 3,000 schedules of sleeps and takeovers, every field of every config: an hour
 	PYTHONPATH=.:tests $(RUN)/python tests/soak.py
 	FOLLOW_KILLS=25 $(RUN)/python -m pytest -n 0 tests/pipelines/test_follow.py -k beside_a_run
