@@ -194,7 +194,7 @@ class ReleaseWorld(World):
                 return f"{type(e).__name__}: {e}"
             return written.state
 
-        process = Process(work, plan=plan, overwrite=overwrite, root=self.root)
+        process = Process(work, {"plan": plan, "overwrite": overwrite, "root": self.root})
         process.wait()
         self.processes.append(process)
         self.log.append(f"{len(self.processes) - 1}: {plan}{' --resume' * resume}{' --overwrite' * overwrite}")
