@@ -286,10 +286,13 @@ def _check_room(staging: FolderStaging, conversion: CheckpointPlan, resume: bool
     return []
 
 
+ANOTHER_PLAN = "holds what a stopped command staged with another plan"
+
+
 def why_not_go_on(staging: Staging, wanted: Resumable) -> str:
     """Why `--resume` can't go on with what is staged: it is of another plan, and how that differs; else empty."""
     if differs := _difference(staging, wanted):
-        return f"holds what a stopped command staged with another plan ({differs}); --overwrite without --resume starts anew"
+        return f"{ANOTHER_PLAN} ({differs}); --overwrite without --resume starts anew"
     return ""
 
 

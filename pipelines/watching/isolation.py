@@ -426,8 +426,22 @@ def _write(command: str, arguments: Sequence[str], function: Callable[..., Any])
     urls = [argument.removeprefix(COMPARED) for argument in arguments if argument.startswith(COMPARED)]
     own = [argument for argument in arguments if not argument.startswith(COMPARED)]
     with compared_with(urls):
-        print(function(**_keywords(command, own, function, progress=False)))
+        print(_go_on(function, _keywords(command, own, function, progress=False)))
     return {}
+
+
+def _go_on(function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
+    """Goes on with what an attempt before staged, or begins anew where the source isn't the same any more: what is
+    staged there is the watcher's own.
+    """
+    from weightbeam.pipelines.output import ANOTHER_PLAN
+
+    try:
+        return function(**keywords)
+    except RefusedError as e:
+        if not any(problem.message.startswith(ANOTHER_PLAN) for problem in e.problems):
+            raise
+        return function(**keywords | {"resume": False, "overwrite": True})
 
 
 def plan_reshard(arguments: Sequence[str]) -> dict[str, Any]:
@@ -457,7 +471,7 @@ def reshard(arguments: Sequence[str]) -> dict[str, Any]:
     """Writes a checkpoint's parameters anew, or goes on with it."""
     from weightbeam.pipelines.reshard import reshard
 
-    print(reshard(**_keywords("reshard", arguments, reshard, progress=False)))
+    print(_go_on(reshard, _keywords("reshard", arguments, reshard, progress=False)))
     return {}
 
 
