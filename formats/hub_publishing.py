@@ -140,6 +140,19 @@ def look(url: str, title: str, files: Files, *, overwrite: bool = False, create_
         return made
 
 
+def check_free(url: str) -> None:
+    """Makes sure that a branch holds nothing that would be read together with a model.
+
+    Raises:
+      StorageError: it does, or the hub can't be asked.
+    """
+    target, hub = Target.parse(url), api()
+    with told(target):
+        if (found := _find(hub, target)) is not None:
+            head = _look(hub, target, None, found)
+            _refuse_others(target, head, *_changes(head, {}, {}, False))
+
+
 def publish(
     url: str,
     title: str,
@@ -217,10 +230,10 @@ def _create(hub: HfApi, target: Target, private: bool) -> ModelInfo:
     return retried(hub.model_info)(target.repo, revision=target.branch, files_metadata=True)
 
 
-def _look(hub: HfApi, target: Target, title: str, found: ModelInfo) -> _Head:
-    """The branch's last commit, and what came before it."""
+def _look(hub: HfApi, target: Target, title: str | None, found: ModelInfo) -> _Head:
+    """The branch's last commit, and what came before it; no commit is ours without a title."""
     history = retried(hub.list_repo_commits)(target.repo, revision=found.sha)
-    made = next((each.commit_id for each in history if _is_titled(each.title, title)), None)
+    made = next((each.commit_id for each in history if title and _is_titled(each.title, title)), None)
     before = _hashes(retried(hub.model_info)(target.repo, revision=made, files_metadata=True)) if made else {}
     is_bare = target.branch != "main" and found.sha in {
         each.commit_id for each in retried(hub.list_repo_commits)(target.repo)
@@ -234,7 +247,7 @@ def _is_titled(found: str, title: str) -> bool:
 
 
 def _hashes(found: ModelInfo) -> dict[str, str]:
-    """The hash of each file: its own, or git's."""
+    """The hash of each file: its own, or git's; empty where the hub doesn't say it."""
     return {file.rfilename: (file.lfs.sha256 if file.lfs else file.blob_id) or "" for file in found.siblings or []}
 
 
@@ -289,8 +302,12 @@ def _is_stale(name: str) -> bool:
 def _refuse_others(
     target: Target, head: _Head, removed: tuple[str, ...], replaced: tuple[str, ...], kept: tuple[str, ...]
 ) -> None:
-    """Raises StorageError where something would go that this result hasn't published before."""
-    others = [name for name in sorted([*removed, *replaced]) if head.files[name] != head.before.get(name)]
+    """Raises StorageError where something would go that this result hasn't published before, or whose hash is unknown."""
+    others = [
+        name
+        for name in sorted([*removed, *replaced])
+        if not head.files[name] or head.files[name] != head.before.get(name)
+    ]
     if others and not head.is_bare:
         raise StorageError(
             f"{target}: holds what isn't of this release: {', '.join(others)}; choose another repository or branch, or have that "

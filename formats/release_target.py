@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 
 from weightbeam.formats.provenance import total
-from weightbeam.formats.release import remove_others, role_of
+from weightbeam.formats.release import CARD, remove_others, role_of
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.safetensors.header import HeaderError, header_of
 from weightbeam.formats.staging import MARKER, FolderStaging, Staging
@@ -200,9 +200,9 @@ def plan_hash_of(release: Store) -> str | None:
     return plan if isinstance(plan, str) else None
 
 
-def whole_files(release: LocalFolder) -> dict[str, bytes | Path]:
+def whole_files(release: LocalFolder, beside: Collection[str] = ()) -> dict[str, bytes | Path]:
     """Every file of a release, or of a checkpoint, that is whole, by name: the small ones, and the paths of those that
-    hold weights.
+    hold weights. Of a release whose record names its small files these, and what is there of `beside`.
 
     Raises:
       OSError: it isn't whole.
@@ -217,10 +217,21 @@ def whole_files(release: LocalFolder) -> dict[str, bytes | Path]:
             tensors |= {tensor.name for tensor in header_of(release, file)} if is_shard else set()
     except HeaderError as e:
         raise StorageError(f"{release}: {e}") from e
-    digests = (record_of(release) or {}).get("digests", {})
-    if not (digests and digests.keys() <= tensors) and not any(name.endswith(f"/{MARKER}") for name in found):
-        raise StorageError(f"{release}: isn't whole, and isn't published")
-    return found
+    if any(name.endswith(f"/{MARKER}") for name in found):
+        return found
+    record = record_of(release) or {}
+    digests, small = record.get("digests", {}), record.get("files", {})
+    others = [name for name, digest in small.items() if not _is_as_noted(name, found.get(name), digest)]
+    if others or not digests or not digests.keys() <= tensors:
+        missing = f" (missing or changed: {', '.join(others)})" if others else ""
+        raise StorageError(f"{release}: isn't whole{missing}, and isn't published")
+    kept = {*small, RECORD, *beside} if small else found.keys()
+    return {name: data for name, data in found.items() if name in kept or name.endswith(".safetensors")}
+
+
+def _is_as_noted(name: str, data: bytes | Path | None, digest: str) -> bool:
+    """Whether a small file is the one that the record names; the card may be written anew."""
+    return isinstance(data, bytes) and (name == CARD or hashlib.sha256(data).hexdigest() == digest)
 
 
 def write_unit(staging: ReleasePlace, unit: int, rows: Sequence[Rows], notes: Mapping[str, Any] | None = None) -> None:

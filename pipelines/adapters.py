@@ -8,9 +8,11 @@ import contextlib
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.adapters.config import CONFIG
@@ -46,6 +48,7 @@ class ExportedAdapter:
       tensors: how many it has.
       size: of them, in bytes.
       rank, alpha: of all its modules.
+      state: `done`, or `nothing to do`.
       page: of the commit, where it was published on the hub.
       removed, replaced: files of the repository that the commit took away, and that have another content now.
     """
@@ -66,7 +69,8 @@ class ExportedAdapter:
 
     def __str__(self) -> str:
         if self.page:
-            return "\n".join([f"{self.folder}: published, {self.page}", *said_of(self.removed, self.replaced)])
+            done = "published" if self.state == "done" else "published already"
+            return "\n".join([f"{self.folder}: {done}, {self.page}", *said_of(self.removed, self.replaced)])
         about = f"{self.folder}: a PEFT adapter of rank {self.rank} with alpha {self.alpha:g}, {count(self.tensors, 'tensor')}, {human(self.size)}"
         return f"{about}\nload it:  peft.PeftModel.from_pretrained(model, {self.folder!r})"
 
@@ -108,9 +112,13 @@ def _to_hub(planned: AdapterExport, output: str, overwrite: bool, create_pr: boo
     title = f"Adapter of {planned.source.root} ({_hash(planned)[:12]})"
     try:
         check_target(output)
-        look(output, title, dict.fromkeys([WEIGHTS, CONFIG, RECORD]), overwrite=overwrite, create_pr=create_pr)
+        listed = dict.fromkeys([WEIGHTS, CONFIG, RECORD])
+        found = look(output, title, listed, overwrite=overwrite, create_pr=create_pr)
     except StorageError as e:
         raise Refused(f"--output={e}") from e
+    if found:
+        told = _told(planned, found.url, dict(planned.tensors()))
+        return dataclasses.replace(told, state="nothing to do", page=found.page)
     with tempfile.TemporaryDirectory(prefix="weightbeam-") as parent:
         folder = Path(parent, "adapter")
         written = export_adapter(planned, str(folder))
@@ -170,13 +178,19 @@ def _write(planned: AdapterExport, place: ReleasePlace, plan_hash: str) -> Expor
     }
     place.create(pack_inputs({"kind": "adapter", "hash": plan_hash}))
     with _discarded(place):
-        place.lay_out(files, {CONFIG: planned.peft_config(list(made))})
+        small = {CONFIG: planned.peft_config(list(made))}
+        place.lay_out(files, small)
+        place.note_small(small)
         write_unit(place, 0, rows)
         assemble(place, 1, files, record, overwrite=True)
     if plan_hash_of(place.final) != plan_hash:
         raise Failed(f"  {place.final} isn't what was written")
-    size = sum(values.nbytes for values in made.values())
-    return ExportedAdapter(str(place.final), len(made), size, planned.rank, planned.alpha)
+    return _told(planned, str(place.final), made)
+
+
+def _told(planned: AdapterExport, folder: str, tensors: Mapping[str, np.ndarray]) -> ExportedAdapter:
+    size = sum(values.nbytes for values in tensors.values())
+    return ExportedAdapter(folder, len(tensors), size, planned.rank, planned.alpha)
 
 
 @contextlib.contextmanager

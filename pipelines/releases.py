@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.model_class import loading_code
@@ -49,6 +49,9 @@ from weightbeam.transforms.array_sums import CHECKED, Compared, compared_of
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.movement import Movement
 from weightbeam.transforms.rows import ReleasePlan
+
+if TYPE_CHECKING:
+    from weightbeam.formats.hub_publishing import Published
 
 LOG = logging.getLogger("weightbeam")
 
@@ -363,7 +366,7 @@ def _to_hub(
     commit. The folder is this command's alone until that is done.
     """
     # here: the hub's client takes a third of a second to import
-    from weightbeam.formats.hub_publishing import check_target, look, publish
+    from weightbeam.formats.hub_publishing import check_target, look
 
     refuse(planned.plan.problems)
     title = f"{planned.title} of {planned.inputs[0]} ({planned.hash[:12]})"
@@ -385,17 +388,25 @@ def _to_hub(
     ready = get_ready(cast(Movement, planned), place, True, beam) if is_left else contextlib.nullcontext()
     with ready, alone(place, look_for_job(place, beam)):
         written = _write_to_cache(planned, place, beam, progress)
-        try:
-            files = listed | place.made(planned.shards)
-            made = publish(output, title, files, **asked, is_wanted=place.is_held)
-        except (OSError, IncompleteError) as e:
-            why = reason(e) if isinstance(e, OSError) else e
-            raise Failed(f"  {why}\nThe release is in {place.final}; the same command publishes it.") from e
-        if made is None:
-            raise Failed(f"  {place.final} was taken over by another command while this one slept; that publishes it")
-        with contextlib.suppress(HeldError):  # somebody else's by now
-            place.remove()
+        made = _publish_cached(planned, place, output, title, **asked)
     return dataclasses.replace(written, folder=made.url, page=made.page, removed=made.removed, replaced=made.replaced)
+
+
+def _publish_cached(planned: ReleasePlan, place: ReleaseFolder, output: str, title: str, **asked: bool) -> Published:
+    """Publishes the release that lies in the cache, whose place is this command's alone, and removes it there."""
+    from weightbeam.formats.hub_publishing import publish
+
+    try:
+        files = planned.texts | place.made(planned.shards)
+        made = publish(output, title, files, **asked, is_wanted=place.is_held)
+    except (OSError, IncompleteError) as e:
+        why = reason(e) if isinstance(e, OSError) else e
+        raise Failed(f"  {why}\nThe release is in {place.final}; the same command publishes it.") from e
+    if made is None:
+        raise Failed(f"  {place.final} was taken over by another command while this one slept; that publishes it")
+    with contextlib.suppress(HeldError):  # somebody else's by now
+        place.remove()
+    return made
 
 
 def _place_in_cache(planned: ReleasePlan) -> ReleaseFolder:

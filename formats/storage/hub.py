@@ -58,11 +58,16 @@ def _silence() -> None:
         logging.getLogger(logger).setLevel(logging.ERROR)
 
 
+class NoRepositoryError(StorageError):
+    """There is no such repository, or no such revision of it, as far as we may see."""
+
+
 def open_repository(url: str) -> Repository:
     """`hf://organisation/model`, `@` a branch, tag or commit; the revision is resolved to a commit.
 
     Raises:
-      StorageError: the hub can't be reached, has no such thing, or doesn't let us.
+      NoRepositoryError: the hub has no such thing.
+      StorageError: it can't be reached, or doesn't let us.
     """
     repo, _, revision = url.removeprefix("hf://").partition("@")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
@@ -174,7 +179,7 @@ class Repository(Store):
         buffer = bytearray(max(0, stop - start))
         self.read_into(name, [(start, memoryview(buffer))] if buffer else [])
         data = bytes(buffer)
-        if is_whole and not hub_cache.has_hash(data, file.version):
+        if is_whole and hub_cache.HASH.fullmatch(file.version) and not hub_cache.has_hash(data, file.version):
             kind = "sha256" if file.sha256 else "hash in git"
             raise StorageError(f"{self.path(name)}: its {kind} isn't {file.version}, what came is damaged")
         return data
@@ -397,4 +402,8 @@ def _fail(url: str, repo: str, error: Exception) -> NoReturn:
         message = f"{_endpoint()}, or the host of its files, can't be reached: {str(error) or type(error).__name__}"
         if (commit := hub_cache.commit_of(repo, "main")) and hub_cache.snapshot(repo, commit):
             message += f"; a snapshot of it lies in {hub_cache.root()}, and HF_HUB_OFFLINE=1 reads that"
-    raise StorageError(f"{url}: {message}") from None  # the error may show a signed address
+    is_none = isinstance(error, RevisionNotFoundError | RepositoryNotFoundError) and not isinstance(
+        error, GatedRepoError
+    )
+    # the error may show a signed address
+    raise (NoRepositoryError if is_none else StorageError)(f"{url}: {message}") from None

@@ -18,6 +18,7 @@ from weightbeam.formats.storage.local import LocalFolder
 from weightbeam.formats.storage.store import File, StorageError
 
 SHA256, GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+HASH = re.compile(f"{SHA256.pattern}|{GIT.pattern}")
 
 
 def is_offline() -> bool:
@@ -72,10 +73,10 @@ def read_whole(files: LocalFolder, name: str) -> bytes:
 
 
 def has_hash(data: bytes, etag: str) -> bool:
-    """Whether bytes have the hash that an ETag of the hub is, git's or a sha256; True where it is neither."""
+    """Whether bytes have the hash that an ETag of the hub is, git's or a sha256; False where it is neither."""
     if GIT.fullmatch(etag):
         return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == etag
-    return not SHA256.fullmatch(etag) or hashlib.sha256(data).hexdigest() == etag
+    return hashlib.sha256(data).hexdigest() == etag
 
 
 def _folder(repo: str) -> Path:

@@ -152,6 +152,9 @@ class Feed(abc.ABC):
     def tasks(self, history: History, target: Target) -> Iterator[tuple[Task, ...]]:
         """What is done from the plan to a result that was compared with its source, in this order; some of it at the
         same time.
+
+        Raises:
+          FailedError: what is needed for that can't be told.
         """
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:

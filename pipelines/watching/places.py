@@ -19,17 +19,21 @@ from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-from weightbeam.formats.hub_publishing import CARD, Files, Target, check_target, look, publish, told
+from weightbeam.formats.hub_publishing import CARD, Files, Target, check_free, check_target, publish, told
 from weightbeam.formats.release_target import whole_files
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, sync_folder
 from weightbeam.formats.storage.bucket import Bucket
-from weightbeam.formats.storage.hub import api, retried
+from weightbeam.formats.storage.hub import NoRepositoryError, api, retried
+from weightbeam.formats.strict_json import JsonError, read_json
+from weightbeam.pipelines.watching import changes
+from weightbeam.pipelines.watching.records import DamagedError
 
 WORK, OWNER = ".weightbeam/work", ".weightbeam/run.json"
 REPORT = "run.json"  # in what is published: where it comes from
 RELEASE = "release"  # the folder that grows, below the work of one step
 LAST = (MARKER, "config.json", REPORT)  # what readers look for first is copied last, in this order
+BESIDE = (CARD, REPORT, changes.JSON, changes.PICTURE)  # what is written beside a release
 WRITTEN = "Written by [Weightbeam]"  # in a card that nobody has edited
 
 
@@ -156,7 +160,7 @@ class StorePlace(Place):
         return (self.store / name).url
 
     def report(self, url: str) -> Mapping[str, Any]:
-        return _json(open_store(url), REPORT)
+        return _report(open_store(url))
 
     def remove(self, url: str) -> None:
         assert url.startswith(f"{self.url}/")
@@ -169,10 +173,13 @@ class StorePlace(Place):
         return _json(self.store, OWNER).get("run")
 
     def own(self, run: str, output: str | None) -> None:
-        said = _json(self.store, OWNER)
-        if "output" not in said:  # of a version that didn't say it
-            (self.store / ".weightbeam").make()
-            self.store.write(OWNER, json.dumps({"run": run, **said, "output": output}).encode())
+        (self.store / ".weightbeam").make()
+        ours = json.dumps({"run": run, "output": output}).encode()
+        if self.store.create(OWNER, ours):
+            return
+        held = _json(self.store, OWNER)
+        if held.get("run") == run and "output" not in held:  # of a version that didn't say it
+            self.store.write(OWNER, ours)
 
     def known_as(self) -> str | None:
         output = _json(self.store, OWNER).get("output")
@@ -246,12 +253,14 @@ class HubPlace(Place):
 
     def report(self, url: str) -> Mapping[str, Any]:
         try:
-            return _json(open_store(url), REPORT)
-        except StorageError:  # no such repository or branch
+            return _report(open_store(url))
+        except NoRepositoryError:
             return {}
 
     def publish(self, release: Store, url: str, title: str, is_newest: Callable[[], bool]) -> dict[str, Any]:
-        files = whole_files(LocalFolder(release.url))
+        files = whole_files(LocalFolder(release.url), BESIDE)
+        if REPORT not in files:
+            raise StorageError(f"{release}: has no {REPORT}, and isn't published")
         pages = [] if self._create_pr else [self._commit(files, url, title, lambda: True)]
         is_wanted = (lambda: True) if self._create_pr else is_newest
         if is_wanted():
@@ -273,9 +282,10 @@ class HubPlace(Place):
         return made.page if made else None
 
     def _card(self, branch: str) -> str | None:
-        with contextlib.suppress(OSError):
+        try:
             return open_store(f"hf://{self._repo}@{branch}").read(CARD).decode(errors="replace")
-        return None
+        except (FileNotFoundError, NoRepositoryError):
+            return None
 
     def remove(self, url: str) -> None:
         target = Target.parse(url)
@@ -289,8 +299,8 @@ class HubPlace(Place):
 
     def check_writable(self, dry_run: bool = False) -> None:
         check_target(self.url)
-        if not self.report(self.url):
-            look(self.url, "", {}, create_pr=self._create_pr)  # what is there isn't a run's
+        if not self._create_pr and not self.report(self.url):
+            check_free(self.url)  # what is there isn't a run's
 
     def owner(self) -> str | None:
         return self.report(self.url).get("run")
@@ -301,11 +311,29 @@ def _depth(file: File) -> int:
 
 
 def _json(store: Store, name: str) -> dict[str, Any]:
-    """What a JSON file says; empty where there is none."""
+    """What a JSON file says; empty where there is none.
+
+    Raises:
+      DamagedError: it says something else than an object.
+      StorageError: it can't be read.
+    """
     try:
-        said = json.loads(store.read(name))
+        said = read_json(store, name)
     except FileNotFoundError:
         return {}
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
+    except JsonError as e:
+        raise DamagedError(f"{store.path(name)}: {e}; delete it") from e
+    except StorageError:
+        raise
+    except OSError as e:
+        raise StorageError(f"{store.path(name)}: {reason(e)}") from e
+    if not isinstance(said, dict):
+        raise DamagedError(f"{store.path(name)}: isn't a JSON object; delete it")
+    return said
+
+
+def _report(step: Store) -> dict[str, Any]:
+    """What a step says of itself; empty where that isn't all there."""
+    with contextlib.suppress(DamagedError):
+        return _json(step, REPORT)
+    return {}

@@ -43,7 +43,7 @@ class LostError(Exception):
 
 
 class DamagedError(StorageError):
-    """A record isn't one; the message names its file."""
+    """A record, or what a place says of itself, isn't one; the message names its file."""
 
 
 # --- what a record says -----------------------------------------------------------------------------------------------

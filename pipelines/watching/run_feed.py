@@ -437,12 +437,19 @@ class RunFeed(Feed):
         }
 
     def _before(self, history: History) -> dict[str, Any] | None:
-        """The step before, of those that are published: its number and URL."""
+        """The step before, of those that are published: its number and URL.
+
+        Raises:
+          FailedError: it can't be told.
+        """
         found = [mark for mark in self._published(history.first["target"]) if mark.step < history.first["step"]]
         for mark in sorted(found, key=lambda mark: (mark.step, mark.updated), reverse=True):
             other = find_history(self.output, self.run.name, mark.key, RUNS)
-            if other and other.state == PUBLISHED and self._is_published(other):
-                return {"step": mark.step, "url": self._checkpoint(other)}
+            try:
+                if other and other.state == PUBLISHED and self._is_published(other):
+                    return {"step": mark.step, "url": self._checkpoint(other)}
+            except StorageError as e:
+                raise FailedError(str(e)) from e
         return None
 
     def _published(self, target: str) -> list[Mark]:

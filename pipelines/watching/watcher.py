@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from weightbeam.formats.lease import HeldError
@@ -117,12 +117,11 @@ class Watcher:
             for version in feed.versions(name):
                 there = True
                 yield from self._look_at(feed, version, known)
+            if not there:
+                yield from self._go_on(feed, known.values(), ())
         except StorageError as e:
             warn(str(e))
             yield Finding(name, "", "", FAILED, str(e))
-            return
-        if not there:
-            yield from self._go_on(feed, known.values(), ())
 
     def _look_at(self, feed: Feed, version: Version, known: dict[str, History]) -> Iterator[Finding]:
         """Takes a version as far as it can be brought, and those that were begun before."""
@@ -147,7 +146,8 @@ class Watcher:
             yield finding
             return
         for history, target in current.values():
-            yield self._take(feed, history, version, target, "; ".join(verdict))
+            denied = "; ".join(verdict)
+            yield _unless_damaged(history, version.commit, self._take, feed, history, version, target, denied)
 
     def _go_on(self, feed: Feed, known: Collection[History], current: Collection[str]) -> Iterator[Finding]:
         """Goes on with what was begun at another version; what was asked for then is still asked for."""
@@ -156,10 +156,10 @@ class Watcher:
                 continue
             target = feed.target(history)
             if target is not None:
-                yield self._advance(feed, history, target)
+                yield _unless_damaged(history, history.last["commit"], self._advance, feed, history, target)
 
     def _take(self, feed: Feed, history: History, version: Version, target: Target, denied: str) -> Finding:
-        """One version for one target, as far as it can be brought."""
+        """One version for one target, as far as it can be brought; see `_advance`."""
         if self._dry_run:
             return self._foresee(feed, history, version, target, denied)
         try:
@@ -181,7 +181,11 @@ class Watcher:
         return self._advance(feed, history, target)
 
     def _advance(self, feed: Feed, history: History, target: Target) -> Finding:
-        """Does what the state asks for."""
+        """Does what the state asks for.
+
+        Raises:
+          DamagedError: a record of another watcher isn't one.
+        """
         if self._dry_run:
             return _finding(history)
         if history.state in SETTLED:
@@ -208,9 +212,6 @@ class Watcher:
                     feed.settled(history)
         except HeldError as e:
             return dataclasses.replace(_finding(history), state=BUSY, reason=str(e))
-        except DamagedError as e:  # since it was read first
-            warn(str(e))
-            return dataclasses.replace(_finding(history), target="", state=FAILED, reason=str(e))
         except LostError as e:
             warn(str(e))
             history.refresh()
@@ -257,17 +258,17 @@ class Watcher:
             self._notices.tell(
                 history.add(PLANNED, checkpoint=feed.place(history, outcome.facts["plan"]), **outcome.facts)
             )
-        if not feed.is_made(history):
-            if not history.last.get(BUSY):
-                self._notices.tell(history.add(CONVERTING, attempt=attempt, checkpoint=history.facts["checkpoint"]))
-            facts: dict[str, Any] = {}
-            for tasks in feed.tasks(history, target):
-                outcomes = self._do(feed, history, apart, tasks, attempt)
-                if outcomes is None:
-                    return
-                facts |= {task.fact: found.facts for task, found in zip(tasks, outcomes, strict=True) if task.fact}
-            self._notices.tell(history.add(VERIFIED, feed.judgement(facts), **facts))
         try:
+            if not feed.is_made(history):
+                if not history.last.get(BUSY):
+                    self._notices.tell(history.add(CONVERTING, attempt=attempt, checkpoint=history.facts["checkpoint"]))
+                facts: dict[str, Any] = {}
+                for tasks in feed.tasks(history, target):
+                    outcomes = self._do(feed, history, apart, tasks, attempt)
+                    if outcomes is None:
+                        return
+                    facts |= {task.fact: found.facts for task, found in zip(tasks, outcomes, strict=True) if task.fact}
+                self._notices.tell(history.add(VERIFIED, feed.judgement(facts), **facts))
             said = feed.publish(history, target)
         except FailedError as e:
             self._fail(history, str(e), attempt)
@@ -316,6 +317,15 @@ class Watcher:
         if outcome.status != isolation.DONE:
             return dataclasses.replace(found, state=outcome.status, reason=outcome.message)
         return dataclasses.replace(found, state=PLANNED, reason=f"would be {feed.foresee(target, outcome.facts)}")
+
+
+def _unless_damaged(history: History, commit: str, do: Callable[..., Finding], *arguments: Any) -> Finding:
+    """What `do` finds; that a file of this history is damaged, where it raises that, so that others go on."""
+    try:
+        return do(*arguments)
+    except DamagedError as e:
+        warn(str(e))
+        return Finding(history.name, commit, "", FAILED, str(e))
 
 
 def _finding(history: History) -> Finding:

@@ -154,6 +154,10 @@ def test_into_a_bucket_and_onto_the_hub(
         assert "published" in capsys.readouterr().out
         held = {name: bytes(made.data) for name, made in hub.repositories["org/adapter"].branches["main"].files.items()}
         assert held.items() >= wanted.items()
+        asked = len(hub.log)
+        assert call("export", checkpoint, "hf://org/adapter") == 0
+        assert "published already" in capsys.readouterr().out
+        assert {entry.kind for entry in hub.log[asked:]}.isdisjoint({"preupload", "create"})
         assert call("export", checkpoint, "hf://org/reviewed", "--create_pr") == 0
         (pull,) = hub.repositories["org/reviewed"].pulls
         assert pull.title.startswith("Adapter of ")

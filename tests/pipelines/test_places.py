@@ -1,0 +1,287 @@
+"""Where steps are published, when something is damaged, fails for a moment, or belongs to somebody else: nothing of
+theirs is replaced, nothing that isn't whole is seen, and no other run is harmed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+from servers import repository
+from servers.clients import at_hub
+from servers.hub import FakeHub
+from support import LLAMA, random_tensors, save, split
+
+from weightbeam.formats.hub_publishing import look, publish
+from weightbeam.formats.release_target import whole_files
+from weightbeam.formats.storage import LocalFolder, StorageError
+from weightbeam.formats.storage import hub as store
+from weightbeam.formats.storage.hub_cache import has_hash
+from weightbeam.pipelines.watching.config import config_of_run
+from weightbeam.pipelines.watching.feed import Feed
+from weightbeam.pipelines.watching.isolation import Workers
+from weightbeam.pipelines.watching.notices import Notices
+from weightbeam.pipelines.watching.places import OWNER, FolderPlace, HubPlace
+from weightbeam.pipelines.watching.records import FAILED, REFUSED, ROOT, RUNS, History, key_of
+from weightbeam.pipelines.watching.run_feed import MARKS, OPEN, RunFeed
+from weightbeam.pipelines.watching.watcher import Watcher
+
+TOKEN, REPO, URL = "hf_of_a_test", "me/tuned", "hf://me/tuned"
+TITLE = "Step 1 of run (hf-1)"
+FIRST = {
+    "state": "discovered", "time": "2026-11-23T12:00:00+00:00", "attempt": 0, "commit": "step-3", "target": "hf",
+    "weights": "w", "updated": "2026-11-23T11:00:00+00:00", "step": 3, "seen": "s", "source": "/run/3",
+}  # fmt: skip
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub that knows the token, and clients that don't wait."""
+    quick = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", quick)
+    with at_hub(TOKEN) as server:
+        monkeypatch.setattr(store, "BACKOFF", 0.001)
+        yield server
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    """What a watcher made of a step: two files of weights, the small ones, and what is written beside them."""
+    made = save(tmp_path / "release", LLAMA, *split(random_tensors(LLAMA), 2))
+    (made / "README.md").write_text("Written by [Weightbeam]")
+    (made / "tokenizer.json").write_text("{}")
+    small = {path.name: path.read_bytes() for path in made.iterdir() if path.suffix != ".safetensors"}
+    record = {
+        "digests": {name: "0" for shard in made.glob("*.safetensors") for name in load_file(shard)},
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in small.items()},
+    }
+    (made / "weightbeam.json").write_text(json.dumps(record))
+    (made / "README.md").write_text("Written by [Weightbeam], and what changed")
+    for name in ("run.json", "changes.json"):
+        (made / name).write_text('{"run": "/run", "key": "hf-1"}')
+    (made / ".stray.weightbeam-tmp").write_text("x")
+    return made
+
+
+def publish_to(place: HubPlace, release: Path) -> dict[str, Any]:
+    return place.publish(LocalFolder(str(release)), place.of("step-1"), TITLE, lambda: True)
+
+
+def commit(hub: FakeHub, folder: Path, title: str = "theirs", **files: str) -> None:
+    """Somebody else's commit to `main`; `__` in a name is a dot."""
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    hub.commit(REPO, folder, [name.replace("__", ".") for name in files], title=title)
+
+
+# --- what is published ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_published(hub: FakeHub, release: Path, tmp_path: Path) -> None:
+    """What the record names, the weights, and what is written beside them; the card may be another one by then."""
+    publish_to(HubPlace(URL, tmp_path), release)
+    for branch in ("main", "step-1"):
+        held = hub.repositories[REPO].branches[branch].files.keys() - {".gitattributes"}
+        assert held == {path.name for path in release.iterdir()} - {".stray.weightbeam-tmp"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("config.json", None), ("tokenizer.json", None), ("README.md", None), ("run.json", None),
+        ("model.safetensors.index.json", None), ("tokenizer.json", b"[]"), ("model-00001-of-00002.safetensors", b"x"),
+    ],
+)  # fmt: skip
+def test_a_release_that_is_being_removed(
+    name: str, change: bytes | None, hub: FakeHub, release: Path, tmp_path: Path
+) -> None:
+    """A file is gone, or another one: nothing is committed, and what was there stays."""
+    place = HubPlace(URL, tmp_path)
+    publish_to(place, release)
+    before = dict(hub.repositories[REPO].branches)
+    if change is None:
+        (release / name).unlink()
+    else:
+        (release / name).write_bytes(change)
+    with pytest.raises(StorageError, match=r"isn't published|few") as told:
+        place.publish(LocalFolder(str(release)), place.of("step-2"), "Step 2 of run (hf-2)", lambda: True)
+    assert name in str(told.value) or change == b"x"
+    assert hub.repositories[REPO].branches == before
+
+
+def test_a_release_whose_record_names_no_files(release: Path) -> None:
+    """One of an earlier version: all that is there."""
+    record = json.loads((release / "weightbeam.json").read_bytes())
+    (release / "weightbeam.json").write_text(json.dumps({"digests": record["digests"]}))
+    assert whole_files(LocalFolder(str(release))).keys() == {path.name for path in release.iterdir()}
+
+
+# --- whose a place is -------------------------------------------------------------------------------------------------
+
+
+def test_an_owner_stays(tmp_path: Path) -> None:
+    """Whoever owns a place first does; one that an earlier version noted is completed by its own run only."""
+
+    class Late(LocalFolder):
+        def make(self) -> None:
+            super().make()
+            FolderPlace(LocalFolder(str(tmp_path)), tmp_path).own("/first", "/out")
+
+    FolderPlace(Late(str(tmp_path)), tmp_path).own("/second", "/out")
+    assert json.loads((tmp_path / OWNER).read_bytes()) == {"run": "/first", "output": "/out"}
+    place = FolderPlace(LocalFolder(str(tmp_path)), tmp_path)
+    (tmp_path / OWNER).write_text('{"run": "/first"}')
+    place.own("/second", "/other")
+    assert json.loads((tmp_path / OWNER).read_bytes()) == {"run": "/first"}
+    place.own("/first", "/out")
+    assert (place.owner(), place.known_as()) == ("/first", "/out")
+
+
+def damage(file: Path, how: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if how == "folder":
+        file.mkdir()
+    else:
+        file.write_bytes({"deep": b"[" * 100_000, "list": b"[]", "cut": b'{"run": '}[how])
+
+
+@pytest.mark.parametrize("how", ["folder", "deep", "list", "cut"])
+def test_a_damaged_owner_harms_its_run_only(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is named, and the other run of the same look is gone on with."""
+    (tmp_path / "like").mkdir()
+    feeds = []
+    for name in ("bad", "other"):
+        config = config_of_run(str(tmp_path / name), str(tmp_path / "like"), str(tmp_path / f"{name}-out"), None, {})
+        feeds.append(RunFeed(config, config.runs[0], Workers(), flat=True))
+    (tmp_path / "bad").mkdir()
+    records = feeds[0].output / RUNS / feeds[0].run.name
+    (records / "hf-1").make()
+    (records / MARKS).make()
+    records.write("hf-1/0001.json", json.dumps(FIRST).encode())
+    records.write(f"{MARKS}/{OPEN}~hf-1", b"")
+    owner = tmp_path / "bad-out" / OWNER
+    damage(owner, how)
+    found = Watcher(config, feeds, Notices([])).once()
+    assert [finding.state for finding in found] == [FAILED, FAILED]
+    assert str(owner) in found[0].reason
+    assert str(tmp_path / "other") in found[1].reason
+    assert str(owner) in caplog.text
+    with pytest.raises(StorageError, match=r"run\.json"):
+        FolderPlace(LocalFolder(str(tmp_path / "bad-out")), tmp_path).owner()
+
+
+def test_a_report_that_isnt_all_there(tmp_path: Path) -> None:
+    """Is none."""
+    (tmp_path / "step-1").mkdir()
+    place = FolderPlace(LocalFolder(str(tmp_path)), tmp_path)
+    for text in (b"", b"[" * 100_000, b"[]"):
+        (tmp_path / "step-1" / "run.json").write_bytes(text)
+        assert place.report(place.of("step-1")) == {}
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_passing_error_is_no_missing_report(hub: FakeHub, release: Path, tmp_path: Path) -> None:
+    """Only a repository, a branch or a file that isn't there is none."""
+    place = HubPlace(URL, tmp_path)
+    assert place.report(URL) == {}
+    hub.add(REPO).writers.add(TOKEN)
+    assert place.report(URL) == place.report(place.of("step-1")) == {}
+    for matching in ("GET /api/models/me/tuned", "resolve/.*/run.json"):
+        publish_to(place, release)
+        hub.fail("status", status=503, matching=matching)
+        with pytest.raises(StorageError, match="503"):
+            place.report(URL)
+        with pytest.raises(StorageError, match="503"):
+            place.owner()
+        hub.faults = []
+    assert place.owner() == "/run"
+
+
+def test_a_card_that_cant_be_read_is_kept(hub: FakeHub, release: Path, tmp_path: Path) -> None:
+    place = HubPlace(URL, tmp_path)
+    hub.add(REPO).writers.add(TOKEN)
+    commit(hub, tmp_path / "theirs", README__md="# Mine\n")
+    fault = hub.fail("status", status=503, matching="resolve/.*/README.md")
+    with pytest.raises(StorageError, match="503"):
+        publish_to(place, release)
+    assert fault.hits
+    hub.faults = []
+    publish_to(place, release)
+    assert bytes(hub.repositories[REPO].head.files["README.md"].data) == b"# Mine\n"
+
+
+def test_a_commit_without_a_title_isnt_ours(hub: FakeHub, tmp_path: Path) -> None:
+    hub.add(REPO).writers.add(TOKEN)
+    commit(hub, tmp_path / "theirs", title="", config__json="{}")
+    with pytest.raises(StorageError, match=r"isn't of this release: config\.json"):
+        HubPlace(URL, tmp_path).check_writable()
+
+
+def test_an_endpoint_without_hashes(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there may be anything, and isn't replaced; nor are two unknown hashes the same."""
+    hub.add(REPO).writers.add(TOKEN)
+    commit(hub, tmp_path / "theirs", config__json='{"theirs": 1}')
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"x")
+    files = {"config.json": b"{}", "model.safetensors": weights}
+    monkeypatch.setattr(repository, "_sibling", lambda path, blob, blobs: {"rfilename": path})
+    for title in ("ours", "theirs"):
+        for attempt in (look, publish):
+            with pytest.raises(StorageError, match=r"isn't of this release: config\.json"):
+                attempt(URL, title, files)
+    assert not has_hash(b"", "")
+
+
+# --- histories --------------------------------------------------------------------------------------------------------
+
+
+class Denied(Feed):
+    """Two versions, both refused; another watcher begins the first meanwhile, and leaves a record that is none."""
+
+    targets: Any = (SimpleNamespace(name="hf", arguments=(), facts={}),)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def __init__(self, folder: Path):
+        self.output = LocalFolder(str(folder))
+
+    def names(self) -> Any:
+        return ["org/model"], []
+
+    def is_wanted(self, name: str) -> bool:
+        return True
+
+    def versions(self, name: str) -> Any:
+        updated = datetime.datetime(2026, 11, 23, tzinfo=datetime.UTC)
+        for commit in ("a", "b"):
+            yield SimpleNamespace(name=name, commit=commit, weights=commit, updated=updated, url="", facts={})
+
+    def judge(self, version: Any) -> Any:
+        if version.commit == "a":
+            begun = self.history(version, self.targets[0])
+            begun.store.make()
+            begun.store.write("0001.json", b"")
+        return ["it is denied"]
+
+    def history(self, version: Any, target: Any) -> History:
+        return History(self.output, version.name, key_of(version.name, version.weights, target), ROOT)
+
+    def histories(self, name: str, every: bool = False) -> list[History]:
+        return []
+
+    source = plan = foresee = place = is_made = tasks = publish = None  # type: ignore[assignment]
+
+
+def test_what_another_watcher_left_damaged_harms_itself_only(tmp_path: Path) -> None:
+    found = Watcher(SimpleNamespace(attempts=3), [Denied(tmp_path)], Notices([])).once()  # type: ignore[arg-type]
+    assert [(finding.commit, finding.state) for finding in found] == [("a", FAILED), ("b", REFUSED)]
+    assert "0001.json: is no record" in found[0].reason
