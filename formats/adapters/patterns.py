@@ -10,6 +10,7 @@ Names, escapes, `.`, sets, groups, alternatives, repetitions and anchors are und
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,8 @@ from typing import Any
 
 MAX_PATTERN, MAX_TOTAL, MAX_NAME = 1_000, 1_000_000, 10_000  # characters of one, of all, and of a module's name
 MAX_DEPTH = 20  # groups and repetitions within each other
-MAX_STEPS = 2_000_000  # parts of expressions that are followed for one configuration: seconds
+# parts of expressions that are followed for one configuration: seconds; and for each module that is looked up besides
+MAX_STEPS, MODULE_STEPS = 2_000_000, 20_000
 
 ANY = "\n"  # which no name has
 
@@ -51,17 +53,23 @@ class Patterns:
 
     def __init__(self, values: Mapping[str, Any]):
         self._values = list(values.values())
-        # most are names: by their length, by the places that may be any character, and by the others
-        self._names: dict[int, dict[tuple[int, ...], dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
-        self._others: list[tuple[int, list[Part]]] = []
+        # most are names, from a module's beginning on or its end alone: by that and their length, by the places that may
+        # be any character, and by the others
+        self._names: dict[tuple[bool, int], dict[tuple[int, ...], dict[str, int]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
+        self._others: list[tuple[int, list[Part], list[str]]] = []  # with what a module's name must have for them
         self._left = MAX_STEPS
+        self._found: dict[str, int] = {}
         for number, text in enumerate(values):
             parts = parse(text)
-            if (name := _plain(text)) is not None:
+            own = _own(text) or parts
+            if plain := _plain(own):
+                is_whole, name = plain
                 any_at = tuple(at for at, letter in enumerate(name) if letter == ANY)
-                self._names[len(name)][any_at].setdefault(name, number)
+                self._names[is_whole, len(name)][any_at].setdefault(name, number)
             else:
-                self._others.append((number, parts))
+                self._others.append((number, parts, _literals(own)))
 
     def find(self, module: str, default: Any) -> Any:
         """The value of the first expression that fits a module; `default` where none does.
@@ -71,19 +79,30 @@ class Patterns:
         """
         if self._values and len(module) > MAX_NAME:
             raise PatternError(f"patterns of ranks and alphas aren't matched with a name of {len(module):,} characters")
+        if (first := self._found.get(module)) is None:
+            first = self._found[module] = self._find(module)
+        return self._values[first] if first < len(self._values) else default
+
+    def _find(self, module: str) -> int:
+        """The number of the first expression that fits a module."""
+        self._left += MODULE_STEPS
         starts = [0, *(at + 1 for at, letter in enumerate(module) if letter == ".")]
         first = len(self._values)
-        for start in starts:
-            for any_at, names in self._names.get(len(module) - start, {}).items():
+        for is_whole, start in [(True, 0), *((False, start) for start in starts)]:
+            for any_at, names in self._names.get((is_whole, len(module) - start), {}).items():
                 self._count(1)
                 end = list(module[start:])
                 for at in any_at:
                     end[at] = ANY
                 first = min(first, names.get("".join(end), first))
-        for number, parts in self._others:
-            if number < first and self._ends(parts, module, 1):
+        all_starts = sum(1 << start for start in starts)
+        for number, parts, literals in self._others:
+            # but for alternatives to it, an expression begins with PEFT's prefix, which leads to all starts
+            begins, rest = (1, parts) if parts[0][0] is of.BRANCH else (all_starts, parts[1:])
+            fits = number < first and all(literal in module for literal in literals)
+            if fits and self._ends(rest, module, begins):
                 first = number
-        return self._values[first] if first < len(self._values) else default
+        return first
 
     def _count(self, steps: int) -> None:
         self._left -= steps
@@ -159,14 +178,30 @@ def _check(parts: Iterable[Part], depth: int) -> None:
             _check(part, depth - 1)
 
 
-def _plain(text: str) -> str | None:
-    """An expression that is a name, with `ANY` for a dot that may be any character; None for all others."""
+def _own(text: str) -> list[Part]:
+    """An expression without what PEFT puts around it; nothing of half of one, which that makes whole."""
     try:
-        parts = list(parser.parse(text))
-    except re.error:  # half of one, which what is put around it makes whole
+        return list(parser.parse(text))
+    except re.error:
+        return []
+
+
+def _plain(parts: list[Part]) -> tuple[bool, str] | None:
+    """An expression that is a name, with `ANY` for a dot that may be any character, and whether `^` says that it is the
+    whole one; None for all others.
+    """
+    is_whole = parts[0][0] is of.AT and parts[0][1] in _STARTS
+    is_ended = parts[-1][0] is of.AT and parts[-1][1] in _ENDS
+    name = parts[is_whole : len(parts) - is_ended]
+    if not all(kind is of.ANY or (kind is of.LITERAL and chr(about) != ANY) for kind, about in name):
         return None
-    is_name = all(kind is of.ANY or (kind is of.LITERAL and chr(about) != ANY) for kind, about in parts)
-    return "".join(ANY if kind is of.ANY else chr(about) for kind, about in parts) if is_name else None
+    return is_whole, "".join(ANY if kind is of.ANY else chr(about) for kind, about in name)
+
+
+def _literals(parts: Iterable[Part]) -> list[str]:
+    """The texts that stand in an expression, outside of groups and repetitions."""
+    runs = itertools.groupby(parts, key=lambda part: part[0])
+    return ["".join(chr(about) for _, about in run) for kind, run in runs if kind is of.LITERAL]
 
 
 def _frozen(about: Any) -> Any:

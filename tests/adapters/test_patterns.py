@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +113,7 @@ def test_what_isnt_supported_is_said(pattern: str, said: str) -> None:
 
 def test_too_much_is_refused() -> None:
     """A thousand expressions that take long, each with each module."""
-    config = AdapterConfig(rank_pattern={f"(({'.?' * 200})*)*{i}!": 1 for i in range(1000)})
+    config = AdapterConfig(rank_pattern={f"(({'.?' * 200})*)*[!?]{{{i + 1}}}": 1 for i in range(1000)})
     start = time.process_time()
     with pytest.raises(PatternError, match="take too long"):
         _ = [config.rank(f"{MODULE}.{number}") for number in range(1000)]
@@ -143,3 +144,41 @@ def test_every_command_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert call("convert", "--source", base, "--output", tmp_path / "ckpt", "--lora", adapter, *llama) == 0
     assert call("export", tmp_path / "ckpt", tmp_path / "back", "--lora", adapter, "--dry_run") == 0
     capsys.readouterr()
+
+
+KINDS = [*(f"self_attn.{letter}_proj" for letter in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down"))]
+MODULES = [f"model.layers.{layer}.{kind}" for layer in range(80) for kind in KINDS]
+EXPERTS = [
+    f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
+    for layer in range(48)
+    for expert in range(128)
+    for part in ("gate", "up", "down")
+]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "modules", "ranks"),
+    [
+        ([f"^{name}" for name in MODULES], MODULES, range(1, 561)),
+        ([rf"layers\.{layer}\..*" for layer in range(80)], MODULES, [layer + 1 for layer in range(80) for _ in KINDS]),
+        (["^model.layers.0.self_attn.q_proj"], [*EXPERTS, MODULES[0]], [8] * len(EXPERTS) + [1]),
+    ],
+    ids=["each", "layers", "experts"],
+)
+def test_ordinary_patterns_take_no_time(patterns: list[str], modules: list[str], ranks: Iterable[int]) -> None:
+    """However many patterns and modules there are; each module is looked up for its rank, and for its scaling."""
+    config = AdapterConfig(rank_pattern={text: number + 1 for number, text in enumerate(patterns)})
+    start = time.process_time()
+    assert [config.rank(name) for name in modules] == list(ranks)
+    assert [config.scaling(name) for name in modules] == [config.alpha / rank for rank in ranks]
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits"),
+    [("^q_proj", False), (r"^model\.q_proj$", True), (r"\Amodel.q_proj\Z", True), ("q_proj$", True)],
+)
+def test_an_anchored_name(pattern: str, fits: bool) -> None:
+    """`^` means the whole name, as PEFT's expression has it."""
+    assert bool(re.match(rf"(.*\.)?({pattern})$", "model.q_proj")) is fits
+    assert Patterns({pattern: True}).find("model.q_proj", False) is fits
