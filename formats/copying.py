@@ -70,9 +70,7 @@ def _decoded(
         opened = ts.open({"driver": array.driver, "kvstore": "memory://"}, open=True, context=memory).result()
         values = opened[tuple(slice(start, stop) for start, stop in box)].read().result()
     except ValueError as e:
-        raise StorageError(
-            f"{array.items}: {array.key}/{name}: damaged: {str(e).partition(' [source locations=')[0]}"
-        ) from e
+        raise StorageError(f"{array.items}: {array.key}/{name}: damaged: {ocdbt.brief(e)}") from e
     return EncodedChunk(spec, f"{spec.key}/{name}", box, got.value, np.asarray(values))
 
 

@@ -145,7 +145,7 @@ class Files:
           StorageError: it can't be listed, or one can't be read.
         """
         files = store.list()
-        return cls(store.url, tuple(files), _hash_files(store, files))
+        return cls(store.url, tuple(files), hash_files(store, files))
 
     @functools.cached_property
     def hash(self) -> str:
@@ -186,7 +186,7 @@ class Files:
         return cls(root, tuple(File(**dict(zip(names, file, strict=True))) for file in files), blocks)
 
 
-def _hash_files(store: Store, files: Sequence[File]) -> str:
+def hash_files(store: Store, files: Sequence[File]) -> str:
     """A hash of some bytes of each local file: fewer of each where there are many."""
     if not isinstance(store, LocalFolder):
         return ""

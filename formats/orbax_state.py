@@ -32,6 +32,7 @@ from weightbeam.formats.strict_json import Budget, parse_json, read_json
 
 SHARDING = "_sharding"
 LARGEST, MOST = 64 << 20, 256 << 20  # bytes of a file of another item that is copied, and of all of them
+MOST_FILES = 50_000  # of other items: a data iterator has one of each host
 
 Partition = tuple[tuple[str, ...], ...]  # the mesh axes of each axis of an array
 
@@ -139,7 +140,7 @@ def _zarr(checkpoint: OrbaxCheckpoint, items: Store) -> dict[str, str]:
 
 def _other_items(items: Store) -> Mapping[str, bytes]:
     """The files of the step's other items, which hold no arrays."""
-    step, found = items.parent, {}
+    step, found, total = items.parent, {}, 0
     if not step.exists(CHECKPOINT_METADATA):  # the item is all there is
         return {}
     for name in step.folders():
@@ -154,9 +155,12 @@ def _other_items(items: Store) -> Mapping[str, bytes]:
             raise StorageError(f"{(step / name).path(links[0])}: {FOREIGN}")
         for file in (step / name).list():
             if file.name != MARKER:
-                found[f"{name}/{file.name}"] = _read(step / name, file.name)
-            if sum(map(len, found.values())) > MOST:
-                raise StorageError(f"{step}: more than {MOST:,} bytes of items that aren't known, too much to copy")
+                found[f"{name}/{file.name}"] = data = _read(step / name, file.name)
+                total += len(data)
+            if total > MOST or len(found) > MOST_FILES:
+                raise StorageError(
+                    f"{step}: more than {MOST_FILES:,} files or {MOST:,} bytes of items that aren't known, too much to copy"
+                )
     return found
 
 

@@ -33,6 +33,7 @@ from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.safetensors.header import HeaderError, header_of
 from weightbeam.formats.staging import MARKER, FolderStaging, Staging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, drop_pages, open_store, sync_folder
+from weightbeam.formats.strict_json import read_json
 from weightbeam.model_mappings.boxes import Box
 
 RECORD = "weightbeam.json"
@@ -188,7 +189,7 @@ def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleasePl
 def record_of(release: Store) -> dict[str, Any] | None:
     """What a release says of where it comes from; None where it isn't whole, or isn't ours."""
     try:
-        record = json.loads(release.read(RECORD))
+        record = read_json(release, RECORD)
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None

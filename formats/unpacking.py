@@ -404,7 +404,7 @@ def _value(under_way: Any, array: OrbaxArray, key: str, may_end: bool = False) -
     except ValueError as e:
         if may_end and "OUT_OF_RANGE" in str(e):
             return b""
-        raise StorageError(f"{array.items}: {key}: {str(e).partition(' [source locations=')[0]}") from e
+        raise StorageError(f"{array.items}: {key}: {ocdbt.brief(e)}") from e
     if got.state != "value":
         raise StorageError(f"{array.items}: {key} is missing")
     return got.value

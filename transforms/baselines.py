@@ -26,6 +26,7 @@ from weightbeam.formats.release_target import Rows
 from weightbeam.formats.safetensors import Tensor, open_hf
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import Store, open_store
+from weightbeam.formats.strict_json import read_json
 from weightbeam.model_mappings.boxes import Box, extent
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.family import rename
@@ -162,7 +163,7 @@ def gather(entries: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
 def read_found(release: Store) -> Found:
     """What was found while a release was written; empty where nothing was."""
     try:
-        noted = json.loads(release.read(FILE))
+        noted = read_json(release, FILE)
     except FileNotFoundError:
         return {}
     return {url: {name: Difference(*fields) for name, fields in of.items()} for url, of in noted.items()}

@@ -16,8 +16,10 @@ from typing import Any
 from weightbeam.formats.printable import printable
 from weightbeam.formats.release import role_of
 from weightbeam.formats.release_target import RECORD
+from weightbeam.formats.safetensors import INDEX
 from weightbeam.formats.storage import Store
-from weightbeam.formats.strict_json import parse_json
+from weightbeam.formats.strict_json import MAX_BYTES, read_json
+from weightbeam.model_mappings.maxtext_config import FILE as MAXTEXT
 
 CONFIG = "config.json"
 FIELD = f"{CONFIG}: "  # before the name of a field
@@ -81,7 +83,7 @@ def compare_config(release: Store, expected: Mapping[str, Any], by: str) -> list
     says whose these are.
     """
     try:
-        found = parse_json(release.read(CONFIG))
+        found = read_json(release, CONFIG)
     except (OSError, ValueError) as e:
         return [(CONFIG, f"can't be read: {e}")]
     ours, theirs = dict(_fields(found)), dict(_fields(expected))
@@ -111,12 +113,19 @@ def _shown(fields: Mapping[str, Any], field: str) -> str:
 def _other_files(release: Store, files: Mapping[str, Any]) -> Iterator[str]:
     """The files beside `config.json` that aren't what their hashes say, or aren't there."""
     for name, known in files.items():
-        try:
-            is_same = name == CONFIG or hashlib.sha256(release.read(name)).hexdigest() == known
-        except OSError:
-            is_same = False
-        if not is_same:
-            yield name
+        if name != CONFIG and not _is_same(release, name, known):
+            yield printable(name)
+
+
+def _is_same(release: Store, name: str, known: Any) -> bool:
+    """Whether a file has this hash, and is one that an export writes: its record may be a stranger's."""
+    if name not in (INDEX, MAXTEXT) and role_of(name) is None:
+        return False
+    try:
+        release.check_file(name)
+        return hashlib.sha256(release.read(name, 0, MAX_BYTES)).hexdigest() == known
+    except (OSError, ValueError):
+        return False
 
 
 def _is_accepted(what: str, accepted: Collection[str]) -> bool:

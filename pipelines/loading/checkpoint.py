@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorstore as ts
 
-from weightbeam.formats.identity import Files
-from weightbeam.formats.orbax import leaves, open_arrays, read_tree, record_of
+from weightbeam.formats import ocdbt
+from weightbeam.formats.identity import Files, hash_files
+from weightbeam.formats.orbax import grains, leaves, open_arrays, read_tree, record_of
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.boxes import Box, extent, volume
@@ -30,7 +32,7 @@ class _Array:
 
     @classmethod
     def of(cls, key: str, store: ts.TensorStore) -> _Array:
-        shape, shard = tuple(store.shape), store.chunk_layout.write_chunk.shape or store.shape
+        shape, (_, shard) = tuple(store.shape), grains(store)
         least = tuple(min(n or 1, size) or 1 for n, size in zip(shard, shape, strict=True))
         return cls(key, np.dtype(store.dtype.numpy_dtype), shape, least)
 
@@ -47,7 +49,7 @@ class Orbax:
 
     def __init__(self, items: Store, as_is: bool = False):
         self.url = items.url
-        self._files = Files.of(items)
+        self._items, self._files = items, Files(items.url, tuple(items.list()))
         opened = open_arrays(items, complete=True)
         names = {} if as_is else _names(items)
         self._stores = {names.get(key, key): store for key, store in opened.items()}
@@ -64,7 +66,7 @@ class Orbax:
     @staticmethod
     def _described(store: ts.TensorStore, axes: Sequence[str | None] | None) -> Described:
         shape, dtype = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)
-        chunk = tuple(n or 0 for n in store.chunk_layout.read_chunk.shape or shape)
+        chunk, _ = grains(store)
         known = axes is not None and len(axes) == len(shape)
         names = tuple(axes) if axes is not None and known else (None,) * len(shape)
         order = tuple(axis for axis, (size, step) in enumerate(zip(shape, chunk, strict=True)) if step < size)
@@ -85,7 +87,7 @@ class Orbax:
             for read in reads:
                 read.result()
         except ValueError as e:  # TensorStore's, of whatever went wrong
-            raise StorageError(f"{self.url}: {str(e).partition(' [source locations=')[0]}") from e
+            raise StorageError(f"{self.url}: {ocdbt.brief(e)}") from e
         self._note(wanted, made)
         nbytes = sum(self.cost(key, [box]).nbytes for key, box, *_ in wanted)
         for number, (want, maker) in enumerate(zip(wanted, makers, strict=True)):
@@ -149,7 +151,12 @@ class Orbax:
     def identity(self) -> dict[str, str]:
         remote = "://" in self.url
         told = {file.name: f"{file.size:,} bytes{f', {file.version}' if remote else ''}" for file in self._files.files}
-        return told | ({"the source": self.url} if remote else {"bytes of its files": self._files.blocks})
+        return told | ({"the source": self.url} if remote else {"bytes of its files": self._blocks})
+
+    @functools.cached_property
+    def _blocks(self) -> str:
+        """A hash of some bytes of each file, for other processes to compare."""
+        return hash_files(self._items, self._files.files)
 
     def check(self) -> None:
         self._files.check()

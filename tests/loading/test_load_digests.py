@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from support import LLAMA, convert, random_tensors, save
 
 import weightbeam as wb
+from weightbeam.formats import identity
+from weightbeam.formats.identity import Files, hash_blocks
+from weightbeam.formats.storage import LocalFolder, Store
+from weightbeam.pipelines.loading.checkpoint import Orbax
 
 MODEL = LLAMA | dict(vocab_size=8192)  # so that a shard is of many chunks
 
@@ -40,3 +45,19 @@ def test_what_is_whole_is_compared(checkpoint: Path, caplog: pytest.LogCaptureFi
         assert "not compared" not in caplog.text
         wb.load(str(checkpoint), mesh="fsdp=1", unit_bytes=100_000)
     assert "not compared" in caplog.text
+
+
+def test_only_several_processes_hash_the_files(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many files lie, that takes longer than to open them; nobody else compares them."""
+    hashed: list[str] = []
+
+    def note(store: Store, name: str, places: Iterable[tuple[int, int]]) -> str:
+        hashed.append(name)
+        return hash_blocks(store, name, places)
+
+    monkeypatch.setattr(identity, "hash_blocks", note)
+    items = LocalFolder(str(checkpoint / "items"))
+    opened = Orbax(items)
+    assert not hashed
+    assert opened.identity()["bytes of its files"] == Files.of(items).blocks
+    assert set(hashed) == {file.name for file in items.list()}

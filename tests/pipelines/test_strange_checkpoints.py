@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from strangers import LITTLE, bare, item, sharded, tree, zarr2, zarr3
 from support import LLAMA, call, convert, random_tensors, save
 
 import weightbeam as wb
+from weightbeam.formats import orbax_state
 from weightbeam.formats.orbax_source import open_orbax
+from weightbeam.formats.orbax_state import surroundings
 from weightbeam.formats.storage import StorageError
 from weightbeam.pipelines.export import plan
 
@@ -165,6 +168,21 @@ def test_other_items_that_arent_its_own(files: Path, tmp_path: Path, capsys: pyt
     assert call("reshard", step, tmp_path / "out") == 2
     assert LINK in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_many_files_of_other_items(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take time as they are many, not as their square; and there is a limit."""
+    step = Path(shutil.copytree(files, tmp_path / "0"))
+    (step / "iter").mkdir()
+    for number in range(40_000):
+        (step / "iter" / f"process_{number}.json").touch()
+    checkpoint = open_orbax(str(step))
+    start = time.process_time()
+    assert len(surroundings(checkpoint).files) == 40_000
+    assert time.process_time() - start < 8
+    monkeypatch.setattr(orbax_state, "MOST_FILES", 39_999)
+    with pytest.raises(StorageError, match="more than 39,999 files"):
+        surroundings(checkpoint)
 
 
 def test_a_virtual_checkpoint_refers_to_what_it_was_made_of(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,12 @@ import pytest
 from support import QWEN3_MOE, call, convert, random_tensors, save, split
 
 import weightbeam as wb
-from weightbeam.formats.release_target import RECORD
+from weightbeam.formats.printable import printable
+from weightbeam.formats.release_target import RECORD, record_of
+from weightbeam.formats.storage import LocalFolder
+from weightbeam.formats.strict_json import JsonError
+from weightbeam.transforms.baselines import FILE, read_found
+from weightbeam.transforms.release_faults import find_release_faults
 
 MODEL = QWEN3_MOE | dict(
     architectures=["Qwen3MoeForCausalLM"], torch_dtype="bfloat16", rope_theta=10000.0, rms_norm_eps=1e-6, vocab_size=512
@@ -178,3 +185,39 @@ def test_a_record_of_an_older_version_is_said(export: Path, made: tuple[Path, Pa
     edited("config.json", "quantization_config", value=FP8)(export)
     found = wb.verify(str(export), str(made[0]), progress=False)
     assert any("quantization_config" in warning for warning in found.warnings)
+
+
+def test_a_record_names_only_what_exports_write(tmp_path: Path) -> None:
+    """Names of a stranger's record lead nowhere else, whatever hash they have, and are read as far as they may be meant."""
+    release = tmp_path / "tuned"
+    release.mkdir()
+    (release / "config.json").write_text("{}")
+    (release / "secret").write_text("secret")
+    (tmp_path / "tokenizer.json").write_text("secret")
+    (release / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    (release / "LICENSE").write_text("secret")
+    with open(release / "vocab.json", "wb") as large:
+        large.truncate(400 << 20)
+    known = hashlib.sha256(b"secret").hexdigest()
+    names = [str(release / "secret"), "../tokenizer.json", "tokenizer.json", "secret", "a\0b", "\x1b[2J", "vocab.json"]
+    record = {"files": dict.fromkeys([*names, "LICENSE"], known), "config": {}}
+    tracemalloc.start()
+    try:
+        faults, notes = find_release_faults(LocalFolder(str(release)), record, {}, ())
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+    assert [name for name, _ in faults] == [printable(name) for name in names]
+    assert not notes
+    assert all(name.isprintable() for name, _ in faults)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"digests": {}, "digests": {}}'])
+def test_records_of_strangers(text: str, tmp_path: Path) -> None:
+    """What a release says of itself is read like all JSON of strangers."""
+    release = LocalFolder(str(tmp_path))
+    for name in (RECORD, FILE):
+        release.write(name, text.encode())
+    assert record_of(release) is None
+    with pytest.raises(JsonError):
+        read_found(release)
