@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import hashlib
 import json
 import os
 from collections import defaultdict
@@ -28,7 +27,7 @@ import numpy as np
 import xxhash
 
 from weightbeam.formats.provenance import total
-from weightbeam.formats.release import CARD, remove_others, role_of
+from weightbeam.formats.release import CARD, hash_each, remove_others, role_of
 from weightbeam.formats.safetensors import BoxRead, Tensor
 from weightbeam.formats.safetensors.header import HeaderError, header_of
 from weightbeam.formats.staging import MARKER, FolderStaging, Staging
@@ -38,7 +37,6 @@ from weightbeam.model_mappings.boxes import Box
 
 RECORD = "weightbeam.json"
 SMALL = "small.json"  # in the ledger: what the record says of the small files
-UNPACKED = "unpacked"  # where large chunks of the source lie meanwhile
 
 # a tensor whose `path` is its file's name in the release, a box of it, and its values
 Rows = tuple[Tensor, Box, np.ndarray]
@@ -66,7 +64,7 @@ class ReleasePlace(Staging):
         name = f"{self.units}/{SMALL}"
         if self.plan_folder.exists(name):
             return
-        noted: dict[str, Any] = {"files": {name: hashlib.sha256(data).hexdigest() for name, data in small.items()}}
+        noted: dict[str, Any] = {"files": hash_each(small)}
         if "config.json" in small:
             noted["config"] = json.loads(small["config.json"])
         self.plan_folder.write(name, json.dumps(noted).encode())
@@ -140,7 +138,6 @@ class ReleaseFolder(ReleasePlace, FolderStaging):
                 raise IncompleteError(
                     f"{self.checkpoint.path(name)} has {held.size if held else 0:,} bytes, expected {size:,}"
                 )
-        self.plan_folder.delete_folder(UNPACKED)
         sync_folder(Path(self.checkpoint.url))
 
     def made(self, files: Iterable[tuple[str, bytes, int]]) -> dict[str, bytes | Path]:

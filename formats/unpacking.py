@@ -31,8 +31,8 @@ from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.orbax_source import OrbaxArray
 from weightbeam.formats.provenance import begin
 from weightbeam.formats.provenance import pieces as pieces_of
-from weightbeam.formats.release_target import UNPACKED
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
+from weightbeam.formats.staging import UNPACKED
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.strict_json import parse_json
 from weightbeam.model_mappings.boxes import Box, extent, volume

@@ -3,6 +3,8 @@
 A digest is a sum over shards (`formats/provenance.py`), so nothing has to be read for it: each unit notes the shares of
 the shards that it has read whole, and at the end those of all units make up the digest of each array. An array of which
 units read parts of shards, or which the record knows no digest of, isn't compared, and that is said.
+
+That is what we wrote into a checkpoint; what a bucket says of its files, any source's, is `source_sums.py`'s.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ from weightbeam.formats.orbax import STEP
 from weightbeam.formats.orbax_source import ChunkRead, OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.provenance import RECORD, Stored, digest
 from weightbeam.formats.references import files_of
-from weightbeam.formats.release_target import UNPACKED
-from weightbeam.formats.staging import Staging
+from weightbeam.formats.staging import UNPACKED, Staging
 from weightbeam.formats.storage import open_store
 from weightbeam.formats.unpacking import share_name
 from weightbeam.model_mappings.boxes import Box, whole
@@ -166,6 +167,12 @@ class ShardsTask:
     first: int
     last: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read, about; of all tasks of an array its own."""
+        upto = [self.array.nbytes * number // shard_count(self.array) for number in (self.first, self.last)]
+        return upto[1] - upto[0]
+
     def run(self) -> ShardsRead:
         """Reads them, one at a time.
 
@@ -189,7 +196,7 @@ def shards_tasks(record: Mapping[str, Any], arrays: Iterable[OrbaxArray]) -> lis
     return made
 
 
-class OfCheckpoint:
+class ComparesSource:
     """What is alike in plans that read an Orbax checkpoint: what its record has digests of is compared with them.
 
     Attributes:
@@ -245,20 +252,18 @@ class OfCheckpoint:
             return {}
         place = staging.plan_folder
         noted = [entry.get(NOTE, {}) for entry in ledger.values()]
-        noted += [
-            {array.key: (1, place.read(share_name(array, index)).decode())}
-            for array, index in self.chunks_unpacked
-            if array in self.summed
-        ]
+        summed = [(array, index) for array, index in self.chunks_unpacked if array in self.summed]
+        shares = place.read_many([share_name(array, index) for array, index in summed])
+        noted += [{array.key: (1, share.decode())} for (array, _), share in zip(summed, shares, strict=True)]
         compared, keys = find_damage(self.source.record, self.arrays_read, noted, written)
         if not keys:
             return {CHECKED: dataclasses.asdict(compared)}
-        for array in {array for array, _ in self.chunks_unpacked if array.key in keys}:
-            place.delete_folder(f"{UNPACKED}/{array.key}")
         of_these = {number for number in range(len(self.plan.arrays)) if {*self.keys_of(number)} & {*keys}}
         units = [n for n, unit in enumerate(self.units) if any(block.array in of_these for block in unit)]
         why = f"{damage(self.source.root, keys, compared.arrays)}, and start anew with --overwrite. {ONLY_ON_ITS_WAY}"
-        staging.withdraw(units, why)
+        staging.withdraw(units, why)  # first: units that read damage don't count with chunks that are right
+        for array in {array for array, _ in self.chunks_unpacked if array.key in keys}:
+            place.delete_folder(f"{UNPACKED}/{array.key}")
         raise DamagedError(why, units)
 
 

@@ -30,7 +30,7 @@ from weightbeam.formats.storage import Store
 from weightbeam.formats.unpacking import UnpackedArray, chunks, unpack
 from weightbeam.model_mappings.boxes import extent
 from weightbeam.model_mappings.plan import Plan, Problem
-from weightbeam.transforms.array_sums import OfCheckpoint
+from weightbeam.transforms.array_sums import ComparesSource
 from weightbeam.transforms.carrying import itself
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.grid import Grid
@@ -99,7 +99,7 @@ class Like:
 
 
 @dataclasses.dataclass(frozen=True)
-class Export(OfCheckpoint, ReleasePlan):
+class Export(ComparesSource, ReleasePlan):
     """The plan of an export.
 
     Attributes:
@@ -187,7 +187,8 @@ class Export(OfCheckpoint, ReleasePlan):
 
     def unpack(self, number: int, place: Store) -> int:
         """Unpacks a chunk; returns the bytes that were decoded."""
-        array, index = self.chunks_unpacked[number]
+        key, index = self.chunks[number]
+        array = self.encodings[key]
         return unpack(array, index, place, summed=array in self.summed)
 
     @property

@@ -34,7 +34,6 @@ from weightbeam.formats.orbax import ARRAY_METADATAS, STRINGS, Contents
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.orbax_state import Surroundings, array_metadatas
 from weightbeam.formats.provenance import total, versions
-from weightbeam.formats.release_target import UNPACKED
 from weightbeam.formats.staging import ITEMS, Staging
 from weightbeam.formats.storage import Store
 from weightbeam.formats.unpacking import UnpackedArray, can_unpack, chunks, unpack, why_whole
@@ -44,7 +43,7 @@ from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.model_mappings.plan import Array, Plan, Problem, holds, is_float
 from weightbeam.transforms.adapting import Adapted, MaxTextAdapter, adapt, beside
-from weightbeam.transforms.array_sums import NOTE, OfCheckpoint, Shares, add_shares
+from weightbeam.transforms.array_sums import NOTE, ComparesSource, Shares, add_shares
 from weightbeam.transforms.grid import Grid, Reading, UnitBytesError, count_experts, cut_array, largest_divisor
 from weightbeam.transforms.inputs import Identity, pack_inputs
 from weightbeam.transforms.mesh import Assignment, Mesh, Rules, axes_in, model_rules, partition_spec
@@ -123,7 +122,7 @@ class ReshardUnit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reshard(OfCheckpoint, InUnits):
+class Reshard(ComparesSource, InUnits):
     """The plan of a reshard.
 
     Attributes:
@@ -247,9 +246,7 @@ class Reshard(OfCheckpoint, InUnits):
 
     def _conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         written = total(entry["digests"] for entry in ledger.values())
-        found = self.compare_reads(staging, ledger, {key: written[key] for key in self._kept & written.keys()})
-        staging.plan_folder.delete_folder(UNPACKED)
-        return found
+        return self.compare_reads(staging, ledger, {key: written[key] for key in self._kept & written.keys()})
 
     def expand(self, unit: int, place: Store) -> ReshardUnit:
         """A unit, spelled out; `place` is where the plan is at work."""

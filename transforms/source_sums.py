@@ -3,6 +3,8 @@
 Each unit notes the crc32c of the stretches that it reads. Together with the little that no unit needs (the header,
 tensors that are left out), which is read for it, they make up the checksum of each file. So nothing is read twice for
 it.
+
+That is what the store says of files; what our own record says of a checkpoint's arrays is `array_sums.py`'s.
 """
 
 from __future__ import annotations

@@ -16,13 +16,14 @@ from weightbeam.formats.staging.staging import (
     LOCK,
     MARKER,
     PLAN,
+    UNPACKED,
     Staging,
     TakenOverError,
 )
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store
 
 __all__ = [
-    "ASIDE", "ATTEMPT", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN",
+    "ASIDE", "ATTEMPT", "GROWING", "ITEMS", "JOB", "LOCK", "MARKER", "PLAN", "UNPACKED",
     "BucketStaging", "FolderStaging", "Staging", "TakenOverError", "staging_at",
 ]  # fmt: skip
 

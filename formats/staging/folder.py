@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weightbeam.formats.links import SOURCE
-from weightbeam.formats.staging.staging import FAILURE, ITEMS, JOB, LOCK, PLAN, UNITS, Staging
+from weightbeam.formats.staging.staging import FAILURE, ITEMS, JOB, LOCK, PLAN, UNITS, UNPACKED, Staging
 from weightbeam.formats.storage import TEMPORARY, LocalFolder, StorageError, sync_folder
 from weightbeam.formats.storage.renaming import UnsupportedError, exchange, rename_new
 
@@ -166,7 +166,8 @@ class FolderStaging(Staging):
             path.unlink(missing_ok=True)
         for name in (FAILURE, JOB):
             (sealed / name).unlink(missing_ok=True)
-        shutil.rmtree(sealed / UNITS, ignore_errors=True)
+        for name in (UNITS, UNPACKED):
+            shutil.rmtree(sealed / name, ignore_errors=True)
         for place in (sealed / ITEMS, sealed):
             if place.exists():
                 sync_folder(place)

@@ -29,6 +29,7 @@ MARK = b"Checkpoint commit was successful"
 ITEMS = "items"
 JOB = "job.json"  # beside the staged plan: the job that is at work on it, where it can outlive its command
 PLAN, UNITS, FAILURE, ASIDE = "plan.json.gz", "units", "failure.txt", "aside"
+UNPACKED = "unpacked"  # where large chunks of the source lie meanwhile; an assembly may be repeated as long as they do
 WORKERS = f"{UNITS}/workers"  # a file of each worker elsewhere that has said it can do the job
 WITHDRAWN = "withdrawn.json"  # in the ledger: which units were taken out of it, and why
 ATTEMPT = "ocdbt.process_"  # Orbax's name for a writer's database, below the item

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -15,10 +16,15 @@ from support import QWEN3_MOE, call, convert, random_tensors, save
 
 import weightbeam as wb
 from weightbeam.formats.release_target import RECORD
+from weightbeam.formats.staging import UNPACKED, FolderStaging
+from weightbeam.formats.unpacking import share_name
 from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.export import plan as plan_export
 from weightbeam.pipelines.reshard import plan as plan_reshard
+from weightbeam.transforms import exporting
 from weightbeam.transforms.array_sums import Shares, add_shares, find_damage, shard_count
+from weightbeam.transforms.exporting import Export
+from weightbeam.transforms.resharding import Reshard
 
 MODEL = QWEN3_MOE | dict(vocab_size=512)
 # how a checkpoint is stored
@@ -169,3 +175,62 @@ def test_damage_on_the_way_is_read_again(tmp_path: Path, capsys: pytest.CaptureF
     assert found.keys() == wanted.keys()
     for file in (tmp_path / "wanted").glob("*.safetensors"):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+UNPACKING = {"export": ("--unit_bytes", "6K"), "reshard": ("--scan_layers", "false", "--unit_bytes", "6K")}
+
+
+@pytest.mark.parametrize("command", UNPACKING)
+def test_a_repeated_assembly_finds_what_was_unpacked(
+    command: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write fails in passing once all was compared, and the engine repeats its bundle; nothing of what was unpacked is
+    published.
+    """
+    planned, failed = Export if command == "export" else Reshard, []
+    put, assemble = FolderStaging.put, planned.assemble
+
+    def fail_once(staging: FolderStaging, name: str, data: bytes) -> None:
+        if not failed:
+            failed.append(name)
+            raise OSError(5, "in passing")
+        put(staging, name, data)
+
+    def repeat(self: Any, staging: FolderStaging, overwrite: bool) -> None:
+        assert list((Path(staging.plan_folder) / UNPACKED).rglob("*.digest"))
+        with contextlib.suppress(OSError):
+            return assemble(self, staging, overwrite)
+        return assemble(self, staging, overwrite)
+
+    monkeypatch.setattr(FolderStaging, "put", fail_once)
+    monkeypatch.setattr(planned, "assemble", repeat)
+    assert call(command, checkpoints["compressed"], tmp_path / "out", *UNPACKING[command]) == 0
+    assert failed
+    assert not list((tmp_path / "out").rglob(UNPACKED))
+
+
+def test_a_stop_while_damage_is_withdrawn(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The chunk that was damaged on its way isn't read again before the units that read the damage are out of the
+    ledger: else they would count with a share that is right.
+    """
+    plain = exporting.unpack
+
+    def damage_share(array: Any, index: Any, place: Any, **named: Any) -> int:
+        nbytes = plain(array, index, place, **named)
+        place.write(share_name(array, index), b"1")
+        return nbytes
+
+    def stop(*_: object) -> None:
+        raise OSError(5, "stopped")
+
+    arguments = ("export", checkpoints["compressed"], tmp_path / "out", *UNPACKING["export"])
+    with monkeypatch.context() as patched:
+        patched.setattr(exporting, "unpack", damage_share)
+        patched.setattr(FolderStaging, "withdraw", stop)
+        assert call(*arguments) == 1
+    capsys.readouterr()
+    assert call(*arguments, "--resume") == 1
+    assert "aren't what conversion.json says" in capsys.readouterr().err
+    assert call(*arguments, "--resume") == 0
