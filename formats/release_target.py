@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import hashlib
 import json
 import os
 from collections import defaultdict

@@ -73,6 +73,7 @@ from weightbeam.transforms.verification import ArrayResult, compared_elements, i
 
 LOG = logging.getLogger("weightbeam")
 MISSING = "is missing"
+NOTES = "notes"  # in JSON
 DAMAGED = f"isn't what {CHECKPOINT_RECORD} says was written, by its digest: the checkpoint is damaged"
 
 
@@ -137,10 +138,10 @@ class Verification:
             raise Failed(f"{shown}{more}")
 
     def to_dict(self) -> dict[str, Any]:
-        """What `weightbeam verify --json` writes: what was found of each array, and of an export's other tensors."""
+        """What `weightbeam verify --json` writes: what was found of each array, and of an export's other tensors, each by its
+        key; and by `notes`, where there are any, what is to be known of what.
+        """
         arrays: dict[str, Any] = {key: {"different": None, "message": what} for key, what in self.wrong}
-        for key, what in self.notes:
-            arrays[key] = {"compared": 0, "different": 0, "rounded": False, "message": what}
         for key, found in self._all.items():
             message = str(found.first) if found.first else None
             arrays[key] = {
@@ -149,7 +150,7 @@ class Verification:
                 "rounded": found.rounded,
                 "message": message,
             }
-        return arrays
+        return {**arrays, NOTES: dict(self.notes)} if self.notes else arrays
 
     def to_json(self) -> str:
         """The same as text."""
@@ -587,7 +588,7 @@ def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report
     shards = subject.shards(sample)
     todo += range(len(all_tasks), len(all_tasks) + len(counterparts) + len(shards))
     nbytes = sum(compared_bytes(array, sample) for array in conversion.plan.arrays if array.key not in skipped)
-    nbytes += sum(one.nbytes for one in counterparts)
+    nbytes += sum(one.nbytes for one in [*counterparts, *shards])
     remember(conversion)
     staged = StagedSubject(
         conversion.stage(), conversion.hash, subject.items, sample, subject.keys, counterparts, shards

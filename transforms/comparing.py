@@ -24,7 +24,7 @@ from weightbeam.transforms.staged import load_bytes
 from weightbeam.transforms.verification import run_task, tasks
 from weightbeam.transforms.work import Tally
 
-COMPARED = Tally()  # bytes of the checkpoint
+COMPARED = Tally()  # bytes of the checkpoint; twice those that are read once more for their digests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,10 @@ class _CompareFn(beam.DoFn):
     def process(self, number: int) -> Iterator[bytes]:
         counterparts = self.subject.counterparts
         if number >= len(self.tasks) + len(counterparts):
-            yield pickle.dumps(self.subject.shards[number - len(self.tasks) - len(counterparts)].run())
+            shards = self.subject.shards[number - len(self.tasks) - len(counterparts)]
+            found = shards.run()
+            COMPARED.add(shards.nbytes)
+            yield pickle.dumps(found)
             return
         if number >= len(self.tasks):
             counterpart = counterparts[number - len(self.tasks)]

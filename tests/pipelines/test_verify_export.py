@@ -221,3 +221,22 @@ def test_records_of_strangers(text: str, tmp_path: Path) -> None:
     assert record_of(release) is None
     with pytest.raises(JsonError):
         read_found(release)
+
+
+def test_notes_have_a_place_of_their_own(export: Path, made: tuple[Path, Path]) -> None:
+    """In JSON, beside the arrays and tensors: the name of a file, or of nothing, isn't an array's."""
+    assert "notes" not in wb.verify(str(export), str(made[0]), progress=False).to_dict()
+    (export / "README.md").write_text("# mine\n")
+    said = wb.verify(str(export), str(made[0]), sample=0.5, progress=False).to_dict()
+    assert list(said.pop("notes")) == ["README.md", "not compared:"]
+    assert all(key.startswith("params.") for key in said)
+
+
+def test_all_that_is_read_counts_as_progress(export: Path, made: tuple[Path, Path]) -> None:
+    """The checkpoint is read once for the values, and once more for its digests."""
+    told: list[Any] = []
+    found = wb.verify(str(export), str(made[0]), progress=told.append)
+    values = sum(array.nbytes for array in found.conversion.plan.arrays)
+    assert (told[-1].done, told[-1].total) == (2 * values, 2 * values)
+    wb.verify(str(export), str(made[0]), sample=0.5, progress=told.append)
+    assert told[-1].total < values
