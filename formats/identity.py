@@ -3,7 +3,7 @@ reads.
 
 In the plan's hash are name, size, version (time of change, generation, the hub's blob), and a known sha256 or, of local
 files, a hash of some bytes. That is the same wherever the files lie: they may be moved, and workers may see them
-elsewhere.
+elsewhere. What is made may name the place, though: a release whose model card does is of another plan then.
 
 Staged beside it are inode and time of any change, which no tool sets back. They are compared of a file that has the
 same path: when a plan is resumed, and before anything is published.
@@ -30,12 +30,12 @@ class ChangedError(StorageError):
     """A file of a source isn't the one that was planned with.
 
     Attributes:
-      what: which, and how it differs.
+      what: which, and how it differs, for one who only read it.
     """
 
-    def __init__(self, what: str):
-        super().__init__(f"{what}; start anew with --overwrite")
-        self.what = what
+    def __init__(self, what: str, detail: str = ""):
+        super().__init__(f"{what} while it was converted{detail}; start anew with --overwrite")
+        self.what = f"{what} while it was read{detail}"
 
 
 class Seen(Protocol):
@@ -95,11 +95,11 @@ def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) ->
     for then in planned:
         path = store.path(then.name)
         if (file := now.get(then.name)) is None:
-            raise ChangedError(f"{path}: is gone; it was there when it was planned")
+            raise ChangedError(f"{path}: is gone; it was removed")
         if changed := [field for field in ("size", "version", "inode") if getattr(file, field) != getattr(then, field)]:
-            raise ChangedError(f"{path} changed while it was converted ({', '.join(changed)})")
+            raise ChangedError(f"{path} changed", f" ({', '.join(changed)})")
         if was_touched(then, file):
-            raise ChangedError(f"{path} changed while it was converted, though its size and time are as before")
+            raise ChangedError(f"{path} changed", ", though its size and time are as before")
 
 
 def hash_blocks(store: Store, name: str, places: Iterable[tuple[int, int]]) -> str:
@@ -171,7 +171,7 @@ class Files:
         found = store.list()
         check_files(store, self.files, found)
         if added := [file.name for file in found if file.name not in self._by_name]:
-            raise ChangedError(f"{store.path(added[0])} came there while it was converted")
+            raise ChangedError(f"{store.path(added[0])} came there")
 
     def to_json(self) -> list[Any]:
         """As JSON."""

@@ -195,8 +195,10 @@ class OrbaxCheckpoint:
 
     @property
     def identity(self) -> list[Any]:
-        """What tells it from another one, as JSON: its files, and what lies beside them and goes into a result."""
-        return [self.root, self.files.hash, self.metadata, self.custom, self.record]
+        """What tells it from another one, wherever it lies, as JSON: its files, and what lies beside them and goes into a
+        result.
+        """
+        return [self.files.hash, self.metadata, self.custom, self.record]
 
     def was_touched(self, since: OrbaxCheckpoint) -> bool:
         """Whether a file was replaced since the same files were opened; sizes and times needn't show it."""

@@ -109,12 +109,12 @@ class SmallFiles(Mapping[str, bytes]):
         if name not in self.sizes:
             raise KeyError(name)
         data, hashes = self._read(name), self.__dict__.get("hashes", {})
-        if len(data) != self.sizes[name] or (
-            name in hashes and name not in self._versions and hash_each({name: data})[name] != hashes[name]
-        ):
+        if len(data) != self.sizes[name]:
             raise StorageError(
                 f"{name} had {self.sizes[name]:,} bytes when it was listed, and has others now; was it changed?"
             )
+        if name in hashes and name not in self._versions and hash_each({name: data})[name] != hashes[name]:
+            raise StorageError(f"{name} has as many bytes as when it was hashed, and others; was it changed?")
         return data
 
     @functools.cached_property

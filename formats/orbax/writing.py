@@ -68,7 +68,8 @@ def write_unit(
       The attempt that counts: this one, or an earlier one that was first.
 
     Raises:
-      TakenOverError: the place isn't this plan's any more; nothing of the unit is left.
+      TakenOverError: the place isn't this plan's any more; what was written of the unit is removed, or, where the plan
+        is still there (a stop in a bucket) or the unit may count already, left to whoever goes on.
     """
     staging.check()
     attempt = staging.attempt()

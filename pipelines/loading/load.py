@@ -337,15 +337,7 @@ class Loading:
                     jax.block_until_ready([arrays[block.key] for block in step.blocks])
                     scratch.reset()
                     free.append(scratch)
-            try:
-                self.source.check()
-                self._compare()
-            except ChangedError as e:
-                agreement.fail(FailedError(f"{e.what}; load it again"))
-            except Exception as e:  # as above
-                agreement.fail(e)
-            agreement.vote()
-            agreement.settle()
+            self._conclude(agreement)
             jax.block_until_ready(list(arrays.values()))
         finally:
             for *_, future in waiting:
@@ -353,6 +345,18 @@ class Loading:
             pool.shutdown()
             compilers.shutdown(cancel_futures=True)
         return arrays
+
+    def _conclude(self, agreement: Agreement) -> None:
+        """Looks at the files once more, and at what was read of them; all learn whether it is right."""
+        try:
+            self.source.check()
+            self._compare()
+        except ChangedError as e:
+            agreement.fail(FailedError(f"{e.what}; load it again"))
+        except Exception as e:  # whatever it is, the others must learn of it
+            agreement.fail(e)
+        agreement.vote()
+        agreement.settle()
 
     def _compare(self) -> None:
         """Compares a checkpoint that was read with its record's digests.

@@ -163,7 +163,7 @@ class Meeting:
 
         while True:
             try:
-                with self._coordinator():
+                with self._coordinator(waits=True):
                     return self._client.blocking_key_value_get(self._key(key), LOOK)
             except JaxRuntimeError:  # not yet
                 self._look()
@@ -203,8 +203,8 @@ class Meeting:
         return f"weightbeam/load/{self.number}/{key}"
 
     @contextlib.contextmanager
-    def _coordinator(self) -> Any:
-        """Context manager: JAX's coordinator is asked; that a key isn't there yet is JAX's error.
+    def _coordinator(self, waits: bool = False) -> Any:
+        """Context manager: JAX's coordinator is asked; for one who waits, that a key isn't there yet is JAX's error.
 
         Raises:
           FailedError: it can't be reached.
@@ -214,7 +214,7 @@ class Meeting:
         try:
             yield
         except JaxRuntimeError as e:
-            if "DEADLINE_EXCEEDED" in str(e):
+            if waits and "DEADLINE_EXCEEDED" in str(e):
                 raise
             raise FailedError(
                 f"JAX's coordinator, which is in process 0 of {self.processes} as a rule, can't be reached: {e}"

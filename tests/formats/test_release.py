@@ -101,6 +101,16 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
         files["config.json"]
 
 
+def test_a_file_that_changes_and_keeps_its_size(tmp_path: Path) -> None:
+    """It isn't said to have had another number of bytes."""
+    (tmp_path / "config.json").write_text("{}")
+    files = small_files(open_store(tmp_path))
+    assert files.hashes
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(StorageError, match=r"has as many bytes as when it was hashed, and others"):
+        files["config.json"]
+
+
 LLAMA = """{
   "architectures": [
     "LlamaForCausalLM"

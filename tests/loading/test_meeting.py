@@ -24,7 +24,7 @@ from support import BF16, LLAMA, convert, random_tensors, reference, save
 import weightbeam as wb
 from weightbeam.formats.storage import local
 from weightbeam.pipelines.loading import load as loading
-from weightbeam.pipelines.loading.meeting import differences
+from weightbeam.pipelines.loading.meeting import Meeting, differences
 from weightbeam.pipelines.loading.opening import choose, find_source
 
 MODEL = LLAMA | dict(vocab_size=512, hidden_size=128, num_attention_heads=8, head_dim=16)
@@ -151,7 +151,7 @@ def test_a_release_that_is_replaced_while_it_is_loaded(
         return plain(name)
 
     monkeypatch.setattr(local, "open_file", replacing)
-    with pytest.raises(wb.Failed, match=r"model\.safetensors changed .*; load it again"):
+    with pytest.raises(wb.Failed, match=r"model\.safetensors changed while it was read.*; load it again"):
         wb.load(str(source), on_one_device(wanted(1)), **STEPS)
     assert opened.count(path) > opening
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded(tmp_path: Path, monkey
         return plain(self, *arguments)
 
     monkeypatch.setattr(loading.Loading, "_read", replacing)
-    with pytest.raises(wb.Failed, match=r"changed .*; load it again"):
+    with pytest.raises(wb.Failed, match=r"changed while it was read.*; load it again"):
         wb.load(str(first), on_one_device(wanted(1)), **STEPS)
     assert len(reads) > 3
 
@@ -212,3 +212,20 @@ def test_the_identity_of_a_source_is_that_of_its_content(tmp_path: Path) -> None
     assert differences(identity(other), identity(source)).startswith("model.safetensors is ")
     (copied / "config.json").write_text(json.dumps(MODEL | {"rope_theta": 5.0}))
     assert differences(identity(copied), identity(source)).startswith("the configuration is ")
+
+
+def test_a_coordinator_that_is_slow_to_answer() -> None:
+    """A deadline says to one who waits for a key that it isn't set yet; to all others it is a failure, in our words."""
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            def answer(*_: Any, **__: Any) -> Any:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: deadline exceeded")
+
+            return answer
+
+    meeting = Meeting()
+    meeting.alone, meeting.processes, meeting._client = False, 2, Slow()
+    for ask in (lambda: meeting._say("key", 1), meeting._look, lambda: meeting.decide("what", dict)):
+        with pytest.raises(wb.Failed, match="JAX's coordinator"):
+            ask()

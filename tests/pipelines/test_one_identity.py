@@ -335,3 +335,17 @@ def test_another_option_after_a_stop(
         assert call(*other.arguments(here, here.parent / "out"), "--overwrite") == 0
         assert call(*quiet) == 0
         assert_same_result(here.parent / "out", here.parent / "quiet")
+
+
+@pytest.mark.parametrize("name", ["export", "reshard"])
+def test_a_checkpoint_that_moves_between_a_stop_and_resume(
+    name: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the times of its files: it is the same source. But an export's model card names the place, so it is another."""
+    words = [word for word in COMMANDS[name].words.split() if "lora" not in word]
+    command = dataclasses.replace(COMMANDS[name], words=" ".join(words))  # an adapter's path is an option's value
+    stop_midway(command.arguments(here, here.parent / "out"), monkeypatch)
+    moved = here.rename(here.parent / "moved")
+    arguments, quiet = (command.arguments(moved, here.parent / place) for place in ("out", "quiet"))
+    why = resume_and_compare(arguments, moved, quiet, capsys)
+    assert "(another README.md)" in why if name == "export" else not why
