@@ -28,6 +28,7 @@ from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.hub import api, retried
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.token import token
+from weightbeam.formats.uninterrupted import uninterrupted
 
 # of another model, and read as part of this one: weights, their indexes, an adapter's config, and what Weightbeam says
 STALE = re.compile(
@@ -256,19 +257,22 @@ def _made(hub: HfApi, target: Target, title: str, head: _Head, files: Files, cre
     if head.made == head.commit and files.keys() <= head.files.keys():
         return Published(f"hf://{target.repo}@{head.commit}", _page(hub, target, head.commit))
     found = _pull(hub, target, title) if create_pr else None
-    return found and Published(*found)
+    return found and Published(*_address(target, found))
 
 
-def _pull(hub: HfApi, target: Target, title: str) -> tuple[str, str] | None:
-    """The pull request of that title, and its page; nothing where it was closed."""
+def _pull(hub: HfApi, target: Target, title: str) -> Discussion | None:
+    """The first pull request of that title that is open; what became of one that was merged, the branch says."""
 
     def listed() -> list[Discussion]:
         return list(hub.get_repo_discussions(target.repo, discussion_type="pull_request"))
 
-    for each in retried(listed)():
-        if each.title == title and each.status != "closed":
-            return f"hf://{target.repo}@{each.git_reference or f'refs/pr/{each.num}'}", each.url
-    return None
+    found = [each for each in retried(listed)() if each.title == title and each.status in ("open", "draft")]
+    return min(found, key=lambda each: each.num, default=None)
+
+
+def _address(target: Target, pull: Discussion) -> tuple[str, str]:
+    """A pull request's address, and its page."""
+    return f"hf://{target.repo}@{pull.git_reference or f'refs/pr/{pull.num}'}", pull.url
 
 
 def _page(hub: HfApi, target: Target, commit: str) -> str:
@@ -326,11 +330,15 @@ def _commit(hub: HfApi, target: Target, operations: Operations, title: str, pare
     An attempt that is refused since its parent isn't the head may have been overtaken by our own, whose answer was
     lost, or by another one of the same result.
     """
-    try:
-        made = retried(hub.create_commit)(
+
+    def commit() -> tuple[str, str]:
+        made = hub.create_commit(
             target.repo, operations, commit_message=title, revision=target.branch, parent_commit=parent
         )
         return f"hf://{target.repo}@{made.oid}", made.commit_url
+
+    try:
+        return retried(_waited_for)(hub, target, commit)
     except HfHubHTTPError as e:
         if e.response is None or e.response.status_code != PRECONDITION_FAILED:
             raise
@@ -344,11 +352,11 @@ def _commit(hub: HfApi, target: Target, operations: Operations, title: str, pare
 
 
 def _propose(hub: HfApi, target: Target, operations: Operations, title: str, parent: str) -> tuple[str, str]:
-    """Opens a pull request, again where that may help, and only where none is open; returns the address and page."""
+    """Opens a pull request, again where that may help, and only where none is open; returns the address and page. Where
+    another machine opened one at the same time, the first stays.
+    """
 
-    def propose() -> tuple[str, str]:
-        if found := _pull(hub, target, title):
-            return found
+    def open_one() -> tuple[str, str]:
         made = hub.create_commit(
             target.repo,
             operations,
@@ -357,9 +365,26 @@ def _propose(hub: HfApi, target: Target, operations: Operations, title: str, par
             parent_commit=parent,
             create_pr=True,
         )
+        first = _pull(hub, target, title)
+        if first and made.pr_num and first.num < made.pr_num:
+            hub.change_discussion_status(target.repo, made.pr_num, "closed")
+            return _address(target, first)
         return f"hf://{target.repo}@{made.oid}", made.pr_url or made.commit_url
 
+    def propose() -> tuple[str, str]:
+        found = _pull(hub, target, title)
+        return _address(target, found) if found else _waited_for(hub, target, open_one)
+
     return retried(propose)()
+
+
+def _waited_for(hub: HfApi, target: Target, request: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """What publishes, and returns the address and page, isn't stopped halfway."""
+    return uninterrupted(
+        request,
+        lambda made: f"but {made[0]} is published: {made[1]}",
+        f"{target} was being published; look at {hub.endpoint}/{target.repo} whether it is",
+    )
 
 
 @contextlib.contextmanager

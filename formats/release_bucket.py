@@ -38,6 +38,8 @@ MAX_UPLOADS = 2  # components that a unit uploads; with their copies 32 MiB
 class ReleaseBucket(ReleasePlace, BucketStaging):
     """The place of a release in a bucket."""
 
+    looked_for = frozenset({CONFIG})
+
     @property
     def parts(self) -> Bucket:
         """Where components lie."""

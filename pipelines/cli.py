@@ -17,6 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from weightbeam.formats.printable import printable
+from weightbeam.formats.uninterrupted import IMPATIENCE
 from weightbeam.pipelines.arguments.parser import parse
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.shell import messages
@@ -24,7 +25,6 @@ from weightbeam.pipelines.streams import prepare_streams
 from weightbeam.pipelines.without_beam import is_local, leave_out_services
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
-IMPATIENCE = 1.0  # seconds in which a second Ctrl-C adds nothing to the first
 # commands that keep what is done
 RESUMABLE = ("convert", "materialize", "export", "dequantize", "quantize", "merge", "reshard")
 

@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 
 
 class BucketStaging(Staging):
-    """Staged where it will be read; the marker, which is written last, is what a reader looks for."""
+    """Staged where it will be read; the marker, which is written last, is what a reader looks for.
+
+    Attributes:
+      looked_for: the files without which others' readers take nothing for a model; they go right after the marker.
+    """
 
     output: Bucket
+    looked_for: frozenset[str] = frozenset()
 
     def __init__(self, output: Bucket, name: str, plan_hash: str):
         super().__init__(output, name, plan_hash)
@@ -142,8 +147,8 @@ class BucketStaging(Staging):
         files = self.final.list()
         self.check_claim()
         markers = {self.marker, *(f"{folder}{MARKER}" for folder in (f"{ITEMS}/", ""))}
-        self.final.delete_all([file for file in files if file.name in markers])
-        self.final.delete_all([file for file in files if file.name not in markers])
+        for names in (markers, self.looked_for, {file.name for file in files} - markers - self.looked_for):
+            self.final.delete_all([file for file in files if file.name in names])
         for name in old:
             self.desk.delete_folder(name)
         self._id = ""

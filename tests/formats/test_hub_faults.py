@@ -208,6 +208,39 @@ def test_a_pull_request_that_was_closed_is_opened_anew(hub: FakeHub, release: di
     assert publish(URL, TITLE, release, create_pr=True).page.endswith("/discussions/8")  # type: ignore[union-attr]
 
 
+def test_a_merged_pull_request_counts_while_main_has_its_model(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+    """Once main has another, a new one is opened; `look` doesn't call it published either."""
+    how = {"create_pr": True}
+    publish(URL, TITLE, release, create_pr=True)
+    repository = hub.repositories[REPO]
+    repository.commit(dict(repository.pulls[0].files), "main", f"{TITLE} (#1)", hub._now())
+    repository.statuses[1] = "merged"
+    merged = attempt(release, **how)
+    assert merged
+    assert merged.url == f"{URL}@{repository.head.sha}"
+    publish(URL, "another", {**release, "config.json": b"{}"}, overwrite=True)
+    assert look(URL, TITLE, release, **how) is None
+    assert attempt(release, **how).page.endswith("/discussions/2")  # type: ignore[union-attr]
+
+
+def test_two_machines_open_one_pull_request(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+    """Another one is opened between our look and our own, which is closed again."""
+    hub.add(REPO).writers.add(TOKEN)
+    receive, repository = hub._receive, hub.repositories[REPO]
+
+    def late(*arguments: Any) -> Any:
+        repository.pulls.append(repository.prepare({}, "main", TITLE, hub._now()))
+        return receive(*arguments)
+
+    hub._routes = [
+        (methods, path, late if function == receive else function) for methods, path, function in hub._routes
+    ]
+    for _ in range(2):
+        assert attempt(release, create_pr=True).page.endswith("/discussions/1")  # type: ignore[union-attr]
+    assert len(repository.pulls) == 2
+    assert repository.statuses == {2: "closed"}
+
+
 def test_the_parent_is_fixed_before_it_is_asked_whether_it_is_wanted(
     hub: FakeHub, release: dict[str, bytes | Path], tmp_path: Path
 ) -> None:

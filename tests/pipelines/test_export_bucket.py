@@ -96,6 +96,29 @@ def test_replaced(gcs: FakeGcs, place: str, source: Path) -> None:
     assert call("convert", place, place + "-again", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") == 0
 
 
+def test_a_replaced_release_goes_in_order(
+    gcs: FakeGcs, place: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record, then the config, by which readers take a folder for a model, then all else: nobody loads a part."""
+    assert call("export", source / "ckpt", place, "--max_shard_size", "20KB") == 0
+    prefix, deleted = place.removeprefix("gs://bucket/") + "/", []
+    drop = Bucket.delete
+
+    def late(self: Bucket, name: str, *more: object) -> None:
+        if name in (RECORD, "config.json"):
+            time.sleep(0.3)
+        drop(self, name, *more)  # type: ignore[arg-type]
+        there = {path.removeprefix(prefix) for path in gcs.objects["bucket"] if path.startswith(prefix)}
+        deleted.append((self.url, name, "config.json" in there))
+
+    monkeypatch.setattr(Bucket, "delete", late)
+    assert call("export", source / "ckpt", place, "--overwrite") == 0
+    ours = [(name, is_seen) for url, name, is_seen in deleted if url == place]
+    assert ours[:2] == [(RECORD, True), ("config.json", False)]
+    assert [name for name, is_seen in ours[2:] if is_seen] == []
+    assert len(ours) > 4
+
+
 def test_dequantize_merge_and_quantize_write_there_too(
     gcs: FakeGcs, place: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

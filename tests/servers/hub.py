@@ -181,6 +181,7 @@ class FakeHub(Server):
             ("POST", MODEL + "/branch/([^/]+)", self._branch),
             ("DELETE", MODEL + "/branch/([^/]+)", self._unbranch),
             ("GET", MODEL + "/discussions", self._discussions),
+            ("POST", MODEL + "/discussions/([^/]+)/status", self._status),
             ("POST", MODEL + "/preupload/([^/]+)", self._preupload),
             ("POST", "/([^/]+/[^/]+).git/info/lfs/objects/batch", self._batch),
             ("POST", MODEL + "/commit/([^/]+)", self._receive),
@@ -523,6 +524,13 @@ class FakeHub(Server):
         size = min(self.page, 10)
         start = int(call.get("p") or 0) * size
         return json_reply(200, dict(discussions=found[start : start + size], count=len(found), start=start))
+
+    def _status(self, call: Call, token: str | None, name: str, number: str) -> Reply:
+        """Closes a pull request, or opens it again."""
+        repository = self._may_write(token, name)
+        status = repository.statuses[int(number)] = json.loads(call.body)["status"]
+        event = dict(id=number, type="status-change", createdAt=isotime(self._now()), author=dict(name="tester"))
+        return json_reply(200, {"newStatus": event | {"data": {"status": status}}})
 
     def _preupload(self, call: Call, token: str | None, name: str, revision: str) -> Reply:
         """Which files go to LFS: by name or size, as `.gitattributes` says; what git has of those that are there; and
