@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,15 +30,17 @@ import xxhash
 
 from weightbeam.formats.provenance import total
 from weightbeam.formats.release import CARD, hash_each, remove_others, role_of
-from weightbeam.formats.safetensors import BoxRead, Tensor
+from weightbeam.formats.safetensors import INDEX, BoxRead, Tensor
 from weightbeam.formats.safetensors.header import HeaderError, header_of
-from weightbeam.formats.staging import MARKER, FolderStaging, Staging
+from weightbeam.formats.staging import MARKER, PLAN, FolderStaging, Staging
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, drop_pages, open_store, sync_folder
 from weightbeam.formats.strict_json import read_json
 from weightbeam.model_mappings.boxes import Box
 
 RECORD = "weightbeam.json"
 SMALL = "small.json"  # in the ledger: what the record says of the small files
+HASH = re.compile("[0-9a-f]{64}")  # of a plan
+DIGEST = re.compile("[0-9a-f]{1,32}")  # of a tensor
 
 # a tensor whose `path` is its file's name in the release, a box of it, and its values
 Rows = tuple[Tensor, Box, np.ndarray]
@@ -195,8 +198,48 @@ def record_of(release: Store) -> dict[str, Any] | None:
 
 def plan_hash_of(release: Store) -> str | None:
     """The hash of the plan that a release was made by; None where it isn't whole, or isn't ours."""
-    plan = (record_of(release) or {}).get("plan")
-    return plan if isinstance(plan, str) else None
+    record = record_of(release) or {}
+    plan, digests = record.get("plan"), record.get("digests")
+    if not isinstance(digests, dict) or not all(_is_hash(DIGEST, digest) for digest in digests.values()):
+        return None
+    return plan if _is_hash(HASH, plan) else None
+
+
+def _is_hash(form: re.Pattern[str], value: Any) -> bool:
+    return isinstance(value, str) and bool(form.fullmatch(value))
+
+
+def others_in(release: Store) -> list[str]:
+    """The files in a release of ours that aren't its own, by its record and its index: someone put them there."""
+    record = record_of(release) or {}
+    own = {RECORD, PLAN, *record.get("files", ())}
+    if isinstance(release, LocalFolder):  # links and whatever else isn't a file, too
+        paths = [path for path in release.folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+        names = sorted(str(path.relative_to(release.folder)) for path in paths)
+    else:
+        names = [file.name for file in release.list()]
+    shards = _shards_by_index(release) if INDEX in own else None
+    return [
+        name
+        for name in names
+        if name not in own and not (_is_shard(release, name, record["digests"]) if shards is None else name in shards)
+    ]
+
+
+def _shards_by_index(release: Store) -> set[str]:
+    try:
+        return set(json.loads(release.read(INDEX))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
+def _is_shard(release: Store, name: str, digests: Mapping[str, str]) -> bool:
+    """Whether a file holds tensors of the release, and nothing else."""
+    try:
+        file = release.stat(name) if name.endswith(".safetensors") else None
+        return file is not None and {tensor.name for tensor in header_of(release, file)} <= digests.keys()
+    except (OSError, HeaderError):
+        return False
 
 
 def whole_files(release: LocalFolder, beside: Collection[str] = ()) -> dict[str, bytes | Path]:

@@ -178,8 +178,7 @@ def _write(planned: AdapterExport, place: ReleasePlace, plan_hash: str) -> Expor
     }
     place.create(pack_inputs({"kind": "adapter", "hash": plan_hash}))
     with _discarded(place):
-        small = {CONFIG: planned.peft_config(list(made))}
-        place.lay_out(files, small)
+        place.lay_out(files, small := {CONFIG: planned.peft_config(list(made))})
         place.note_small(small)
         write_unit(place, 0, rows)
         assemble(place, 1, files, record, overwrite=True)

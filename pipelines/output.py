@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from weightbeam.formats.identity import Watched
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.links import COPY
-from weightbeam.formats.orbax import find_damage, is_checkpoint, plan_hash_of
+from weightbeam.formats.orbax import find_damage, is_checkpoint, others_in, plan_hash_of
 from weightbeam.formats.staging import JOB, BucketStaging, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import LocalFolder, Store, open_store, reason
 from weightbeam.formats.zarr import ArraySpec, Format
@@ -256,7 +256,9 @@ def _find_source(staging: Staging, planned: CheckpointPlan) -> str:
 def _why_not_replace(staging: Staging) -> str:
     """What stands against replacing what lies in the checkpoint's place; empty if nothing does."""
     if isinstance(staging, BucketStaging):
-        if is_checkpoint(staging.final) or staging.is_remains():
+        if is_checkpoint(staging.final):
+            return _others(staging)
+        if staging.is_remains():
             return ""
         return f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {ANOTHER}, or remove it"
     final = Path(staging.final.url)
@@ -268,9 +270,17 @@ def _why_not_replace(staging: Staging) -> str:
         return f"is a mount point, and can't be replaced; {ANOTHER}"
     if any(final.iterdir()) and not is_checkpoint(staging.final):
         return f"exists, and is no Orbax checkpoint: --overwrite deletes nothing else; {ANOTHER}, or remove it"
+    if others := _others(staging):
+        return others
     for folder, _, _ in os.walk(final):
         if not os.access(folder, os.W_OK | os.X_OK):
             return f"holds {folder}, from which nothing can be removed: --overwrite can't replace it; {ANOTHER}"
+    return ""
+
+
+def _others(staging: Staging) -> str:
+    if others := others_in(staging.final):
+        return f"holds what is no checkpoint's, and --overwrite would delete: {', '.join(others)}; move it away, or {ANOTHER}"
     return ""
 
 

@@ -25,6 +25,7 @@ from weightbeam.formats.release_target import (
     IncompleteError,
     ReleaseFolder,
     ReleasePlace,
+    others_in,
     plan_hash_of,
     record_of,
     release_staging,
@@ -45,6 +46,7 @@ from weightbeam.pipelines.slots import slots_of, slots_of_release
 from weightbeam.pipelines.starting import get_ready
 from weightbeam.pipelines.tables import count, human
 from weightbeam.pipelines.without_beam import says_threads
+from weightbeam.transforms import baselines
 from weightbeam.transforms.array_sums import CHECKED, Compared, compared_of
 from weightbeam.transforms.files import FileLayout
 from weightbeam.transforms.movement import Movement
@@ -492,6 +494,11 @@ def check_release(staging: ReleasePlace, planned: ReleasePlan, resume: bool, ove
         )
     if there and not made_by and not _may_go(staging):
         return problem("isn't a release that Weightbeam wrote, and isn't deleted; choose another --output")
+    if there and overwrite and made_by and (others := set(others_in(staging.final)) - {baselines.FILE}):
+        return problem(
+            f"holds what Weightbeam didn't write there, and --overwrite would delete: {', '.join(sorted(others))}; "
+            "move it away, or choose another --output"
+        )
     if local:
         free = shutil.disk_usage(next(folder for folder in (local, *local.parents) if folder.exists())).free
         if planned.files is not None and free < planned.files.size and not stopped:

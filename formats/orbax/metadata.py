@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.provenance import RECORD
-from weightbeam.formats.staging import MARKER
+from weightbeam.formats.staging import MARKER, PLAN
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.formats.strict_json import JsonError, read_json
 from weightbeam.formats.zarr import ArraySpec, Format
@@ -130,3 +130,13 @@ def is_checkpoint(step: Store) -> bool:
     if any(step.exists(name) for name in (MARKER, CHECKPOINT_METADATA, METADATA)):
         return True
     return any((step / name).exists(METADATA) for name in step.folders())
+
+
+def others_in(step: Store) -> list[str]:
+    """The files in a step, and in its items that hold arrays, that are neither Orbax's nor ours: someone put them there.
+    What another item holds is up to whoever saved it.
+    """
+    places = ["", *(f"{name}/" for name in step.folders() if (step / name).exists(METADATA))]
+    files = [(place, file.name) for place in places for file in (step / place).list(recursive=False)]
+    own = {*STEP_FILES, MARKER, PLAN, "manifest.ocdbt", "checkpoint"}  # the last of Orbax's former format
+    return [f"{place}{name}" for place, name in files if name not in own and not name.startswith(("_", "."))]

@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import uuid
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class FolderStaging(Staging):
 
     @property
     def checkpoint(self) -> LocalFolder:
-        return self.output / (self._folder or next(iter(self._staged()), f"{self.name}{self.growing}"))
+        return self.output / (self._folder or next(iter(self._staged()), self._new_name()))
 
     @property
     def plan_folder(self) -> LocalFolder:
@@ -55,13 +56,20 @@ class FolderStaging(Staging):
         return self.output / self.name
 
     def _entries(self, pattern: str) -> list[str]:
-        """The folders beside the final one whose names go on so."""
+        """The folders beside the final one whose names go on so, if we made them: an id of ours is in the name, or a
+        plan lies in there, as in those of earlier versions.
+        """
         try:
             names = os.listdir(self.output)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        found = [name for name in names if name.startswith(self.name) and re.fullmatch(pattern, name[len(self.name) :])]
-        return sorted(name for name in found if (path := Path(self.output, name)).is_dir() and not path.is_symlink())
+        ids = {
+            name: found[1]
+            for name in names
+            if name.startswith(self.name) and (found := re.fullmatch(pattern, name[len(self.name) :]))
+        }
+        folders = [name for name in ids if (path := Path(self.output, name)).is_dir() and not path.is_symlink()]
+        return sorted(name for name in folders if _is_id(ids[name] or "") or (self.output / name).exists(PLAN))
 
     def _staged(self) -> Sequence[str]:
         """What is staged: what this plan would go on with first, then what has any plan, then what has none."""
@@ -71,13 +79,13 @@ class FolderStaging(Staging):
             return not Path(folder / self.units).exists(), not folder.exists(PLAN)
 
         whole = [name for name in self._replaced() if (self.output / name).exists(PLAN)]
-        return sorted([*whole, *self._entries(rf"(\.[0-9a-f]+)?{re.escape(self.growing)}")], key=rank)
+        return sorted([*whole, *self._entries(rf"(?:\.([0-9a-f]+))?{re.escape(self.growing)}")], key=rank)
 
     def _replaced(self) -> list[str]:
-        return self._entries(r"\.replaced-[0-9a-f]+")
+        return self._entries(r"\.replaced-([0-9a-f]+)")
 
     def _new_name(self) -> str:
-        return f"{self.name}.{uuid.uuid4().hex[:16]}{self.growing}"
+        return f"{self.name}.{new_id()}{self.growing}"
 
     def claim(self) -> None:
         claimed = []
@@ -152,7 +160,7 @@ class FolderStaging(Staging):
 
     def publish(self, overwrite: bool = False) -> None:
         growing, final = Path(self.checkpoint), Path(self.final)
-        sealed = Path(self.output, f"{self.name}.replaced-{uuid.uuid4().hex[:8]}")
+        sealed = Path(self.output, f"{self.name}.replaced-{new_id()}")
         try:
             os.rename(growing, sealed)  # to a name that no late writer knows
         except FileNotFoundError as e:
@@ -220,7 +228,7 @@ class FolderStaging(Staging):
         """The same where the file system has no rename that swaps. Between its two renames there is nothing at `final`;
         see `tidy`.
         """
-        old = sealed.with_name(f"{self.name}.replaced-{uuid.uuid4().hex[:8]}")
+        old = sealed.with_name(f"{self.name}.replaced-{new_id()}")
         if not sealed.exists():
             raise FileNotFoundError(sealed)
         if os.path.lexists(final):
@@ -233,6 +241,20 @@ class FolderStaging(Staging):
             raise
         if os.path.lexists(old):
             os.rename(old, sealed)
+
+
+def new_id() -> str:
+    """A name's random part, and a checksum of it: no folder that anyone else has named is taken for ours."""
+    start = uuid.uuid4().hex[:16]
+    return start + _checksum(start)
+
+
+def _is_id(text: str) -> bool:
+    return len(text) == 24 and text[16:] == _checksum(text[:16])
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def _remove(folder: LocalFolder | Path) -> None:

@@ -441,6 +441,7 @@ def test_an_output_that_exists(source: Path, tmp_path: Path, capfd: pytest.Captu
         (output / "0").mkdir(parents=True)
     elif kind == "a stopped conversion":
         (output / "0.orbax-checkpoint-tmp" / "items").mkdir(parents=True)
+        (output / "0.orbax-checkpoint-tmp" / "plan.json.gz").touch()
     else:
         output.write_text("")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

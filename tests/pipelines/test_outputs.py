@@ -11,6 +11,7 @@ from hostile import snapshot
 from support import BF16, LLAMA, assert_same_bits, call, convert, random_tensors, reference, restore, save
 
 from weightbeam.formats.staging import staging_at
+from weightbeam.formats.staging.folder import new_id
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def refused(capfd: pytest.CaptureFixture[str], root: Path, *command: object) -> 
     return message
 
 
-@pytest.mark.parametrize("place", ["0", "0/hf", "link", "0.replaced-0123abcd"])
+@pytest.mark.parametrize("place", ["0", "0/hf", "link", f"0.replaced-{new_id()}"])
 def test_the_source_is_never_deleted(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str
 ) -> None:
@@ -129,7 +130,7 @@ def test_materializing_in_place_goes_on(
         patched.setattr("weightbeam.formats.orbax.writing.publish", lambda *_: 1 / 0)
         assert call(*command) == 1
     if died == "between two renames":
-        (output / "0").rename(output / "0.replaced-0123abcd")
+        (output / "0").rename(output / f"0.replaced-{new_id()}")
     assert call(*command, "--resume") == 0
     assert [path.name for path in output.iterdir()] == ["0"]
     assert not (output / "0" / "items" / "source").exists()

@@ -1,0 +1,114 @@
+"""Files and folders of others, in the place of an output or beside it, stay as they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers.clients import asking
+from servers.gcs import FakeGcs
+from support import LLAMA, call, convert, random_tensors, save
+
+from weightbeam.formats.storage import open_store
+
+PLACES = ["folder", "bucket"]
+MODEL = ("--maxtext_model", "llama2-7b")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("others") / "hf", LLAMA, random_tensors(LLAMA))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("others")
+    convert(source, folder / "ckpt", *MODEL)
+    return folder / "ckpt"
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        (tmp_path / "out").mkdir()
+        yield str(tmp_path / "out")
+        return
+    with FakeGcs("bucket") as server, asking(server):
+        yield "gs://bucket/run/out"
+
+
+@pytest.mark.parametrize("place", PLACES, indirect=True)
+@pytest.mark.parametrize("shards", [(), ("--max_shard_size", "20KB")])
+def test_what_others_put_into_a_release_is_named(
+    checkpoint: Path, place: str, shards: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing is deleted; without it the release is replaced."""
+    others = ("model.gguf", "precious.txt", "sub/p")
+    store = open_store(place)
+    assert call("export", checkpoint, place, *shards) == 0
+    for name in others:
+        store.write(name, b"mine")
+    assert call("export", checkpoint, place, "--overwrite") == 2
+    assert f"and --overwrite would delete: {', '.join(others)}; move it away" in capfd.readouterr().err
+    for name in others:
+        assert store.read(name) == b"mine"
+        store.delete(name)
+    assert call("export", checkpoint, place, "--overwrite") == 0
+
+
+@pytest.mark.parametrize("place", PLACES, indirect=True)
+@pytest.mark.parametrize("record", [{"plan": "x"}, {"plan": "0" * 64}, {"plan": "0" * 64, "digests": {"a": "mine"}}])
+def test_what_has_no_record_of_ours_is_no_release(
+    checkpoint: Path, place: str, record: dict, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(place)
+    for name, data in {"weightbeam.json": json.dumps(record).encode(), "precious.txt": b"mine"}.items():
+        store.write(name, data)
+    assert call("export", checkpoint, place, "--overwrite") == 2
+    assert "isn't a release that Weightbeam wrote" in capfd.readouterr().err
+    assert store.read("precious.txt") == b"mine"
+
+
+@pytest.mark.parametrize("name", ["precious.txt", "items/precious.txt"])
+def test_what_others_put_into_a_step_is_named(
+    source: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What a training job keeps in items beside is part of the checkpoint that `--overwrite` replaces."""
+    step = convert(source, tmp_path / "out", *MODEL)
+    (step / "metrics").mkdir()
+    (step / "metrics" / "metrics").touch()
+    (step / name).write_text("mine")
+    command = ("convert", "--source", source, "--output", tmp_path / "out", *MODEL, "--overwrite")
+    assert call(*command) == 2
+    assert f"would delete: {name}; move it away" in capfd.readouterr().err
+    assert (step / name).read_text() == "mine"
+    (step / name).unlink()
+    assert call(*command) == 0
+
+
+def foreign(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "precious.txt").write_text("mine")
+    return folder
+
+
+def test_folders_of_others_beside_a_step_stay(source: Path, tmp_path: Path) -> None:
+    """Whoever made a backup, and Orbax, which saves a step at this moment; plainly and with `--overwrite`."""
+    out = tmp_path / "out"
+    convert(source, out, *MODEL)
+    theirs = [foreign(out / name) for name in ("0.replaced-1", "0.replaced-20240101", "9.orbax-checkpoint-tmp")]
+    shutil.copytree(out / "0", out / "0.replaced-20250101")
+    for step in "0", "9":
+        assert call("convert", "--source", source, "--output", out, *MODEL, "--step", step, "--overwrite") == 0
+    assert all((path / "precious.txt").read_text() == "mine" for path in theirs)
+    assert (out / "0.replaced-20250101" / "commit_success.txt").exists()
+
+
+def test_folders_of_others_beside_a_release_stay(checkpoint: Path, tmp_path: Path) -> None:
+    backup = foreign(tmp_path / "rel.replaced-20240101")
+    for options in ((), ("--overwrite",)):
+        assert call("export", checkpoint, tmp_path / "rel", *options) == 0
+        assert (backup / "precious.txt").read_text() == "mine"
