@@ -21,6 +21,7 @@ from schedules import World, schedules
 from weightbeam.formats import lease
 from weightbeam.formats.orbax import find_items
 from weightbeam.formats.staging import GROWING, MARKER, PLAN, FolderStaging, TakenOverError, staging_at
+from weightbeam.formats.staging.folder import new_id
 from weightbeam.formats.storage import StorageError, open_store, renaming
 from weightbeam.formats.storage.renaming import UnsupportedError, exchange, link_new, rename_new
 
@@ -257,15 +258,16 @@ def test_a_place_that_was_taken_over_cant_be_published(tmp_path: Path) -> None:
 
 def test_left_overs_are_cleaned(tmp_path: Path) -> None:
     """What was replaced goes when its successor is there, and comes back when it isn't; files of similar names stay."""
-    for name in ("0.replaced-0123abcd", "0.replaced-mine", "10.replaced-0123abcd"):
+    theirs = ["0.replaced-0123abcd", "0.replaced-mine", f"10.replaced-{new_id()}"]
+    for name in (f"0.replaced-{new_id()}", *theirs):
         (tmp_path / name).mkdir()
         (tmp_path / name / "old").touch()
     with staging_at(tmp_path, 0).hold():
         assert (tmp_path / "0" / "old").exists()
-    (tmp_path / "0.replaced-4567cdef").mkdir()
+    (tmp_path / f"0.replaced-{new_id()}").mkdir()
     with staging_at(tmp_path, 0).hold():
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "0.replaced-mine", "10.replaced-0123abcd"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", *theirs]
 
 
 @pytest.mark.parametrize("name", [f"0.0123456789abcdef{GROWING}", "0.replaced-0123abcd", f"0{GROWING}"])

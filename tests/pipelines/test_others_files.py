@@ -12,7 +12,7 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import LLAMA, call, convert, random_tensors, save
 
-from weightbeam.formats.storage import open_store
+from weightbeam.formats.storage import LocalFolder, open_store
 
 PLACES = ["folder", "bucket"]
 MODEL = ("--maxtext_model", "llama2-7b")
@@ -33,7 +33,6 @@ def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "folder":
-        (tmp_path / "out").mkdir()
         yield str(tmp_path / "out")
         return
     with FakeGcs("bucket") as server, asking(server):
@@ -65,6 +64,8 @@ def test_what_has_no_record_of_ours_is_no_release(
     checkpoint: Path, place: str, record: dict, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store = open_store(place)
+    if isinstance(store, LocalFolder):
+        store.folder.mkdir()
     for name, data in {"weightbeam.json": json.dumps(record).encode(), "precious.txt": b"mine"}.items():
         store.write(name, data)
     assert call("export", checkpoint, place, "--overwrite") == 2
