@@ -31,7 +31,7 @@ from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.handshake import GREETINGS, GreetWorkers
 from weightbeam.transforms.movement import Movement
 from weightbeam.transforms.overlap import overlaps, units_at_a_time
-from weightbeam.transforms.staged import remember
+from weightbeam.transforms.staged import made_by, remember
 from weightbeam.transforms.stages import (
     WRITTEN,
     AssembleCheckpoint,
@@ -194,7 +194,7 @@ def execute(
         if on_engine:
             return jobs.run(pipeline, staging, left, written, noise, report)
         with (
-            _stopping(staging),
+            _stopping(staging, conversion.hash),
             watch_progress(left, written, DOING.get(conversion.kind, "converting"), report),
             quiet(noise),
             as_in_a_script(),
@@ -209,7 +209,7 @@ def execute(
 
 
 @contextlib.contextmanager
-def _stopping(staging: Staging) -> Iterator[None]:
+def _stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
     """Context manager: what is interrupted publishes nothing; its threads, or another runner's processes, may be at
     work still.
     """
@@ -218,6 +218,9 @@ def _stopping(staging: Staging) -> Iterator[None]:
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):
             staging.stop()
+            if staging.is_held() and not staging.exists() and made_by(staging.final) == plan_hash:
+                staging.tidy()
+                raise KeyboardInterrupt(f"but {staging.final} was published already") from None
         raise
 
 

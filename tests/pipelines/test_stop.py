@@ -23,7 +23,7 @@ from support import LLAMA, assert_same_bits, convert, random_tensors, restore, s
 
 import weightbeam as wb
 from weightbeam.formats.safetensors import open_hf
-from weightbeam.formats.staging import TakenOverError, staging_at
+from weightbeam.formats.staging import FolderStaging, TakenOverError, staging_at
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.cli import main
 from weightbeam.transforms.assembly import stage
@@ -230,3 +230,20 @@ def test_an_interrupted_call_publishes_nothing_in_a_bucket(
     assert made_by(open_store("gs://bucket/out")) is None
     assert made_by(open_store("gs://bucket/out/0")) is None
     assert made_by(open_store(command(source, checkpoint, "gs://bucket/out", resume=True)))
+
+
+@pytest.mark.parametrize("command", [by_convert, by_export])
+def test_an_interrupt_after_the_publication_says_so(
+    command: Callable[..., str], source: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, published = FolderStaging.publish, threading.Event()
+
+    def linger(self: FolderStaging, overwrite: bool = False) -> None:
+        publish(self, overwrite)
+        published.set()
+        time.sleep(2)
+
+    monkeypatch.setattr(FolderStaging, "publish", linger)
+    interrupt_when(published.is_set)
+    with pytest.raises(KeyboardInterrupt, match="was published already"):
+        command(source, checkpoint, str(tmp_path / "out"))
