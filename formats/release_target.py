@@ -213,6 +213,8 @@ def others_in(release: Store) -> list[str]:
     """The files in a release of ours that aren't its own, by its record and its index: someone put them there."""
     record = record_of(release) or {}
     own = {RECORD, PLAN, *record.get("files", ())}
+    if "files" not in record:  # of an earlier version
+        own |= {file.name for file in release.list() if role_of(file.name) or file.name in (INDEX, "maxtext.yml")}
     if isinstance(release, LocalFolder):  # links and whatever else isn't a file, too
         paths = [path for path in release.folder.rglob("*") if path.is_symlink() or not path.is_dir()]
         names = sorted(str(path.relative_to(release.folder)) for path in paths)
