@@ -16,6 +16,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -23,6 +25,7 @@ from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, o
 
 SAMPLES, SAMPLE_BYTES = 64, 256  # blocks of a file that are hashed at most, and bytes of each
 MOST_SAMPLES = 1 << 14  # of all files of a source together, but for one of each
+MOUNTS = "/proc/self/ns/mnt"  # Linux: names the process's own view of what is mounted
 READERS = 8  # files whose blocks are read at a time: on a mounted bucket each takes a while
 
 
@@ -73,10 +76,31 @@ class Watched(Protocol):
 
 
 def was_touched(then: Seen, now: Seen) -> bool:
-    """Whether the same file was changed since in a way that its size and time needn't show; another name for it isn't
-    one.
+    """Whether the same file was changed since in a way that its size and time needn't show. A further name for it isn't
+    one, but may hide one; see `check_files`.
     """
     return (then.inode, then.links) == (now.inode, now.links) and then.changed != now.changed
+
+
+def check_opened(path: str, planned: Seen, opened: Seen) -> None:
+    """Checks that what was opened at a path is the file that was planned with: its inode and the time of any change
+    too, where they were seen on this machine.
+
+    Raises:
+      ChangedError: it isn't.
+    """
+    is_same = (opened.size, opened.version) == (planned.size, planned.version)
+    if not is_same or (planned.inode and (opened.inode != planned.inode or was_touched(planned, opened))):
+        raise ChangedError(f"{path}: another file was there when it was read than when it was planned")
+
+
+@functools.cache
+def this_machine() -> str:
+    """What tells this machine, with what is mounted there, from others: inodes and times of change are compared on
+    one only.
+    """
+    mounts = os.readlink(MOUNTS) if os.path.islink(MOUNTS) else ""
+    return hashlib.sha256(f"{socket.gethostname()} {mounts}".encode()).hexdigest()[:16]
 
 
 def were_replaced(then: Mapping[str, Seen], now: Mapping[str, Seen]) -> bool:
@@ -85,13 +109,18 @@ def were_replaced(then: Mapping[str, Seen], now: Mapping[str, Seen]) -> bool:
     return any(old.inode != new.inode or was_touched(old, new) for old, new in pairs)
 
 
-def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) -> None:
+def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) -> list[str]:
     """Checks that files are those that were planned with.
+
+    Returns:
+      The names of those whose time of change is another one since they got or lost a name, as our own links are: other
+      bytes may have come at the same time, so the caller compares their blocks.
 
     Raises:
       ChangedError: one isn't, or is gone.
     """
     now = {file.name: file for file in found}
+    linked = []
     for then in planned:
         path = store.path(then.name)
         if (file := now.get(then.name)) is None:
@@ -99,7 +128,15 @@ def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) ->
         if changed := [field for field in ("size", "version", "inode") if getattr(file, field) != getattr(then, field)]:
             raise ChangedError(f"{path} changed", f" ({', '.join(changed)})")
         if was_touched(then, file):
-            raise ChangedError(f"{path} changed", ", though its size and time are as before")
+            raise touched(path)
+        if file.changed != then.changed:
+            linked.append(then.name)
+    return linked
+
+
+def touched(path: str) -> ChangedError:
+    """That a file holds other bytes, or was written, though it looks as before."""
+    return ChangedError(f"{path} changed", ", though its size and time are as before")
 
 
 def hash_blocks(store: Store, name: str, places: Iterable[tuple[int, int]]) -> str:
@@ -169,9 +206,11 @@ class Files:
         """
         store = open_store(self.root)
         found = store.list()
-        check_files(store, self.files, found)
+        linked = check_files(store, self.files, found)
         if added := [file.name for file in found if file.name not in self._by_name]:
             raise ChangedError(f"{store.path(added[0])} came there")
+        if linked and hash_files(store, self.files) != self.blocks:
+            raise touched(store.path(linked[0]))
 
     def to_json(self) -> list[Any]:
         """As JSON."""

@@ -18,7 +18,15 @@ from typing import Any, Self
 
 import google_crc32c
 
-from weightbeam.formats.identity import SAMPLE_BYTES, SAMPLES, check_files, hash_blocks, were_replaced
+from weightbeam.formats.identity import (
+    SAMPLE_BYTES,
+    SAMPLES,
+    check_files,
+    hash_blocks,
+    this_machine,
+    touched,
+    were_replaced,
+)
 from weightbeam.formats.safetensors.header import (
     BAD_NAME,
     DTYPE_NAMES,
@@ -33,6 +41,7 @@ from weightbeam.formats.safetensors.header import (
 )
 from weightbeam.formats.safetensors.kinds import describe_other, snapshot_in
 from weightbeam.formats.storage import (
+    File,
     LeadsOutError,
     Store,
     open_store,
@@ -138,7 +147,8 @@ class HfCheckpoint:
     def was_touched(self, since: HfCheckpoint) -> bool:
         """Whether a file was replaced since the same files were opened; sizes and times needn't show it."""
         then, now = ({shard.path: shard for shard in files.shards} for files in (since, self))
-        return were_replaced(then, now)
+        prints = [[shard.fingerprint for shard in files.shards] for files in (since, self)]
+        return were_replaced(then, now) or prints[0] != prints[1]  # a file with a known hash is known by that alone
 
     def to_json(self) -> dict[str, Any]:
         """What a worker needs to know of it, as JSON; what is wrong with it is left out."""
@@ -155,6 +165,7 @@ class HfCheckpoint:
             "root": self.root,
             "config": self.config,
             "shards": shards,
+            "machine": this_machine(),
             **({"sums": self.sums} if self.sums else {}),
         }
 
@@ -162,9 +173,12 @@ class HfCheckpoint:
     def from_json(cls, said: Mapping[str, Any]) -> Self:
         """What `to_json` wrote."""
         shards = []
+        is_here = said.get("machine") == this_machine()
         for shard in said["shards"]:
+            names = ("name", "size", "version", *(("inode", "changed", "links") if is_here else ()))
+            file = File(**{name: shard[name] for name in names})
             tensors = tuple(
-                Tensor(name, DTYPES[dtype], tuple(shape), shard["path"], offset)
+                Tensor(name, DTYPES[dtype], tuple(shape), shard["path"], offset, file)
                 for name, dtype, shape, offset in shard["tensors"]
             )
             shards.append(Shard(**shard | {"tensors": tensors}))
@@ -209,7 +223,10 @@ class HfCheckpoint:
           StorageError: one isn't, or is gone.
         """
         store = open_store(self.root)
-        check_files(store, self.shards, store.list(recursive=False))
+        linked = check_files(store, self.shards, store.list(recursive=False))
+        for shard in self.shards:
+            if shard.name in linked and _fingerprint(store, shard.name, shard.tensors) != shard.fingerprint:
+                raise touched(shard.path)
 
 
 def is_release(store: Store) -> bool:

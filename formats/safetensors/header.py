@@ -21,6 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from weightbeam.formats.identity import Seen
 from weightbeam.formats.storage import File, Store, store_and_name
 from weightbeam.formats.strict_json import MAX_BYTES as MAX_HEADER
 from weightbeam.formats.strict_json import Budget, JsonError, parse_json
@@ -54,6 +55,7 @@ class Tensor:
       name, dtype, shape: as the header says.
       path: its file.
       offset: of its first byte in the file.
+      file: the file as it was when the header was read; None where that isn't known.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Tensor:
     shape: tuple[int, ...]
     path: str
     offset: int
+    file: Seen | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -112,10 +115,12 @@ def header_of(store: Store, file: File, budget: Budget | None = None) -> tuple[T
     if 8 + length > size:
         raise HeaderError(f"a header of {length:,} bytes in a file of {size:,}; truncated?")
     raw = store.read(file.name, 8, 8 + length)
-    return parse_header(raw, size, store.path(file.name), budget)
+    return parse_header(raw, size, store.path(file.name), budget, file)
 
 
-def parse_header(raw: bytes, size: int, path: str, budget: Budget | None = None) -> tuple[Tensor, ...]:
+def parse_header(
+    raw: bytes, size: int, path: str, budget: Budget | None = None, file: Seen | None = None
+) -> tuple[Tensor, ...]:
     """The tensors that the header `raw` of a file of `size` bytes describes; see `read_header`."""
     if not raw.startswith(b"{"):
         raise HeaderError("the header doesn't start with '{'")
@@ -132,7 +137,7 @@ def parse_header(raw: bytes, size: int, path: str, budget: Budget | None = None)
         raise HeaderError(f"{len(header):,} tensors; more than {MAX_TENSORS:,} can't be meant")
     data_start = 8 + len(raw)
     tensors = sorted(
-        (_parse_entry(name, entry, path, data_start) for name, entry in header.items()),
+        (_parse_entry(name, entry, path, data_start, file) for name, entry in header.items()),
         key=lambda tensor: (tensor.offset, tensor.nbytes),
     )
     end = data_start
@@ -153,7 +158,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
+def _parse_entry(name: str, entry: Any, path: str, data_start: int, file: Seen | None) -> Tensor:
     if not name or BAD_NAME.search(name):
         raise HeaderError(
             f"the tensor name {name[:80]!a} is empty, has control characters, or is a path that leads elsewhere"
@@ -170,7 +175,7 @@ def _parse_entry(name: str, entry: Any, path: str, data_start: int) -> Tensor:
         raise HeaderError(f"{name}: unknown dtype {reprlib.repr(entry['dtype'])}")
     if any(n >= 2**63 for n in itertools.accumulate(shape, operator.mul)):
         raise HeaderError(f"{name}: the sizes {str(shape)[:80]} overflow any number of bytes")
-    tensor = Tensor(name, dtype, tuple(shape), path, data_start + offsets[0])
+    tensor = Tensor(name, dtype, tuple(shape), path, data_start + offsets[0], file)
     if offsets[1] - offsets[0] != tensor.nbytes or tensor.nbytes >= 2**63:
         raise HeaderError(
             f"{name}: {entry['dtype']} {shape} takes {tensor.nbytes:,} bytes, data_offsets {offsets} say {offsets[1] - offsets[0]:,}"

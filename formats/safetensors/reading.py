@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -10,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from weightbeam.formats.identity import Seen, check_opened
 from weightbeam.formats.safetensors.header import Tensor
-from weightbeam.formats.storage import ByteRange, store_and_name
+from weightbeam.formats.storage import ByteRange, LocalFolder, store_and_name
 from weightbeam.model_mappings.boxes import Box, extent
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]  # makes an array of a shape and dtype
@@ -60,12 +62,24 @@ def read_boxes(reads: Sequence[BoxRead], empty: Allocate = np.empty) -> tuple[li
 
     Returns:
       An array for each, and the bytes read from the files.
+
+    Raises:
+      StorageError: a file can't be read, or isn't the one that was planned with.
     """
     arrays = [empty(extent(read.box), read.tensor.dtype) for read in reads]
     by_path: dict[str, list[ByteRange]] = defaultdict(list)
+    planned = {read.tensor.path: read.tensor.file for read in reads}
     for read, array in zip(reads, arrays, strict=True):
         if array.size:
             by_path[read.tensor.path] += read.ranges(array.reshape(-1).view(np.uint8).data)
-    return arrays, sum(
-        store.read_into(name, ranges) for path, ranges in by_path.items() for store, name in [store_and_name(path)]
-    )
+    return arrays, sum(_read(path, planned[path], ranges) for path, ranges in by_path.items())
+
+
+def _read(path: str, planned: Seen | None, ranges: Sequence[ByteRange]) -> int:
+    """Reads ranges of a file. Buckets and the hub have the version in what they are asked for, or don't give it twice;
+    a path of this machine may lead to another file for a while.
+    """
+    store, name = store_and_name(path)
+    if planned and isinstance(store, LocalFolder):
+        return store.read_into(name, ranges, functools.partial(check_opened, path, planned))
+    return store.read_into(name, ranges)

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,17 @@ def open_file(path: str) -> int:
     return fd
 
 
-def read_ranges(path: str, ranges: Iterable[ByteRange]) -> int:
+def read_ranges(path: str, ranges: Iterable[ByteRange], check: Callable[[File], None] | None = None) -> int:
     """Reads ranges of a file into buffers: `(offset, buffer)` each, as long as its buffer.
 
     Ranges less than a page apart go into one system call (the gap into a scratch buffer), so that no page is read
     twice. The GIL is released.
+
+    Args:
+      path: of the file.
+      ranges: in any order.
+      check: is called with the file that was opened, and raises if it isn't the right one: the path may lead to another
+        one by now, and back to the right one before anybody looks again.
 
     Returns:
       Bytes read from the file.
@@ -53,6 +59,8 @@ def read_ranges(path: str, ranges: Iterable[ByteRange]) -> int:
     except OSError as e:
         raise StorageError(f"{path}: {e.strerror}") from e
     try:
+        if check:
+            check(_file(path, os.fstat(fd)))
         batch: list[memoryview] = []
         start = end = 0
         for offset, buffer in sorted(ranges, key=lambda item: item[0]):
@@ -262,24 +270,15 @@ class LocalFolder(Store):
             raise
         if stat.S_ISDIR(found.st_mode):
             return None
-        return File(
-            name,
-            found.st_size,
-            str(found.st_mtime_ns),
-            found.st_mtime,
-            found.st_ino,
-            _sha256_of_blob(path),
-            changed=found.st_ctime_ns,
-            links=found.st_nlink,
-        )
+        return _file(name, found, _sha256_of_blob(path))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         with open(open_file(self.path(name)), "rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else max(0, stop - start))
 
-    def read_into(self, name: str, ranges: Iterable[ByteRange]) -> int:
-        return read_ranges(self.path(name), ranges)
+    def read_into(self, name: str, ranges: Iterable[ByteRange], check: Callable[[File], None] | None = None) -> int:
+        return read_ranges(self.path(name), ranges, check)
 
     def write(self, name: str, data: bytes) -> None:
         path = self.folder / name
@@ -318,6 +317,20 @@ class LocalFolder(Store):
                 f"{os.fsencode(self.url)!r}: isn't UTF-8, which TensorStore wants; no checkpoint can lie there"
             ) from e
         return {"driver": "file", "path": f"{self.url}/"}
+
+
+def _file(name: str, found: os.stat_result, sha256: str | None = None) -> File:
+    """What the system says of a file."""
+    return File(
+        name,
+        found.st_size,
+        str(found.st_mtime_ns),
+        found.st_mtime,
+        found.st_ino,
+        sha256,
+        changed=found.st_ctime_ns,
+        links=found.st_nlink,
+    )
 
 
 def _is_within(root: Path, target: Path) -> bool:

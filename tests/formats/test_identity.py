@@ -75,6 +75,15 @@ def test_files_that_come_go_or_get_another_name(folder: Path) -> None:
         seen.check()
 
 
+def test_another_name_doesnt_hide_a_change(folder: Path) -> None:
+    """A file that is written in place, its time set back, and linked, as by a tool that keeps backups."""
+    seen = Files.of(open_store(folder))
+    set_back(folder / "c" / "0", bytes([1]) * (1 << 20), 0)
+    os.link(folder / "c" / "0", folder.parent / "another name")
+    with pytest.raises(ChangedError, match=r"c/0 changed while .*though its size and time are as before"):
+        seen.check()
+
+
 @pytest.mark.parametrize("size", [0, 1, SAMPLE_BYTES, 5 * SAMPLE_BYTES, 1 << 20])
 @pytest.mark.parametrize("samples", [1, 4, 64])
 def test_blocks_lie_in_the_file_and_apart(size: int, samples: int) -> None:

@@ -1,0 +1,135 @@
+"""A source that is another one for a while, and the planned one again before anybody looks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import LLAMA, call, random_tensors, save
+
+from weightbeam.formats.identity import ChangedError
+from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, open_hf, read_boxes
+from weightbeam.model_mappings.boxes import whole
+from weightbeam.transforms import conversion
+
+TIME = 1_767_225_600 * 10**9
+Switch = Callable[[Path, str], contextlib.AbstractContextManager[None]]
+
+
+def release(folder: Path, seed: int) -> Path:
+    """All have the same sizes and times, as of reproducible archives."""
+    save(folder, LLAMA, random_tensors(LLAMA, seed=seed))
+    for path in folder.iterdir():
+        os.utime(path, ns=(TIME, TIME))
+    return folder
+
+
+def point(link: Path, target: str) -> None:
+    os.symlink(target, link.with_name("new"))
+    os.replace(link.with_name("new"), link)
+
+
+@contextlib.contextmanager
+def link_switched(source: Path, other: str) -> Iterator[None]:
+    before = os.readlink(source)
+    point(source, other)
+    yield
+    point(source, before)
+
+
+@contextlib.contextmanager
+def folder_switched(source: Path, other: str) -> Iterator[None]:
+    """The folder that a link leads to is moved aside, and another one there."""
+    real = source.resolve()
+    os.rename(real, real.with_name("aside"))
+    os.rename(source.with_name(other), real)
+    yield
+    os.rename(real, source.with_name(other))
+    os.rename(real.with_name("aside"), real)
+
+
+@contextlib.contextmanager
+def file_switched(source: Path, other: str) -> Iterator[None]:
+    """A file alone, which is a link as in a hub cache's snapshot, leads to another one."""
+    point(source.resolve() / "model.safetensors", str(source.with_name(other) / "model.safetensors"))
+    yield
+    point(source.resolve() / "model.safetensors", "blob")
+
+
+SWITCHES = pytest.mark.parametrize("switch", [link_switched, folder_switched, file_switched])
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A link to the release `one`, beside which `two` lies."""
+    for seed, name in enumerate(("one", "two")):
+        release(tmp_path / name, seed)
+    os.rename(tmp_path / "one" / "model.safetensors", tmp_path / "one" / "blob")
+    point(tmp_path / "one" / "model.safetensors", "blob")
+    point(tmp_path / "src", "one")
+    return tmp_path / "src"
+
+
+def read(files: HfCheckpoint) -> list[np.ndarray]:
+    return read_boxes([BoxRead(tensor, whole(tensor.shape)) for tensor in files.tensors.values()])[0]
+
+
+@SWITCHES
+@pytest.mark.parametrize("staged", [False, True])
+def test_what_is_read_is_what_was_planned_with(switch: Switch, staged: bool, source: Path) -> None:
+    """As every command and every load reads, also with a plan that was staged: nobody would see it afterwards."""
+    opened = open_hf(source)
+    if staged:
+        opened = HfCheckpoint.from_json(json.loads(json.dumps(opened.to_json())))
+    before = read(opened)
+    with switch(source, "two"), pytest.raises(ChangedError, match=r"model\.safetensors: another file was there when"):
+        read(opened)
+    assert all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(read(opened), before, strict=True))
+    opened.check()
+
+
+def test_units_read_while_the_source_was_another(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is published, where a mixture of the two was."""
+    written, write = [], conversion.write_unit
+
+    def switching(*args: object, **named: object) -> object:
+        written.append(None)
+        if len(written) in (2, 6):
+            point(source, "two" if len(written) == 2 else "one")
+        return write(*args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(conversion, "write_unit", switching)
+    options = ["--maxtext_model", "llama2-7b", "--unit_bytes", "20000"]
+    assert call("convert", "--source", source, "--output", source.with_name("out"), *options) == 1
+    assert not (source.with_name("out") / "0").exists()
+
+
+def test_on_other_machines_only_sizes_and_times_are_compared(source: Path) -> None:
+    """Inodes and times of change are what the file system of one says."""
+    staged = open_hf(source).to_json() | {"machine": "another"}
+    shutil.copytree(source, source.with_name("copy"), copy_function=shutil.copy2)
+    shutil.rmtree(source.with_name("one"))
+    os.rename(source.with_name("copy"), source.with_name("one"))
+    read(HfCheckpoint.from_json(staged))
+    os.utime(source / "model.safetensors", ns=(TIME, TIME + 1))
+    with pytest.raises(ChangedError, match="another file was there"):
+        read(HfCheckpoint.from_json(staged))
+
+
+def test_another_name_doesnt_hide_a_change(source: Path) -> None:
+    """Other bytes in place, the time set back, and a further name, which is a change of the file as well."""
+    opened = open_hf(source)
+    file, start = source / "model.safetensors", opened.shards[0].tensors[0].offset
+    raw = file.read_bytes()
+    with file.open("r+b") as data:
+        data.write(raw[:start] + bytes(byte ^ 1 for byte in raw[start:]))
+    os.utime(file, ns=(TIME, TIME))
+    os.link(file, source.with_name("backup"))
+    with pytest.raises(ChangedError, match="though its size and time are as before"):
+        opened.check()
