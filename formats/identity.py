@@ -94,6 +94,23 @@ def check_opened(path: str, planned: Seen, opened: Seen) -> None:
         raise ChangedError(f"{path}: another file was there when it was read than when it was planned")
 
 
+def inode(folder: Store) -> int:
+    """The inode of a local folder; elsewhere there is none, and it is 0."""
+    return os.stat(folder.url).st_ino if isinstance(folder, LocalFolder) else 0
+
+
+def check_folders(planned: Iterable[tuple[str, int]]) -> None:
+    """Checks that folders, each with its inode, are those that were planned with: where others open their files, by
+    paths that may lead elsewhere for a while.
+
+    Raises:
+      ChangedError: one isn't.
+    """
+    for path, known in planned:
+        if known and (not os.path.exists(path) or os.stat(path).st_ino != known):
+            raise ChangedError(f"{path}: another checkpoint was there when it was read than when it was planned")
+
+
 @functools.cache
 def this_machine() -> str:
     """What tells this machine, with what is mounted there, from others: inodes and times of change are compared on
@@ -209,7 +226,7 @@ class Files:
         linked = check_files(store, self.files, found)
         if added := [file.name for file in found if file.name not in self._by_name]:
             raise ChangedError(f"{store.path(added[0])} came there")
-        if linked and hash_files(store, self.files) != self.blocks:
+        if linked and self.blocks and hash_files(store, self.files) != self.blocks:
             raise touched(store.path(linked[0]))
 
     def to_json(self) -> list[Any]:

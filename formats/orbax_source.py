@@ -20,7 +20,7 @@ import tensorstore as ts
 
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.encodings.encoding import InOrder
-from weightbeam.formats.identity import Files
+from weightbeam.formats.identity import Files, check_folders, inode, this_machine
 from weightbeam.formats.orbax import (
     check_files,
     check_memory,
@@ -53,6 +53,7 @@ class OrbaxArray(InOrder):
       chunk: what is read whole.
       compressed: whether a chunk has to be decoded.
       shard: what was written whole, and has a share in the array's digest.
+      folder: inode of the item's local folder, as it was planned with; 0 where that isn't known.
     """
 
     items: str
@@ -64,6 +65,7 @@ class OrbaxArray(InOrder):
     chunk: tuple[int, ...]
     compressed: bool
     shard: tuple[int, ...]
+    folder: int = 0
     label = None
 
     @property
@@ -103,8 +105,10 @@ class ChunkRead:
           An array for each, and their bytes.
 
         Raises:
-          StorageError: a chunk is missing or damaged.
+          StorageError: a chunk is missing or damaged, or another checkpoint lies there than was planned with.
         """
+        folders = {(read.array.items, read.array.folder) for read in reads}
+        check_folders(folders)  # and afterwards: TensorStore opens the files by their paths, meanwhile
         made, writes = [], []
         for read in reads:
             check_memory(read.array.items, read.array.key, read.array.chunk_bytes)
@@ -117,7 +121,9 @@ class ChunkRead:
             try:
                 write.result()
             except ValueError as e:
+                check_folders(folders)  # which says more
                 raise StorageError(f"{read.array.items}: {read.array.key}: {ocdbt.brief(e)}") from e
+        check_folders(folders)
         return made, sum(values.nbytes for values in made)
 
 
@@ -228,6 +234,8 @@ class OrbaxCheckpoint:
         }
         return {
             "root": self.root,
+            "folder": next((array.folder for array in self.arrays.values()), 0),
+            "machine": this_machine(),
             "files": self.files.to_json(),
             "metadata": self.metadata,
             "custom": self.custom,
@@ -238,9 +246,19 @@ class OrbaxCheckpoint:
 
 def load_checkpoint(staged: Mapping[str, Any]) -> OrbaxCheckpoint:
     """The checkpoint that `OrbaxCheckpoint.to_json` wrote."""
+    folder = staged["folder"] if staged.get("machine") == this_machine() else 0
     arrays = {
         key: OrbaxArray(
-            staged["root"], key, driver, use_ocdbt, tuple(shape), _dtype(dtype), tuple(chunk), compressed, tuple(shard)
+            staged["root"],
+            key,
+            driver,
+            use_ocdbt,
+            tuple(shape),
+            _dtype(dtype),
+            tuple(chunk),
+            compressed,
+            tuple(shard),
+            folder,
         )
         for key, (driver, use_ocdbt, shape, dtype, chunk, compressed, shard) in staged["arrays"].items()
     }
@@ -267,6 +285,7 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
     items = find_items(where)
     forget(str(items))
     try:
+        folder = inode(items)
         check_files(items)  # before their blocks are read
         files = Files.of(items)
         metadata = read_tree(items)
@@ -284,7 +303,7 @@ def open_orbax(where: str | Path | Store, any_tree: bool = False) -> OrbaxCheckp
                 for step in (grain, shard)
             )
             arrays[key] = OrbaxArray(
-                str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed, shard
+                str(items), key, driver, use_ocdbt, tuple(store.shape), dtype, grain, compressed, shard, folder
             )
         checkpoint = OrbaxCheckpoint(str(items), files, metadata, item_metadata(items), record_of(items), arrays)
         if not any_tree:

@@ -326,7 +326,7 @@ class Loading:
                 try:
                     shares = future.result()
                 except Exception as e:  # whatever it is, the others must learn of it
-                    agreement.fail(e)
+                    agreement.fail(_in_words(e))
                     shares = self._nothing(step)
                 self._place(arrays, step, shares)
                 agreement.vote()
@@ -351,10 +351,8 @@ class Loading:
         try:
             self.source.check()
             self._compare()
-        except ChangedError as e:
-            agreement.fail(FailedError(f"{e.what}; load it again"))
         except Exception as e:  # whatever it is, the others must learn of it
-            agreement.fail(e)
+            agreement.fail(_in_words(e))
         agreement.vote()
         agreement.settle()
 
@@ -455,3 +453,8 @@ class Loading:
             }
             for block in step.blocks
         ]
+
+
+def _in_words(error: Exception) -> Exception:
+    """What failed, for who loads: nothing is kept of a load that could be started anew."""
+    return FailedError(f"{error.what}; load it again") if isinstance(error, ChangedError) else error

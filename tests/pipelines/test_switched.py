@@ -8,15 +8,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from support import LLAMA, call, random_tensors, save
 
+import weightbeam as wb
 from weightbeam.formats.identity import ChangedError
+from weightbeam.formats.orbax_source import load_checkpoint, open_orbax
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, open_hf, read_boxes
+from weightbeam.formats.storage import local
 from weightbeam.model_mappings.boxes import whole
-from weightbeam.transforms import conversion
+from weightbeam.transforms import conversion, execution
+from weightbeam.transforms.units import Fetch
 
 TIME = 1_767_225_600 * 10**9
 Switch = Callable[[Path, str], contextlib.AbstractContextManager[None]]
@@ -110,6 +116,24 @@ def test_units_read_while_the_source_was_another(source: Path, monkeypatch: pyte
     assert not (source.with_name("out") / "0").exists()
 
 
+def test_a_load_while_the_source_was_another(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first read after those of the plan is of the other one."""
+    count, read_ranges = [], local.read_ranges
+
+    def switching(*args: Any) -> int:
+        count.append(None)
+        with link_switched(source, "two") if len(count) == planned + 1 else contextlib.nullcontext():
+            return read_ranges(*args)
+
+    monkeypatch.setattr(local, "read_ranges", switching)
+    planned, mesh = 1 << 30, jax.make_mesh((1,), ("fsdp",))
+    open_hf(source)
+    planned = len(count)  # reads of the plan alone
+    count.clear()
+    with pytest.raises(wb.Failed, match=r"model\.safetensors: another file was there when .*; load it again"):
+        wb.load(str(source), maxtext_model="llama2-7b", mesh=mesh)
+
+
 def test_on_other_machines_only_sizes_and_times_are_compared(source: Path) -> None:
     """Inodes and times of change are what the file system of one says."""
     staged = open_hf(source).to_json() | {"machine": "another"}
@@ -133,3 +157,22 @@ def test_another_name_doesnt_hide_a_change(source: Path) -> None:
     os.link(file, source.with_name("backup"))
     with pytest.raises(ChangedError, match="though its size and time are as before"):
         opened.check()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("format", ["true", "false"])
+def test_a_checkpoint_that_is_another_one_for_a_while(staged: bool, format: str, source: Path, tmp_path: Path) -> None:
+    """Its files are opened by TensorStore, by their paths; nothing but the plan tells whose they are."""
+    options = ["--maxtext_model", "llama2-7b", "--use_ocdbt", format]
+    for name in ("one", "two"):
+        assert call("convert", "--source", tmp_path / name, "--output", tmp_path / f"{name}-orbax", *options) == 0
+    point(tmp_path / "checkpoint", "one-orbax")
+    opened = open_orbax(tmp_path / "checkpoint")
+    if staged:
+        opened = load_checkpoint(json.loads(json.dumps(opened.to_json())))
+    fetches = [Fetch(array, whole(array.shape), array.dtype) for array in opened.arrays.values()]
+    execution.read(fetches)
+    with link_switched(tmp_path / "checkpoint", "two-orbax"), pytest.raises(ChangedError, match="another checkpoint"):
+        execution.read(fetches)
+    execution.read(fetches)
+    opened.check()
