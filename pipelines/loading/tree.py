@@ -82,7 +82,10 @@ class LazyArray:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         box, rest = find_box(index, self.shape)
-        (values,), _ = self._source.make([Wanted(self.key, box, self.dtype)])
+        try:
+            (values,), _ = self._source.make([Wanted(self.key, box, self.dtype)])
+        except ChangedError as e:
+            raise FailedError(f"{e.what}; open it again") from e
         if values.nbytes >= CHECKED and "://" not in self._source.url and not isinstance(self._source, Orbax):
             check(self._source)
         return values[rest]

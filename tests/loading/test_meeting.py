@@ -181,7 +181,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded(tmp_path: Path, monkey
 
 
 def test_an_open_tree_whose_file_is_replaced(tmp_path: Path) -> None:
-    """A box of a megabyte or more of a folder is an error; smaller ones are where it is asked for."""
+    """Boxes of any size are an error: the file that is opened is compared with the one that was planned with."""
     model = MODEL | dict(vocab_size=8192)
     source, other = (save(tmp_path / f"{seed}", model, random_tensors(model, seed=seed)) for seed in (1, 2))
     tree = wb.open(str(source))
@@ -191,7 +191,8 @@ def test_an_open_tree_whose_file_is_replaced(tmp_path: Path) -> None:
     os.replace(other / "model.safetensors", source / "model.safetensors")
     with pytest.raises(wb.Failed, match=r"model\.safetensors changed .*; open it again"):
         embedding[...]
-    assert embedding[3].shape == (128,)
+    with pytest.raises(wb.Failed, match="open it again"):
+        embedding[3]
     with pytest.raises(wb.Failed, match="open it again"):
         tree.check()
 
