@@ -153,7 +153,7 @@ def test_a_release_that_is_replaced_while_it_is_loaded(
     monkeypatch.setattr(local, "open_file", replacing)
     with pytest.raises(wb.Failed, match=r"model\.safetensors changed while it was read.*; load it again"):
         wb.load(str(source), on_one_device(wanted(1)), **STEPS)
-    assert opened.count(path) > opening
+    assert opened.count(path) >= opening
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
