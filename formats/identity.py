@@ -91,7 +91,7 @@ def check_opened(path: str, planned: Seen, opened: Seen) -> None:
     """
     is_same = (opened.size, opened.version) == (planned.size, planned.version)
     if not is_same or (planned.inode and (opened.inode != planned.inode or was_touched(planned, opened))):
-        raise ChangedError(f"{path} changed while it was converted, and isn't the file that was planned with")
+        raise ChangedError(f"{path} changed", ", and isn't the file that was planned with")
 
 
 def inode(folder: Store) -> int:
@@ -108,7 +108,7 @@ def check_folders(planned: Iterable[tuple[str, int]]) -> None:
     """
     for path, known in planned:
         if known and (not os.path.exists(path) or os.stat(path).st_ino != known):
-            raise ChangedError(f"{path} changed while it was converted, and isn't the checkpoint that was planned with")
+            raise ChangedError(f"{path} changed", ", and isn't the checkpoint that was planned with")
 
 
 @functools.cache

@@ -142,7 +142,7 @@ def test_on_other_machines_only_sizes_and_times_are_compared(source: Path) -> No
     os.rename(source.with_name("copy"), source.with_name("one"))
     read(HfCheckpoint.from_json(staged))
     os.utime(source / "model.safetensors", ns=(TIME, TIME + 1))
-    with pytest.raises(ChangedError, match="changed .*isn.t the file"):
+    with pytest.raises(ChangedError, match=r"changed .*isn.t the file"):
         read(HfCheckpoint.from_json(staged))
 
 
