@@ -30,7 +30,7 @@ def refused(capfd: pytest.CaptureFixture[str], root: Path, *command: object) -> 
     return message
 
 
-@pytest.mark.parametrize("place", ["0", "0/hf", "link", f"0.replaced-{new_id()}"])
+@pytest.mark.parametrize("place", ["0", "0/hf", "link", pytest.param(f"0.replaced-{new_id()}", id="0.replaced")])
 def test_the_source_is_never_deleted(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str
 ) -> None:
