@@ -32,13 +32,22 @@ READERS = 8  # files whose blocks are read at a time: on a mounted bucket each t
 class ChangedError(StorageError):
     """A file of a source isn't the one that was planned with.
 
+    Args:
+      message: for one who writes; Beam makes the error again of this alone.
+
     Attributes:
-      what: which, and how it differs, for one who only read it.
+      what: which, and how it differs, for one who only reads.
     """
 
-    def __init__(self, what: str, detail: str = ""):
-        super().__init__(f"{what} while it was converted{detail}; start anew with --overwrite")
-        self.what = f"{what} while it was read{detail}"
+    def __init__(self, message: str, what: str = ""):
+        super().__init__(message)
+        self.what = what or message
+
+
+def changed_error(what: str, detail: str = "") -> ChangedError:
+    """The error that says so in both ways."""
+    written, read = f"{what} while it was converted{detail}", f"{what} while it was read{detail}"
+    return ChangedError(f"{written}; start anew with --overwrite", read)
 
 
 class Seen(Protocol):
@@ -91,7 +100,7 @@ def check_opened(path: str, planned: Seen, opened: Seen) -> None:
     """
     is_same = (opened.size, opened.version) == (planned.size, planned.version)
     if not is_same or (planned.inode and (opened.inode != planned.inode or was_touched(planned, opened))):
-        raise ChangedError(f"{path} changed", ", and isn't the file that was planned with")
+        raise changed_error(f"{path} changed", ", and isn't the file that was planned with")
 
 
 def inode(folder: Store) -> int:
@@ -108,7 +117,7 @@ def check_folders(planned: Iterable[tuple[str, int]]) -> None:
     """
     for path, known in planned:
         if known and (not os.path.exists(path) or os.stat(path).st_ino != known):
-            raise ChangedError(f"{path} changed", ", and isn't the checkpoint that was planned with")
+            raise changed_error(f"{path} changed", ", and isn't the checkpoint that was planned with")
 
 
 @functools.cache
@@ -141,9 +150,9 @@ def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) ->
     for then in planned:
         path = store.path(then.name)
         if (file := now.get(then.name)) is None:
-            raise ChangedError(f"{path}: is gone; it was removed")
+            raise changed_error(f"{path}: is gone; it was removed")
         if changed := [field for field in ("size", "version", "inode") if getattr(file, field) != getattr(then, field)]:
-            raise ChangedError(f"{path} changed", f" ({', '.join(changed)})")
+            raise changed_error(f"{path} changed", f" ({', '.join(changed)})")
         if was_touched(then, file):
             raise touched(path)
         if file.changed != then.changed:
@@ -153,7 +162,7 @@ def check_files(store: Store, planned: Iterable[Seen], found: Iterable[File]) ->
 
 def touched(path: str) -> ChangedError:
     """That a file holds other bytes, or was written, though it looks as before."""
-    return ChangedError(f"{path} changed", ", though its size and time are as before")
+    return changed_error(f"{path} changed", ", though its size and time are as before")
 
 
 def hash_blocks(store: Store, name: str, places: Iterable[tuple[int, int]]) -> str:
@@ -225,7 +234,7 @@ class Files:
         found = store.list()
         linked = check_files(store, self.files, found)
         if added := [file.name for file in found if file.name not in self._by_name]:
-            raise ChangedError(f"{store.path(added[0])} came there")
+            raise changed_error(f"{store.path(added[0])} came there")
         if linked and self.blocks and hash_files(store, self.files) != self.blocks:
             raise touched(store.path(linked[0]))
 
