@@ -126,7 +126,7 @@ class LazyTree(Mapping[str, LazyArray]):
         return len(self._arrays)
 
     def check(self) -> None:
-        """Checks that the files are those that were opened, as after a box of 1 MiB or more of a release in a folder.
+        """Checks that the files are those that were opened, all of them, whether a box of them was read or not.
 
         Raises:
           FailedError: one isn't, or is gone: what was read may be of either.
