@@ -12,31 +12,13 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 
-from weightbeam.formats.adapters.merged import Merged, Replaced, Shifted
-from weightbeam.formats.encodings import Encoding
-from weightbeam.formats.encodings.bitsandbytes import BlockCodes, ScaledRows8
-from weightbeam.formats.encodings.encoding import Transposed
-from weightbeam.formats.encodings.fp4 import FusedNvfp4
-from weightbeam.formats.encodings.gptq import Awq, Gptq
-from weightbeam.formats.encodings.packed import PackedRows
-from weightbeam.formats.encodings.scaled import Scaled
 from weightbeam.model_mappings.boxes import volume
 from weightbeam.model_mappings.plan import Array
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.overlap import units_at_a_time
 from weightbeam.transforms.units import element_box, fetches_of
 
-# Bytes a second that one core handles.
-FP8, FP4 = 789e6, 485e6  # stored bytes that it decodes; of the FP4 formats the slowest
-DECODE: dict[type, float] = {
-    PackedRows: 510e6,
-    Gptq: 444e6,
-    Awq: 404e6,
-    BlockCodes: 547e6,
-    ScaledRows8: 1664e6,
-    FusedNvfp4: FP4,
-}
-MERGE_RATE = 1e9  # stored bytes that get an adapter of rank 16
+# Bytes a second that one core handles; what decoding takes each encoding says (`decode_rate`).
 TRANSPOSE, COPY = 4.2e9, 8.5e9  # bytes made: each row becomes a column, or runs stay whole
 # Bytes read or written: the CPU time of the three conversions of `benchmarks.bench`, less the start-up and the above,
 # is 0.58 to 0.80 seconds for each GB that they read or write locally. TLS adds 0.19 (AES-128-GCM by OpenSSL 3 on that
@@ -134,26 +116,13 @@ def efforts_of(conversion: Conversion) -> Iterator[Effort]:
             for box, _ in boxes:
                 sizes = [stored.nbytes for stored in encoding.reads(box)]
                 reads, read = reads + len(sizes), read + sum(sizes)
-                seconds += sum(sizes) / decode_rate(encoding)
+                seconds += sum(sizes) / encoding.decode_rate
         for block in blocks:
             spec = grids[block.array].spec
             made = volume(element_box(spec, block.shards)) * spec.dtype.itemsize
             written += made
             seconds += made / copy[block.array]
         yield Effort(seconds + (read + written) / TRANSFER, reads, read, written)
-
-
-def decode_rate(encoding: Encoding) -> float:
-    """Stored bytes a second that one core decodes; infinite for values that are stored as they are."""
-    if isinstance(encoding, Transposed):
-        return decode_rate(encoding.inner)
-    if isinstance(encoding, Merged | Shifted):
-        return 1 / (1 / MERGE_RATE + 1 / decode_rate(encoding.base))
-    if isinstance(encoding, Replaced):
-        return MERGE_RATE
-    if isinstance(encoding, Scaled):
-        return FP4 if encoding.per_byte > 1 else FP8
-    return math.inf if encoding.label is None else DECODE[type(encoding)]
 
 
 def _copy_rate(array: Array) -> float:

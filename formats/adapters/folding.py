@@ -7,6 +7,7 @@ zeros, and so are layers without an adapter.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from weightbeam.formats.adapters.adapter import Adapter
 from weightbeam.formats.adapters.delta import Delta
+from weightbeam.formats.adapters.merged import MERGE_RATE
 from weightbeam.formats.adapters.merging import Change, collect
 from weightbeam.formats.encodings import Encoding
 from weightbeam.formats.encodings.encoding import InOrder
@@ -57,6 +59,10 @@ class FoldedFactor(InOrder):
                 else f"LoRA factors, scaled by {self.scaling:.6g} and padded"
             )
         return None if self.scaling == 1 else f"LoRA factors, scaled by {self.scaling:.6g}"
+
+    @property
+    def decode_rate(self) -> float:
+        return math.inf if self.label is None else MERGE_RATE
 
     def _held(self, box: Box) -> Box | None:
         """The part of the stored factor that lies in a box."""

@@ -18,6 +18,7 @@ from weightbeam.formats.encodings.encoding import InOrder
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, extent
 
+MERGE_RATE = 1e9  # stored bytes a second of one core that get an adapter of rank 16, measured
 STRIP_ELEMENTS = 1 << 16  # merged at a time: in float32 a part of a core's cache
 FLOAT32 = np.dtype(np.float32)
 
@@ -50,6 +51,10 @@ class Merged:
         ranks = ", ".join(str(rank) for rank in sorted({delta.rank for delta in self.deltas}))
         kind = f"{'DoRA' if self.magnitude else 'LoRA'} of rank {ranks} merged"
         return f"{self.base.label}, {kind}" if self.base.label else kind
+
+    @property
+    def decode_rate(self) -> float:
+        return _with_merging(self.base)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -191,6 +196,11 @@ def _norms(strips: Iterator[tuple[int, int, np.ndarray]], shape: tuple[int, ...]
     return np.sqrt(squares)
 
 
+def _with_merging(base: Encoding) -> float:
+    """Stored bytes a second of one core that decodes, then merges."""
+    return 1 / (1 / MERGE_RATE + 1 / base.decode_rate)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shifted(InOrder):
     """A bias with what adapters with `lora_bias` add to it: `bias + Σ scaling · lora_B.bias`."""
@@ -210,6 +220,10 @@ class Shifted(InOrder):
     def label(self) -> str:
         return "a LoRA's bias added"
 
+    @property
+    def decode_rate(self) -> float:
+        return _with_merging(self.base)
+
     def reads(self, box: Box) -> tuple[BoxRead, ...]:
         return (*self.base.reads(box), *(BoxRead(tensor, box) for tensor, _ in self.added))
 
@@ -228,6 +242,7 @@ class Replaced(Plain):
     """A tensor that was trained as a whole (`modules_to_save`, a bias, an embedding), in place of the base's."""
 
     label = "trained as a whole, from the adapter"
+    decode_rate = MERGE_RATE
 
     def decode(self, stored: list[np.ndarray], box: Box, dtype: np.dtype, empty: Allocate = np.empty) -> np.ndarray:
         values = empty(extent(box), dtype)

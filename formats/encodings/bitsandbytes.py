@@ -64,6 +64,7 @@ class BlockCodes(InOrder):
     absmax: Tensor
     block: int
     nested: Nested | None = None
+    decode_rate = 547e6
 
     @property
     def label(self) -> str:
@@ -142,6 +143,7 @@ class ScaledRows8(InOrder):
 
     weight: Tensor
     absmax: Tensor
+    decode_rate = 1664e6
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ it is, and transposed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -78,6 +79,13 @@ class Encoding(StoredArray, Protocol):
         """The stored tensor that gives the values' name and file."""
         ...
 
+    @property
+    def decode_rate(self) -> float:
+        """Stored bytes a second that one core decodes, measured (`benchmarks/results.json`); infinite for values that
+        are stored as they are.
+        """
+        ...
+
     def reads(self, box: Box) -> Sequence[BoxRead]:
         """The boxes of stored tensors that the values of `box` need."""
         ...
@@ -122,6 +130,7 @@ class Plain(InOrder):
 
     weight: Tensor
     label = None
+    decode_rate = math.inf
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -153,6 +162,10 @@ class Transposed:
     @property
     def label(self) -> str | None:
         return self.inner.label
+
+    @property
+    def decode_rate(self) -> float:
+        return self.inner.decode_rate
 
     @property
     def shape(self) -> tuple[int, ...]:

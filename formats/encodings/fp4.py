@@ -24,7 +24,7 @@ from weightbeam.formats.encodings.encoding import Encoding, InOrder, Transposed,
 from weightbeam.formats.encodings.format import Companion, MismatchError, QuantizedFormat, QuantizedTensor, dtypes
 from weightbeam.formats.encodings.fp8 import EXPONENTS, INT8, reshaped
 from weightbeam.formats.encodings.nibbles import STRIP_ELEMENTS, finite, scale_rows
-from weightbeam.formats.encodings.scaled import E8M0, Scaled, table_of
+from weightbeam.formats.encodings.scaled import E8M0, FP4_RATE, Scaled, table_of
 from weightbeam.formats.safetensors import Allocate, BoxRead, Tensor
 from weightbeam.model_mappings.boxes import Box, extent
 
@@ -106,6 +106,7 @@ class FusedNvfp4(InOrder):
     scale: Tensor
     second: Tensor
     label = "NVFP4"
+    decode_rate = FP4_RATE
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -64,6 +64,7 @@ class Gptq(InOrder):
     ordered: bool = True
     first_version: bool = True
     symmetric: bool = False
+    decode_rate = 444e6
 
     @property
     def indivisible(self) -> frozenset[int]:
@@ -156,6 +157,7 @@ class Awq(InOrder):
     scale: Tensor
     zero: Tensor
     group: int
+    decode_rate = 404e6
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -96,6 +96,7 @@ class PackedRows(InOrder):
     zero: Tensor | None = None
     index: Tensor | None = None
     shape_tensor: Tensor | None = None
+    decode_rate = 510e6
 
     @property
     def indivisible(self) -> frozenset[int]:
