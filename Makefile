@@ -47,7 +47,7 @@ lint: .venv/test ## style, types and the direction of imports
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/pyright
-	$(RUN)/python .ci/import_direction.py
+	$(RUN)/lint-imports --no-logo
 
 format: .venv/test ## mend what can be mended
 	$(RUN)/ruff check --fix .

@@ -33,7 +33,7 @@ from weightbeam.formats.release import CARD, hash_each, remove_others, role_of
 from weightbeam.formats.safetensors import INDEX, BoxRead, Tensor
 from weightbeam.formats.safetensors.header import HeaderError, header_of
 from weightbeam.formats.staging import MARKER, PLAN, FolderStaging, Staging
-from weightbeam.formats.storage import LocalFolder, StorageError, Store, drop_pages, open_store, sync_folder
+from weightbeam.formats.storage import LocalFolder, StorageError, Store, drop_pages, sync_folder
 from weightbeam.formats.strict_json import read_json
 from weightbeam.model_mappings.boxes import Box
 
@@ -164,27 +164,6 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
-
-
-def release_staging(output: str | Path | Store, plan: str = "plan") -> ReleasePlace:
-    """The place of a release, by the plan with that hash: a folder or one in a bucket.
-
-    Raises:
-      StorageError: nothing can be written there.
-    """
-    if str(output).startswith("hf://"):
-        raise StorageError(f"{output}: it can be written to a folder or to gs://bucket/folder, not to the hub")
-    store: Any = open_store(output)
-    if isinstance(store, LocalFolder):
-        if not store.name:
-            raise StorageError(f"{output}: is the root of the file system")
-        return ReleaseFolder(store.parent, store.name, plan)
-    from weightbeam.formats.release_bucket import ReleaseBucket  # only now: the clients take a while to import
-
-    if not store.folder:
-        raise StorageError(f"{output}: is a whole bucket; name a folder in it")
-    bucket: Any = ReleaseBucket(store.parent, store.name, plan)  # a circle to pyright
-    return bucket
 
 
 def record_of(release: Store) -> dict[str, Any] | None:

@@ -17,13 +17,13 @@ import numpy as np
 from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.adapters.config import CONFIG
 from weightbeam.formats.provenance import versions
+from weightbeam.formats.release_place import release_staging
 from weightbeam.formats.release_target import (
     RECORD,
     ReleaseFolder,
     ReleasePlace,
     assemble,
     plan_hash_of,
-    release_staging,
     whole_files,
     write_unit,
 )

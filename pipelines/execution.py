@@ -21,7 +21,6 @@ from weightbeam.pipelines import dataflow
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import make_pipeline, pipeline_options
-from weightbeam.pipelines.output import share_left
 from weightbeam.pipelines.progress import LINE_EVERY, Report, at_most_every, quiet, watch_progress
 from weightbeam.pipelines.report import threads_of
 from weightbeam.pipelines.runners import jobs, local, portable
@@ -184,7 +183,7 @@ def execute(
             staging.publish(overwrite)
             return None
         remember(conversion)
-        left = int(conversion.made_bytes * share_left(staging, conversion))
+        left = int(conversion.made_bytes * staging.share_left(len(conversion.units)))
         with as_in_a_script():
             build(pipeline, conversion, staging, overwrite, at_a_time * conversion.unit_bytes, on_engine)
         if on_dataflow:
@@ -232,7 +231,11 @@ def _written(conversion: Movement, staging: Staging, left: int, options: Pipelin
         before = WRITTEN.total
         return lambda: WRITTEN.total - before
     return at_most_every(
-        lambda: left - int(conversion.made_bytes * share_left(staging, conversion)) if staging.is_staged() else left,
+        lambda: (
+            left - int(conversion.made_bytes * staging.share_left(len(conversion.units)))
+            if staging.is_staged()
+            else left
+        ),
         LINE_EVERY,
     )
 

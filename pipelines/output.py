@@ -147,11 +147,6 @@ def bring_back(output: str) -> None:
                     pass
 
 
-def share_left(staging: Staging, conversion: Movement) -> float:
-    """The share of the units that are still to do."""
-    return 1 - len(staging.done()) / max(1, len(conversion.units))
-
-
 def check_output(
     staging: Staging, conversion: CheckpointPlan, resume: bool, overwrite: bool, link: str, in_place: bool = False
 ) -> list[Problem]:
@@ -286,7 +281,7 @@ def _others(staging: Staging) -> str:
 
 def _check_room(staging: FolderStaging, conversion: CheckpointPlan, resume: bool, link: str) -> list[Problem]:
     """Whether the disk has room for what is left to write."""
-    needed = int(conversion.made_bytes * (share_left(staging, conversion) if resume else 1))
+    needed = int(conversion.made_bytes * (staging.share_left(len(conversion.units)) if resume else 1))
     if link == COPY:
         needed += conversion.linked_bytes
     output = staging.output.folder

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weightbeam.formats.lease import HeldError
 from weightbeam.formats.model_class import loading_code
 from weightbeam.formats.release import edit_config, model_card, role_of
+from weightbeam.formats.release_place import release_staging
 from weightbeam.formats.release_target import (
     RECORD,
     IncompleteError,
@@ -28,7 +29,6 @@ from weightbeam.formats.release_target import (
     others_in,
     plan_hash_of,
     record_of,
-    release_staging,
 )
 from weightbeam.formats.staging import BucketStaging
 from weightbeam.formats.storage import StorageError, reason

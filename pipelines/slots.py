@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.orbax import record_of
+from weightbeam.formats.release_place import release_staging
 from weightbeam.formats.release_target import record_of as record_of_release
-from weightbeam.formats.release_target import release_staging
 from weightbeam.formats.staging import ITEMS, Staging, staging_at
 from weightbeam.pipelines.arguments.options import Unsaid
 from weightbeam.pipelines.report import thread_options, threads_of, worker_of

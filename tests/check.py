@@ -84,7 +84,7 @@ class Linters:
         commands: dict[str, list] = {
             "ruff check": [there / "ruff", "check", "-q", "."],
             "ruff format": [there / "ruff", "format", "--check", "-q", "."],
-            "import direction": [sys.executable, ".ci/import_direction.py"],
+            "import direction": [there / "lint-imports", "--no-logo"],
         }
         if typed or not changed:
             commands[f"types of {len(typed) or 'all'} files"] = [

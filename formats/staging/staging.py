@@ -256,6 +256,10 @@ class Staging(abc.ABC):
         }
         return {int(name): mark for name, mark in names.items() if name.isdecimal()}
 
+    def share_left(self, units: int) -> float:
+        """The share of so many units that is still to do."""
+        return 1 - len(self.done()) / max(1, units)
+
     def ledger(self) -> dict[int, dict[str, Any]]:
         """For each unit that counts, the `attempt` that made it, and its shares in the arrays' `digests`."""
         units = sorted(self.done())

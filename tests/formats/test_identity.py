@@ -11,7 +11,7 @@ import pytest
 
 from weightbeam.formats.identity import SAMPLE_BYTES, ChangedError, Files, spread
 from weightbeam.formats.release import small_files
-from weightbeam.formats.release_target import release_staging
+from weightbeam.formats.release_place import release_staging
 from weightbeam.formats.storage import StorageError, open_store
 
 
