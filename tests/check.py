@@ -131,7 +131,7 @@ class Tests:
 
     def follow(self, batch: list[Node], temp: Path) -> Iterator[forked.Event]:
         options = ["-q", "-m", forked.TIERS["test"]]
-        for event in forked.run(ROOT, forked.Chosen(batch), options, temp, SECONDS, self.until):
+        for event in forked.run_tests(ROOT, forked.Chosen(batch), options, temp, SECONDS, self.until):
             if event["event"] == "passed":
                 self.passed += 1
             elif event["event"] in ("failed", "crashed", "late"):

@@ -9,11 +9,16 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pairs
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from measured import Measure
 
 HERE = Path(__file__).parent
 DURATIONS = HERE / "durations.json"
@@ -165,6 +170,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Measure]:
+    """Runs a command within bounds of time and memory, and says what it took."""
+    from measured import measuring
+
+    with measuring() as measure:
+        yield measure
 
 
 @pytest.fixture

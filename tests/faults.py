@@ -15,7 +15,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hostile import snapshot
+from processes import run
 from support import HERE, call
 
 STAGES = {  # stage -> the module and the name of the function that does it
@@ -203,14 +203,11 @@ def main(jobs: Collection[Mapping[str, Any]]) -> None:
 # --- in the test ------------------------------------------------------------------------------------------------------
 
 
-def run(jobs: list[Mapping[str, Any]], timeout: float = 600) -> list[dict[str, Any]]:
+def run_jobs(jobs: list[Mapping[str, Any]], timeout: float = 600) -> list[dict[str, Any]]:
     """Runs jobs in a process that forks each of them; returns what it says."""
     environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"}
-    script = [sys.executable, str(HERE / "faults.py")]
-    ran = subprocess.run(
-        script, input=json.dumps(jobs), capture_output=True, text=True, timeout=timeout, check=False, env=environment
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    script = [sys.executable, HERE / "faults.py"]
+    ran = run(*script, input=json.dumps(jobs), timeout=timeout, env=environment, status=0)
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 

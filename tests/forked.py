@@ -93,7 +93,7 @@ class Chosen:
             self.tell(event="skipped" if report.skipped else "passed", test=report.nodeid, seconds=report.duration)
 
 
-def run(
+def run_tests(
     root: Path,
     chosen: Chosen,
     options: Iterable[str],

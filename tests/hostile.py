@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from facts import load_headers, tiny
-from measured import runner
+from measured import measuring
 from support import BF16, INDEX, LLAMA, random_tensors, save, split
 
 from weightbeam.formats.safetensors import HF_QUANT_CONFIG, HfCheckpoint, Shard, Tensor
@@ -313,15 +313,15 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
 def main(root: Path) -> None:
     """Plans and converts each bad folder; prints a line of JSON for each command."""
     sys.dont_write_bytecode = True
-    with runner() as run:
-        assert run(["plan", "--source", good(root / "good")], root / "printed")["status"] == 0
+    with measuring() as measure:
+        assert measure(["plan", "--source", good(root / "good")], root / "printed")["status"] == 0
         for name, damage in FOLDERS.items():
             place = root / "place"
             source = good(place / "hf")
             damage(source)
             before = snapshot(place)
             for command in ("plan", "convert"):
-                told = run(
+                told = measure(
                     [command, "--source", source, *(["--output", place / "out"] if command == "convert" else [])],
                     root / "printed",
                 )

@@ -27,6 +27,7 @@ from weightbeam.pipelines.cli import main
 
 # of one command; the processor's time, and memory above that of a process that has imported everything
 SECONDS, MEMORY = 60, 2 << 30
+Measure = Callable[[Sequence[object], Path], dict[str, Any]]
 
 
 def call(*arguments: object) -> int:
@@ -37,7 +38,7 @@ def call(*arguments: object) -> int:
         return int(e.code or 0)
 
 
-def run(command: Sequence[object], output: Path) -> dict[str, Any]:
+def measure(command: Sequence[object], output: Path) -> dict[str, Any]:
     """Runs `weightbeam` in a forked process; what it printed goes to a file."""
     start = time.monotonic()
     child = os.fork()
@@ -67,8 +68,8 @@ def run(command: Sequence[object], output: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def runner() -> Iterator[Callable[[Sequence[object], Path], dict[str, Any]]]:
-    """Context manager: `run` from a process that has imported Weightbeam and nothing else."""
+def measuring() -> Iterator[Measure]:
+    """Context manager: `measure` from a process that has imported Weightbeam and nothing else."""
     here = Path(__file__)
     environment = os.environ | {"PYTHONPATH": f"{here.parent.parent}:{here.parent}"}
     with subprocess.Popen(
@@ -90,4 +91,4 @@ if __name__ == "__main__":
         importlib.import_module(f"weightbeam.pipelines.{module}")  # now, so that the forked processes needn't
     for line in sys.stdin:
         arguments, file = json.loads(line)
-        print(json.dumps(run(arguments, Path(file))), flush=True)
+        print(json.dumps(measure(arguments, Path(file))), flush=True)

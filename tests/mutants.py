@@ -316,7 +316,7 @@ class Bench:
         options = ["-x", "-q", "-m", forked.TIERS[tier]]
         chosen = forked.Chosen(tests, self.broken, only)
         chosen.settings = HASTE
-        events = [*forked.run(self.root, chosen, options, self.temp / "base", LIMIT)]
+        events = [*forked.run_tests(self.root, chosen, options, self.temp / "base", LIMIT)]
         shutil.rmtree(self.temp / "base" / "run", ignore_errors=True)
         last = events[-1]
         self.cpu += last["cpu"]
@@ -379,7 +379,9 @@ def line(number: int, name: str, found: Mapping[str, Any]) -> str:
     return f"{number:3} killed   {took}  {name}  by {found['killed']} ({found['tier']}{how})"
 
 
-def run(mutants: Mapping[int, Mutant], tiers: Sequence[str], jobs: int, files: int, results: Path) -> dict[int, Any]:
+def try_all(
+    mutants: Mapping[int, Mutant], tiers: Sequence[str], jobs: int, files: int, results: Path
+) -> dict[int, Any]:
     """Tries faults, tells of each, and returns (and keeps) what is known of all, by their numbers in the table."""
     durations = forked.durations()
     known: dict[str, Any] = json.loads(results.read_bytes()) if results.is_file() else {}
@@ -430,7 +432,7 @@ def main() -> int:
         return 0
     only = {number: chosen[number] for number in args.only} if args.only else chosen
     tiers = [*forked.TIERS] if args.tier == "all" else [args.tier]
-    found = run(only, tiers, args.jobs, args.files, args.results)
+    found = try_all(only, tiers, args.jobs, args.files, args.results)
     survived = [number for number in only if "killed" not in found[number]]
     print(f"{len(only) - len(survived)} of {len(only)} killed, by {' and '.join(tiers)}; seed {args.seed}. Survivors:")
     print("\n".join(f"{number:3} {only[number]}" for number in survived) or "  none")

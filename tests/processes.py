@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT = 120  # seconds
@@ -22,6 +23,22 @@ def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("localhost", 0))
         return listening.getsockname()[1]
+
+
+def run(
+    *command: object, status: int | None = None, timeout: float = 300, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command as a process of its own to its end, and keeps what it prints.
+
+    Args:
+      status: the exit status that it must have, or any.
+      timeout: in seconds.
+      settings: of `subprocess.run`; `env` is all of its environment.
+    """
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    ran = subprocess.run(list(map(str, command)), text=True, timeout=timeout, check=False, **pipes | settings)
+    assert status in (None, ran.returncode), f"{ran.returncode}: {ran.stdout}{ran.stderr}"
+    return ran
 
 
 @contextmanager

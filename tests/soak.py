@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from facts import layouts_of
-from faults import STAGES, arguments, is_published, kill, run
+from faults import STAGES, arguments, is_published, kill, run_jobs
 from hostile import VALUES, checkpoint_of, mutated, paths, snapshot, tiny_checkpoints
 from release_schedules import release_schedules
 from schedules import schedules
@@ -69,7 +69,7 @@ def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 
                     set=overlapping,
                 )
             )
-        for (output, stage), job, told in zip(plan.items(), jobs, run(jobs), strict=True):
+        for (output, stage), job, told in zip(plan.items(), jobs, run_jobs(jobs), strict=True):
             name = job["fault"]["signal"]
             assert told["status"] in ({-9, 0} if name == "SIGKILL" else {1, 130, 0}), told
             assert "Traceback" not in told["message"], told["message"]
@@ -85,14 +85,14 @@ def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 
     resumed = [
         dict(arguments=arguments(source, output, "--resume"), printed=str(root / "printed")) for output in outputs
     ]
-    for told in run(resumed):
+    for told in run_jobs(resumed):
         assert told["status"] == 0, told["message"]
         counts["resumed to the end"] += 1
     finished = {output: snapshot(output) for output in outputs}
     for output in outputs:
         assert [path.name for path in output.iterdir()] == ["0"]
         assert_same_bits(restore(output / "0"), wanted)
-    for told in run(resumed):
+    for told in run_jobs(resumed):
         assert "nothing to do" in told["message"]
     assert {output: snapshot(output) for output in outputs} == finished
     (root / "printed").unlink()
@@ -114,7 +114,7 @@ def bundles_twice(root: Path, times: int) -> Counter[str]:
         dict(arguments=arguments(source, output, "--direct_runner_bundle_repeat=1"), printed=str(root / "printed"))
         for output in outputs
     ]
-    for output, told in zip(outputs, run(jobs), strict=True):
+    for output, told in zip(outputs, run_jobs(jobs), strict=True):
         assert told["status"] == 0, told["message"]
         assert [path.name for path in output.iterdir()] == ["0"]
         assert_same_bits(restore(output / "0"), wanted)
@@ -148,7 +148,7 @@ def sleepers(root: Path, number: int, seed: int) -> Counter[str]:
         )
         over = dict(arguments=arguments(sources[1], output, "--overwrite", *layout), printed=str(root / "printed"))
         jobs.append(over | {"set": {"weightbeam.formats.lease.STALE": 0}})
-    told = run(jobs, timeout=3600)
+    told = run_jobs(jobs, timeout=3600)
     woken = told[len(jobs) :]
     counts: Counter[str] = Counter()
     for row in told[1 : len(jobs) : 2]:

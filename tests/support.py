@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 from lazily import lazily
 from measured import call as call
+from processes import run
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -140,11 +140,7 @@ def write_once(factory: pytest.TempPathFactory, name: str, script: list[str]) ->
     with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            command = [*script, str(root / f"{name}.part")]
-            made = subprocess.run(
-                command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(HERE)}
-            )
-            assert made.returncode == 0, made.stderr
+            run(*script, root / f"{name}.part", status=0, timeout=900, env=os.environ | {"PYTHONPATH": str(HERE)})
             (root / f"{name}.part").rename(folder)
     return folder
 

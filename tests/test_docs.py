@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from facts import tiny
+from processes import run
 from support import BF16, save
 
 from weightbeam.pipelines.arguments.parser import parse
@@ -77,14 +77,5 @@ def test_the_code_of_the_page_on_jax_runs(tmp_path: Path) -> None:
         + "\n".join(blocks(ROOT / "docs" / "jax.md", "python"))
     )
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, "page.py"],
-        cwd=tmp_path,
-        env=os.environ | devices,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = run(sys.executable, "page.py", cwd=tmp_path, env=os.environ | devices, status=0)
     assert "bfloat16" in ran.stdout

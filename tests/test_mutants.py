@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import check
 import mutants
 import pytest
+from processes import run
 from reach import ROOT, Graph, Node
 
 SOURCE = b'''"""A module of 3 lines."""
@@ -121,7 +121,7 @@ def test_a_golden_file_leads_to_its_test(graph: Graph) -> None:
 def test_what_is_called_is_reached(graph: Graph) -> None:
     """A trace of real tests: every function of the project that they call is in the graph as reached by them."""
     file = "tests/transforms/test_units.py"
-    ran = subprocess.run([sys.executable, "-c", TRACE, file], cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = run(sys.executable, "-c", TRACE, file, cwd=ROOT)
     called = json.loads(ran.stdout.splitlines()[-1])
     nodes = graph.edges.keys() - graph.whole("tests/conftest.py")  # pytest calls its hooks
     seen = {(test, path, name) for test, path, name in called if (path, name) in nodes}
@@ -174,8 +174,7 @@ harmless = dataclasses.replace(fault, after=fault.before + "  # no other")
 print(json.dumps([bench.find(each, ["test"]) for each in (fault, harmless)]))
 print((bench.root / {path!r}).read_bytes() == source)
 """
-    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = run(sys.executable, "-c", program, cwd=tmp_path, timeout=900, status=0)
     told, unchanged = ran.stdout.splitlines()[-2:]
     fault, harmless = json.loads(told)
     assert (fault["tier"], fault["killed"].startswith("tests/")) == ("test", True)

@@ -6,7 +6,6 @@ import email
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from facts import tiny
 from packaging.requirements import Requirement
+from processes import run
 from support import save
 
 import weightbeam
@@ -59,8 +59,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, folder / "source")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "source")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
+    run(*command, status=0)
     return next(folder.glob("*.whl"))
 
 
@@ -81,8 +80,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
         str(wheel),
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
+    run(*command, status=0)
     return folder
 
 
@@ -107,14 +105,10 @@ def theirs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(site: Path, theirs: Path, *command: str, stdin: str = "") -> str:
+def run_theirs(site: Path, theirs: Path, *command: str, stdin: str = "") -> str:
     """What a command prints in the user's folder, both of them on Python's path."""
     environment = os.environ | {"PYTHONPATH": f".{os.pathsep}{site}"}
-    ran = subprocess.run(
-        command, cwd=theirs, env=environment, input=stdin, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+    return run(*command, cwd=theirs, env=environment, input=stdin, status=0).stdout
 
 
 def test_what_is_installed_is_one_package(site: Path) -> None:
@@ -135,15 +129,15 @@ def test_what_is_installed_is_one_package(site: Path) -> None:
 
 
 def test_a_script_beside_folders_of_the_same_names(site: Path, theirs: Path) -> None:
-    run(site, theirs, sys.executable, "train.py", "model", "out", stdin=weightbeam.__version__)
+    run_theirs(site, theirs, sys.executable, "train.py", "model", "out", stdin=weightbeam.__version__)
     assert (theirs / "out" / "0" / "items").is_dir()
 
 
 def test_commands_beside_folders_of_the_same_names(site: Path, theirs: Path) -> None:
     command = str(site / "bin" / "weightbeam")
-    assert run(site, theirs, command, "--version") == f"weightbeam {weightbeam.__version__}\n"
-    assert "ready" in run(site, theirs, command, "plan", "model")
-    assert run(site, theirs, command, "help", "numerics").startswith("# ")
+    assert run_theirs(site, theirs, command, "--version") == f"weightbeam {weightbeam.__version__}\n"
+    assert "ready" in run_theirs(site, theirs, command, "plan", "model")
+    assert run_theirs(site, theirs, command, "help", "numerics").startswith("# ")
 
 
 def test_the_metadata_describe_the_project(wheel: Path) -> None:

@@ -1,10 +1,10 @@
 """The README says what the code says."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run
 
 from weightbeam.formats.encodings import table
 from weightbeam.model_mappings import registry
@@ -32,14 +32,7 @@ def test_every_format_says_who_publishes_it() -> None:
 
 def test_the_demo_says_that_all_is_well(tmp_path: Path) -> None:
     """On its last line; its first is its own, and not a library's warning."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "examples.demo", tmp_path / "demo"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ran = run(sys.executable, "-m", "examples.demo", tmp_path / "demo", cwd=ROOT)
     lines = ran.stdout.splitlines()
     assert (ran.returncode, lines[0][:9], lines[-1][:12]) == (0, "1. wrote ", "All is well."), ran.stderr
     assert "WARNING" not in ran.stderr

@@ -175,9 +175,14 @@ def start(
     return Process(process, out, err)
 
 
-def run(*words: object, timeout: float = 120, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """Runs `weightbeam WORDS` to its end; what it printed, and its exit status. See `start`."""
+def run(
+    *words: object, status: int | None = None, timeout: float = 120, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs `weightbeam WORDS` to its end; what it printed, and its exit status, which must be `status` where one is
+    given. See `start`.
+    """
     with start(*words, **settings) as process:
         out, err = process.communicate(timeout)
     assert process.returncode is not None
+    assert status in (None, process.returncode), f"{process.returncode}: {out}{err}"
     return subprocess.CompletedProcess(["weightbeam", *map(str, words)], process.returncode, out, err)

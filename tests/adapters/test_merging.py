@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import run
 from safetensors.numpy import save_file
 from support import BF16, decoded, read_config, read_file, save
 
@@ -156,7 +156,7 @@ def test_other_processors(core: str) -> None:
     if {"Haswell": " avx2 ", "SkylakeX": " avx512vl "}[core] not in (info.read_text() if info.exists() else ""):
         pytest.skip("this processor can't run them")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"{__file__}", "-k", "large_products"]
-    ran = subprocess.run(command, env=os.environ | {"OPENBLAS_CORETYPE": core}, capture_output=True, text=True)
+    ran = run(*command, env=os.environ | {"OPENBLAS_CORETYPE": core})
     assert (ran.returncode, "5 passed" in ran.stdout) == (0, True), ran.stdout
 
 

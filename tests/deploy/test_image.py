@@ -6,13 +6,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import venv
 from pathlib import Path
 
 import pytest
 from dockerfile_parse import DockerfileParser
+from processes import run
 
 from deploy import pins
 
@@ -37,7 +37,7 @@ def values(instructions: list[tuple[str, str]], kind: str) -> list[str]:
 def lint(text: str) -> set[str]:
     """The rules that hadolint finds broken."""
     command = [str(Path(sys.executable).with_name("hadolint")), "--no-fail", "--format", "json", "-"]
-    ran = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=True)
+    ran = run(*command, input=text, status=0)
     return {problem["code"] for problem in json.loads(ran.stdout)}
 
 
@@ -140,10 +140,7 @@ def install(instructions: list[tuple[str, str]], folder: Path) -> Path:
                 copy(ROOT / name, source / target)
         elif instruction == "RUN":
             step = ["/bin/sh", "-c", value.replace(PREFIX, str(environment))]
-            ran = subprocess.run(
-                step, cwd=source, env=variables, capture_output=True, text=True, timeout=900, check=False
-            )
-            assert ran.returncode == 0, f"{value}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}"
+            run(*step, cwd=source, env=variables, timeout=900, status=0)
     shutil.rmtree(source)  # as in the image: only what was installed is left
     return environment / "bin"
 
@@ -153,23 +150,19 @@ def test_the_install_steps_make_what_the_image_needs(instructions: list[tuple[st
     """One test, so that parallel runs install once."""
     programs = install(instructions, tmp_path)
 
-    def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [programs / program, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-        )
-
-    shown = run("weightbeam", "--help")
+    shown = run(programs / "weightbeam", "--help", cwd=tmp_path)
     assert (shown.returncode, "weightbeam convert" in shown.stdout) == (0, True), shown.stderr
 
     # it needs Beam and its Dataflow runner, to refuse an option that neither knows
     shutil.copy(ROOT / "deploy" / "launch.py", tmp_path)
     launched = run(
-        "python",
+        programs / "python",
         "launch.py",
         f"--source={tmp_path}",
         f"--output={tmp_path / 'out'}",
         "--runner=DataflowRunner",
         "--no_such_option=1",
+        cwd=tmp_path,
     )
     assert (launched.returncode, "--no_such_option=1" in launched.stderr, "Traceback" in launched.stderr) == (
         2,
@@ -178,9 +171,9 @@ def test_the_install_steps_make_what_the_image_needs(instructions: list[tuple[st
     ), launched.stderr
 
     for module in ("torch", "transformers", "tensorflow", "jax", "orbax"):
-        assert f"No module named '{module}'" in run("python", "-c", f"import {module}").stderr
+        assert f"No module named '{module}'" in run(programs / "python", "-c", f"import {module}", cwd=tmp_path).stderr
 
-    frozen = run("python", "-m", "pip", "freeze", "--exclude", "weightbeam").stdout.split()
+    frozen = run(programs / "python", "-m", "pip", "freeze", "--exclude", "weightbeam", cwd=tmp_path).stdout.split()
     assert len(frozen) > 50
     assert {line for line in frozen if line.partition("==")[2] != PINS.get(line.partition("==")[0])} == set(), (
         "see the first line of deploy/constraints.txt"

@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from apache_beam.options.pipeline_options import SetupOptions, WorkerOptions
+from processes import run
 
 from deploy import metadata
 from deploy.launch import conversion_options, to_arguments
@@ -39,13 +39,7 @@ def test_the_file_is_what_the_options_make() -> None:
 
 
 def test_the_parameters_are_the_options() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "weightbeam.pipelines.cli", "convert", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    shown = run(sys.executable, "-m", "weightbeam.pipelines.cli", "convert", "--help", cwd=ROOT, status=0).stdout
     options = set(re.findall(r"^  --(\w+)", shown, re.MULTILINE)) - set(metadata.LEFT_OUT) - SHELL
     assert len(options) > 15
     assert set(parameters()) == options | set(metadata.FROM_BEAM)
@@ -139,10 +133,7 @@ def test_the_launcher_runs_a_file(tmp_path: Path) -> None:
         "--resume=false",
         "--mesh=fsdp=2 fsdp=4",
     ]
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 2, ran.stderr
+    ran = run(*command, cwd=tmp_path, env=environment, status=2)
     assert ran.stderr.startswith("weightbeam convert: refused")
     assert "Traceback" not in ran.stderr
 

@@ -5,7 +5,6 @@ docs/promises.md names.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from bombs import FOLDERS, empty, release, releases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from measured import runner
+from measured import Measure
 
 from weightbeam.model_mappings.audit import _apart
 
@@ -21,19 +20,10 @@ from weightbeam.model_mappings.audit import _apart
 SECONDS, MEGABYTES, CHARACTERS = 20, 1024, 400_000
 
 
-Run = Callable[[Sequence[object], Path], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with runner() as run:
-        yield run
-
-
-def check(run: Run, folder: Path, command: str, *options: str) -> dict[str, Any]:
+def check(measure: Measure, folder: Path, command: str, *options: str) -> dict[str, Any]:
     """Runs a command on a release; what it took is within the bounds, and there is no traceback."""
     source = ["--source", folder] if command == "plan" else [folder]
-    told = run([command, *source, *options], folder.parent / "printed")
+    told = measure([command, *source, *options], folder.parent / "printed")
     assert told["status"] in (0, 2), told["message"]
     assert "Traceback" not in told["message"]
     assert told["cpu"] <= SECONDS
@@ -56,12 +46,12 @@ MANY = ("240,000", "450,000", "million", "1.7 TiB")  # these take seconds to ten
         for name in FOLDERS
     ],
 )
-def test_bombs_are_planned_or_refused_in_time(name: str, tmp_path: Path, run: Run) -> None:
+def test_bombs_are_planned_or_refused_in_time(name: str, tmp_path: Path, measure: Measure) -> None:
     folder = tmp_path / "hf"
     FOLDERS[name](folder)
     model = () if "layers" in name or "windows" in name else ("--maxtext_model", "llama2-7b")
-    check(run, folder, "plan", *model)
-    check(run, folder, "inspect")
+    check(measure, folder, "plan", *model)
+    check(measure, folder, "inspect")
     shutil.rmtree(folder)
 
 
@@ -72,7 +62,7 @@ def test_bombs_are_planned_or_refused_in_time(name: str, tmp_path: Path, run: Ru
     derandomize=True,
 )
 @given(releases())
-def test_any_bomb(run: Run, tmp_path: Path, made: tuple[dict[str, Any], dict[str, Any], int]) -> None:
+def test_any_bomb(measure: Measure, tmp_path: Path, made: tuple[dict[str, Any], dict[str, Any], int]) -> None:
     """Sizes of any order of magnitude, tensors that fit them or don't."""
     config, tensors, more = made
     folder = tmp_path / "hf"
@@ -81,7 +71,7 @@ def test_any_bomb(run: Run, tmp_path: Path, made: tuple[dict[str, Any], dict[str
         release(folder, config, tensors | empty(f"more.{i}" for i in range(more)))
     except (OSError, OverflowError):  # larger than any file
         return
-    check(run, folder, "plan")
+    check(measure, folder, "plan")
 
 
 spans = st.builds(range, st.integers(0, 40), st.integers(0, 80), st.integers(1, 9))

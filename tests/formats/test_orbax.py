@@ -7,13 +7,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from lazily import lazily
+from processes import run
 from support import BF16, HERE
 
 from weightbeam.formats.ocdbt import ATTEMPT, IncompleteError
@@ -301,7 +301,7 @@ def dead(
     left = {moment: staging_at(folder / str(moment), 0) for moment in MOMENTS}
     jobs = [(moment, str(Path(staging.output))) for moment, staging in left.items()]
     script = WRITER.format(here=str(HERE), this=__file__, use_ocdbt=request.param, jobs=jobs)
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    ran = run(sys.executable, "-c", script, timeout=60)
     statuses = [int(line) for line in ran.stdout.split()]
     assert [os.WIFSIGNALED(status) for status in statuses] == [moment is not None for moment in MOMENTS], ran.stderr
     assert os.WEXITSTATUS(statuses[0]) == 9, ran.stderr

@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import run
 from servers.clients import asking, at_hub
 from servers.dataflow import FakeDataflow
 from servers.gcs import FakeGcs
@@ -77,16 +78,7 @@ def outside(code: str, *arguments: str, **env: str) -> subprocess.CompletedProce
         if not name.startswith(("GOOGLE_", "GCE_", "STORAGE_", "TENSORSTORE_", "HF_", "CLOUDSDK_"))
     }
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(
-        command,
-        env=kept | env,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run(*command, env=kept | env, cwd=ROOT, stderr=subprocess.STDOUT, timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def main(process: int, processes: int, port: str, request: dict[str, Any], folde
         )
     jax.monitoring.register_event_duration_secs_listener(note_program)
     for number, wanted in enumerate(request["loads"]):
-        yield run(process, wanted)
+        yield load_once(process, wanted)
         (folder / f"done-{number}-{process}").touch()
 
 
@@ -69,7 +69,7 @@ def note_program(event: str, *_: Any, **__: Any) -> None:
         PROGRAMS.append(event)
 
 
-def run(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
+def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
     """One load. A mesh of fewer devices than there are has the first of them."""
     import jax
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
+from processes import run
 from support import HERE
 
 
 def test_load_nnx() -> None:
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "examples.load_nnx"],
-        cwd=HERE.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    ran = run(sys.executable, "-m", "examples.load_nnx", cwd=HERE.parent, env=environment, status=0)
     assert "32 arrays on 4 devices; token 7 begins with [" in ran.stdout

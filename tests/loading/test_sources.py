@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
+from processes import run
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from support import (
@@ -173,10 +173,7 @@ def test_buckets_and_the_hub(tmp_path: Path) -> None:
         environment = (
             os.environ | gcs.env() | hub.env() | {"PYTHONPATH": f"{HERE}:{HERE.parent}", "JAX_PLATFORMS": "cpu"}
         )
-        ran = subprocess.run(
-            [sys.executable, "-c", REMOTE], env=environment, capture_output=True, text=True, check=False
-        )
-        assert ran.returncode == 0, ran.stderr[-3000:]
+        ran = run(sys.executable, "-c", REMOTE, env=environment, status=0)
         stored = sum(path.stat().st_size for path in source.glob("*.safetensors"))
         assert hub.cdn.log.sent < 2 * stored * 1.01  # by the conversion, and by the load
     told = [digest(values) for values in wanted().values()]

@@ -4,7 +4,6 @@ a loader.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
+from processes import run
 from support import BF16, F32, HERE, LLAMA, assert_same_bits, flatten, random_tensors, reference, save, split
 
 import weightbeam as wb
@@ -170,4 +170,4 @@ def test_maxtexts_loader(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: st
 def test_jax_waits_until_it_is_needed() -> None:
     """The public face, `open` and MaxText's hook import neither JAX nor MaxText."""
     script = "import sys, weightbeam as wb, weightbeam.maxtext; wb.open, wb.load, wb.maxtext.install; assert not {'jax', 'maxtext', 'flax'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], cwd=HERE.parent, check=True)
+    run(sys.executable, "-c", script, cwd=HERE.parent, status=0)

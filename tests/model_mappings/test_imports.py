@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from processes import run
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -24,7 +25,7 @@ def test_importing_every_module_pulls_in_numpy_alone():
     """In a fresh interpreter: no jax, torch, apache_beam, orbax or tensorstore, and no formats, transforms or pipelines
     either.
     """
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run(sys.executable, "-c", SCRIPT, cwd=ROOT, status=0)
     names, roots = json.loads(done.stdout)
     files = {
         "weightbeam." + ".".join(file.relative_to(ROOT).with_suffix("").parts)

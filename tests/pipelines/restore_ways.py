@@ -110,7 +110,7 @@ class Collector(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def run(step: Path, sizes: str) -> dict[str, Any]:
+def restore_each_way(step: Path, sizes: str) -> dict[str, Any]:
     abstract = target(pytree(step, None), sizes)
     results = {}
     for way in [*WITHOUT_TARGET, *WITH_TARGET]:
@@ -134,4 +134,4 @@ def run(step: Path, sizes: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({step: run(Path(step), sys.argv[1]) for step in sys.argv[2:]}))
+    print(json.dumps({step: restore_each_way(Path(step), sys.argv[1]) for step in sys.argv[2:]}))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import run
 from support import LLAMA, assert_same_bits, random_tensors, restore, save
 
 import weightbeam as wb
@@ -25,8 +26,7 @@ from weightbeam.transforms.options import Options
 
 def script(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """A script of its own."""
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run(sys.executable, "-c", textwrap.dedent(code), *arguments)
 
 
 @pytest.fixture(scope="module")

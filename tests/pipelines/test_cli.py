@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
+from processes import run
 from support import DEEPSEEK, FP8, LLAMA, assert_same_bits, call, convert, random_tensors, restore, save, split
 
 import weightbeam
@@ -25,11 +25,6 @@ ocp = lazily("orbax.checkpoint")
 
 HEAVY = ["apache_beam", "numpy", "ml_dtypes", "tensorstore", "rich", "grpc", "torch", "transformers", "jax", "orbax"]
 WEIGHTBEAM = str(Path(sys.executable).parent / "weightbeam")
-
-
-def run(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """A process of its own."""
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False, **options)
 
 
 def imported_by(code: str) -> set[str]:

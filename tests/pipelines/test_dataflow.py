@@ -28,6 +28,7 @@ from apache_beam.options.pipeline_options import (
     WorkerOptions,
 )
 from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationClient
+from processes import run
 from submission import OUTPUT, PROJECT, REGION, STAGED, TIMEOUT, Cloud, Submission, cloud
 from support import (
     LLAMA,
@@ -129,9 +130,9 @@ def work(servers: Cloud, job: Submission, folder: Path) -> None:
         package,
         archive,
     ]
-    subprocess.run(install, check=True, timeout=TIMEOUT)
-    run = [sys.executable, "-c", WORKER, package, graph]
-    subprocess.run(run, check=True, timeout=TIMEOUT, cwd=folder, env=servers.environment | {"PYTHONPATH": str(package)})
+    run(*install, status=0)
+    path = {"PYTHONPATH": str(package)}
+    run(sys.executable, "-c", WORKER, package, graph, status=0, cwd=folder, env=servers.environment | path)
 
 
 @dataclasses.dataclass
@@ -144,7 +145,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(servers: Cloud, source: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def converted(servers: Cloud, source: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The command waits while the job is carried out; then the checkpoint is fetched from the bucket."""
     folder = tmp_path_factory.mktemp("run")
     servers.dataflow.states, before = ["JOB_STATE_RUNNING"], len(servers.dataflow.jobs)
@@ -161,23 +162,23 @@ def run(servers: Cloud, source: str, tmp_path_factory: pytest.TempPathFactory) -
     return Run(job, subprocess.CompletedProcess(process.args, process.returncode, out, err), folder / "run")
 
 
-def test_the_job_makes_the_checkpoint(run: Run) -> None:
+def test_the_job_makes_the_checkpoint(converted: Run) -> None:
     """From the staged package and graph alone, without jax or torch: MaxText's own bits. The command says where the job
     is, and what came of it.
     """
-    assert run.command.returncode == 0, run.command.stderr
-    assert digests(restore(run.restored / "0")) == given_arrays(CASE, "scanned")
-    assert run.job.job.id in run.command.stderr
+    assert converted.command.returncode == 0, converted.command.stderr
+    assert digests(restore(converted.restored / "0")) == given_arrays(CASE, "scanned")
+    assert converted.job.job.id in converted.command.stderr
     assert (
-        f"https://console.cloud.google.com/dataflow/jobs/{REGION}/{run.job.job.id}?project={PROJECT}"
-        in run.command.stderr
+        f"https://console.cloud.google.com/dataflow/jobs/{REGION}/{converted.job.job.id}?project={PROJECT}"
+        in converted.command.stderr
     )
-    assert "job running" in run.command.stderr
-    assert "job done" in run.command.stderr
-    assert f"gs://{OUTPUT}/run/0/items: " in run.command.stdout
+    assert "job running" in converted.command.stderr
+    assert "job done" in converted.command.stderr
+    assert f"gs://{OUTPUT}/run/0/items: " in converted.command.stdout
 
 
-def test_what_the_job_asks_for(run: Run, generated: Path) -> None:
+def test_what_the_job_asks_for(converted: Run, generated: Path) -> None:
     """Machines, threads and memory follow from the plan's bound; one process on a machine; the package is staged, and
     nothing of __main__.
     """
@@ -185,7 +186,7 @@ def test_what_the_job_asks_for(run: Run, generated: Path) -> None:
         Options(unit_bytes=UNIT_BYTES, maxtext_model=given()[CASE]["maxtext_model"]),
         open_hf(generated / "cases" / CASE),
     )
-    pool, environment = run.job.pool, run.job.environment
+    pool, environment = converted.job.pool, converted.job.environment
     assert (pool["machineType"], pool["numThreadsPerWorker"], pool["diskSizeGb"]) == ("n2-standard-2", 4, 30)
     # 2: by throughput
     assert pool["autoscalingSettings"] == {"algorithm": 2, "maxNumWorkers": -(-len(conversion.units) // 4)}
@@ -193,23 +194,23 @@ def test_what_the_job_asks_for(run: Run, generated: Path) -> None:
     assert "use_multiple_sdk_containers" not in environment["experiments"]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert f"cloud-dataflow/v1beta3/beam_python{python}_sdk:" in pool["workerHarnessContainerImage"]
-    assert set(run.job.files) == {"pipeline.pb", "workflow.tar.gz", "submission_environment_dependencies.txt"}
-    assert {package["name"] for package in pool["packages"]} == set(run.job.files) - {"pipeline.pb"}
+    assert set(converted.job.files) == {"pipeline.pb", "workflow.tar.gz", "submission_environment_dependencies.txt"}
+    assert {package["name"] for package in pool["packages"]} == set(converted.job.files) - {"pipeline.pb"}
     for step in WORKING:
         # it reads from a bucket
-        assert int(run.job.hints(step)[MIN_RAM]) == memory_bound(
+        assert int(converted.job.hints(step)[MIN_RAM]) == memory_bound(
             conversion, 4, "gs://bucket/out"
         ) + Bucket.held_bytes + (1 << 30)
     # else Dataflow fuses less
-    assert len({step.environment_id for step in run.job.steps().values() if step.environment_id}) == 1
-    assert run.job.options["source"] == f"gs://models/{CASE}"  # for who looks at the job
-    assert run.job.options["save_main_session"] is False
-    assert run.job.name.startswith("weightbeam-qwen3-moe-")
+    assert len({step.environment_id for step in converted.job.steps().values() if step.environment_id}) == 1
+    assert converted.job.options["source"] == f"gs://models/{CASE}"  # for who looks at the job
+    assert converted.job.options["save_main_session"] is False
+    assert converted.job.name.startswith("weightbeam-qwen3-moe-")
 
 
-def test_no_step_holds_code_of_main(run: Run) -> None:
+def test_no_step_holds_code_of_main(converted: Run) -> None:
     """DoFns are pickled by the names of their modules; the first line makes sure that we look at what is pickled."""
-    pickled = run.job.pickled()
+    pickled = converted.job.pickled()
     assert all(
         b"weightbeam.transforms.stages" in pickled[step]
         for step in (*WORKING, "ExpandUnits/Expand", "AssembleCheckpoint/Assemble")
@@ -217,21 +218,23 @@ def test_no_step_holds_code_of_main(run: Run) -> None:
     assert not [name for name, code in pickled.items() if b"__main__" in code]
 
 
-def test_no_secret_leaves_this_machine(servers: Cloud, run: Run) -> None:
+def test_no_secret_leaves_this_machine(servers: Cloud, converted: Run) -> None:
     """Neither the hub's token nor the account's key is in anything that was sent, staged, written or said; the secret's
     name is, for the workers.
     """
     key = Path(servers.environment["GOOGLE_APPLICATION_CREDENTIALS"]).read_text().split("\\n")[1].encode()
     objects = [found.data for bucket in (STAGED, OUTPUT) for found in servers.gcs.objects[bucket].values()]
-    said = (run.command.stdout + run.command.stderr).encode()
-    steps = [step.spec.payload for step in run.job.steps().values()]
-    everything = b"\n".join([run.job.job.sent, run.job.packed(), *steps, *run.job.pickled().values(), *objects, said])
+    said = (converted.command.stdout + converted.command.stderr).encode()
+    steps = [step.spec.payload for step in converted.job.steps().values()]
+    everything = b"\n".join(
+        [converted.job.job.sent, converted.job.packed(), *steps, *converted.job.pickled().values(), *objects, said]
+    )
     for secret in (TOKEN.encode(), key, b"for-a-test"):
         assert len(secret) >= 10
         assert secret not in everything
         assert base64.b64encode(secret)[:-4] not in everything
     for step in ("ReadBoxes/ParDo(_ReadBoxesFn)", "AssembleCheckpoint/Assemble"):
-        assert NAME.encode() in run.job.pickled()[step]
+        assert NAME.encode() in converted.job.pickled()[step]
 
 
 def test_an_image_and_no_waiting(servers: Cloud, source: str) -> None:
@@ -294,7 +297,7 @@ def test_a_job_that_is_lost_sight_of(servers: Cloud, source: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_progress(servers: Cloud, run: Run) -> None:
+def test_progress(servers: Cloud, converted: Run) -> None:
     """The counter of WriteChunks, what is committed of it; and no more than it if the service can't be asked."""
     place = [
         "--runner=DataflowRunner",
@@ -304,7 +307,7 @@ def test_progress(servers: Cloud, run: Run) -> None:
         f"--dataflow_endpoint={servers.dataflow.url}",
     ]
     runner = SimpleNamespace(dataflow_client=DataflowApplicationClient(PipelineOptions(place)))
-    result = SimpleNamespace(_runner=runner, job_id=lambda: run.job.job.id)
+    result = SimpleNamespace(_runner=runner, job_id=lambda: converted.job.job.id)
     servers.dataflow.written = 1234
     assert dataflow.bytes_written(result)() == 1234
     assert dataflow.bytes_written(SimpleNamespace(_runner=None, job_id=result.job_id))() == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from processes import run
 from safetensors.numpy import save_file
 from support import DEEPSEEK, FP8, INDEX, LLAMA, call, convert, random_tensors, read_config, read_file, save, split
 
@@ -332,8 +332,7 @@ def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, rows: int) -
     """At once and in little memory, rather than planned for as long as the machine bears it."""
     folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
     command = f"ulimit -v 8000000; exec '{sys.executable}' -m weightbeam.pipelines.plan --source '{folder}' --vocab_size {rows}"
-    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=15, check=False)
-    assert ran.returncode == 2, ran.stderr[-500:]
+    ran = run("bash", "-c", command, timeout=15, status=2)
     assert "vocab_size" in ran.stderr
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pairs
 import pytest
-from faults import EXPORTING, STAGES, arguments, is_published, kill, run
+from faults import EXPORTING, STAGES, arguments, is_published, kill, run_jobs
 from hostile import snapshot
 from lazily import lazily
 from soak import OVERLAPPING, bundles_twice, kill_and_resume
@@ -30,7 +30,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def go(source: Path, output: Path, *options: str, **more: Any) -> dict[str, Any]:
-    """A job for `faults.run`."""
+    """A job for `faults.run_jobs`."""
     return dict(arguments=arguments(source, output, *options), printed=str(source.parent / "printed"), **more)
 
 
@@ -110,7 +110,7 @@ def test_exports_killed_and_resumed(tmp_path: Path, stages: list[str]) -> None:
         jobs += [job(output, "--resume", fault=kill(stage, "SIGKILL", 0, 1))] * (len(stages) > 1) + [
             job(output, "--resume")
         ]
-    assert [told["status"] for told in run(jobs)] == ([-9, -9, 0] * len(stages) if len(stages) > 1 else [-9, 0])
+    assert [told["status"] for told in run_jobs(jobs)] == ([-9, -9, 0] * len(stages) if len(stages) > 1 else [-9, 0])
     wanted = {path.name: path.read_bytes() for path in (tmp_path / "quiet").iterdir()}
     for number in range(len(stages)):
         assert {path.name: path.read_bytes() for path in (tmp_path / f"out{number}").iterdir()} == wanted
@@ -143,7 +143,7 @@ def test_zombies_that_go_on_after_the_commit(source: Path, tmp_path: Path, mode:
             go(source, outputs[-1], mode, set={"weightbeam.formats.lease.STALE": 0}),
         ]
     before = [go(source, output) for output in outputs] if mode == "--overwrite" else []
-    told = run([*before, *jobs])[len(before) :]
+    told = run_jobs([*before, *jobs])[len(before) :]
     first, woken = told[: len(jobs)], told[len(jobs) :]
     assert [row["status"] for row in first] == ["asleep", 0] * len(outputs), first
     assert [row["changed"] for row in woken[::2]] == [[]] * len(outputs)
@@ -175,7 +175,7 @@ def test_shards_that_change_while_they_are_read(tmp_path: Path, changes: list[st
         source = save(tmp_path / change / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
         fault = dict(kind="change", change=change, stage="reading", call=2, file=str(source / SHARD))
         jobs += [go(source, tmp_path / change / "out", fault=fault), go(source, tmp_path / change / "out", "--resume")]
-    told = run(jobs)
+    told = run_jobs(jobs)
     for change, failed, resumed in zip(changes, told[::2], told[1::2], strict=True):
         assert_failed(failed, tmp_path / change / "out", SHARD)
         assert resumed["status"] == 2, (change, resumed)
@@ -187,7 +187,7 @@ def test_a_read_error(source: Path, tmp_path: Path) -> None:
     before = snapshot(source)
     fault = dict(kind="broken disk", stage="reading", call=4)
     for name, how in {"in turn": {}, "ahead": OVERLAPPING}.items():
-        told = run([go(source, tmp_path / name, fault=fault, set=how), go(source, tmp_path / name, "--resume")])
+        told = run_jobs([go(source, tmp_path / name, fault=fault, set=how), go(source, tmp_path / name, "--resume")])
         assert_says(told[0], ".safetensors", os.strerror(5), "--resume", "while running 'ReadBoxes/")
         assert told[1]["status"] == 0
         assert_whole(tmp_path / name)
@@ -206,7 +206,7 @@ def test_no_more_writes(source: Path, tmp_path: Path) -> None:
             go(source, tmp_path / name, fault=fault, set=OVERLAPPING if "behind" in name else {}),
             go(source, tmp_path / name, "--resume"),
         ]
-    told = dict(zip(calls, zip(*[iter(run(jobs))] * 2, strict=True), strict=True))
+    told = dict(zip(calls, zip(*[iter(run_jobs(jobs))] * 2, strict=True), strict=True))
     for name in ("writing", "writing behind", "merging"):
         assert_says(told[name][0])
     assert "while running 'WriteChunks/" in told["writing behind"][0]["message"]
@@ -238,7 +238,7 @@ def test_a_disk_that_fills_up(source: Path, small_disk: Path) -> None:
     filler = small_disk / "filler"
     for stage, nth in dict(writing=3, merging=1).items():
         output = small_disk / stage
-        failed, refused = run(
+        failed, refused = run_jobs(
             [
                 go(source, output, fault=dict(kind="fill", stage=stage, call=nth, file=str(filler))),
                 go(source, output, "--resume"),
@@ -248,6 +248,6 @@ def test_a_disk_that_fills_up(source: Path, small_disk: Path) -> None:
         assert refused["status"] in (1, 2)
         assert not is_published(output)
         filler.unlink()
-        (resumed,) = run([go(source, output, "--resume")])
+        (resumed,) = run_jobs([go(source, output, "--resume")])
         assert resumed["status"] == 0, resumed
         assert_whole(output)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import types
 import zlib
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from facts import layouts_of
 from hostile import FOLDERS, VALUES, checkpoint_of, mutated, paths, tiny_checkpoints
+from processes import run
 from support import HERE
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
@@ -37,15 +37,7 @@ SHARE = 64  # of the pairs of a field and a value one is tried
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What `plan` and `convert` did with each bad folder, see `hostile.main`."""
     script = [sys.executable, str(HERE / "hostile.py"), str(tmp_path_factory.mktemp("hostile"))]
-    ran = subprocess.run(
-        script,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env=os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"},
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    ran = run(*script, timeout=900, env=os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"}, status=0)
     told: dict[str, list[dict[str, Any]]] = {}
     for row in map(json.loads, ran.stdout.splitlines()):
         told.setdefault(row["name"], []).append(row)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
+from processes import run
 from support import (
     BF16,
     HERE,
@@ -121,9 +121,7 @@ def test_the_operating_system_counts_the_same(steps: dict[str, Path], name: str,
     for host in (0, on.devices - 1):
         boxes = {key: shard_box(spec.shape, over[key], on, host) for key, spec in specs.items()}
         command = [sys.executable, "-c", READ_HOST, str(items), json.dumps(boxes)]
-        counted = json.loads(
-            subprocess.run(command, capture_output=True, text=True, check=True, cwd=HERE.parent).stdout
-        )
+        counted = json.loads(run(*command, cwd=HERE.parent, status=0).stdout)
         assert counted["nbytes"] == load.needed[host]
         assert load.fetched[host] <= counted["rchar"] <= load.fetched[host] + 100_000
 

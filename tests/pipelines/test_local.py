@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import ClassVar
 import apache_beam as beam
 import pytest
 import yaml
+from processes import run
 from servers.hub import FakeHub
 from support import LLAMA, LLAMA_8B, call, random_tensors, save, split
 
@@ -51,15 +51,8 @@ class Watched:
         seen = self.folder / "seen"
         seen.write_text("")
         path = os.pathsep.join([str(self.folder / "site"), str(ROOT)])
-        words = [sys.executable, "-m", f"weightbeam.pipelines.{command[0]}", *map(str, command[1:])]
-        ran = subprocess.run(
-            words,
-            env=os.environ | environment | {"PYTHONPATH": path, "SEEN": str(seen)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert ran.returncode == 0, ran.stderr
+        words = [sys.executable, "-m", f"weightbeam.pipelines.{command[0]}", *command[1:]]
+        run(*words, env=os.environ | environment | {"PYTHONPATH": path, "SEEN": str(seen)}, status=0)
         return [int(line) for line in seen.read_text().split()]
 
 
@@ -72,11 +65,8 @@ def test_the_looks_see_a_port(tmp_path: Path) -> None:
     """Else the tests below would prove nothing."""
     listen = "import socket; s = socket.socket(); s.bind(('localhost', 0)); s.listen()\n"
     script = f"{listen}{WATCHING}\nwork.Tally().add(1)"
-    subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"SEEN": str(tmp_path / "seen"), "PYTHONPATH": str(ROOT)},
-        check=True,
-    )
+    seen = {"SEEN": str(tmp_path / "seen"), "PYTHONPATH": str(ROOT)}
+    run(sys.executable, "-c", script, env=os.environ | seen, status=0)
     assert (tmp_path / "seen").read_text() == "1\n"
 
 
@@ -143,14 +133,7 @@ def test_too_little_memory_for_threads(tmp_path: Path, limit: int) -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit << 10, limit << 10))
 
-    ran = subprocess.run(
-        list(map(str, command)),
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        preexec_fn=limited,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ran = run(*command, env=os.environ | {"PYTHONPATH": str(ROOT)}, preexec_fn=limited)
     assert ran.returncode in (0, 1), ran.stderr
     assert (ran.returncode == 0) == (tmp_path / "out" / "0" / "commit_success.txt").exists()
     if ran.returncode:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import run
 from support import LLAMA, LLAMA_8B, convert, random_tensors, save, shapes
 
 from weightbeam.formats.orbax import find_items, open_arrays
@@ -64,7 +65,9 @@ def group() -> Iterator[Path | None]:
     yield None
 
 
-def run(command: list[str], limit: int, group: Path | None, seconds: float = 100) -> subprocess.CompletedProcess:
+def run_within(
+    limit: int, group: Path | None, *command: object, seconds: float = 100
+) -> subprocess.CompletedProcess[str]:
     """Runs a command that can't have more than `limit` bytes."""
 
     def limited() -> None:
@@ -76,9 +79,7 @@ def run(command: list[str], limit: int, group: Path | None, seconds: float = 100
     if group is not None:
         file = group / "memory.limit_in_bytes"
         (file if file.exists() else group / "memory.max").write_text(str(limit))
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, preexec_fn=limited, check=False, timeout=seconds
-    )
+    return run(*command, cwd=ROOT, preexec_fn=limited, timeout=seconds)
 
 
 def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> None:
@@ -87,12 +88,8 @@ def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> 
     """
     source = sparse(tmp_path / "source")
     options = [*("--source", str(source), "--mesh", "fsdp=16", "--unit_bytes", "48MiB"), "--direct_num_workers=2"]
-    subprocess.run(
-        [sys.executable, "-m", "weightbeam.pipelines.plan", *options, "--json", str(tmp_path / "plan.json")],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
+    script = [sys.executable, "-m", "weightbeam.pipelines.plan"]
+    run(*script, *options, "--json", tmp_path / "plan.json", cwd=ROOT, status=0)
     limit = json.loads((tmp_path / "plan.json").read_text())["memory"]["per_worker_bytes"]
     assert 6 * limit < (source / "model.safetensors").stat().st_size < 7 * limit
     command = [
@@ -105,11 +102,11 @@ def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> 
         "--compression",
         "zstd",
     ]
-    done = run(command, limit, group)
+    done = run_within(limit, group, *command)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "0" / "commit_success.txt").exists()
     if group is not None:
-        assert run([*command, "--overwrite"], limit // 4, group).returncode == -9, "the limit doesn't limit"
+        assert run_within(limit // 4, group, *command, "--overwrite").returncode == -9, "the limit doesn't limit"
 
 
 TRAINED = """
@@ -127,11 +124,11 @@ def test_one_chunk_that_is_larger_than_the_limit(tmp_path: Path, group: Path | N
     the bit.
     """
     source = tmp_path / "run" / "7" / "items"
-    subprocess.run([sys.executable, "-c", TRAINED, str(source)], check=True, capture_output=True)
+    run(sys.executable, "-c", TRAINED, source, status=0)
     (chunk,) = {array.chunk_bytes for array in open_orbax(source, any_tree=True).arrays.values()}
     assert chunk > 1_800 * MIB
     command = [sys.executable, "-m", "weightbeam.pipelines.reshard", str(source), str(tmp_path / "out"), *options]
-    done = run(command, 1536 * MIB, group, seconds=500)
+    done = run_within(1536 * MIB, group, *command, seconds=500)
     assert done.returncode == 0, done.stderr
     stores = [
         open_arrays(items)["params.params.decoder.layers.mlp.wi_0.kernel"]

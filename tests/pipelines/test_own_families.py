@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import run
 from safetensors.numpy import save_file
 
 from weightbeam.formats.orbax import open_arrays
@@ -41,16 +42,10 @@ def release(folder: Path, kind: str = "tiny_mlp") -> dict[str, np.ndarray]:
     return tensors
 
 
-def weightbeam(*arguments: object, path: Path | None = None) -> subprocess.CompletedProcess:
+def weightbeam(*arguments: object, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).parents[2])
     env = os.environ | {"PYTHONPATH": os.pathsep.join([root, *([str(path)] if path else [])])}
-    return subprocess.run(
-        [sys.executable, "-m", "weightbeam.pipelines.cli", *map(str, arguments)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run(sys.executable, "-m", "weightbeam.pipelines.cli", *arguments, env=env)
 
 
 def arrays(checkpoint: Path) -> dict[str, np.ndarray]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from processes import run
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from support import (
@@ -83,13 +83,11 @@ def start(*arguments: str, env: Mapping[str, str]) -> warm.Process:
     return warm.start(*arguments, env=os.environ | env)
 
 
-def run(*arguments: str, env: Mapping[str, str], status: int = 0) -> str:
+def printed(*arguments: str, env: Mapping[str, str], status: int = 0) -> str:
     """Runs `weightbeam` to its end; returns all that it printed."""
-    process = start(*arguments, env=env)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == status, out + err
-    assert "Traceback" not in err
-    return out + err
+    ran = warm.run(*arguments, env=os.environ | env, status=status, timeout=300)
+    assert "Traceback" not in ran.stderr
+    return ran.stdout + ran.stderr
 
 
 def restored(url: str, env: Mapping[str, str]) -> dict[str, list]:
@@ -104,14 +102,7 @@ def steps_in(url: str, env: Mapping[str, str]) -> dict[str, list[str]]:
 
 def ask_orbax(script: str, url: str, env: Mapping[str, str]) -> dict[str, list]:
     path = f"{HERE}{os.pathsep}{HERE.parent}"
-    made = subprocess.run(
-        [sys.executable, "-c", script, url],
-        env=os.environ | env | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
+    made = run(sys.executable, "-c", script, url, env=os.environ | env | {"PYTHONPATH": path}, status=0)
     return json.loads(made.stdout.splitlines()[-1])
 
 
@@ -120,7 +111,7 @@ def test_from_the_hub_to_a_bucket(gcs: FakeGcs, hub: FakeHub, source: Path, want
     each file.
     """
     env = gcs.env() | hub.env()
-    run("convert", "--source", "hf://org/model", "--output", "gs://bucket/ckpt", *OPTIONS, env=env)
+    printed("convert", "--source", "hf://org/model", "--output", "gs://bucket/ckpt", *OPTIONS, env=env)
     assert restored("gs://bucket/ckpt/0/items", env) == wanted
 
     files = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
@@ -140,24 +131,24 @@ def test_from_the_hub_to_a_bucket(gcs: FakeGcs, hub: FakeHub, source: Path, want
     assert {shard["name"] for shard in record["shards"] if len(shard["sha256"]) == 64} == set(files)
     units = sum("ocdbt.process_" in name and name.endswith("manifest.ocdbt") for name in names)
     assert len(gcs.log.of("write")) <= 4 * units + 16
-    assert "15 exact" in run("verify", "--source", "hf://org/model", "--checkpoint", "gs://bucket/ckpt", env=env)
+    assert "15 exact" in printed("verify", "--source", "hf://org/model", "--checkpoint", "gs://bucket/ckpt", env=env)
 
 
 @pytest.mark.slow("many commands and restores by Orbax in processes; test_reshard has the law for folders")
 def test_reshard_within_a_bucket(gcs: FakeGcs, source: Path, wanted: dict[str, list]) -> None:
     """The same bits in other chunks; chunks that fit are copied; a step without its marker is refused."""
     env = gcs.env()
-    run("convert", "--source", str(source), "--output", "gs://bucket/ckpt", *OPTIONS, env=env)
-    assert "copied" in run("reshard", "gs://bucket/ckpt", "gs://bucket/same", "--dry_run", env=env)
-    run("reshard", "gs://bucket/ckpt", "gs://bucket/same", env=env)
-    run("reshard", "gs://bucket/ckpt", "gs://bucket/cut", "--mesh", "fsdp=2", "--compression", "zstd", env=env)
+    printed("convert", "--source", str(source), "--output", "gs://bucket/ckpt", *OPTIONS, env=env)
+    assert "copied" in printed("reshard", "gs://bucket/ckpt", "gs://bucket/same", "--dry_run", env=env)
+    printed("reshard", "gs://bucket/ckpt", "gs://bucket/same", env=env)
+    printed("reshard", "gs://bucket/ckpt", "gs://bucket/cut", "--mesh", "fsdp=2", "--compression", "zstd", env=env)
     assert restored("gs://bucket/same/0/items", env) == restored("gs://bucket/cut/0/items", env) == wanted
     assert steps_in("gs://bucket/cut", env) == {"0": ["items"]}
     for name in [
         name for name in gcs.objects["bucket"] if name.startswith("ckpt/") and name.endswith("commit_success.txt")
     ]:
         del gcs.objects["bucket"][name]
-    assert "still being written" in run("reshard", "gs://bucket/ckpt", "gs://bucket/late", env=env, status=2)
+    assert "still being written" in printed("reshard", "gs://bucket/ckpt", "gs://bucket/late", env=env, status=2)
 
 
 @pytest.mark.slow("waits for retries of every request")
@@ -176,7 +167,7 @@ def test_faults_everywhere_change_nothing(gcs: FakeGcs, hub: FakeHub, wanted: di
     ]
     env = gcs.env() | hub.env(SECRET)
     hub.allow(SECRET, "org/model")
-    said = run("convert", "--source", "hf://org/model", "--output", "gs://bucket/ckpt", *OPTIONS, env=env)
+    said = printed("convert", "--source", "hf://org/model", "--output", "gs://bucket/ckpt", *OPTIONS, env=env)
     assert all(fault.hits for fault in faults), faults
     assert not hub.cdn.leaks
     assert SECRET not in said
@@ -211,12 +202,12 @@ def test_a_killed_conversion_in_a_bucket_goes_on(gcs: FakeGcs, source: Path, wan
     process.wait()
     gcs.faults = []
     assert "ckpt/0/commit_success.txt" not in gcs.objects["bucket"]
-    run("inspect", "gs://bucket/ckpt", env=gcs.env(), status=2)
-    assert "--resume" in run(*arguments, env=gcs.env(), status=2)
+    printed("inspect", "gs://bucket/ckpt", env=gcs.env(), status=2)
+    assert "--resume" in printed(*arguments, env=gcs.env(), status=2)
     entries = {name: made.generation for name, made in gcs.objects["bucket"].items() if "/units/" in name}
     assert len(entries) >= done
     gcs.log.clear()
-    run(*arguments, "--resume", env=gcs.env())
+    printed(*arguments, "--resume", env=gcs.env())
     assert not [entry for entry in gcs.log.of("write") if entry.name.removeprefix("bucket/") in entries]
     assert restored("gs://bucket/ckpt/0/items", gcs.env()) == wanted
     assert all(name.startswith("ckpt/0/") for name in gcs.objects["bucket"])
@@ -232,9 +223,9 @@ def test_two_conversions_into_one_place(gcs: FakeGcs, source: Path) -> None:
     assert sorted(process.returncode for process in processes) == [0, 2], said
     assert any("is at work there" in text or "exists" in text or "stopped conversion" in text for text in said)
     gcs.faults = []
-    assert "--overwrite replaces it" in run(*arguments, env=gcs.env(), status=2)
+    assert "--overwrite replaces it" in printed(*arguments, env=gcs.env(), status=2)
     first = gcs.objects["bucket"]["ckpt/0/commit_success.txt"].generation
-    run(*arguments, "--overwrite", env=gcs.env())
+    printed(*arguments, "--overwrite", env=gcs.env())
     assert gcs.objects["bucket"]["ckpt/0/commit_success.txt"].generation > first
 
 
@@ -242,13 +233,13 @@ def test_from_a_bucket_to_a_folder_and_back(gcs: FakeGcs, source: Path, tmp_path
     """The same bits and digests as from a folder; a source that changes between plan and end is refused."""
     for path in source.iterdir():
         gcs.put("bucket", f"models/it/{path.name}", path.read_bytes())
-    run("convert", "--source", "gs://bucket/models/it", "--output", str(tmp_path / "ckpt"), *OPTIONS, env=gcs.env())
+    printed("convert", "--source", "gs://bucket/models/it", "--output", str(tmp_path / "ckpt"), *OPTIONS, env=gcs.env())
     step = convert(source, tmp_path / "local", *OPTIONS)
     assert_same_bits(restore(tmp_path / "ckpt" / "0"), restore(step))
     ours, theirs = (json.loads((place / "conversion.json").read_bytes()) for place in (tmp_path / "ckpt" / "0", step))
     assert ours["digests"] == theirs["digests"]
     assert all(int(shard["version"]) > 0 and shard["crc32c"] for shard in ours["shards"])
-    assert "15 exact" in run(
+    assert "15 exact" in printed(
         "verify", "--source", "gs://bucket/models/it", "--checkpoint", str(tmp_path / "ckpt"), env=gcs.env()
     )
 
@@ -287,7 +278,7 @@ def test_what_cant_be_reached_is_said_before_any_work(
     hub.add("org/gated", source, gated="manual")
     gcs.forbidden = ("bucket/forbidden",)
     output = () if "--output" in arguments else ("--output", "gs://bucket/ckpt")
-    assert message in run("convert", *arguments, *output, env=gcs.env() | hub.env(), status=2)
+    assert message in printed("convert", *arguments, *output, env=gcs.env() | hub.env(), status=2)
     assert not gcs.objects["bucket"]
 
 
@@ -310,21 +301,21 @@ def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Pat
         dict(hub="hf://org/model", bucket="gs://bucket/models/it", folder=str(source))[place],
     )
     gcs.log.clear()
-    said = run("convert", "--virtual", "--source", where, "--output", "gs://bucket/virtual", env=env)
+    said = printed("convert", "--virtual", "--source", where, "--output", "gs://bucket/virtual", env=env)
     assert "the source's own files" in said
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     assert gcs.log.received < 200_000 if place == "bucket" else size < gcs.log.received < size + 200_000
     assert restored("gs://bucket/virtual/0/items", env) == wanted
-    assert "as when it was made" in run("verify", "--checkpoint", "gs://bucket/virtual", env=env)
+    assert "as when it was made" in printed("verify", "--checkpoint", "gs://bucket/virtual", env=env)
 
-    run("materialize", "gs://bucket/virtual", "--output", "gs://bucket/made", "--mesh", "fsdp=4", env=env)
-    run("convert", "--source", where, "--output", "gs://bucket/converted", "--mesh", "fsdp=4", env=env)
+    printed("materialize", "gs://bucket/virtual", "--output", "gs://bucket/made", "--mesh", "fsdp=4", env=env)
+    printed("convert", "--source", where, "--output", "gs://bucket/converted", "--mesh", "fsdp=4", env=env)
     made, converted = (
         json.loads(gcs.objects["bucket"][f"{name}/0/conversion.json"].data) for name in ("made", "converted")
     )
     assert made["digests"] == converted["digests"]
 
-    assert "holds the source" in run(
+    assert "holds the source" in printed(
         "materialize", "gs://bucket/virtual", "--output", "gs://bucket/virtual", "--overwrite", env=env, status=2
     )
 
@@ -338,4 +329,4 @@ def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Pat
         del gcs.objects["bucket"][name]
         if changed is not None:
             gcs.put("bucket", name, changed)
-        assert message in run("verify", "--checkpoint", "gs://bucket/virtual", env=env, status=1)
+        assert message in printed("verify", "--checkpoint", "gs://bucket/virtual", env=env, status=1)

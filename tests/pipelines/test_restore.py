@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from lazily import lazily
+from processes import run
 from support import HERE, convert, given_arrays, restore
 
 from weightbeam.formats.orbax import find_items, read_arrays
@@ -84,9 +84,7 @@ def restore_all(steps: dict[str, Path], mesh: str, devices: int) -> dict[str, di
         "JAX_PLATFORMS": "cpu",
     }
     script = [sys.executable, str(HERE / "pipelines" / "restore_ways.py"), mesh, *map(str, steps.values())]
-    ran = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
+    told = json.loads(run(*script, env=environment, status=0).stdout.splitlines()[-1])
     return {name: told[str(step)] for name, step in steps.items()}
 
 

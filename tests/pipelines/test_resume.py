@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import warm
 from lazily import lazily
+from processes import run
 from support import (
     BF16,
     DEEPSEEK,
@@ -219,7 +220,7 @@ def run_dying(source: Path, jobs: dict[int, Path], script: str, *options: str) -
     text = script.format(
         jobs=[(number, str(output)) for number, output in jobs.items()], source=str(source), options=[*COARSE, *options]
     )
-    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, check=False)
+    return run(sys.executable, "-c", text)
 
 
 def die_at_each(source: Path, jobs: dict[int, Path], *options: str) -> None:

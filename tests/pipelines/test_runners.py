@@ -18,8 +18,7 @@ CASE = "qwen3-moe"
 
 def convert(source: Path, output: Path, *options: object) -> None:
     """`weightbeam convert`, as a process of its own."""
-    done = warm.run("convert", source, output, "--unit_bytes", 100_000, *options, timeout=TIMEOUT)
-    assert done.returncode == 0, done.stderr
+    warm.run("convert", source, output, "--unit_bytes", 100_000, *options, timeout=TIMEOUT, status=0)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from measured import runner
+from measured import Measure
 from strangers import LITTLE, bare, item, sharded, tree, zarr2, zarr3
 from support import LLAMA, call, convert, random_tensors, save
 
@@ -31,14 +31,6 @@ from weightbeam.pipelines.export import plan
 SECONDS, MEGABYTES = 30, 1536  # of the processor's time, which other work on a machine makes longer; of a process
 KEY = "params.params.decoder.decoder_norm.scale"
 MODEL = ("--maxtext_model", "llama2-7b")
-
-Run = Callable[[Sequence[object], Path], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with runner() as run:
-        yield run
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +61,10 @@ def commands(checkpoint: Path, release: Path) -> list[list[object]]:
     ]
 
 
-def check(run: Run, checkpoint: Path, release: Path, said: str) -> None:
+def check(measure: Measure, checkpoint: Path, release: Path, said: str) -> None:
     """All commands refuse a checkpoint, and `weightbeam.open`; nothing is written."""
     for command in commands(checkpoint, release):
-        told = run(command, checkpoint.parent / "printed")
+        told = measure(command, checkpoint.parent / "printed")
         assert (told["status"], said in told["message"]) == (2, True), (command[0], told)
         assert "Traceback" not in told["message"]
         assert told["cpu"] <= SECONDS
@@ -129,21 +121,21 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("kind", ["files", "database"])
 @pytest.mark.parametrize("what", FOREIGN)
 def test_what_isnt_its_own(
-    what: str, kind: str, release: Path, request: pytest.FixtureRequest, tmp_path: Path, run: Run
+    what: str, kind: str, release: Path, request: pytest.FixtureRequest, tmp_path: Path, measure: Measure
 ) -> None:
     """Links out, pipes, sockets: no byte of them is read, and nobody waits for them."""
     step = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "0"))
     change, said = FOREIGN[what]
     change(step)
-    check(run, step, release, said)
+    check(measure, step, release, said)
 
 
-def test_an_item_that_lies_elsewhere(files: Path, release: Path, tmp_path: Path, run: Run) -> None:
+def test_an_item_that_lies_elsewhere(files: Path, release: Path, tmp_path: Path, measure: Measure) -> None:
     """A stranger's step that is the user's own checkpoint; where it leads to can be named."""
     own = Path(shutil.copytree(files, tmp_path / "own"))
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "0").symlink_to(own)
-    check(run, tmp_path / "strange", release, "by a symbolic link; name where it leads to")
+    check(measure, tmp_path / "strange", release, "by a symbolic link; name where it leads to")
     assert call("diff", tmp_path / "strange" / "0", files) == 0
 
 
@@ -274,12 +266,12 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_what_cant_be_meant(bomb: str, files: Path, release: Path, tmp_path: Path, run: Run) -> None:
+def test_what_cant_be_meant(bomb: str, files: Path, release: Path, tmp_path: Path, measure: Measure) -> None:
     """Neither read nor allocated, let alone ended by a signal."""
     step = Path(shutil.copytree(files, tmp_path / "0"))
     change, said = BOMBS[bomb]
     change(step)
-    check(run, step, release, said)
+    check(measure, step, release, said)
 
 
 def test_a_description_that_is_too_long_in_a_database(tmp_path: Path) -> None:
@@ -290,17 +282,17 @@ def test_a_description_that_is_too_long_in_a_database(tmp_path: Path) -> None:
         open_orbax(item(tmp_path / "items", {"params.params.w": (values, zarr3(values, **names))}, use_ocdbt=True))
 
 
-def test_shapes_as_large_as_may_be(files: Path, tmp_path: Path, run: Run) -> None:
+def test_shapes_as_large_as_may_be(files: Path, tmp_path: Path, measure: Measure) -> None:
     """2.2 trillion elements of which nothing is there: compared until the first chunk, which is missing."""
     step = Path(shutil.copytree(files, tmp_path / "0"))
     described([1 << 36, 2, 2, 8], [16, 2, 2, 8])(step)
-    told = run(["diff", step, step], tmp_path / "printed")
+    told = measure(["diff", step, step], tmp_path / "printed")
     assert (told["status"], "is missing" in told["message"]) == (1, True), told
     assert told["megabytes"] <= MEGABYTES
 
 
 @pytest.mark.parametrize("command", ["diff", "verify", "open"])
-def test_chunks_larger_than_the_machine(command: str, tmp_path: Path, release: Path, run: Run) -> None:
+def test_chunks_larger_than_the_machine(command: str, tmp_path: Path, release: Path, measure: Measure) -> None:
     """Told before they are decoded, where they have to be decoded whole."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if memory > 60 << 30:
@@ -313,7 +305,7 @@ def test_chunks_larger_than_the_machine(command: str, tmp_path: Path, release: P
             wb.open(str(items))
         return
     arguments = [items, items] if command == "diff" else ["--checkpoint", items, "--source", release]
-    told = run([command, *arguments], tmp_path / "printed")
+    told = measure([command, *arguments], tmp_path / "printed")
     assert (told["status"] in (1, 2), "this machine has" in told["message"]) == (True, True), told
 
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import each, some
+from processes import run
 from support import BF16, LLAMA, call, random_tensors, save
 
 from weightbeam.formats.printable import printable
@@ -110,5 +111,4 @@ def test_closed_streams(folder: Path, tmp_path: Path, closed: str) -> None:
     output = tmp_path / "out"
     model = "--maxtext_model llama2-7b"
     script = f"{here} convert --source {folder} --output {output} {model} {closed} && {here} verify --source {folder} --checkpoint {output} {model} {closed}"
-    ran = subprocess.run(["bash", "-c", script], timeout=300, check=False, capture_output=True)
-    assert ran.returncode == 0, ran.stderr
+    run("bash", "-c", script, status=0)

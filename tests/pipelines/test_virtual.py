@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import tensorstore as ts
 from lazily import lazily
 from pairs import each, some
+from processes import run
 from support import (
     BF16,
     FP8,
@@ -136,8 +136,7 @@ def test_every_way_to_restore(generated: Path, tmp_path: Path, devices: int, mes
         "JAX_PLATFORMS": "cpu",
     }
     script = [sys.executable, str(HERE / "pipelines" / "restore_ways.py"), mesh, *map(str, steps)]
-    ran = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    ran = run(*script, env=environment, status=0)
     for case, told in zip(cases, json.loads(ran.stdout.splitlines()[-1]).values(), strict=True):
         assert len(told) == 9
         assert all(result["arrays"] == given_arrays(case, "scanned") for result in told.values())
@@ -160,7 +159,7 @@ def test_beam_is_not_needed_where_nothing_is_made(source: Path, tmp_path: Path) 
     code = "import sys; from weightbeam.pipelines.cli import main; "
     code += f"main(['convert','--source',{str(source)!r},'--output',{str(tmp_path / 'out')!r},'--virtual']); "
     code += "sys.exit('apache_beam' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=HERE.parent, check=False).returncode == 0
+    run(sys.executable, "-c", code, cwd=HERE.parent, status=0)
     assert restore(tmp_path / "out" / "0")
 
 
@@ -368,12 +367,7 @@ def test_hashes_tell_a_touch_from_a_change(source: Path, tmp_path: Path, capsys:
     """With `--sha256`; the list of hashes is one that `sha256sum -c` reads."""
     step = convert(source, tmp_path / "out", "--virtual", "--sha256")
     assert all(file["sha256"] for file in record(step)["references"]["files"])
-    assert (
-        subprocess.run(
-            ["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=step / "items" / SOURCE, check=False
-        ).returncode
-        == 0
-    )
+    run("sha256sum", "-c", "--quiet", "SHA256SUMS", cwd=step / "items" / SOURCE, status=0)
     os.utime(weights(source))
     assert call("verify", "--source", source, "--checkpoint", step) == 0
     change(source)

@@ -37,6 +37,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import close_session
+from processes import run
 
 from servers.hub import FakeHub
 from servers.server import process
@@ -406,21 +407,17 @@ def test_faults_are_seen(hub: FakeHub, tmp_path: Path) -> None:
 # --- as others use it -------------------------------------------------------------------------------------------------
 
 
-def run(code: str, environment: dict[str, str]) -> Any:
+def found_with(code: str, environment: dict[str, str]) -> Any:
     """What a process prints that has only these variables to know the hub by."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, check=False, timeout=60
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads(ran.stdout)
+    return json.loads(run(sys.executable, "-c", code, env=kept | environment, timeout=60, status=0).stdout)
 
 
 def test_by_the_environment(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     hub.add("org/gated", folder, gated="auto")
     token = hub.allow("hf_reader", "org/gated")
     code = "import huggingface_hub as h, json; print(json.dumps([h.hf_hub_download('org/gated', 'config.json'), h.model_info('org/gated').sha]))"
-    path, sha = run(code, hub.env(token) | {"HF_HOME": str(tmp_path / "home")})
+    path, sha = found_with(code, hub.env(token) | {"HF_HOME": str(tmp_path / "home")})
     assert Path(path).read_bytes() == FILES["config.json"]
     assert sha == hub.repositories["org/gated"].head.sha
 

@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import run
 from support import BF16, DEEPSEEK, FP8, HERE, LLAMA, QWEN3_MOE, headers_only, random_tensors, save, shapes, split
 
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
@@ -45,13 +45,7 @@ def test_plans_are_alike_in_every_process() -> None:
     conversion = prepare(SMALL_UNITS, headers_only(QWEN3_MOE))
     here = [conversion.hash, units_digest(conversion), str(len(conversion.units))]
     for seed in ("1", "2"):
-        ran = subprocess.run(
-            [sys.executable, "-c", script],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        ran = run(sys.executable, "-c", script, env=os.environ | {"PYTHONHASHSEED": seed}, status=0)
         assert ran.stdout.split() == here
     assert len(conversion.units) > 3
 
