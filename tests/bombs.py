@@ -35,7 +35,7 @@ def write(path: Path, tensors: Specs) -> None:
         file.truncate(8 + len(header) + at)
 
 
-def release(folder: Path, config: Mapping[str, Any], *files: Specs) -> None:
+def write_release(folder: Path, config: Mapping[str, Any], *files: Specs) -> None:
     """A release of one file, or of several with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
@@ -82,7 +82,9 @@ def _int8(folder: Path, size: int) -> None:
         f"{name}.SCB": ("F32", (rows,)),
         f"{name}.weight_format": ("U8", (size,)),
     }
-    release(folder, LLAMA | dict(quantization_config=dict(quant_method="bitsandbytes", load_in_8bit=True)), tensors)
+    write_release(
+        folder, LLAMA | dict(quantization_config=dict(quant_method="bitsandbytes", load_in_8bit=True)), tensors
+    )
 
 
 def _gptq(folder: Path, bias: int) -> None:
@@ -100,7 +102,7 @@ def _gptq(folder: Path, bias: int) -> None:
         num_attention_heads=bias // 8,
         quantization_config=dict(quant_method="gptq", bits=4, group_size=32, sym=True, desc_act=False),
     )
-    release(folder, config, tensors)
+    write_release(folder, config, tensors)
 
 
 def _gpt_oss(folder: Path) -> None:
@@ -130,40 +132,40 @@ def _gpt_oss(folder: Path) -> None:
             f"{layer}.mlp.experts.down_proj": (experts, wide, embed),
             f"{layer}.mlp.experts.down_proj_bias": (experts, embed),
         }
-    release(folder, c, {name: ("BF16", shape) for name, shape in made.items()})
+    write_release(folder, c, {name: ("BF16", shape) for name, shape in made.items()})
 
 
 LARGE = LLAMA | dict(hidden_size=1 << 16, intermediate_size=1 << 21, num_attention_heads=1 << 13)
 
 FOLDERS: dict[str, Callable[[Path], object]] = {
-    "2,000 layers of 1,500 experts, 240,000 empty tensors": lambda f: release(
+    "2,000 layers of 1,500 experts, 240,000 empty tensors": lambda f: write_release(
         f, MIXTRAL, empty(f"t{i}" for i in range(240_000))
     ),
-    "2,000 layers of 80 experts, 240,000 empty tensors": lambda f: release(
+    "2,000 layers of 80 experts, 240,000 empty tensors": lambda f: write_release(
         f, MIXTRAL | dict(num_local_experts=80), empty(f"t{i}" for i in range(240_000))
     ),
     "windows of 2^27 steps": _gpt_oss,
     "a weight_format of 3 GiB": lambda f: _int8(f, 3 << 30),
     "a weight_format of nothing": lambda f: _int8(f, 0),
     "a spare bias of 1 GiB": lambda f: _gptq(f, 1 << 29),
-    "5 files of 240,000 tensors": lambda f: release(
+    "5 files of 240,000 tensors": lambda f: write_release(
         f, LLAMA, *(empty(f"{file}.{i}" for i in range(240_000)) for file in range(5))
     ),
-    "240,000 names of letters": lambda f: release(
+    "240,000 names of letters": lambda f: write_release(
         f, LLAMA, empty(f"model.{letters(i)}.weight" for i in range(240_000))
     ),
-    "240,000 names of letters, of no known model": lambda f: release(
+    "240,000 names of letters, of no known model": lambda f: write_release(
         f, dict(model_type="x"), empty(f"model.{letters(i)}.weight" for i in range(240_000))
     ),
-    "a name of 20 MB": lambda f: release(f, LLAMA, bf16(LLAMA) | {"x" * 20_000_000: ("BF16", (1,))}),
-    "a name of 20 MB that is left out": lambda f: release(
+    "a name of 20 MB": lambda f: write_release(f, LLAMA, bf16(LLAMA) | {"x" * 20_000_000: ("BF16", (1,))}),
+    "a name of 20 MB that is left out": lambda f: write_release(
         f, LLAMA, bf16(LLAMA) | {f"model.layers.{'9' * 20_000_000}.self_attn.rotary_emb.inv_freq": ("BF16", (1,))}
     ),
-    "1.7 TiB": lambda f: release(f, LARGE, bf16(LARGE)),
-    "more than can be meant": lambda f: release(f, LARGE | dict(num_hidden_layers=8), bf16(LARGE)),
-    "450,000 empty tensors": lambda f: release(f, LLAMA, empty(f"t{i}" for i in range(450_000))),
+    "1.7 TiB": lambda f: write_release(f, LARGE, bf16(LARGE)),
+    "more than can be meant": lambda f: write_release(f, LARGE | dict(num_hidden_layers=8), bf16(LARGE)),
+    "450,000 empty tensors": lambda f: write_release(f, LLAMA, empty(f"t{i}" for i in range(450_000))),
     "an index of a million entries": lambda f: (
-        release(f, LLAMA, bf16(LLAMA)),
+        write_release(f, LLAMA, bf16(LLAMA)),
         (f / INDEX).write_text(json.dumps({"weight_map": {str(i): "model.safetensors" for i in range(1_000_000)}})),
     ),
 }

@@ -24,7 +24,7 @@ from typing import Any
 
 from hostile import MISSING, mutated, paths
 from measured import call
-from support import HERE, LLAMA, random_tensors, save
+from support import HERE, make_release
 
 CORPUS = HERE / "corpus" / "metadata.jsonl"
 FILES = ("0/conversion.json", "0/_CHECKPOINT_METADATA", "0/items/_METADATA", "0/items/_CHECKPOINT_METADATA")
@@ -51,7 +51,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")  # a carriag
 
 def make_checkpoint(folder: Path) -> Path:
     """A small checkpoint with nothing wrong."""
-    model = save(folder / "hf", LLAMA, random_tensors(LLAMA))
+    model = make_release(folder / "hf")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert call("convert", model, folder / "good", "--maxtext_model", "llama2-7b") == 0
     return folder / "good"

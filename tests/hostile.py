@@ -20,7 +20,7 @@ from typing import Any
 
 from facts import load_headers, tiny
 from measured import measuring
-from support import BF16, INDEX, LLAMA, random_tensors, save, split
+from support import BF16, INDEX, LLAMA, make_release
 
 from weightbeam.formats.safetensors import HF_QUANT_CONFIG, HfCheckpoint, Shard, Tensor
 from weightbeam.model_mappings.plan import TensorSpec
@@ -31,7 +31,7 @@ CONFIG = "config.json"
 
 def good(folder: Path) -> Path:
     """A checkpoint of two files with nothing wrong."""
-    return save(folder, LLAMA, *split(random_tensors(LLAMA), 2))
+    return make_release(folder, files=2)
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from faults import STAGES, arguments, is_published, kill, run_jobs
 from hostile import VALUES, checkpoint_of, mutated, paths, snapshot, tiny_checkpoints
 from release_schedules import release_schedules
 from schedules import schedules
-from support import BF16, LLAMA, assert_same_bits, random_tensors, reference, restore, save, split
+from support import BF16, LLAMA, assert_same_bits, make_release, random_tensors, reference, restore
 
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
@@ -49,7 +49,7 @@ def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 
     """
     rng = random.Random(seed)
     root.mkdir()
-    source = save(root / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
+    source = make_release(root / "hf", files=2)
     wanted = reference(LLAMA, random_tensors(LLAMA), BF16)
     outputs = {root / f"out{number}": stage for number, stage in enumerate(stages)}
     before = snapshot(root)
@@ -106,7 +106,7 @@ def bundles_twice(root: Path, times: int) -> Counter[str]:
     """
     root.mkdir()
     source, wanted = (
-        save(root / "hf", LLAMA, *split(random_tensors(LLAMA), 2)),
+        make_release(root / "hf", files=2),
         reference(LLAMA, random_tensors(LLAMA), BF16),
     )
     outputs = [root / f"out{number}" for number in range(times)]
@@ -129,9 +129,7 @@ def sleepers(root: Path, number: int, seed: int) -> Counter[str]:
     """
     rng = random.Random(seed)
     root.mkdir()
-    sources = [
-        save(root / name, LLAMA, *split(random_tensors(LLAMA, seed=at), 2)) for at, name in enumerate(("a", "b"))
-    ]
+    sources = [make_release(root / name, files=2, seed=at) for at, name in enumerate(("a", "b"))]
     wanted = [reference(LLAMA, random_tensors(LLAMA, seed=at), BF16) for at in range(2)]
     layouts = ([], ["--use_ocdbt", "false"])
     jobs, outputs = [], []

@@ -28,7 +28,7 @@ from apache_beam.portability.api import beam_runner_api_pb2 as proto
 from apache_beam.portability.python_urns import PICKLED_DOFN_INFO
 from servers.dataflow import FakeDataflow, Job
 from servers.gcs import FakeGcs
-from support import DEEPSEEK, random_tensors, save, split
+from support import DEEPSEEK, make_release
 
 from weightbeam.pipelines.tables import Table, text
 
@@ -190,7 +190,7 @@ def unpacked(payload: bytes) -> bytes:
 def main() -> None:
     """Submits the conversion of a small model, and prints the job."""
     with tempfile.TemporaryDirectory() as name, cloud(Path(name)) as servers:
-        source = servers.upload(save(Path(name) / "DeepSeek-Small", DEEPSEEK, *split(random_tensors(DEEPSEEK), 2)))
+        source = servers.upload(make_release(Path(name) / "DeepSeek-Small", DEEPSEEK, files=2))
         done = servers.convert(source, f"gs://{OUTPUT}/deepseek-small", "--no_wait_until_finish", *sys.argv[1:])
         print(done.stdout + done.stderr)
         if done.returncode == 0:

@@ -35,6 +35,7 @@ ocp = lazily("orbax.checkpoint")
 HERE = Path(__file__).parent
 BF16, F32, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(ml_dtypes.float8_e4m3fn)
 INDEX = "model.safetensors.index.json"
+TIME = 1_767_225_600 * 10**9  # of files, in nanoseconds
 
 
 # --- the command, and what it makes -----------------------------------------------------------------------------------
@@ -260,6 +261,27 @@ def save(folder: Path, config: Mapping[str, Any], *shards: Mapping[str, np.ndarr
         weight_map |= dict.fromkeys(shard, file)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
+
+
+def make_release(
+    folder: Path, config: Mapping[str, Any] = LLAMA, files: int = 1, dtype: np.dtype = BF16, seed: int = 0
+) -> Path:
+    """Writes a checkpoint of random weights, neighbours in different files where there are several."""
+    return save(folder, config, *split(random_tensors(config, dtype, seed), files))
+
+
+def make_dated_release(folder: Path, seed: int) -> Path:
+    """The same, and all have the same sizes and times, as of reproducible archives."""
+    for path in make_release(folder, seed=seed).iterdir():
+        os.utime(path, ns=(TIME, TIME))
+    return folder
+
+
+def files_of(release: Path) -> dict[str, bytes | Path]:
+    """A checkpoint as it is published: weights from where they are, the small files' bytes."""
+    return {
+        path.name: path if path.suffix == ".safetensors" else path.read_bytes() for path in sorted(release.iterdir())
+    }
 
 
 def peft_adapter(

@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 from lazily import lazily
 from support import (
-    LLAMA,
     assert_same_bits,
     call,
     convert,
     flatten,
-    random_tensors,
+    make_release,
     read_file,
     read_tensors,
     restore,
-    save,
 )
 
 from weightbeam.pipelines.reshard import plan
@@ -196,7 +194,7 @@ def test_what_cant_be_merged_is_said(
 
 def test_another_models_adapter(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its factors have other sizes, each of which is said."""
-    convert(save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), tmp_path / "base", *SAID)
+    convert(make_release(tmp_path / "hf"), tmp_path / "base", *SAID)
     assert call("reshard", tmp_path / "base", tmp_path / "out", "--lora", made / "scanned" / "adapter") == 2
     message = capsys.readouterr().err
     assert "mlp.wo.kernel_lora_a: (56, 2, 4) in the checkpoint, by config.json it is (48, 2, 4)" in message

@@ -19,6 +19,7 @@ from support import (
     LLAMA,
     assert_same_bits,
     call,
+    make_release,
     peft_adapter,
     random_tensors,
     read_config,
@@ -26,7 +27,6 @@ from support import (
     reference,
     restore,
     save,
-    split,
 )
 
 from weightbeam.formats.safetensors import open_hf
@@ -37,7 +37,7 @@ MODEL = ("--maxtext_model", "llama2-7b")
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("release") / "hf", CONFIG, *split(random_tensors(CONFIG), 2))
+    return make_release(tmp_path_factory.mktemp("release") / "hf", CONFIG, files=2)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bombs import FOLDERS, empty, release, releases
+from bombs import FOLDERS, empty, releases, write_release
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from measured import Measure
@@ -68,7 +68,7 @@ def test_any_bomb(measure: Measure, tmp_path: Path, made: tuple[dict[str, Any], 
     folder = tmp_path / "hf"
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        release(folder, config, tensors | empty(f"more.{i}" for i in range(more)))
+        write_release(folder, config, tensors | empty(f"more.{i}" for i in range(more)))
     except (OSError, OverflowError):  # larger than any file
         return
     check(measure, folder, "plan")

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import snapshot_download
 from servers.clients import at_hub
 from servers.hub import FakeHub
-from support import LLAMA, call, random_tensors, save, split
+from support import call, make_release
 
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.storage import hub as hubs
@@ -24,7 +24,7 @@ OPTIONS = ("--maxtext_model", "llama2-7b")
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[FakeHub]:
     """A hub with one model, and an empty cache."""
-    save(tmp_path / "model", LLAMA, *split(random_tensors(LLAMA), 2))
+    make_release(tmp_path / "model", files=2)
     with at_hub(HF_HOME=str(tmp_path / "home")) as server:
         server.add(REPO, tmp_path / "model")
         yield server

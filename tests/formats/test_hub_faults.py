@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 from servers.clients import at_hub
 from servers.hub import FakeHub
-from support import LLAMA, random_tensors, save, split
+from support import files_of, make_release
 
 from weightbeam.formats.hub_publishing import Published, check_target, look, publish
 from weightbeam.formats.release_target import whole_files
@@ -59,11 +59,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes | Path]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes | Path]:
     """A release of two files."""
-    made = save(tmp_path_factory.mktemp("made") / "release", LLAMA, *split(random_tensors(LLAMA), 2))
+    made = make_release(tmp_path_factory.mktemp("made") / "release", files=2)
     (made / "README.md").write_text("# tuned\n")
-    return {path.name: path if path.suffix == ".safetensors" else path.read_bytes() for path in sorted(made.iterdir())}
+    return files_of(made)
 
 
 def held(server: FakeHub, branch: str = "main") -> dict[str, bytes]:
@@ -90,21 +90,21 @@ def attempt(files: dict[str, bytes | Path], **how: bool) -> Published | None:
 @pytest.mark.parametrize("create_pr", [False, True], ids=["commit", "pull request"])
 @pytest.mark.parametrize("request_of", REQUESTS)
 def test_every_fault_at_every_request(
-    hub: FakeHub, release: dict[str, bytes | Path], request_of: str, create_pr: bool, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, files: dict[str, bytes | Path], request_of: str, create_pr: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each fault in a repository of its own, until the hub is well again and the same command is run."""
     monkeypatch.setattr("weightbeam.formats.hub_publishing.retried", store._retrying(attempts=3).wraps)
-    wanted, seen = content(release), 0
+    wanted, seen = content(files), 0
     for fault in FAULTS.values():
         hub.repositories.clear()
         hub.cdn.uploads.clear()
         broken = (hub.cdn if request_of == "upload" else hub).fail(**fault, matching=REQUESTS[request_of])
         with contextlib.suppress(StorageError):
-            attempt(release, create_pr=create_pr)
+            attempt(files, create_pr=create_pr)
         assert held(hub) in ({}, wanted)
         seen += broken.hits
         hub.faults, hub.cdn.faults = [], []
-        first, again = attempt(release, create_pr=create_pr), attempt(release, create_pr=create_pr)
+        first, again = attempt(files, create_pr=create_pr), attempt(files, create_pr=create_pr)
         assert first
         assert again
         assert first.page == again.page
@@ -118,31 +118,31 @@ def test_every_fault_at_every_request(
     assert seen or request_of == ("history" if create_pr else "pull requests")
 
 
-def test_weights_are_never_taken_away_alone(hub: FakeHub, release: dict[str, bytes | Path], tmp_path: Path) -> None:
+def test_weights_are_never_taken_away_alone(hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path) -> None:
     """A list without weights, files that are gone, and a folder that was cleared meanwhile: nothing is committed."""
-    publish(URL, TITLE, release)
+    publish(URL, TITLE, files)
     (tmp_path / "empty").mkdir()
-    gone = {name: tmp_path / name if isinstance(data, Path) else data for name, data in release.items()}
-    small = {name: data for name, data in release.items() if isinstance(data, bytes)}
-    for files in ({}, small, gone):
+    gone = {name: tmp_path / name if isinstance(data, Path) else data for name, data in files.items()}
+    small = {name: data for name, data in files.items() if isinstance(data, bytes)}
+    for lacking in ({}, small, gone):
         with pytest.raises(StorageError):
-            publish(URL, "another", files, overwrite=True)
+            publish(URL, "another", lacking, overwrite=True)
     with pytest.raises(StorageError, match="isn't whole"):
         whole_files(LocalFolder(str(tmp_path / "empty")))
     assert titles(hub) == [TITLE, "initial commit"]
-    assert held(hub) == content(release)
+    assert held(hub) == content(files)
 
 
-def test_a_folder_that_lost_a_file_isnt_whole(release: dict[str, bytes | Path], tmp_path: Path) -> None:
+def test_a_folder_that_lost_a_file_isnt_whole(files: dict[str, bytes | Path], tmp_path: Path) -> None:
     """Nor one whose file was cut; the record has the digests of all tensors, and is written last."""
     folder = tmp_path / "release"
     folder.mkdir()
-    for name, data in content(release).items():
+    for name, data in content(files).items():
         (folder / name).write_bytes(data)
     shards = sorted(folder.glob("*.safetensors"))
     names = [name for shard in shards for name in load_file(shard)]
     (folder / "weightbeam.json").write_text(json.dumps(dict(digests=dict.fromkeys(names, "0"))))
-    assert whole_files(LocalFolder(str(folder))).keys() == {*release, "weightbeam.json"}
+    assert whole_files(LocalFolder(str(folder))).keys() == {*files, "weightbeam.json"}
     cut = shards[0].read_bytes()
     shards[0].write_bytes(cut[:-1])
     with pytest.raises(StorageError):
@@ -153,77 +153,77 @@ def test_a_folder_that_lost_a_file_isnt_whole(release: dict[str, bytes | Path], 
 
 
 def test_the_repositorys_ignored_files_are_published(
-    hub: FakeHub, release: dict[str, bytes | Path], tmp_path: Path
+    hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path
 ) -> None:
     """Its `.gitignore` would leave them out of the commit, and the client says nothing of it."""
     (tmp_path / ".gitignore").write_text("*.safetensors\nconfig.json\n")
     hub.add(REPO, tmp_path, [".gitignore"]).writers.add(TOKEN)
-    publish(URL, TITLE, release)
-    assert held(hub).items() >= content(release).items()
+    publish(URL, TITLE, files)
+    assert held(hub).items() >= content(files).items()
 
 
-def test_what_others_committed_since(hub: FakeHub, release: dict[str, bytes | Path], tmp_path: Path) -> None:
+def test_what_others_committed_since(hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path) -> None:
     """A card or a note that was written since is no reason to refuse or to publish anew what is there; other weights
     are.
     """
-    publish(URL, TITLE, release)
+    publish(URL, TITLE, files)
     (tmp_path / "notes.txt").write_text("x")
     hub.commit(REPO, tmp_path, ["notes.txt"], title="theirs")
-    again = attempt(release)
+    again = attempt(files)
     assert again
     assert (again.removed, again.replaced) == ((), ())
     (tmp_path / "model.safetensors").write_bytes(b"theirs")
     hub.commit(REPO, tmp_path, ["model.safetensors"], title="theirs too")
     with pytest.raises(StorageError, match=r"isn't of this release: model\.safetensors;"):
-        attempt(release)
-    assert attempt(release, overwrite=True).removed == ("model.safetensors",)  # type: ignore[union-attr]
-    assert held(hub) == content(release) | {"notes.txt": b"x"}
+        attempt(files)
+    assert attempt(files, overwrite=True).removed == ("model.safetensors",)  # type: ignore[union-attr]
+    assert held(hub) == content(files) | {"notes.txt": b"x"}
 
 
-def test_a_branch_that_holds_only_mains_commits_is_free(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+def test_a_branch_that_holds_only_mains_commits_is_free(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
     """What stopped between making the branch and the commit goes on; `main` keeps what it has."""
-    publish(URL, "another", {"model.safetensors": release["model-00001-of-00002.safetensors"], "tokenizer.json": b"x"})
+    publish(URL, "another", {"model.safetensors": files["model-00001-of-00002.safetensors"], "tokenizer.json": b"x"})
     hub.fail("status", status=401, matching="POST .*/preupload/")
     for _ in range(2):
         with pytest.raises(StorageError, match="doesn't accept the token"):
-            publish(f"{URL}@side", TITLE, release)
+            publish(f"{URL}@side", TITLE, files)
     hub.faults = []
-    made = publish(f"{URL}@side", TITLE, release)
+    made = publish(f"{URL}@side", TITLE, files)
     assert made
     assert made.removed == ("model.safetensors", "tokenizer.json")
-    assert held(hub, "side") == content(release)
+    assert held(hub, "side") == content(files)
     assert held(hub).keys() == {"model.safetensors", "tokenizer.json"}
 
 
-def test_a_pull_request_that_was_closed_is_opened_anew(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+def test_a_pull_request_that_was_closed_is_opened_anew(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
     """One that is open is found, however many others there are; a merged one was published."""
     hub.page = 2
     for number in range(3):
-        publish(URL, f"other {number}", release, create_pr=True)
-    publish(URL, TITLE, release, create_pr=True)
+        publish(URL, f"other {number}", files, create_pr=True)
+    publish(URL, TITLE, files, create_pr=True)
     for number in range(3, 6):
-        publish(URL, f"other {number}", release, create_pr=True)
-    assert publish(URL, TITLE, release, create_pr=True).page.endswith("/discussions/4")  # type: ignore[union-attr]
+        publish(URL, f"other {number}", files, create_pr=True)
+    assert publish(URL, TITLE, files, create_pr=True).page.endswith("/discussions/4")  # type: ignore[union-attr]
     hub.repositories[REPO].statuses[4] = "closed"
-    assert publish(URL, TITLE, release, create_pr=True).page.endswith("/discussions/8")  # type: ignore[union-attr]
+    assert publish(URL, TITLE, files, create_pr=True).page.endswith("/discussions/8")  # type: ignore[union-attr]
 
 
-def test_a_merged_pull_request_counts_while_main_has_its_model(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+def test_a_merged_pull_request_counts_while_main_has_its_model(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
     """Once main has another, a new one is opened; `look` doesn't call it published either."""
     how = {"create_pr": True}
-    publish(URL, TITLE, release, create_pr=True)
+    publish(URL, TITLE, files, create_pr=True)
     repository = hub.repositories[REPO]
     repository.commit(dict(repository.pulls[0].files), "main", f"{TITLE} (#1)", hub._now())
     repository.statuses[1] = "merged"
-    merged = attempt(release, **how)
+    merged = attempt(files, **how)
     assert merged
     assert merged.url == f"{URL}@{repository.head.sha}"
-    publish(URL, "another", {**release, "config.json": b"{}"}, overwrite=True)
-    assert look(URL, TITLE, release, **how) is None
-    assert attempt(release, **how).page.endswith("/discussions/2")  # type: ignore[union-attr]
+    publish(URL, "another", {**files, "config.json": b"{}"}, overwrite=True)
+    assert look(URL, TITLE, files, **how) is None
+    assert attempt(files, **how).page.endswith("/discussions/2")  # type: ignore[union-attr]
 
 
-def test_two_machines_open_one_pull_request(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+def test_two_machines_open_one_pull_request(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
     """Another one is opened between our look and our own, which is closed again."""
     hub.add(REPO).writers.add(TOKEN)
     receive, repository = hub._receive, hub.repositories[REPO]
@@ -236,16 +236,16 @@ def test_two_machines_open_one_pull_request(hub: FakeHub, release: dict[str, byt
         (methods, path, late if function == receive else function) for methods, path, function in hub._routes
     ]
     for _ in range(2):
-        assert attempt(release, create_pr=True).page.endswith("/discussions/1")  # type: ignore[union-attr]
+        assert attempt(files, create_pr=True).page.endswith("/discussions/1")  # type: ignore[union-attr]
     assert len(repository.pulls) == 2
     assert repository.statuses == {2: "closed"}
 
 
 def test_the_parent_is_fixed_before_it_is_asked_whether_it_is_wanted(
-    hub: FakeHub, release: dict[str, bytes | Path], tmp_path: Path
+    hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path
 ) -> None:
     """Who published at that moment isn't overwritten; and what isn't wanted isn't committed."""
-    assert publish(URL, TITLE, release, is_wanted=lambda: False) is None
+    assert publish(URL, TITLE, files, is_wanted=lambda: False) is None
     assert held(hub) == {}
     (tmp_path / "model.safetensors").write_bytes(b"newer")
 
@@ -254,5 +254,5 @@ def test_the_parent_is_fixed_before_it_is_asked_whether_it_is_wanted(
         return True
 
     with pytest.raises(StorageError, match="someone else committed there"):
-        publish(URL, TITLE, release, overwrite=True, is_wanted=publish_newer)
+        publish(URL, TITLE, files, overwrite=True, is_wanted=publish_newer)
     assert held(hub) == {"model.safetensors": b"newer"}

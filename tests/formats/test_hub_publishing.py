@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import snapshot_download
 from servers.clients import at_hub
 from servers.hub import FakeHub
-from support import LLAMA, random_tensors, save, split
+from support import make_release
 
 from weightbeam.formats.hub_publishing import Target, check_target, look, publish
 from weightbeam.formats.storage import StorageError
@@ -30,7 +30,7 @@ def hub() -> Iterator[FakeHub]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A release of two files, an index, and small files, one in a folder below."""
-    made = save(tmp_path / "release", LLAMA, *split(random_tensors(LLAMA), 2))
+    made = make_release(tmp_path / "release", files=2)
     (made / "README.md").write_text("---\nlicense: mit\n---\n# tuned\n")
     (made / "additional_chat_templates").mkdir()
     (made / "additional_chat_templates" / "rag.jinja").write_bytes(b"{{ x }}\r\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import LLAMA, call, random_tensors, save
+from support import LLAMA, call, make_release, random_tensors, save
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import StorageError
@@ -88,7 +88,7 @@ def test_every_command_says_what_was_meant(
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     for name in ("config.json", "model.safetensors"):
         with pytest.raises(StorageError, match=f"is a file: name its folder, {folder}"):
             open_hf(folder / name)
@@ -100,7 +100,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 def test_mistrals_own_format_beside_the_model(tmp_path: Path) -> None:
     """`consolidated.safetensors` holds the same weights under other names; transformers reads `model.safetensors`."""
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     save_file(random_tensors(LLAMA), folder / "consolidated.safetensors")
     opened = open_hf(folder)
     assert opened.problems == ()
@@ -112,7 +112,7 @@ def test_mistrals_own_format_beside_the_model(tmp_path: Path) -> None:
 
 def test_an_adapter_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As PEFT leaves them in one folder: the model is converted, and what isn't merged into it is named."""
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     (folder / "adapter_config.json").write_text("{}")
     save_file({"base_model.model.x.lora_A.weight": np.zeros((2, 2), np.float32)}, folder / "adapter_model.safetensors")
     assert call("convert", folder, tmp_path / "out", "--maxtext_model", "llama2-7b") == 0
@@ -132,7 +132,7 @@ def test_a_resized_embedding_names_the_field(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_cache_s_repository_is_its_snapshot(tmp_path: Path) -> None:
     root = tmp_path / "models--acme--tiny"
-    snapshot = save(root / "snapshots" / ("0" * 40), LLAMA, random_tensors(LLAMA))
+    snapshot = make_release(root / "snapshots" / ("0" * 40))
     (root / "refs").mkdir()
     (root / "refs" / "main").write_text("0" * 40)
     assert open_hf(root).root == str(snapshot)
@@ -144,7 +144,7 @@ def test_a_cache_s_repository_is_its_snapshot(tmp_path: Path) -> None:
 
 def test_links_to_another_folder_are_allowed_by_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As ComfyUI's users and many clusters have them; conversion and comparison take them alike."""
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     (tmp_path / "elsewhere").mkdir()
     (folder / "model.safetensors").rename(tmp_path / "elsewhere" / "w")
     (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere" / "w")

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-from support import INDEX, LLAMA, random_tensors, read_file, save, split
+from support import INDEX, LLAMA, make_release, random_tensors, read_file, save, split
 
 from weightbeam.formats.safetensors import MAX_HEADER, BoxRead, HeaderError, open_hf, read_boxes, read_header
 from weightbeam.formats.storage import StorageError
@@ -340,7 +340,7 @@ def test_a_file_that_shrank_after_it_was_planned(tmp_path: Path) -> None:
 
 def sharded(folder: Path) -> Path:
     """A good checkpoint of three files."""
-    return save(folder, LLAMA, *split(random_tensors(LLAMA), 3))
+    return make_release(folder, files=3)
 
 
 def change_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
@@ -469,7 +469,7 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path, target: str) -> Non
 
 def test_a_tensor_in_two_files_is_a_problem(tmp_path: Path) -> None:
     """Where the index names one of them, the other file's copy is said."""
-    folder = save(tmp_path / "hf", LLAMA, *split(random_tensors(LLAMA), 3))
+    folder = make_release(tmp_path / "hf", files=3)
     name = next(iter(read_file(folder / FIRST)))
     second = folder / "model-00002-of-00003.safetensors"
     save_file(read_file(second) | {name: np.zeros(2, np.float32)}, second)

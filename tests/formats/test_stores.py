@@ -33,7 +33,7 @@ from servers.dataflow import FakeDataflow
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.server import Call, Reply
-from support import LLAMA, random_tensors, save
+from support import make_release
 
 from weightbeam.formats import lease
 from weightbeam.formats.links import COPY, put_source
@@ -622,9 +622,9 @@ def test_a_lease_that_cant_be_released(bucket: buckets.Bucket, gcs: FakeGcs) -> 
 
 
 @pytest.fixture(params=["hub", "folder", "bucket"])
-def release(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def model_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """A store that holds a model."""
-    folder = save(tmp_path / "release", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "release")
     if request.param == "folder":
         return open_store(folder)
     if request.param == "hub":
@@ -636,11 +636,11 @@ def release(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return made
 
 
-def test_a_finished_copy_is_kept(release: Store, bucket: buckets.Bucket, gcs: FakeGcs, tmp_path: Path) -> None:
+def test_a_finished_copy_is_kept(model_store: Store, bucket: buckets.Bucket, gcs: FakeGcs, tmp_path: Path) -> None:
     """In a bucket or a folder; another one is replaced."""
-    checkpoint = open_hf(release)
-    shard, config = checkpoint.shards[0], len(release.read("config.json"))
-    wanted = release.read(shard.name)
+    checkpoint = open_hf(model_store)
+    shard, config = checkpoint.shards[0], len(model_store.read("config.json"))
+    wanted = model_store.read(shard.name)
     for target in (bucket / "copy", open_store(tmp_path / "copy")):
         put_source(target, checkpoint, COPY)
         first = target.stat(shard.name)

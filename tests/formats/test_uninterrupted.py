@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from servers.clients import at_hub
 from servers.hub import FakeHub
-from support import LLAMA, random_tensors, save
+from support import files_of, make_release
 
 from weightbeam.formats.hub_publishing import publish
 from weightbeam.formats.uninterrupted import IMPATIENCE
@@ -30,9 +30,8 @@ def hub() -> Iterator[FakeHub]:
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes | Path]:
-    made = save(tmp_path_factory.mktemp("made") / "release", LLAMA, random_tensors(LLAMA))
-    return {path.name: path if path.suffix == ".safetensors" else path.read_bytes() for path in sorted(made.iterdir())}
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes | Path]:
+    return files_of(make_release(tmp_path_factory.mktemp("made") / "release"))
 
 
 def published(hub: FakeHub) -> int:
@@ -59,7 +58,7 @@ def kill_when(true: Callable[[], bool], *after: tuple[float, int]) -> threading.
 @pytest.mark.parametrize("create_pr", [False, True], ids=["commit", "pull request"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_for_the_answer(
-    hub: FakeHub, release: dict[str, bytes | Path], number: int, create_pr: bool
+    hub: FakeHub, files: dict[str, bytes | Path], number: int, create_pr: bool
 ) -> None:
     """When the stop is told, the model is there, and the words say so; the same again does nothing."""
     fault = hub.fail("slow", seconds=1, times=1, matching="POST .*/commit/")
@@ -67,16 +66,16 @@ def test_a_signal_waits_for_the_answer(
     with interrupts.caught():
         killer = kill_when(lambda: fault.hits > 0, (0.2, number))
         with pytest.raises(KeyboardInterrupt, match=rf"^but {URL}@\w+ is published: {hub.url}/{REPO}/"):
-            publish(URL, TITLE, release, create_pr=create_pr)
+            publish(URL, TITLE, files, create_pr=create_pr)
         assert published(hub) == 1
         killer.join()
         assert signal.getsignal(number) is interrupts
     assert interrupts.came == number
-    assert publish(URL, TITLE, release, create_pr=create_pr)
+    assert publish(URL, TITLE, files, create_pr=create_pr)
     assert published(hub) == 1
 
 
-def test_a_second_one_gives_up(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+def test_a_second_one_gives_up(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
     """One that comes at once adds nothing; a later one ends the wait, and it is said that the end isn't known."""
     fault = hub.fail("slow", seconds=3 * IMPATIENCE, times=1, matching="POST .*/commit/")
     signals = (0.1, signal.SIGINT), (0.1, signal.SIGINT), (IMPATIENCE, signal.SIGINT)
@@ -84,26 +83,26 @@ def test_a_second_one_gives_up(hub: FakeHub, release: dict[str, bytes | Path]) -
         killer = kill_when(lambda: fault.hits > 0, *signals)
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt, match=f"was being published; look at {hub.url}/{REPO} "):
-            publish(URL, TITLE, release)
+            publish(URL, TITLE, files)
         assert IMPATIENCE < time.monotonic() - began < 2.5 * IMPATIENCE
         assert published(hub) == 0
         killer.join()
 
 
-def test_a_request_that_fails_isnt_repeated_after_a_signal(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+def test_a_request_that_fails_isnt_repeated_after_a_signal(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
     fault = hub.fail("slow", seconds=0.5, matching="POST .*/commit/")
     broken = hub.fail("status", status=503, matching="POST .*/commit/")
     with Interrupts().caught():
         killer = kill_when(lambda: fault.hits > 0, (0.1, signal.SIGTERM))
         with pytest.raises(KeyboardInterrupt, match="was being published; look at"):
-            publish(URL, TITLE, release)
+            publish(URL, TITLE, files)
         killer.join()
     assert broken.hits == 1
 
 
-def test_another_thread_only_makes_the_request(hub: FakeHub, release: dict[str, bytes | Path]) -> None:
+def test_another_thread_only_makes_the_request(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
     """There no handler can be set."""
-    thread = threading.Thread(target=publish, args=(URL, TITLE, release))
+    thread = threading.Thread(target=publish, args=(URL, TITLE, files))
     thread.start()
     thread.join()
     assert published(hub) == 1

@@ -30,6 +30,7 @@ from support import (
     digest,
     given,
     given_arrays,
+    make_release,
     random_tensors,
     reference,
     restore,
@@ -92,7 +93,7 @@ class Job:
                 options=dict(unit_bytes=1_000_000, vocab_size=512, dequantize="device"),
             )
             self._add("stored", stored, source=step, mesh=MESHES[3], options=dict(unit_bytes=1_000_000))
-            deep = save(folder / "deep", DEEP, random_tensors(DEEP))
+            deep = make_release(folder / "deep", DEEP)
             self._add("deep", {}, source=deep, mesh=MESHES[1], options=dict(unit_bytes=200_000))
             cut = Path(shutil.copytree(source, folder / "cut"))
             self._add("cut short", {}, source=cut, mesh=MESHES[1], options=STEPS, fault=[0, "cuts"])

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from support import LLAMA, convert, random_tensors, save
+from support import LLAMA, convert, make_release
 
 import weightbeam as wb
 from weightbeam.formats import identity
@@ -22,7 +22,7 @@ MODEL = LLAMA | dict(vocab_size=8192)  # so that a shard is of many chunks
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digests")
-    return convert(save(folder / "hf", MODEL, random_tensors(MODEL)), folder / "ckpt")
+    return convert(make_release(folder / "hf", MODEL), folder / "ckpt")
 
 
 def test_a_damaged_checkpoint_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:

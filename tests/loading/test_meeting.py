@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from loading.jobs import Told, assert_holds, run_job
 from servers.hub import FakeHub
-from support import BF16, LLAMA, convert, random_tensors, reference, save
+from support import BF16, LLAMA, convert, make_release, random_tensors, reference, save
 
 import weightbeam as wb
 from weightbeam.formats.storage import local
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded(tmp_path: Path, monkey
 def test_an_open_tree_whose_file_is_replaced(tmp_path: Path) -> None:
     """Boxes of any size are an error: the file that is opened is compared with the one that was planned with."""
     model = MODEL | dict(vocab_size=8192)
-    source, other = (save(tmp_path / f"{seed}", model, random_tensors(model, seed=seed)) for seed in (1, 2))
+    source, other = (make_release(tmp_path / f"{seed}", model, seed=seed) for seed in (1, 2))
     tree = wb.open(str(source))
     embedding = tree["params.params.token_embedder.embedding"]
     assert embedding[...].nbytes >= 1 << 20

@@ -18,6 +18,7 @@ from support import (
     LLAMA,
     assert_same_bits,
     convert,
+    make_release,
     random_tensors,
     read_tensors,
     reference,
@@ -105,7 +106,7 @@ def test_a_release_as_it_is(tmp_path: Path) -> None:
 
 def test_an_orbax_checkpoint(tmp_path: Path) -> None:
     """The same arrays as of the release that it was made of, with their logical axes; the scalar of the step too."""
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     step = convert(folder, tmp_path / "out", "--mesh", "fsdp=4", "--vocab_size", "72")
     tree, release = open_tree(str(tmp_path / "out")), open_tree(str(folder), vocab_size=72)
     assert tree["step"][()] == 0

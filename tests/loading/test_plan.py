@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import DEEPSEEK_V3, FP8, LLAMA_8B, QWEN3_MOE, call, headers_only, random_tensors, save
+from support import DEEPSEEK_V3, FP8, LLAMA_8B, QWEN3_MOE, call, headers_only, make_release, random_tensors, save
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.model_mappings.boxes import volume
@@ -105,7 +105,7 @@ def test_a_full_size_mixture_of_experts_is_planned_by_kinds_of_boxes(monkeypatch
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save(tmp_path / "hf", QWEN3_MOE, random_tensors(QWEN3_MOE))
+    folder = make_release(tmp_path / "hf", QWEN3_MOE)
     command = ["plan", "--source", folder, "--load"]
     assert call(*command, "--mesh", "fsdp=4", "--hosts", "2", "--json", tmp_path / "plan.json") == 0
     assert "loaded onto fsdp=4, by 2 hosts" in capsys.readouterr().out

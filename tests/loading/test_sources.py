@@ -25,11 +25,10 @@ from support import (
     convert,
     digest,
     flatten,
+    make_release,
     random_tensors,
     reference,
     restore,
-    save,
-    split,
 )
 
 import weightbeam as wb
@@ -96,7 +95,7 @@ def test_trees_without_plain_weights_are_refused(tmp_path: Path, key: str) -> No
 
 def test_a_chunk_that_is_gone_is_no_zeros(tmp_path: Path) -> None:
     """Of a checkpoint whose metadata say that every chunk is stored."""
-    source = save(tmp_path / "hf", MODEL, random_tensors(MODEL))
+    source = make_release(tmp_path / "hf", MODEL)
     step = convert(source, tmp_path / "out", "--use_ocdbt", "false")
     chunks = step / "items" / "params.params.decoder.layers.mlp.wo.kernel" / "c"
     next(path for path in sorted(chunks.rglob("*")) if path.is_file()).unlink()
@@ -135,7 +134,7 @@ def wb_name(key: str) -> str:
 
 def test_a_virtual_checkpoint(tmp_path: Path) -> None:
     """Its chunks are ranges of the release's files."""
-    source = save(tmp_path / "hf", MODEL, *split(random_tensors(MODEL), 2))
+    source = make_release(tmp_path / "hf", MODEL, files=2)
     step = convert(
         source,
         tmp_path / "out",
@@ -167,7 +166,7 @@ print(json.dumps(told))
 
 def test_buckets_and_the_hub(tmp_path: Path) -> None:
     """A release on the hub, and a checkpoint in a bucket, by ranges; a load has each byte of the hub's files sent once."""
-    source = save(tmp_path / "hf", MODEL, *split(random_tensors(MODEL), 2))
+    source = make_release(tmp_path / "hf", MODEL, files=2)
     with FakeGcs("bucket") as gcs, FakeHub() as hub:
         hub.add("org/model", source)
         environment = (

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 from lazily import lazily
 from processes import run
-from support import BF16, F32, HERE, LLAMA, assert_same_bits, flatten, random_tensors, reference, save, split
+from support import (
+    BF16,
+    F32,
+    HERE,
+    LLAMA,
+    assert_same_bits,
+    flatten,
+    make_release,
+    random_tensors,
+    reference,
+)
 
 import weightbeam as wb
 
@@ -28,7 +38,7 @@ CONFIG = LLAMA | dict(vocab_size=60)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("release") / "hf", CONFIG, *split(random_tensors(CONFIG), 2))
+    return make_release(tmp_path_factory.mktemp("release") / "hf", CONFIG, files=2)
 
 
 def wanted(dtype: np.dtype = BF16) -> dict[str, np.ndarray]:
@@ -127,7 +137,7 @@ def test_all_mismatches_at_once(folder: Path) -> None:
 
 def test_a_file_that_is_cut_short_fails_in_words(tmp_path: Path) -> None:
     """Between the plan and the reading, which is when it can happen."""
-    source = save(tmp_path / "hf", CONFIG, random_tensors(CONFIG))
+    source = make_release(tmp_path / "hf", CONFIG)
     file = source / "model.safetensors"
     like = abstract(wanted())
     from weightbeam.pipelines.loading import load as loading

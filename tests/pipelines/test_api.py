@@ -29,11 +29,6 @@ def script(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "-c", textwrap.dedent(code), *arguments)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("source") / "hf", LLAMA, random_tensors(LLAMA))
-
-
 def test_importing_does_nothing() -> None:
     """Neither the face nor any module below it configures logging, changes the environment or prints; the face imports
     nothing else.

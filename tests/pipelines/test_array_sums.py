@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from servers.clients import asking
 from servers.gcs import FakeGcs
-from support import QWEN3_MOE, call, convert, random_tensors, save
+from support import QWEN3_MOE, call, convert, make_release
 
 import weightbeam as wb
 from weightbeam.formats.release_target import RECORD
@@ -47,7 +47,7 @@ WAYS = {
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sums")
-    source = save(folder / "hf", MODEL, random_tensors(MODEL))
+    source = make_release(folder / "hf", MODEL)
     return {
         form: convert(source, folder / f"ckpt{number}", *options)
         for number, (form, options) in enumerate(FORMS.items())
@@ -157,7 +157,7 @@ def test_the_ways_are_what_they_are_called(checkpoints: dict[str, Path]) -> None
 
 def test_damage_on_the_way_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A bit that flips in an answer of a bucket: --resume makes the units anew that read it, and the bits are right."""
-    step = convert(save(tmp_path / "hf", MODEL, random_tensors(MODEL)), tmp_path / "ckpt", "--use_ocdbt", "false")
+    step = convert(make_release(tmp_path / "hf", MODEL), tmp_path / "ckpt", "--use_ocdbt", "false")
     assert call("export", step, tmp_path / "wanted") == 0
     with FakeGcs("bucket") as gcs, asking(gcs):
         for path in step.rglob("*"):

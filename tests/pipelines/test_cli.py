@@ -14,7 +14,19 @@ import numpy as np
 import pytest
 from lazily import lazily
 from processes import run
-from support import DEEPSEEK, FP8, LLAMA, assert_same_bits, call, convert, random_tensors, restore, save, split
+from support import (
+    DEEPSEEK,
+    FP8,
+    LLAMA,
+    assert_same_bits,
+    call,
+    convert,
+    make_release,
+    random_tensors,
+    restore,
+    save,
+    split,
+)
 
 import weightbeam
 from weightbeam.pipelines.arguments.options import add_conversion, add_output
@@ -102,7 +114,7 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     """`weightbeam convert` and `python -m weightbeam.pipelines.convert` are the same; nothing on stderr. Paths may be
     relative.
     """
-    save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    make_release(tmp_path / "hf")
     arrays = []
     for name, command in {
         "a": [WEIGHTBEAM, "convert"],
@@ -125,7 +137,7 @@ def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
     """The command ends in its own way; what it printed comes out though it failed, and what others have to do at the
     end is done.
     """
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     (folder / "model-2.safetensors").write_bytes(b"nothing")
     ran = run(WEIGHTBEAM, "inspect", folder)
     assert ran.returncode == 2
@@ -138,7 +150,7 @@ def test_nothing_is_lost_at_the_end(tmp_path: Path) -> None:
 
 def test_a_conversion_imports_no_framework(tmp_path: Path) -> None:
     """Neither torch nor transformers nor jax nor orbax nor flax, in planning, the stages, or the assembly."""
-    source = save(tmp_path / "hf", DEEPSEEK, *split(random_tensors(DEEPSEEK), 2))
+    source = make_release(tmp_path / "hf", DEEPSEEK, files=2)
     arguments = ["convert", "--source", str(source), "--output", str(tmp_path / "out"), "--mesh", "fsdp=4"]
     code = f"from weightbeam.pipelines.cli import main\nassert main({arguments!r}) == 0"
     modules = imported_by(code)
@@ -148,7 +160,7 @@ def test_a_conversion_imports_no_framework(tmp_path: Path) -> None:
 
 def test_a_plan_needs_no_beam(tmp_path: Path) -> None:
     """A dry run imports numpy at most."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     modules = imported_by(
         f"from weightbeam.pipelines.cli import main\nassert main(['plan', '--source', {str(source)!r}]) == 0"
     )
@@ -157,7 +169,7 @@ def test_a_plan_needs_no_beam(tmp_path: Path) -> None:
 
 def test_a_local_command_leaves_out_beams_services(tmp_path: Path) -> None:
     """The console script imports no client of a service that a local run has nothing to do with, and converts as well."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     code = f"import sys\nfrom weightbeam.pipelines import cli\nsys.argv = ['weightbeam', 'convert', {str(source)!r}, {str(tmp_path / 'out')!r}]\n"
     end = "import os\nos._exit = lambda status: print('MODULES', status, *(name for name, module in sys.modules.items() if module))\n"
     ran = run(sys.executable, "-c", f"{code}{end}cli.run()")
@@ -278,7 +290,7 @@ def test_a_plan_of_next_to_nothing_is_written_too(tmp_path: Path, damage: str) -
 
 def test_a_plan_takes_converts_options(tmp_path: Path) -> None:
     """Beam's own too, so that a command can be tried as it is; a misspelt one is refused."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     one, two = (
         plan_json(source, tmp_path, f"--direct_num_workers={n}", "--unit_bytes", "64MiB")["memory"]["per_worker_bytes"]
         for n in (1, 2)
@@ -290,7 +302,7 @@ def test_a_plan_takes_converts_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("scan", "arrays"), [("true", 12), ("false", 21)])
 def test_a_printed_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str], scan: str, arrays: int) -> None:
     """What a person needs to know: arrays, chunks, units, bytes, the memory bound, what is lossy and what was inferred."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     assert call("plan", "--source", source, "--scan_layers", scan, "--mesh", "fsdp=7") == 0
     text = capfd.readouterr().out
     for words in (
@@ -309,7 +321,7 @@ def test_a_printed_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str], scan:
 
 def test_every_mesh_axis_of_maxtext_is_taken(tmp_path: Path) -> None:
     """Each by its name."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     meshes = [word for axis in mesh_axes() for word in ("--mesh", f"{axis}=2")]
     plan = plan_json(source, tmp_path, *meshes)
     assert set(plan["arrays"]["params.params.token_embedder.embedding"]["partition"]) == {
@@ -327,7 +339,7 @@ def test_every_mesh_axis_of_maxtext_is_taken(tmp_path: Path) -> None:
 )
 def test_inspect_our_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str]) -> None:
     """The tree with shapes and dtypes, from the root, the step and the item alike; alike layers are one line."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     step = convert(source, tmp_path / "out", *options)
     capfd.readouterr()
     texts = []

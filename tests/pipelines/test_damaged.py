@@ -18,7 +18,7 @@ import pytest
 import tensorstore as ts
 from fuzz_metadata import answers, read_corpus
 from hostile import mutated, paths
-from support import LLAMA, call, random_tensors, save
+from support import call, convert
 
 from weightbeam.pipelines import inspect, prepare
 
@@ -29,14 +29,8 @@ MODEL = ("--maxtext_model", "llama2-7b")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("damaged") / "hf", LLAMA, random_tensors(LLAMA))
-
-
-@pytest.fixture(scope="module")
-def whole(source: Path) -> Path:
-    assert call("convert", "--source", source, "--output", source.parent / "out", *MODEL) == 0
-    return source.parent / "out"
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return convert(source, tmp_path_factory.mktemp("whole"), *MODEL).parent
 
 
 @pytest.fixture

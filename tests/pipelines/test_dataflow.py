@@ -39,10 +39,8 @@ from support import (
     given,
     given_arrays,
     headers_only,
-    random_tensors,
+    make_release,
     restore,
-    save,
-    split,
 )
 
 from weightbeam.formats.safetensors import open_hf
@@ -417,7 +415,7 @@ def test_the_job_is_small_for_any_model(tmp_path: Path, unit_bytes: int, units: 
 
 def test_a_job_of_an_export_fits_its_machines(tmp_path: Path) -> None:
     """The bound on a worker's memory is that of any plan: what is always needed, and a unit for each thread."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     planned = export.plan(convert(source, tmp_path / "checkpoint"), like=str(source))
     options = pipeline_options(["--runner=DataflowRunner"])
     dataflow.fill_in(options, planned, "gs://b/out")
@@ -634,14 +632,14 @@ def test_verify_runs_here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 def test_plan_needs_no_complete_runner(tmp_path: Path) -> None:
     """`plan` takes the options of the conversion that it is the plan of."""
-    source = save(tmp_path / "hf", LLAMA, *split(random_tensors(LLAMA), 1))
+    source = make_release(tmp_path / "hf")
     assert call("plan", "--source", source, "--runner=DataflowRunner", "--number_of_worker_harness_threads=4") == 0
 
 
 def test_the_secret_s_name_reaches_this_process_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--hf_token_secret` is the environment variable by another name: planning needs the token as well."""
     monkeypatch.setenv(SECRET, "projects/1/secrets/other/versions/1")  # so that it is as it was, afterwards
-    source = save(tmp_path / "hf", LLAMA, *split(random_tensors(LLAMA), 1))
+    source = make_release(tmp_path / "hf")
     assert call("plan", "--source", source, "--hf_token_secret", NAME) == 0
     assert os.environ[SECRET] == NAME
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import pytest
 from quantised import fp8_llama
-from support import BF16, LLAMA, call, random_tensors, read_config, read_tensors, save
+from support import call, make_release, read_config, read_tensors
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
@@ -43,7 +43,7 @@ def test_values_by_their_definition(tmp_path: Path, dtype: str) -> None:
 
 def test_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A release that isn't quantised is refused, and so is an output that is there."""
-    plain = save(tmp_path / "plain", LLAMA, random_tensors(LLAMA, BF16))
+    plain = make_release(tmp_path / "plain")
     assert call("dequantize", "--source", plain, "--output", tmp_path / "out") == 2
     assert "nothing to dequantise" in capsys.readouterr().err
     source, *_ = fp8_llama(tmp_path / "fp8")

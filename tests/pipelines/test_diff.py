@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
-from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, call, convert, random_tensors, save, split
+from support import BF16, DEEPSEEK, F32, LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, save, split
 
 import weightbeam
 from weightbeam.formats.encodings.quantizing import quantization_config, quantize, why_kept
@@ -120,7 +120,7 @@ def test_a_release_and_its_checkpoint(tmp_path: Path, options: tuple[str, ...]) 
     """Either way round; exact arrays are equal, scaled ones are rounded as documented; a change is found in the array
     that holds it.
     """
-    source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "source")
     step = convert(source, tmp_path / "out", *options)
     found = statuses(source, tmp_path / "out", status=0, folder=tmp_path)
     assert statuses(step / "items", source, status=0, folder=tmp_path) == found
@@ -137,7 +137,7 @@ def test_orbax_checkpoints_of_two_writers(tmp_path: Path) -> None:
     """Ours, and a training state of nnx that stock Orbax saved, with `value` leaves and an optimizer: the weights are
     compared, nothing else.
     """
-    source = save(tmp_path / "source", QWEN3_MOE, random_tensors(QWEN3_MOE))
+    source = make_release(tmp_path / "source", QWEN3_MOE)
     step = convert(source, tmp_path / "out")
     weights = ocp.PyTreeCheckpointer().restore(step / "items")["params"]["params"]
     state = {"params": {"params": _boxed(weights)}, "opt_state": {"count": np.int32(3)}, "step": np.int64(7)}
@@ -167,13 +167,13 @@ def _boxed(tree: Any) -> Any:
 
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No traceback: what, where, why."""
-    source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "source")
     (tmp_path / "empty").mkdir()
     assert call("diff", source, tmp_path / "empty") == 2
     assert "no Orbax checkpoint" in capsys.readouterr().err
     assert call("diff", tmp_path / "none", source) == 2
     assert "no such folder" in capsys.readouterr().err
-    broken = save(tmp_path / "broken", LLAMA, random_tensors(LLAMA))
+    broken = make_release(tmp_path / "broken")
     data = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(data[:-10])
     assert call("diff", source, broken) == 2
@@ -182,7 +182,7 @@ def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_from_python(tmp_path: Path) -> None:
     """A value with everything in it; nothing is printed."""
-    a = save(tmp_path / "a", LLAMA, random_tensors(LLAMA))
+    a = make_release(tmp_path / "a")
     found = weightbeam.diff(str(a), str(a), progress=False)
     assert found.ok
     assert found.counts["equal"] == len(found.tensors)

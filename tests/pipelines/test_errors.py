@@ -15,7 +15,20 @@ import numpy as np
 import pytest
 from processes import run
 from safetensors.numpy import save_file
-from support import DEEPSEEK, FP8, INDEX, LLAMA, call, convert, random_tensors, read_config, read_file, save, split
+from support import (
+    DEEPSEEK,
+    FP8,
+    INDEX,
+    LLAMA,
+    call,
+    convert,
+    make_release,
+    random_tensors,
+    read_config,
+    read_file,
+    save,
+    split,
+)
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
@@ -35,7 +48,7 @@ Refused = Callable[..., str]
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A good checkpoint of two files, to be damaged."""
-    return save(tmp_path / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
+    return make_release(tmp_path / "hf", files=2)
 
 
 @pytest.fixture
@@ -271,7 +284,7 @@ def test_options_that_cant_be(source: Path, refused: Refused, name: str) -> None
 def test_stores_that_arent_supported(refused: Refused, tmp_path: Path, url: str) -> None:
     """Source and output on them are refused by name."""
     assert url.partition("://")[0] in refused(url)  # type: ignore[arg-type]
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     assert url.partition("://")[0] in refused(folder, "--output", url)
 
 
@@ -285,7 +298,7 @@ def test_a_source_that_isnt_there(refused: Refused, tmp_path: Path) -> None:
 
 def test_a_link_beside_the_weights_that_leads_to_itself(tmp_path: Path) -> None:
     """What isn't the model's is nobody's business, before the conversion and after it."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     (source / "loop").symlink_to("loop")
     convert(source, tmp_path / "out")
 
@@ -307,7 +320,7 @@ ODD = [None, -1, "x", [], {}, {"rope_type": 3}, 1.5, True, 3, 10**30]
 @pytest.mark.parametrize("config", [LLAMA, DEEPSEEK], ids=lambda config: config["model_type"])
 def test_no_value_in_a_config_is_a_traceback(tmp_path: Path, config: dict[str, Any]) -> None:
     """Whatever stands in any field that a table reads: the plan is made, or refused."""
-    folder = save(tmp_path / "hf", config, random_tensors(config))
+    folder = make_release(tmp_path / "hf", config)
     faults = {}
     for field in [*config, "rope_scaling", "rope_parameters", "quantization_config", "index_n_heads"]:
         for value in ODD:
@@ -322,7 +335,7 @@ def test_no_value_in_a_config_is_a_traceback(tmp_path: Path, config: dict[str, A
 @pytest.mark.parametrize("option", ["--param_scan_axis", "--unit_bytes", "--step", "--mesh=fsdp"])
 def test_no_number_on_the_command_line_is_a_traceback(tmp_path: Path, option: str) -> None:
     """From 0 to what no machine integer holds: the plan is made, or refused."""
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     for number in (0, 1, 7, 2**31, 2**63, 10**30):
         assert call("plan", "--source", folder, f"{option}={number}") in (0, 2)
 
@@ -330,7 +343,7 @@ def test_no_number_on_the_command_line_is_a_traceback(tmp_path: Path, option: st
 @pytest.mark.parametrize("rows", [2**63, 10**30])
 def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, rows: int) -> None:
     """At once and in little memory, rather than planned for as long as the machine bears it."""
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     command = f"ulimit -v 8000000; exec '{sys.executable}' -m weightbeam.pipelines.plan --source '{folder}' --vocab_size {rows}"
     ran = run("bash", "-c", command, timeout=15, status=2)
     assert "vocab_size" in ran.stderr
@@ -470,7 +483,7 @@ def test_a_source_that_changes_after_it_was_planned(tmp_path: Path) -> None:
     """A file that shrinks in between fails the run: the message has the file and how to go on, and nothing is
     published.
     """
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     conversion = prepare(Options(), open_hf(source))
     os.truncate(source / "model.safetensors", 3000)
     with pytest.raises(FailedError, match=r"model\.safetensors changed while it was converted, [^$]*--overwrite"):

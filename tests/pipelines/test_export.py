@@ -29,6 +29,7 @@ from support import (
     call,
     convert,
     given,
+    make_release,
     peft_adapter,
     random_tensors,
     read_config,
@@ -290,7 +291,7 @@ def test_a_model_without_a_release(tmp_path: Path, capsys: pytest.CaptureFixture
     computes the same.
     """
     config = LLAMA | {"architectures": ["LlamaForCausalLM"]}
-    source = save(tmp_path / "hf", config, random_tensors(config, F32))
+    source = make_release(tmp_path / "hf", config, dtype=F32)
     step = convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
     items = shutil.copytree(step / "items", tmp_path / "trained")
     (tmp_path / "tokens").mkdir()
@@ -343,8 +344,8 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Said before any work, with nothing written: no like, another model's like, an output that is there, a place that
     the source lies in.
     """
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
-    other = save(tmp_path / "other", LLAMA | {"num_hidden_layers": 5}, random_tensors(LLAMA | {"num_hidden_layers": 5}))
+    source = make_release(tmp_path / "hf")
+    other = make_release(tmp_path / "other", LLAMA | {"num_hidden_layers": 5})
     step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
@@ -387,7 +388,7 @@ def test_resumed_with_another_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the source was replaced meanwhile, of the same sizes and times even, nothing of two sources is mixed."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     lora, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)})
     command = ("merge", source, tmp_path / "out", "--lora", lora)
 
@@ -426,7 +427,7 @@ def test_stopped_and_resumed(
     """Units that were done are kept; nothing is there until all is; the same command goes on, and does nothing once it
     is done.
     """
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
     command = [
         "export",
@@ -467,7 +468,7 @@ def test_stopped_and_resumed(
 
 def test_plans_and_results_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`plan export …` is `export --dry_run`; `--json -` prints nothing else; merge, dequantize and quantize alike."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32")
     capsys.readouterr()
     assert call("plan", "export", step, tmp_path / "out", "--json", "-") == 0
@@ -543,7 +544,7 @@ def test_a_form_without_tensors_has_its_dtype(tmp_path: Path) -> None:
     """`config.json` alone says float32, float16 or nothing: the tensors are what the new one says, or it says what they
     are.
     """
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA, F32))
+    source = make_release(tmp_path / "hf", dtype=F32)
     tree = ocp.PyTreeCheckpointer().restore(
         convert(source, tmp_path / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") / "items"
     )
@@ -566,7 +567,7 @@ def test_a_form_without_tensors_has_its_dtype(tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that isn't there, and a release, are called what they are."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     for given_, words in (
         (tmp_path / "none", "none: no such folder"),
         (source, "but a release; weightbeam convert makes a checkpoint of it"),
@@ -580,7 +581,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_verify_judges_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str) -> None:
     """Whichever side is named first: rounded as the table and the dtypes say; a changed element is named."""
     config = LLAMA | {"hidden_size": 160}
-    source = save(tmp_path / "hf", config, random_tensors(config, F32))
+    source = make_release(tmp_path / "hf", config, dtype=F32)
     step = convert(
         source,
         tmp_path / "ckpt",
@@ -639,7 +640,7 @@ def test_verify_knows_the_model_of_an_export(tmp_path: Path, capsys: pytest.Capt
 
 def test_as_a_library(tmp_path: Path) -> None:
     """`weightbeam.export`: a value that says what came of it, typed errors, nothing printed."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
     made = wb.export(str(step), str(tmp_path / "back"), progress=False)
     assert made.folder == str(tmp_path / "back")
@@ -651,7 +652,7 @@ def test_as_a_library(tmp_path: Path) -> None:
 
 def test_onto_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One commit that holds the release; nothing stays in the cache; without a token it is refused before any work."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     step = convert(source, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32")
     with FakeHub() as server:
         for name, value in server.env("hf_secret").items():

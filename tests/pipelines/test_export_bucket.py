@@ -14,7 +14,7 @@ import pytest
 from quantised import fp8_llama
 from servers.clients import asking
 from servers.gcs import FakeGcs
-from support import LLAMA, call, convert, peft_adapter, random_tensors, save
+from support import call, convert, make_release, peft_adapter
 
 from weightbeam.formats import composing, release_bucket
 from weightbeam.formats.storage import bucket as buckets
@@ -47,7 +47,7 @@ def place(gcs: FakeGcs) -> str:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A release, its checkpoint in float32, and what an export of that into a folder is."""
     folder = tmp_path_factory.mktemp("bucket")
-    save(folder / "hf", LLAMA, random_tensors(LLAMA))
+    make_release(folder / "hf")
     convert(folder / "hf", folder / "ckpt", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
     assert call("export", folder / "ckpt", folder / "back") == 0
     return folder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import LLAMA, call, convert, random_tensors, save
+from support import call, convert, make_release
 
 import weightbeam as wb
 from weightbeam.pipelines.export import plan
@@ -39,7 +39,7 @@ ODD: list[Any] = [
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint without a database, so that each array's metadata is a file."""
     folder = tmp_path_factory.mktemp("hostile")
-    save(folder / "hf", LLAMA, random_tensors(LLAMA))
+    make_release(folder / "hf")
     return convert(folder / "hf", folder / "ckpt", "--maxtext_model", "llama2-7b", "--use_ocdbt", "false")
 
 

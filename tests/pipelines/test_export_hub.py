@@ -12,7 +12,7 @@ import pytest
 from processes import running, wait_until
 from servers.clients import at_hub
 from servers.hub import FakeHub
-from support import LLAMA, call, convert, random_tensors, save
+from support import call, convert, make_release
 
 TOKEN = "hf_a-token-that-nobody-may-see"
 REPO, URL = "org/tuned", "hf://org/tuned"
@@ -30,7 +30,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("made")
     return [
         convert(
-            save(root / name, LLAMA, random_tensors(LLAMA, seed=seed)),
+            make_release(root / name, seed=seed),
             root / f"ckpt-{name}",
             "--maxtext_model",
             "llama2-7b",
@@ -68,7 +68,7 @@ def test_what_is_there_is_refused_and_named(
     hub: FakeHub, checkpoints: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before any work; with `--overwrite` it goes, and that is said. The same command again does nothing."""
-    other = save(tmp_path / "other", LLAMA, random_tensors(LLAMA, seed=5))
+    other = make_release(tmp_path / "other", seed=5)
     (other / "tokenizer.json").write_text("{}")
     (other / "README.md").write_text("# Mine\n")
     hub.add(REPO, other).writers.add(TOKEN)

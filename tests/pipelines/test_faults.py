@@ -17,7 +17,17 @@ from faults import EXPORTING, STAGES, arguments, is_published, kill, run_jobs
 from hostile import snapshot
 from lazily import lazily
 from soak import OVERLAPPING, bundles_twice, kill_and_resume
-from support import BF16, LLAMA, assert_same_bits, call, convert, random_tensors, reference, restore, save, split
+from support import (
+    BF16,
+    LLAMA,
+    assert_same_bits,
+    call,
+    convert,
+    make_release,
+    random_tensors,
+    reference,
+    restore,
+)
 
 ocp = lazily("orbax.checkpoint")
 
@@ -26,7 +36,7 @@ SHARD = "model-00002-of-00002.safetensors"
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return save(tmp_path / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
+    return make_release(tmp_path / "hf", files=2)
 
 
 def go(source: Path, output: Path, *options: str, **more: Any) -> dict[str, Any]:
@@ -82,7 +92,7 @@ def test_exports_killed_and_resumed(tmp_path: Path, stages: list[str]) -> None:
     At every stage: killed once more on the way, from a checkpoint as stock Orbax writes it, in compressed chunks larger
     than a unit.
     """
-    like = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    like = make_release(tmp_path / "hf")
     source = convert(like, tmp_path / "ckpt", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") / "items"
     if len(stages) > 1:
         ocp.PyTreeCheckpointer().save(tmp_path / "stock", ocp.PyTreeCheckpointer().restore(source))
@@ -172,7 +182,7 @@ def test_shards_that_change_while_they_are_read(tmp_path: Path, changes: list[st
     """
     jobs = []
     for change in changes:
-        source = save(tmp_path / change / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
+        source = make_release(tmp_path / change / "hf", files=2)
         fault = dict(kind="change", change=change, stage="reading", call=2, file=str(source / SHARD))
         jobs += [go(source, tmp_path / change / "out", fault=fault), go(source, tmp_path / change / "out", "--resume")]
     told = run_jobs(jobs)

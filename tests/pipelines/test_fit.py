@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from facts import config_of, load_trees
-from support import LLAMA, call, convert, random_tensors, save
+from support import LLAMA, call, convert, make_release, save
 
 import weightbeam as wb
 
@@ -24,7 +24,7 @@ def qwen(tmp_path: Path) -> Path:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """A whole model of sizes that MaxText hasn't got."""
-    return save(tmp_path / "llama", LLAMA, random_tensors(LLAMA))
+    return make_release(tmp_path / "llama")
 
 
 def test_a_release_that_fits(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:

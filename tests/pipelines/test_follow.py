@@ -41,6 +41,7 @@ from support import (
     call,
     convert,
     flatten,
+    make_release,
     peft_adapter,
     random_tensors,
     read_file,
@@ -1047,7 +1048,7 @@ def test_everything_wrong_is_said_at_the_start(
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
     write(run, 1, model=model)
     (tmp_path / "empty").mkdir()
-    other = save(tmp_path / "other", LLAMA | dict(hidden_size=64), random_tensors(LLAMA | dict(hidden_size=64), F32))
+    other = make_release(tmp_path / "other", LLAMA | dict(hidden_size=64), dtype=F32)
     diloco = training_run.manager(str(tmp_path / "diloco"), None)
     training_run.save(diloco, 1, {"inner_state": {"x": np.zeros((2, 3), np.float32)}, "step": np.int32(1)})
     diloco.close()

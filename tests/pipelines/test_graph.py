@@ -12,7 +12,16 @@ import apache_beam as beam
 import numpy as np
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
-from support import DEEPSEEK, convert, digests, given, given_arrays, headers_only, random_tensors, restore, save, split
+from support import (
+    DEEPSEEK,
+    convert,
+    digests,
+    given,
+    given_arrays,
+    headers_only,
+    make_release,
+    restore,
+)
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import staging_at
@@ -114,7 +123,7 @@ def test_plain_numbers_are_shuffled(tmp_path: Path) -> None:
 
 def test_each_worker_makes_the_same_units(tmp_path: Path) -> None:
     """What a worker finds in its own copy of the plan is what the launcher planned."""
-    source = save(tmp_path / "hf", DEEPSEEK, random_tensors(DEEPSEEK))
+    source = make_release(tmp_path / "hf", DEEPSEEK)
     conversion = prepare(Options(unit_bytes=30_000, mesh=("fsdp=4",)), open_hf(source))
     staging = staging_at(tmp_path / "out", 0, conversion.hash)
     staging.create(conversion.stage())
@@ -206,7 +215,7 @@ TIMED = {"_CHECKPOINT_METADATA"}  # says when it was made
 
 def test_chunk_keys_are_the_same_too(tmp_path: Path) -> None:
     """Without a database every chunk is a file: the same names with the same bytes, whatever the workers."""
-    source = save(tmp_path / "hf", DEEPSEEK, *split(random_tensors(DEEPSEEK), 3))
+    source = make_release(tmp_path / "hf", DEEPSEEK, files=3)
     files = []
     for name, way in enumerate(("--direct_num_workers=1", "--direct_num_workers=4", "--direct_runner_bundle_repeat=1")):
         options = [

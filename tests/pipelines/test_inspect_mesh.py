@@ -22,10 +22,10 @@ from support import (
     assert_same_bits,
     call,
     convert,
+    make_release,
     random_tensors,
     reference,
     restore,
-    save,
 )
 
 from weightbeam.formats.orbax import find_items, read_arrays
@@ -54,7 +54,7 @@ print(json.dumps(restore_host(Path(sys.argv[1]), json.loads(sys.argv[2]))))
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("medium") / "source", MEDIUM, random_tensors(MEDIUM))
+    return make_release(tmp_path_factory.mktemp("medium") / "source", MEDIUM)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_a_checkpoint_of_maxtexts(by_axis_0: Path, source: Path, capsys: pytest.
 
 def test_another_models_config_is_of_no_use(by_axis_0: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Arrays that it doesn't know aren't counted, and said; if it knows none, or is no model's, it is refused."""
-    other = save(tmp_path / "moe", QWEN3_MOE, random_tensors(QWEN3_MOE))
+    other = make_release(tmp_path / "moe", QWEN3_MOE)
     status, shown = inspect(capsys, by_axis_0, "--mesh", "fsdp=16", "--source", other)
     assert status == 0
     assert "not counted, since their logical axes aren't known: 3 arrays" in shown

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from processes import run
 from servers.hub import FakeHub
-from support import LLAMA, LLAMA_8B, call, random_tensors, save, split
+from support import LLAMA, LLAMA_8B, call, make_release, random_tensors, save, split
 
 from weightbeam.pipelines.options import make_pipeline, pipeline_options
 from weightbeam.pipelines.runners.local import ThreadError, run_threads
@@ -42,7 +42,7 @@ class Watched:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.source = save(folder / "hf", LLAMA, *split(random_tensors(LLAMA), 2))
+        self.source = make_release(folder / "hf", files=2)
         (folder / "site").mkdir()
         (folder / "site" / "sitecustomize.py").write_text(WATCHING)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from processes import run
-from support import LLAMA, LLAMA_8B, convert, random_tensors, save, shapes
+from support import LLAMA, LLAMA_8B, convert, make_release, shapes
 
 from weightbeam.formats.orbax import find_items, open_arrays
 from weightbeam.formats.orbax_source import open_orbax
@@ -163,7 +163,7 @@ def uncache(file: Path) -> None:
 def source(tmp_path: Path) -> Path:
     """A checkpoint of 33 MB."""
     config = LLAMA | dict(vocab_size=32_000, hidden_size=256)
-    return save(tmp_path / "source", config, random_tensors(config))
+    return make_release(tmp_path / "source", config)
 
 
 def test_what_was_written_leaves_the_page_cache(source: Path, tmp_path: Path) -> None:

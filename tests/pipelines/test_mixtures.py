@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import LLAMA, call, random_tensors, save
+from support import TIME, call, make_dated_release, make_release
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import StorageError
@@ -17,19 +17,11 @@ from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
 
 OPTIONS = Options(maxtext_model="llama2-7b")
-TIME = 1_767_225_600 * 10**9
-
-
-def release(folder: Path, seed: int) -> Path:
-    save(folder, LLAMA, random_tensors(LLAMA, seed=seed))
-    for path in folder.iterdir():
-        os.utime(path, ns=(TIME, TIME))
-    return folder
 
 
 def test_two_releases_of_equal_sizes_and_times_have_two_plans(tmp_path: Path) -> None:
     """As from reproducible archives: --resume took one for the other, and published a mixture."""
-    plans = [prepare(OPTIONS, open_hf(release(tmp_path / str(seed), seed))).hash for seed in (1, 2)]
+    plans = [prepare(OPTIONS, open_hf(make_dated_release(tmp_path / str(seed), seed))).hash for seed in (1, 2)]
     assert plans[0] != plans[1]
     shutil.move(tmp_path / "1", tmp_path / "moved")
     assert prepare(OPTIONS, open_hf(tmp_path / "moved")).hash == plans[0]
@@ -37,7 +29,7 @@ def test_two_releases_of_equal_sizes_and_times_have_two_plans(tmp_path: Path) ->
 
 def test_a_file_that_is_rewritten_in_place_and_its_time_set_back(tmp_path: Path) -> None:
     """As by `rsync --inplace -t`, a byte that no fingerprint has looked at."""
-    folder = release(tmp_path / "hf", 1)
+    folder = make_dated_release(tmp_path / "hf", 1)
     opened = open_hf(folder)
     file = folder / "model.safetensors"
     with file.open("r+b") as data:
@@ -49,7 +41,7 @@ def test_a_file_that_is_rewritten_in_place_and_its_time_set_back(tmp_path: Path)
 
 
 def test_another_name_for_a_file_is_no_change(tmp_path: Path) -> None:
-    folder = release(tmp_path / "hf", 1)
+    folder = make_dated_release(tmp_path / "hf", 1)
     opened = open_hf(folder)
     os.link(folder / "model.safetensors", tmp_path / "other")
     opened.check()
@@ -58,7 +50,7 @@ def test_another_name_for_a_file_is_no_change(tmp_path: Path) -> None:
 def test_hashes_are_read_where_they_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A blob of a hub's cache is named by its hash, and may be rotten all the same."""
     root = tmp_path / "models--acme--tiny"
-    snapshot = save(root / "snapshots" / ("0" * 40), LLAMA, random_tensors(LLAMA))
+    snapshot = make_release(root / "snapshots" / ("0" * 40))
     (root / "blobs").mkdir()
     blob = root / "blobs" / ("a" * 64)
     (snapshot / "model.safetensors").rename(blob)
@@ -73,7 +65,7 @@ def test_known_hashes_are_compared_on_request(rotten: bool, tmp_path: Path, caps
     """By default the record says that a hash is the cache's word; with --check_source true it was read, or nothing is
     made.
     """
-    snapshot = save(tmp_path / "models--acme--tiny" / "snapshots" / ("0" * 40), LLAMA, random_tensors(LLAMA))
+    snapshot = make_release(tmp_path / "models--acme--tiny" / "snapshots" / ("0" * 40))
     file = snapshot / "model.safetensors"
     blob = snapshot.parents[1] / "blobs" / ("a" * 64 if rotten else hashlib.sha256(file.read_bytes()).hexdigest())
     blob.parent.mkdir()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from quantised import fp8_llama
 from safetensors.numpy import save_file
-from support import LLAMA, assert_same_bits, call, convert, random_tensors, restore, save, split
+from support import assert_same_bits, call, convert, make_release, restore
 
 from weightbeam.formats import orbax, release_target
 from weightbeam.transforms import conversion
@@ -61,7 +61,7 @@ def write_adapter(folder: Path) -> Path:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All inputs, made once."""
     made = tmp_path_factory.mktemp("made")
-    add_small(save(made / "hf", LLAMA, *split(random_tensors(LLAMA), 2)))
+    add_small(make_release(made / "hf", files=2))
     add_small(fp8_llama(made / "fp8")[0])
     lora = write_adapter(made / "lora")
     for name in ("A", "B"):

@@ -10,17 +10,12 @@ from pathlib import Path
 import pytest
 from servers.clients import asking
 from servers.gcs import FakeGcs
-from support import LLAMA, call, convert, random_tensors, save
+from support import call, convert
 
 from weightbeam.formats.storage import LocalFolder, open_store
 
 PLACES = ["folder", "bucket"]
 MODEL = ("--maxtext_model", "llama2-7b")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("others") / "hf", LLAMA, random_tensors(LLAMA))
 
 
 @pytest.fixture(scope="module")

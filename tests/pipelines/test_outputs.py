@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hostile import snapshot
-from support import BF16, LLAMA, assert_same_bits, call, convert, random_tensors, reference, restore, save
+from support import BF16, LLAMA, assert_same_bits, call, convert, make_release, random_tensors, reference, restore
 
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.staging.folder import new_id
@@ -16,7 +16,7 @@ from weightbeam.formats.staging.folder import new_id
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    return make_release(tmp_path / "hf")
 
 
 def refused(capfd: pytest.CaptureFixture[str], root: Path, *command: object) -> str:

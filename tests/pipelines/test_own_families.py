@@ -33,7 +33,7 @@ FAMILY = Family(
 """
 
 
-def release(folder: Path, kind: str = "tiny_mlp") -> dict[str, np.ndarray]:
+def write_mlp(folder: Path, kind: str = "tiny_mlp") -> dict[str, np.ndarray]:
     """Two layers of one matrix."""
     folder.mkdir()
     tensors = {f"blocks.{layer}.up.weight": np.arange(15, dtype=np.float32).reshape(5, 3) + layer for layer in range(2)}
@@ -68,7 +68,7 @@ def package(folder: Path) -> Path:
 @pytest.mark.parametrize("way", ["file", "entry point"])
 def test_a_family_outside_the_project(tmp_path, way):
     """Converted as its table says, and verified from what the checkpoint remembers."""
-    tensors = release(tmp_path / "source")
+    tensors = write_mlp(tmp_path / "source")
     path, options = None, []
     if way == "file":
         (tmp_path / "own.py").write_text(TABLE)
@@ -95,7 +95,7 @@ def test_a_family_outside_the_project(tmp_path, way):
 
 def test_identity(tmp_path):
     """A model that nobody has a table for: a tensor's name is the array's path."""
-    tensors = release(tmp_path / "source", "unheard_of")
+    tensors = write_mlp(tmp_path / "source", "unheard_of")
     assert weightbeam("plan", "--source", tmp_path / "source").returncode == 2
     done = weightbeam(
         "convert",
@@ -125,7 +125,7 @@ def test_identity(tmp_path):
 )
 def test_a_file_that_is_no_family(tmp_path, text, words):
     """Refused in words."""
-    release(tmp_path / "source")
+    write_mlp(tmp_path / "source")
     if text is not None:
         (tmp_path / "own.py").write_text(text)
     done = weightbeam("plan", "--source", tmp_path / "source", "--family", tmp_path / "own.py")

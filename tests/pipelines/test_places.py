@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from servers import repository
 from servers.clients import at_hub
 from servers.hub import FakeHub
-from support import LLAMA, random_tensors, save, split
+from support import make_release
 
 from weightbeam.formats.hub_publishing import look, publish
 from weightbeam.formats.release_target import whole_files
@@ -53,9 +53,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def release(tmp_path: Path) -> Path:
+def made(tmp_path: Path) -> Path:
     """What a watcher made of a step: two files of weights, the small ones, and what is written beside them."""
-    made = save(tmp_path / "release", LLAMA, *split(random_tensors(LLAMA), 2))
+    made = make_release(tmp_path / "release", files=2)
     (made / "README.md").write_text("Written by [Weightbeam]")
     (made / "tokenizer.json").write_text("{}")
     small = {path.name: path.read_bytes() for path in made.iterdir() if path.suffix != ".safetensors"}
@@ -86,12 +86,12 @@ def commit(hub: FakeHub, folder: Path, title: str = "theirs", **files: str) -> N
 # --- what is published ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_published(hub: FakeHub, release: Path, tmp_path: Path) -> None:
+def test_what_is_published(hub: FakeHub, made: Path, tmp_path: Path) -> None:
     """What the record names, the weights, and what is written beside them; the card may be another one by then."""
-    publish_to(HubPlace(URL, tmp_path), release)
+    publish_to(HubPlace(URL, tmp_path), made)
     for branch in ("main", "step-1"):
         held = hub.repositories[REPO].branches[branch].files.keys() - {".gitattributes"}
-        assert held == {path.name for path in release.iterdir()} - {".stray.weightbeam-tmp"}
+        assert held == {path.name for path in made.iterdir()} - {".stray.weightbeam-tmp"}
 
 
 @pytest.mark.parametrize(
@@ -102,27 +102,27 @@ def test_what_is_published(hub: FakeHub, release: Path, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_release_that_is_being_removed(
-    name: str, change: bytes | None, hub: FakeHub, release: Path, tmp_path: Path
+    name: str, change: bytes | None, hub: FakeHub, made: Path, tmp_path: Path
 ) -> None:
     """A file is gone, or another one: nothing is committed, and what was there stays."""
     place = HubPlace(URL, tmp_path)
-    publish_to(place, release)
+    publish_to(place, made)
     before = dict(hub.repositories[REPO].branches)
     if change is None:
-        (release / name).unlink()
+        (made / name).unlink()
     else:
-        (release / name).write_bytes(change)
+        (made / name).write_bytes(change)
     with pytest.raises(StorageError, match=r"isn't published|few") as told:
-        place.publish(LocalFolder(str(release)), place.of("step-2"), "Step 2 of run (hf-2)", lambda: True)
+        place.publish(LocalFolder(str(made)), place.of("step-2"), "Step 2 of run (hf-2)", lambda: True)
     assert name in str(told.value) or change == b"x"
     assert hub.repositories[REPO].branches == before
 
 
-def test_a_release_whose_record_names_no_files(release: Path) -> None:
+def test_a_release_whose_record_names_no_files(made: Path) -> None:
     """One of an earlier version: all that is there."""
-    record = json.loads((release / "weightbeam.json").read_bytes())
-    (release / "weightbeam.json").write_text(json.dumps({"digests": record["digests"]}))
-    assert whole_files(LocalFolder(str(release))).keys() == {path.name for path in release.iterdir()}
+    record = json.loads((made / "weightbeam.json").read_bytes())
+    (made / "weightbeam.json").write_text(json.dumps({"digests": record["digests"]}))
+    assert whole_files(LocalFolder(str(made))).keys() == {path.name for path in made.iterdir()}
 
 
 # --- whose a place is -------------------------------------------------------------------------------------------------
@@ -191,14 +191,14 @@ def test_a_report_that_isnt_all_there(tmp_path: Path) -> None:
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_passing_error_is_no_missing_report(hub: FakeHub, release: Path, tmp_path: Path) -> None:
+def test_a_passing_error_is_no_missing_report(hub: FakeHub, made: Path, tmp_path: Path) -> None:
     """Only a repository, a branch or a file that isn't there is none."""
     place = HubPlace(URL, tmp_path)
     assert place.report(URL) == {}
     hub.add(REPO).writers.add(TOKEN)
     assert place.report(URL) == place.report(place.of("step-1")) == {}
     for matching in ("GET /api/models/me/tuned", "resolve/.*/run.json"):
-        publish_to(place, release)
+        publish_to(place, made)
         hub.fail("status", status=503, matching=matching)
         with pytest.raises(StorageError, match="503"):
             place.report(URL)
@@ -208,16 +208,16 @@ def test_a_passing_error_is_no_missing_report(hub: FakeHub, release: Path, tmp_p
     assert place.owner() == "/run"
 
 
-def test_a_card_that_cant_be_read_is_kept(hub: FakeHub, release: Path, tmp_path: Path) -> None:
+def test_a_card_that_cant_be_read_is_kept(hub: FakeHub, made: Path, tmp_path: Path) -> None:
     place = HubPlace(URL, tmp_path)
     hub.add(REPO).writers.add(TOKEN)
     commit(hub, tmp_path / "theirs", README__md="# Mine\n")
     fault = hub.fail("status", status=503, matching="resolve/.*/README.md")
     with pytest.raises(StorageError, match="503"):
-        publish_to(place, release)
+        publish_to(place, made)
     assert fault.hits
     hub.faults = []
-    publish_to(place, release)
+    publish_to(place, made)
     assert bytes(hub.repositories[REPO].head.files["README.md"].data) == b"# Mine\n"
 
 

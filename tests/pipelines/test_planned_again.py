@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from quantised import fp8_llama
-from support import LLAMA, convert, peft_adapter, random_tensors, save
+from support import convert, make_release, peft_adapter
 
 PLANS = """
 import sys
@@ -24,7 +24,7 @@ for plan in (
 
 def test_in_every_process(tmp_path: Path) -> None:
     """Of a release, a quantised one, a checkpoint, and an adapter beside them."""
-    release = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    release = make_release(tmp_path / "hf")
     fp8, *_ = fp8_llama(tmp_path / "fp8")
     convert(release, tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
     lora, _ = peft_adapter(

@@ -16,7 +16,7 @@ from apache_beam.portability.api import beam_job_api_pb2, beam_runner_api_pb2
 from apache_beam.runners.portability import abstract_job_service, local_job_service
 from servers.clients import asking
 from servers.gcs import FakeGcs
-from support import LLAMA, call, random_tensors, save
+from support import call, make_release
 
 from weightbeam import __version__
 from weightbeam.formats.safetensors import open_hf
@@ -45,7 +45,7 @@ def test_an_endpoint_that_is_not_there(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:
     """Refused by name, before anything is written; Beam would wait for ever."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     with socket.socket() as bound:  # its port is ours, and nobody listens on it
         bound.bind(("localhost", 0))
         words = [option.format(port=bound.getsockname()[1]) for option in options]
@@ -56,7 +56,7 @@ def test_an_endpoint_that_is_not_there(
 
 
 def test_an_endpoint_without_a_port(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     options = ("--runner=PortableRunner", "--job_endpoint=localhost", "--environment_type=LOOPBACK")
     assert call("convert", "--source", source, "--output", tmp_path / "out", *options) == 2
     assert "--job_endpoint=localhost: expected HOST:PORT" in capfd.readouterr().err
@@ -94,7 +94,7 @@ def test_the_words_of_a_java_failure() -> None:
 @pytest.fixture
 def stopped(tmp_path: Path) -> tuple[Path, Staging, Conversion]:
     """A conversion that is staged, and nothing of it done: its source, its place and its plan."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     conversion = prepare(Options(), open_hf(source))
     staging = staging_at(tmp_path / "out", 0, conversion.hash)
     stage(conversion, staging, resume=False)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lazily import lazily
-from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
+from support import DEEPSEEK, LLAMA, call, convert, make_release, random_tensors, save, split
 
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
 from weightbeam.formats.provenance import digest, tensors_of, total
@@ -50,7 +50,7 @@ def test_the_record_tells_the_source_the_options_and_the_losses(tmp_path: Path) 
 
 def test_digests_are_those_of_what_lies_on_the_disk(tmp_path: Path) -> None:
     """Read back shard by shard; the same whatever the units; another value, another digest."""
-    source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "source")
     steps = [
         convert(source, tmp_path / name, "--mesh", "fsdp=4", *options)
         for name, options in {"a": (), "b": ("--unit_bytes", "24000")}.items()
@@ -76,7 +76,7 @@ def test_digests_are_those_of_what_lies_on_the_disk(tmp_path: Path) -> None:
 
 def test_a_hub_cache_tells_the_hash_of_its_files(tmp_path: Path) -> None:
     """A blob's name is its sha256."""
-    made = save(tmp_path / "made", LLAMA, random_tensors(LLAMA))
+    made = make_release(tmp_path / "made")
     data = (made / "model.safetensors").read_bytes()
     sha = hashlib.sha256(data).hexdigest()
     blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "main"
@@ -91,7 +91,7 @@ def test_a_hub_cache_tells_the_hash_of_its_files(tmp_path: Path) -> None:
 
 def test_inspect_shows_where_a_checkpoint_comes_from(tmp_path: Path, capsys) -> None:
     """Source, family, plan and versions; not as one line of JSON."""
-    source = save(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "source")
     step = convert(source, tmp_path / "out")
     capsys.readouterr()
     assert call("inspect", step) == 0
@@ -120,7 +120,7 @@ def test_inspect_of_a_reshard_says_what_it_was_made_from(tmp_path: Path, capsys)
 
 def test_the_record_tells_what_the_release_was(tmp_path: Path) -> None:
     """config.json, and every tensor with its dtype, shape and file, in the order of the files and of their bytes."""
-    source = save(tmp_path / "source", DEEPSEEK, *split(random_tensors(DEEPSEEK), 3))
+    source = make_release(tmp_path / "source", DEEPSEEK, files=3)
     step = convert(source, tmp_path / "out")
     found = record(step)
     assert found["config"] == json.loads((source / "config.json").read_bytes())
@@ -150,9 +150,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def release(folder: Path) -> Path:
+def with_small_files(folder: Path) -> Path:
     """A release with small files, and with others that aren't taken."""
-    source = save(folder, LLAMA, random_tensors(LLAMA))
+    source = make_release(folder)
     for name, data in SMALL.items() | {("pytorch_model.bin", b"\x80\x04"), ("a.png", b"")}:
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_bytes(data)
@@ -163,7 +163,7 @@ def test_the_small_files_lie_with_the_checkpoint(tmp_path: Path) -> None:
     """Byte for byte, in one archive that `unzip` reads, and that stock Orbax takes neither for an item nor for a step;
     a resume leaves them.
     """
-    source = release(tmp_path / "source")
+    source = with_small_files(tmp_path / "source")
     step = convert(source, tmp_path / "out")
     wanted = SMALL | {"config.json": (source / "config.json").read_bytes()}
     assert dict(packed_files(open_store(step)) or {}) == wanted
@@ -179,7 +179,7 @@ def test_the_small_files_lie_with_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_small_file_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A link that leads out of the release is left out and said; the weights are converted."""
-    source = release(tmp_path / "source")
+    source = with_small_files(tmp_path / "source")
     (tmp_path / "secret").write_text("secret")
     (source / "NOTICE").symlink_to(tmp_path / "secret")
     step = convert(source, tmp_path / "out")

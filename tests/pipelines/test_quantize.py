@@ -9,7 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lazily import lazily
-from support import BF16, F32, FP8, LLAMA, QWEN3_MOE, call, convert, peft_adapter, random_tensors, read_config, save
+from support import (
+    BF16,
+    F32,
+    FP8,
+    LLAMA,
+    QWEN3_MOE,
+    call,
+    convert,
+    make_release,
+    peft_adapter,
+    random_tensors,
+    read_config,
+    save,
+)
 
 import weightbeam as wb
 
@@ -271,9 +284,9 @@ def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> No
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is quantised already, what has nothing to quantise, another format: before anything is written."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     assert call("quantize", source, tmp_path / "fp8") == 0
-    plain = save(tmp_path / "plain", LLAMA, random_tensors(LLAMA))
+    plain = make_release(tmp_path / "plain")
     less = {name: values for name, values in random_tensors(LLAMA).items() if "layers.1.mlp.up_proj" not in name}
     bare = save(tmp_path / "bare", LLAMA, {"model.norm.weight": np.ones(32, BF16)})
     for arguments, message in (

@@ -26,11 +26,10 @@ from support import (
     assert_same_bits,
     convert,
     digests,
+    make_release,
     random_tensors,
     reference,
     restore,
-    save,
-    split,
 )
 
 MODEL = QWEN3_MOE | dict(hidden_size=128, moe_intermediate_size=64, vocab_size=512)
@@ -57,7 +56,7 @@ CHECKPOINT = ("_CHECKPOINT_METADATA", "commit_success.txt", "conversion.json", "
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in three files."""
-    return save(tmp_path_factory.mktemp("remote") / "source", MODEL, *split(random_tensors(MODEL), 3))
+    return make_release(tmp_path_factory.mktemp("remote") / "source", MODEL, files=3)
 
 
 @pytest.fixture(scope="module")

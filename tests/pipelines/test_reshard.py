@@ -14,7 +14,15 @@ import warm
 import yaml
 from lazily import lazily
 from pairs import each
-from support import LLAMA, assert_same_bits, convert, digest, digests, given, random_tensors, restore, save
+from support import (
+    assert_same_bits,
+    convert,
+    digest,
+    digests,
+    given,
+    make_release,
+    restore,
+)
 from trained import SHARED, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays, read_arrays
@@ -302,7 +310,7 @@ def adamw(weights: dict) -> object:
 
 def test_a_state_of_optax_there_and_back(tmp_path: Path) -> None:
     """Moments go where their weights go; the optimizer's own pytree is what stock Orbax restores."""
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     scanned = restore(convert(folder, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32"))
     tree = adamw(scanned)
     source = stock(tmp_path / "source", tree)
@@ -322,7 +330,7 @@ def test_large_chunks_are_decoded_once_into_files(tmp_path: Path) -> None:
     """Compressed chunks with all layers in each, far larger than a unit: the same bits, and nothing is left beside
     them.
     """
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     scanned = restore(convert(folder, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32"))
     source = stock(tmp_path / "source", adamw(scanned))
     said = ("--like", folder, "--maxtext_model", "llama2-7b", "--unit_bytes", "20000")
@@ -356,7 +364,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     """After a kill in the middle `--resume` makes the units that are missing, and unpacks what isn't; the result is
     that of a quiet run.
     """
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     scanned = restore(convert(folder, tmp_path / "ckpt", "--maxtext_model", "llama2-7b", "--save_dtype", "float32"))
     source = stock(tmp_path / "source", adamw(scanned))
     options = ["--scan_layers", "false", "--like", str(folder), "--maxtext_model", "llama2-7b", "--unit_bytes", "20000"]
@@ -390,7 +398,7 @@ def test_one_host_reads_what_it_owns(tmp_path: Path) -> None:
 def test_each_host_reads_what_it_needs(tmp_path: Path, meshes: tuple[str, ...], layout: str) -> None:
     """Load amplification 1.0 on each mesh that was asked for, from chunks that were for another one."""
     convert(
-        save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)),
+        make_release(tmp_path / "hf"),
         tmp_path / "ckpt",
         "--maxtext_model",
         "llama2-7b",
@@ -410,7 +418,7 @@ def test_a_virtual_checkpoint_is_a_source_like_any_other(tmp_path: Path) -> None
     """Its chunks are ranges of the release's files; the copy refers to none, and has the values that `materialize`
     writes.
     """
-    folder = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    folder = make_release(tmp_path / "hf")
     convert(folder, tmp_path / "virtual", "--maxtext_model", "llama2-7b", "--virtual", "--param_scan_axis", "0")
     assert main(["materialize", str(tmp_path / "virtual"), str(tmp_path / "wanted")]) == 0
     wanted = restore(tmp_path / "wanted" / "0")
@@ -422,9 +430,7 @@ def test_a_virtual_checkpoint_is_a_source_like_any_other(tmp_path: Path) -> None
 
 def test_a_damaged_source_isnt_copied(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A bit that flipped since the checkpoint was written, in chunks that nothing protects: the record's digests tell."""
-    step = convert(
-        save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), tmp_path / "ckpt", "--maxtext_model", "llama2-7b"
-    )
+    step = convert(make_release(tmp_path / "hf"), tmp_path / "ckpt", "--maxtext_model", "llama2-7b")
     data = max((step / "items").glob("ocdbt.process_*/d/*"), key=lambda path: path.stat().st_size)
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1

@@ -27,11 +27,10 @@ from support import (
     convert,
     digests,
     flatten,
+    make_release,
     random_tensors,
     reference,
     restore,
-    save,
-    split,
 )
 
 from weightbeam.formats.ocdbt import ATTEMPT
@@ -50,7 +49,7 @@ COARSE = ["--unit_bytes", "60000", "--mesh", "fsdp=2"]
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return save(tmp_path / "hf", DEEPSEEK, *split(random_tensors(DEEPSEEK), 2))
+    return make_release(tmp_path / "hf", DEEPSEEK, files=2)
 
 
 def ledger(output: Path) -> dict[str, str]:
@@ -155,7 +154,7 @@ def test_what_else_a_stopped_conversion_allows(source: Path, tmp_path: Path, cap
     assert "--scan_layers was True, is False" in message
     assert "unit_bytes" not in message
 
-    other = save(tmp_path / "other", LLAMA, random_tensors(LLAMA))
+    other = make_release(tmp_path / "other")
     capfd.readouterr()
     assert call("convert", "--source", other, "--output", output, *SMALL, "--resume") == 2
     assert "source" in capfd.readouterr().err
@@ -256,7 +255,7 @@ def test_death_at_any_file_operation(tmp_path: Path, every: int) -> None:
     """After each of them a reader sees no checkpoint or a whole one, `--resume` finishes it, and nothing else is left
     in the folder.
     """
-    source, wanted = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), reference(LLAMA, random_tensors(LLAMA), BF16)
+    source, wanted = make_release(tmp_path / "hf"), reference(LLAMA, random_tensors(LLAMA), BF16)
     outputs = {
         number: tmp_path / str(number) for number in range(1, count_operations(source, tmp_path / "all") + 1, every)
     }
@@ -280,9 +279,7 @@ def test_death_while_a_checkpoint_is_replaced(tmp_path: Path, every: int) -> Non
     """Of the last file operations, the replacement among them: the old checkpoint or the new one is in the folder
     whole, under some name, and the same command again leaves the new one alone.
     """
-    old, new = (
-        save(tmp_path / name, LLAMA, random_tensors(LLAMA, seed=seed)) for seed, name in enumerate(("old", "new"))
-    )
+    old, new = (make_release(tmp_path / name, seed=seed) for seed, name in enumerate(("old", "new")))
     before, after = (reference(LLAMA, random_tensors(LLAMA, seed=seed), BF16) for seed in (0, 1))
     convert(old, tmp_path / "out", *COARSE)
     shutil.copytree(tmp_path / "out", tmp_path / "counted")

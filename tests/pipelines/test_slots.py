@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support import LLAMA, assert_same_bits, call, convert, random_tensors, read_tensors, restore, save
+from support import assert_same_bits, call, convert, read_tensors, restore
 
 from weightbeam.pipelines import convert as converting
 from weightbeam.pipelines import export, quantize, reshard
@@ -15,11 +15,6 @@ from weightbeam.pipelines.slots import slots_of
 from weightbeam.transforms.staged import load
 
 BUCKETS = ("gs://in/model", "gs://out/ckpt")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("model") / "llama", LLAMA, random_tensors(LLAMA))
 
 
 @pytest.fixture(scope="module")

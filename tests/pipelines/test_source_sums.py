@@ -13,7 +13,19 @@ import pytest
 from servers.clients import asking
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
-from support import BF16, DEEPSEEK, QWEN3_MOE, call, digests, random_tensors, reference, restore, save, split
+from support import (
+    BF16,
+    DEEPSEEK,
+    QWEN3_MOE,
+    call,
+    digests,
+    make_release,
+    random_tensors,
+    reference,
+    restore,
+    save,
+    split,
+)
 
 from weightbeam.formats.ocdbt import IncompleteError
 from weightbeam.formats.safetensors import open_hf, read_header
@@ -32,7 +44,7 @@ RANGES = r"GET /storage/v1/.*safetensors.*alt=media"  # as TensorStore asks for 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("sums") / "source", MODEL, *split(random_tensors(MODEL), 3))
+    return make_release(tmp_path_factory.mktemp("sums") / "source", MODEL, files=3)
 
 
 @pytest.fixture(scope="module")

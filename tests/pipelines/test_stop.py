@@ -19,7 +19,7 @@ import pytest
 from processes import ROOT, free_port, listening, running, wait_until
 from servers.clients import asking
 from servers.gcs import FakeGcs
-from support import LLAMA, assert_same_bits, convert, random_tensors, restore, save
+from support import LLAMA, assert_same_bits, convert, make_release, restore
 
 import weightbeam as wb
 from weightbeam.formats.safetensors import open_hf
@@ -39,7 +39,7 @@ UNITS = ("--unit_bytes", "200KB")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("stop") / "hf", MODEL, random_tensors(MODEL))
+    return make_release(tmp_path_factory.mktemp("stop") / "hf", MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from measured import Measure
 from strangers import LITTLE, bare, item, sharded, tree, zarr2, zarr3
-from support import LLAMA, call, convert, random_tensors, save
+from support import call, convert, make_release
 
 import weightbeam as wb
 from weightbeam.formats import orbax_state
@@ -35,7 +35,7 @@ MODEL = ("--maxtext_model", "llama2-7b")
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("strange") / "hf", LLAMA, random_tensors(LLAMA))
+    return make_release(tmp_path_factory.mktemp("strange") / "hf")
 
 
 @pytest.fixture(scope="module")

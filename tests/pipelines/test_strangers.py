@@ -83,16 +83,11 @@ def test_notices_hold_no_mentions_and_links(monkeypatch: pytest.MonkeyPatch) -> 
     assert message["reason"] == reason  # a field of JSON, for programs
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("streams") / "hf", LLAMA, random_tensors(LLAMA))
-
-
 @pytest.mark.parametrize(("command", "encoding"), each(["plan --source", "inspect"], ["ascii", "latin-1"]))
-def test_a_narrow_encoding(folder: Path, command: str, encoding: str) -> None:
+def test_a_narrow_encoding(source: Path, command: str, encoding: str) -> None:
     """`×` and `…` aren't in ASCII."""
     extra = ["--maxtext_model", "llama2-7b"] if "plan" in command else []
-    arguments = [sys.executable, "-m", "weightbeam.pipelines.cli", *command.split(), str(folder), *extra]
+    arguments = [sys.executable, "-m", "weightbeam.pipelines.cli", *command.split(), str(source), *extra]
     ran = subprocess.run(
         arguments,
         capture_output=True,
@@ -105,10 +100,10 @@ def test_a_narrow_encoding(folder: Path, command: str, encoding: str) -> None:
 
 
 @pytest.mark.parametrize("closed", some(["2>&-", ">&-", "<&-", ">&- 2>&-"], 2))
-def test_closed_streams(folder: Path, tmp_path: Path, closed: str) -> None:
+def test_closed_streams(source: Path, tmp_path: Path, closed: str) -> None:
     """The exit status is right, and nothing that is printed gets into a file that is open under that number."""
     here = f"{sys.executable} -m weightbeam.pipelines.cli"
     output = tmp_path / "out"
     model = "--maxtext_model llama2-7b"
-    script = f"{here} convert --source {folder} --output {output} {model} {closed} && {here} verify --source {folder} --checkpoint {output} {model} {closed}"
+    script = f"{here} convert --source {source} --output {output} {model} {closed} && {here} verify --source {source} --checkpoint {output} {model} {closed}"
     run("bash", "-c", script, status=0)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import LLAMA, call, random_tensors, save
+from support import TIME, call, make_dated_release
 
 import weightbeam as wb
 from weightbeam.formats.identity import ChangedError
@@ -24,16 +24,7 @@ from weightbeam.model_mappings.boxes import whole
 from weightbeam.transforms import conversion, execution
 from weightbeam.transforms.units import Fetch
 
-TIME = 1_767_225_600 * 10**9
 Switch = Callable[[Path, str], contextlib.AbstractContextManager[None]]
-
-
-def release(folder: Path, seed: int) -> Path:
-    """All have the same sizes and times, as of reproducible archives."""
-    save(folder, LLAMA, random_tensors(LLAMA, seed=seed))
-    for path in folder.iterdir():
-        os.utime(path, ns=(TIME, TIME))
-    return folder
 
 
 def point(link: Path, target: str) -> None:
@@ -75,7 +66,7 @@ SWITCHES = pytest.mark.parametrize("switch", [link_switched, folder_switched, fi
 def source(tmp_path: Path) -> Path:
     """A link to the release `one`, beside which `two` lies."""
     for seed, name in enumerate(("one", "two")):
-        release(tmp_path / name, seed)
+        make_dated_release(tmp_path / name, seed)
     os.rename(tmp_path / "one" / "model.safetensors", tmp_path / "one" / "blob")
     point(tmp_path / "one" / "model.safetensors", "blob")
     point(tmp_path / "src", "one")

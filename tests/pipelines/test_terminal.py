@@ -24,7 +24,7 @@ import pytest
 import warm
 from lazily import lazily
 from servers.hub import FakeHub
-from support import DEEPSEEK, LLAMA, call, convert, random_tensors, save, split
+from support import DEEPSEEK, LLAMA, call, convert, make_release, random_tensors, save
 
 from weightbeam.pipelines.arguments.parser import make_parser
 from weightbeam.pipelines.tables import Table
@@ -63,7 +63,7 @@ def on_terminal(
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("source") / "hf", DEEPSEEK, *split(random_tensors(DEEPSEEK), 2))
+    return make_release(tmp_path_factory.mktemp("source") / "hf", DEEPSEEK, files=2)
 
 
 def test_a_conversion_ends_with_what_comes_next(source: Path, tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_completion_and_the_manual(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_a_cut_vocabulary_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With numbers, from plan and convert."""
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     rows = LLAMA["vocab_size"]
     wanted = f"warning: model.embed_tokens.weight: {rows - 16:,} of {rows:,} rows ({(rows - 16) / rows:.0%}) are cut off, as --vocab_size=16 asks"
     assert call("plan", source, "--vocab_size", 16) == 0
@@ -388,7 +388,7 @@ def test_a_watcher_at_a_terminal_says_sentences(tmp_path: Path, monkeypatch: pyt
     with FakeHub() as hub:
         for name, value in hub.env().items():
             monkeypatch.setenv(name, value)
-        hub.add("acme/tiny", save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), card={"license": "mit"})
+        hub.add("acme/tiny", make_release(tmp_path / "hf"), card={"license": "mit"})
         settings = {
             "output": str(tmp_path / "out"),
             "models": ["acme/*"],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pairs import each
-from support import (
+from support import (  # fmt: skip
     BF16,
     F32,
     INDEX,
@@ -18,6 +18,7 @@ from support import (
     assert_same_bits,
     convert,
     converted,
+    make_release,
     random_tensors,
     read_config,
     read_file,
@@ -26,7 +27,7 @@ from support import (
     restore,
     save,
     unfuse,
-)  # fmt: skip
+)
 
 MODELS = ["llama", "mistral", "qwen3", "mixtral", "deepseek_v3"]
 
@@ -122,9 +123,7 @@ def test_tied_embeddings_have_no_head(tmp_path: Path) -> None:
 
 def test_overwrite_replaces_a_checkpoint(tmp_path: Path) -> None:
     """A second conversion into the same place needs `--overwrite`, and then leaves nothing of the first."""
-    first, second = (
-        save(tmp_path / name, LLAMA, random_tensors(LLAMA, seed=seed)) for seed, name in enumerate(("first", "second"))
-    )
+    first, second = (make_release(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second")))
     step = convert(first, tmp_path / "out", "--scan_layers", "false")
     convert(second, tmp_path / "out", "--overwrite")
     assert_same_bits(restore(step), reference(LLAMA, read_tensors(second), BF16))

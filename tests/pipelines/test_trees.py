@@ -13,7 +13,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 from lazily import lazily
-from support import F32, LLAMA, assert_same_bits, call, convert, random_tensors, read_tensors, restore, save
+from support import (
+    F32,
+    assert_same_bits,
+    call,
+    convert,
+    make_release,
+    read_tensors,
+    restore,
+)
 
 jnp = lazily("jax.numpy")
 ocp = lazily("orbax.checkpoint")
@@ -26,7 +34,7 @@ Flat = dict[str, Any]
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
     """A release, and its weights by MaxText's names, scanned."""
     folder = tmp_path_factory.mktemp("trees")
-    like = save(folder / "hf", LLAMA, random_tensors(LLAMA, F32))
+    like = make_release(folder / "hf", dtype=F32)
     return like, restore(convert(like, folder / "ckpt", "--save_dtype", "float32", "--maxtext_model", "llama2-7b"))
 
 

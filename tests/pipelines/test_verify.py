@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from pairs import each
-from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, random_tensors, save, split
+from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, save
 
 from weightbeam.formats.orbax import find_items, open_arrays
 
@@ -24,7 +24,7 @@ MODELS = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK}
 def source(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A checkpoint with an expert and a square matrix of everything."""
     config = MODELS[getattr(request, "param", "qwen3_moe")]
-    return save(tmp_path / "source", config, *split(random_tensors(config), 2))
+    return make_release(tmp_path / "source", config, files=2)
 
 
 def verify(source: Path, step: Path, *options: str) -> tuple[int, dict]:

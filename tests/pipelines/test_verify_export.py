@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import QWEN3_MOE, call, convert, random_tensors, save, split
+from support import QWEN3_MOE, call, convert, make_release
 
 import weightbeam as wb
 from weightbeam.formats.printable import printable
@@ -31,7 +31,7 @@ TOKENIZER = {"model": {"vocab": {"a": 0}}}
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint, and what was exported of it."""
     folder = tmp_path_factory.mktemp("exports")
-    source = save(folder / "hf", MODEL, *split(random_tensors(MODEL), 2))
+    source = make_release(folder / "hf", MODEL, files=2)
     (source / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     (source / "generation_config.json").write_text('{"eos_token_id": 1}')
     step = convert(source, folder / "ckpt")

@@ -29,10 +29,10 @@ from support import (
     digests,
     given,
     given_arrays,
+    make_release,
     random_tensors,
     restore,
     save,
-    split,
 )
 
 from weightbeam.formats import ocdbt
@@ -76,13 +76,13 @@ def own_bytes(step: Path) -> int:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A model that is virtual as a whole."""
-    return save(tmp_path / "source", QWEN3_MOE, *split(random_tensors(QWEN3_MOE), 2))
+    return make_release(tmp_path / "source", QWEN3_MOE, files=2)
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
     """A model whose query is scaled, so that it is written."""
-    return save(tmp_path / "mixed", LLAMA, *split(random_tensors(LLAMA), 2))
+    return make_release(tmp_path / "mixed", files=2)
 
 
 # --- what is restored -------------------------------------------------------------------------------------------------

@@ -28,7 +28,18 @@ from servers.clients import at_hub
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
 from servers.server import Call, Fault, Reply, Server, json_reply
-from support import BF16, INDEX, LLAMA, assert_same_bits, call, random_tensors, reference, restore, save, split
+from support import (
+    BF16,
+    INDEX,
+    LLAMA,
+    assert_same_bits,
+    call,
+    make_release,
+    random_tensors,
+    reference,
+    restore,
+    save,
+)
 
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage import open_store
@@ -106,10 +117,6 @@ def watch(tmp_path: Path, hub: FakeHub) -> Watch:
     return Watch(tmp_path, hub)
 
 
-def release(folder: Path, seed: int = 0, config: dict[str, Any] = LLAMA) -> Path:
-    return save(folder, config, *split(random_tensors(config, seed=seed), 2))
-
-
 def wanted(seed: int = 0) -> dict[str, np.ndarray]:
     return reference(LLAMA, random_tensors(LLAMA, seed=seed), BF16)
 
@@ -139,7 +146,7 @@ def test_a_release_is_converted_verified_and_published(
     look does nothing.
     """
     watch.set(verify=1.0, licenses=["MIT"], max_bytes="1MB")
-    hub.add(REPO, release(tmp_path / "hf"), card={"license": "mit"})
+    hub.add(REPO, make_release(tmp_path / "hf", files=2), card={"license": "mit"})
     commit = hub.repositories[REPO].head.sha
     assert watch.once("--dry_run") == 0
     assert "would be converted: 39.2 KB, llama" in capsys.readouterr().out
@@ -172,7 +179,7 @@ def test_a_release_is_converted_verified_and_published(
 
 @pytest.mark.parametrize("place", ["folder", "bucket"])
 def test_two_watchers_started_together_convert_once(tmp_path: Path, hub: FakeHub, place: str) -> None:
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     with FakeGcs("bucket") as gcs, contextlib.ExitStack() as stack:
         watch = Watch(tmp_path, hub, "gs://bucket/models" if place == "bucket" else None)
         environment = gcs.env() if place == "bucket" else {}
@@ -198,7 +205,7 @@ def test_two_watchers_started_together_convert_once(tmp_path: Path, hub: FakeHub
 
 def test_racing_watchers_make_each_record_once(tmp_path: Path, hub: FakeHub) -> None:
     """Of eight threads that take a step from one state one succeeds, and the others are told."""
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     found, target = find_release(REPO, "main"), Target("any", (), Options())
     output = open_store(str(tmp_path / "out"))
     racers = [History(output, REPO, key_of(REPO, found.weights, target)) for _ in range(8)]
@@ -219,7 +226,7 @@ def test_racing_watchers_make_each_record_once(tmp_path: Path, hub: FakeHub) -> 
 def test_a_commit_of_the_readme_isnt_converted_again(
     watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     first = hub.repositories[REPO].head.sha
     assert watch.once() == 0
     (tmp_path / "hf" / "README.md").write_text("better words")
@@ -237,7 +244,7 @@ def test_a_commit_of_the_readme_isnt_converted_again(
 
 def test_every_target_of_a_release(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
     """One more target converts the release for that one only."""
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     assert watch.once() == 0
     watch.set(targets=[*watch.settings["targets"], dict(name="flat", scan_layers=False, save_dtype="float32")])
     assert watch.once() == 0
@@ -253,7 +260,7 @@ def test_an_incomplete_release_waits(
     watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The index names a file that isn't there; then it is."""
-    folder = release(tmp_path / "hf")
+    folder = make_release(tmp_path / "hf", files=2)
     hub.add(REPO, folder, ["config.json", INDEX, "model-00001-of-00002.safetensors"])
     assert watch.once() == 0
     assert "waiting  incomplete: model-00002-of-00002.safetensors not there yet" in capsys.readouterr().out
@@ -267,7 +274,7 @@ def test_an_incomplete_release_waits(
 def test_a_release_that_isnt_quiet_waits(
     watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     watch.set(quiet_minutes=10)
     assert watch.once() == 0
     assert "waiting  committed to at" in capsys.readouterr().out
@@ -281,7 +288,7 @@ def test_what_is_refused_says_why(watch: Watch, hub: FakeHub, tmp_path: Path, mo
     """Gated, without a licence that is allowed, too large, pickles, no table. Nothing of their weights is read. What
     the hub settles is settled when it says otherwise.
     """
-    folder, mit = release(tmp_path / "hf"), {"license": "mit"}
+    folder, mit = make_release(tmp_path / "hf", files=2), {"license": "mit"}
     (tmp_path / "pickle").mkdir()
     (tmp_path / "pickle" / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"pickle")
@@ -317,7 +324,7 @@ def test_what_is_refused_says_why(watch: Watch, hub: FakeHub, tmp_path: Path, mo
 
 def test_wildcards_and_dates(watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a wildcard finds is looked at if it has changed since; what is named always is."""
-    folder = release(tmp_path / "hf")
+    folder = make_release(tmp_path / "hf", files=2)
     now = time.time()
     for name, days in (
         ("acme/old-llama", 40),
@@ -342,7 +349,7 @@ def test_an_author_who_cant_be_listed_holds_up_nobody_else(
     watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither models that are named nor those of others; each such author is a failure."""
-    folder = release(tmp_path / "hf")
+    folder = make_release(tmp_path / "hf", files=2)
     hub.add(REPO, folder)
     hub.add("last/tiny", folder)
     gone = hub.fail("status", status=404, matching=r"/api/models\?.*author=(ghost|spectre)")
@@ -366,7 +373,7 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     in what the branch moved to, and converts that too. The pointer names the newer one.
     """
     watch.set(targets=[dict(name="fsdp2", mesh=["fsdp=2"], unit_bytes=8000)], runner=dict(direct_num_workers=1))
-    hub.add(REPO, release(tmp_path / "first"))
+    hub.add(REPO, make_release(tmp_path / "first", files=2))
     first = hub.repositories[REPO].head.sha
     hub.cdn.faults = [Fault("slow", seconds=0.3)]
     with watch.start("--once") as process:
@@ -374,7 +381,7 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
             lambda: len(list(watch.output.glob(f"{REPO}/*/*/0.*.orbax-checkpoint-tmp/units/*/[0-9]*.json"))) > 1,
             process,
         )
-        second = hub.commit(REPO, release(tmp_path / "second", seed=1))
+        second = hub.commit(REPO, make_release(tmp_path / "second", files=2, seed=1))
         workers = children_of(process.pid)
         process.kill()
         process.communicate()
@@ -403,10 +410,10 @@ def test_killed_before_the_pointer_is_written(watch: Watch, hub: FakeHub, tmp_pa
     first there is none, then it names an older one. What is deleted stays deleted.
     """
     pointer = watch.output / REPO / "fsdp2.json"
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     for seed in (0, 1):
         if seed:
-            hub.commit(REPO, release(tmp_path / "newer", seed=seed))
+            hub.commit(REPO, make_release(tmp_path / "newer", files=2, seed=seed))
         before = pointer.read_bytes() if seed else None
         with Inbox() as inbox:
             watch.set(notify=[inbox.url])
@@ -450,7 +457,7 @@ def test_another_watcher_stays_away_and_a_polite_stop_isnt_held_against_the_rele
 ) -> None:
     """While one converts, a second one does nothing. SIGTERM: exit status 1, no lease, no attempt less."""
     watch.set(attempts=1)
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     hub.cdn.faults = [Fault("slow", seconds=2)]
     with watch.start("--once") as process:
         wait_for(lambda: watch.states() == [["discovered", "planned", "converting"]], process)
@@ -469,7 +476,7 @@ def test_another_watcher_stays_away_and_a_polite_stop_isnt_held_against_the_rele
 
 def test_what_failed_is_tried_again_so_often(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
     """With a delay in between, then no more, until it is asked for. The cause is a file in the output's way."""
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     watch.set(attempts=2, retry_minutes=60)
     in_the_way = watch.output / REPO / hub.repositories[REPO].head.sha[:12]
     in_the_way.parent.mkdir(parents=True)
@@ -494,7 +501,7 @@ def test_what_failed_is_tried_again_so_often(watch: Watch, hub: FakeHub, tmp_pat
 
 def test_a_file_that_isnt_whole_is_looked_at_again(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
     """Whether it is the file or the way to it can't be told, so that it isn't refused for good."""
-    folder = release(tmp_path / "hf")
+    folder = make_release(tmp_path / "hf", files=2)
     shard = folder / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     hub.add(REPO, folder)
@@ -508,7 +515,7 @@ def test_a_conversion_that_others_are_at_is_waited_for(
 ) -> None:
     """Such as one that was started by hand; said once, and not counted as an attempt."""
     watch.set(attempts=1)
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     commit = hub.repositories[REPO].head.sha
     made = isolation.plan([f"--source=hf://{REPO}@{commit}", "--mesh=fsdp=2"])["plan"]
     staging = staging_at(str(watch.output / REPO / commit[:12] / f"fsdp2-{made[:8]}"), 0)
@@ -525,7 +532,7 @@ def test_a_conversion_that_others_are_at_is_waited_for(
 def test_a_conversion_that_dies_doesnt_end_the_watcher(watch: Watch, hub: FakeHub, tmp_path: Path) -> None:
     """Its process is killed, as by a system without memory: it failed, and the next model is converted."""
     watch.set(models=["acme/a", "acme/b"])
-    folder = release(tmp_path / "hf")
+    folder = make_release(tmp_path / "hf", files=2)
     hub.add("acme/a", folder)
     hub.add("acme/b", folder)
     hub.cdn.faults = [Fault("slow", seconds=1, matching="acme%2Fa|acme/a")]
@@ -572,7 +579,7 @@ def test_states_are_sent_to_webhooks(
     watch: Watch, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """In order, once each although the receiver is out of order at times."""
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     with Inbox() as inbox:
         inbox.faults = [Fault("status", every=2)]
         monkeypatch.setenv("INBOX", inbox.url)
@@ -590,7 +597,7 @@ def test_a_retry_that_another_watcher_is_faster_with(
     """It goes on with one target while the message of the other is delivered."""
     targets = [dict(name=name) for name in ("first", "second")]
     watch.set(licenses=[], targets=targets)
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     assert watch.once() == 0
 
     def go_on(_: object) -> None:
@@ -614,7 +621,7 @@ def test_a_webhook_that_is_gone_stops_nothing(
     watch: Watch, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its URL, which is a secret, isn't shown."""
-    hub.add(REPO, release(tmp_path / "hf"))
+    hub.add(REPO, make_release(tmp_path / "hf", files=2))
     with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
         watch.set(licenses=[], notify=[f"http://127.0.0.1:{taken.getsockname()[1]}/secret"])
@@ -682,7 +689,7 @@ def test_the_hubs_webhooks_start_a_conversion(watch: Watch, hub: FakeHub, tmp_pa
         try:
             wait_for(is_serving, process)
             wait_for(lambda: "list" in hub.log.counts(), process)
-            hub.add(REPO, release(tmp_path / "hf"))
+            hub.add(REPO, make_release(tmp_path / "hf", files=2))
             hub.add("other/tiny", tmp_path / "hf")
             assert post(payload(REPO), "wrong") == 401
             assert post(b"[1]", "right") == 400

@@ -114,7 +114,7 @@ def test_natural_order() -> None:
     assert natural("a.2.b") < natural("a.10.b") < natural("a.10.c")
 
 
-def release(folder: Path, files: Mapping[str, list[str]]) -> tuple[list[Entry], dict[str, str]]:
+def vectors(folder: Path, files: Mapping[str, list[str]]) -> tuple[list[Entry], dict[str, str]]:
     """A release of vectors, written by safetensors, as `(its tensors, the file of each)`."""
     for name, tensors in files.items():
         save_file({tensor: np.zeros(4, np.float32) for tensor in tensors}, folder / name)
@@ -124,7 +124,7 @@ def release(folder: Path, files: Mapping[str, list[str]]) -> tuple[list[Entry], 
 
 def test_the_layout_of_a_release_is_kept(tmp_path: Path) -> None:
     files = {"model-00001-of-00002.safetensors": ["z", "b"], "model-00002-of-00002.safetensors": ["a", "c.weight"]}
-    entries, like = release(tmp_path, files)
+    entries, like = vectors(tmp_path, files)
     layout = plan_files(reversed(entries), like)
     assert {name: tensor.path for name, tensor in layout.tensors.items()} == like
     assert [tensor.name for file in layout.files for tensor in file.tensors] == list(like)
@@ -136,7 +136,7 @@ def test_a_scale_lies_behind_its_codes(tmp_path: Path) -> None:
         "model-00001-of-00002.safetensors": ["z", "b"],
         "model-00002-of-00002.safetensors": ["a.weight", "c.weight"],
     }
-    _, like = release(tmp_path, files)
+    _, like = vectors(tmp_path, files)
     entries = [Entry(name, FP8, (8, 8)) for name in like] + [
         Entry("a.weight_scale_inv", F32, (1, 1)),
         Entry("A", F32, ()),
@@ -165,7 +165,7 @@ def test_names_that_not_every_loader_wants(like: dict[str, str]) -> None:
 
 def test_a_file_of_the_release_that_has_grown_is_split_where_a_limit_is_named(tmp_path: Path) -> None:
     files = {"model-00001-of-00002.safetensors": ["a", "b"], "model-00002-of-00002.safetensors": ["c"]}
-    entries, like = release(tmp_path, files)
+    entries, like = vectors(tmp_path, files)
     layout = plan_files(entries, like, 16)
     assert [(file.name, [tensor.name for tensor in file.tensors]) for file in layout.files] == [
         (f"model-0000{number}-of-00003.safetensors", [name]) for number, name in enumerate("abc", 1)
@@ -174,7 +174,7 @@ def test_a_file_of_the_release_that_has_grown_is_split_where_a_limit_is_named(tm
 
 def test_a_file_that_would_be_empty_is_left_out(tmp_path: Path) -> None:
     """Here the second file: one is left, so there is no index."""
-    _, like = release(tmp_path, {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b"]})
+    _, like = vectors(tmp_path, {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b"]})
     layout = plan_files([("a", F32, (4,))], like)
     assert ([file.name for file in layout.files], layout.index) == (["model.safetensors"], None)
 

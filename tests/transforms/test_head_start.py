@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import LLAMA, random_tensors, save
+from support import make_release
 
 from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import Staging, staging_at
@@ -22,7 +22,7 @@ from weightbeam.transforms.planner import prepare
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    return make_release(tmp_path / "hf")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support import DEEPSEEK, FP8, LLAMA, LLAMA_8B, call, headers_only, random_tensors, save
+from support import DEEPSEEK, FP8, LLAMA_8B, call, headers_only, make_release, random_tensors, save
 
 from weightbeam.formats.encodings import bitsandbytes, encoding, fp4, gptq, packed, scaled
 from weightbeam.formats.safetensors import open_hf
@@ -278,7 +278,7 @@ def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.Capture
     """A row and an entry for each number of workers; the price and Beam's threads count; without the option there is
     neither.
     """
-    source = save(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+    source = make_release(tmp_path / "hf")
     plan = ("plan", "--source", source, "--json", tmp_path / "plan.json")
 
     def simulated(*options: str) -> list[dict[str, Any]]:

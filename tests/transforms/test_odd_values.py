@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import BF16, DEEPSEEK, F32, LLAMA, call, convert, random_tensors, save
+from support import BF16, DEEPSEEK, F32, LLAMA, call, convert, make_release, random_tensors, save
 
 from weightbeam.formats import provenance
 from weightbeam.formats.extremes import Extremes
@@ -150,7 +150,7 @@ def test_many_are_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_ordinary_values_make_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Zeros that a table fills in, or that pad an axis, are meant."""
-    step = convert(save(tmp_path / "hf", LLAMA, random_tensors(LLAMA)), tmp_path / "out", *MODEL, "--vocab_size", "100")
+    step = convert(make_release(tmp_path / "hf"), tmp_path / "out", *MODEL, "--vocab_size", "100")
     record = json.loads((step / "conversion.json").read_bytes())
     assert not record.keys() & {"not_finite", "zero"}
     assert "zero throughout" not in capsys.readouterr().err
