@@ -18,7 +18,7 @@ SIZES = {"BF16": 2, "F32": 4, "U8": 1, "I8": 1, "I32": 4, "F8_E4M3": 1}
 Specs = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
-def write(path: Path, tensors: Specs) -> None:
+def write_file(path: Path, tensors: Specs) -> None:
     """A safetensors file of these tensors, all of them zeros that take no space."""
     entries, at = [], 0
     for name, (dtype, shape) in tensors.items():
@@ -40,11 +40,11 @@ def write_release(folder: Path, config: Mapping[str, Any], *files: Specs) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     if len(files) == 1:
-        write(folder / "model.safetensors", files[0])
+        write_file(folder / "model.safetensors", files[0])
         return
     weight_map = {}
     for number, tensors in enumerate(files):
-        write(folder / f"model-{number}.safetensors", tensors)
+        write_file(folder / f"model-{number}.safetensors", tensors)
         weight_map |= dict.fromkeys(tensors, f"model-{number}.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 

@@ -169,6 +169,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Progress(config))
 
 
+# --- what is dear to make, once in a run -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `cases/models.py` writes."""
+    import support
+
+    return support.generate(tmp_path_factory)
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 

@@ -89,7 +89,7 @@ def broken_disk(fault: Mapping[str, Any]) -> None:
     os.preadv = preadv
 
 
-def change(fault: Mapping[str, Any]) -> None:
+def change_shard(fault: Mapping[str, Any]) -> None:
     """Does something to a shard."""
     path = Path(fault["file"])
     before = path.stat()
@@ -121,7 +121,7 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "fill": fill,
     "no more writes": no_more_writes,
     "broken disk": broken_disk,
-    "change": change,
+    "change": change_shard,
 }
 
 

@@ -1,4 +1,4 @@
-"""Fuzzing of headers and indexes. An input is a kind and some bytes; `check` is what must hold of every one.
+"""Fuzzing of headers and indexes. An input is a kind and some bytes; `check_input` is what must hold of every one.
 
     python tests/fuzz_header.py -max_total_time=600 -dict=tests/corpus/tokens.dict tests/corpus/inputs
 
@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 try:
     import atheris
-except ImportError:  # the tests use `check` without it
+except ImportError:  # the tests use `check_input` without it
     atheris = None
 if atheris and __name__ == "__main__":
     with atheris.instrument_imports(
@@ -62,7 +62,7 @@ def file_of(data: bytes) -> bytes:
     return struct.pack("<Q", len(rest)) + rest + bytes(max((n for n in numbers if n <= MAX_DATA), default=0))
 
 
-def check(data: bytes, folder: Path) -> str:
+def check_input(data: bytes, folder: Path) -> str:
     """Raises where an input is treated wrongly; returns what became of it, without numbers.
 
     A header is refused by a `HeaderError`, or read as the safetensors library reads it; what the library refuses is
@@ -148,7 +148,7 @@ def seeds() -> list[bytes]:
 
 def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        atheris.Setup(list(arguments), lambda data: check(data, Path(folder)))
+        atheris.Setup(list(arguments), lambda data: check_input(data, Path(folder)))
         atheris.Fuzz()
 
 

@@ -41,6 +41,11 @@ def run(
     return ran
 
 
+def read_so_far() -> int:
+    """What this process has asked the system to read, in bytes."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 @contextmanager
 def running(log: Path, *command: object, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen]:
     """A process and its children, until the end of the block; what they say is in `log`, beside which they run."""
@@ -89,10 +94,17 @@ def listening(port: int, host: str = "localhost") -> None:
 
 
 def wait_until(
-    true: Callable[[], bool], otherwise: Callable[[], str], seconds: float = TIMEOUT, every: float = 0.1
+    true: Callable[[], object],
+    otherwise: Callable[[], str] = lambda: "",
+    seconds: float = TIMEOUT,
+    every: float = 0.1,
+    process: Any = None,
 ) -> None:
-    """Waits until something is true; fails with the words of `otherwise` where it doesn't come true."""
+    """Waits until something is true; fails with the words of `otherwise` where it doesn't come true, and with what a
+    process has printed where that ends before.
+    """
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, otherwise()
+        assert process is None or process.poll() is None, process.communicate()
         time.sleep(every)

@@ -218,7 +218,7 @@ def _merge(
     _write_anyway(manifest or items, ocdbt.MANIFEST, json.dumps(names).encode())
 
 
-def convert(
+def act_as_convert(
     staging: Staging, plan: str, resume: bool, overwrite: bool, format: Format, submitted: Callable[[], None]
 ) -> str:
     """What `pipelines.convert` and the workers do, in their order; says when the workers have it."""
@@ -301,7 +301,7 @@ class World:
 
         def work() -> str:
             submitted = lambda: about.update(staging=staging)  # noqa: E731
-            return convert(staging, plan, resume, overwrite, self.format, submitted)
+            return act_as_convert(staging, plan, resume, overwrite, self.format, submitted)
 
         return self._begin(work, f"{plan}{' --resume' * resume}{' --overwrite' * overwrite}", about)
 

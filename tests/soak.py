@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,37 @@ SECONDS = 0.006  # what a stage takes, about
 OVERLAPPING = {"weightbeam.transforms.overlap.REMOTE": "/"}
 
 
+def random_faults(
+    rng: random.Random, root: Path, source: Path, plan: Mapping[Path, str], turn: int
+) -> list[dict[str, Any]]:
+    """A job for each output, that is sent a signal in its stage; every other one works in the background, as from and
+    to a bucket.
+    """
+    jobs = []
+    for number, (output, stage) in enumerate(plan.items()):
+        name = "SIGKILL" if turn == 0 or rng.random() < 0.7 else rng.choice(["SIGTERM", "SIGINT"])
+        fault = kill(stage, name, rng.uniform(0, SECONDS), rng.randint(1, CALLS[stage]))
+        jobs.append(resuming(root, source, output) | dict(fault=fault, set=OVERLAPPING if (number + turn) % 2 else {}))
+    return jobs
+
+
+def resuming(root: Path, source: Path, output: Path) -> dict[str, Any]:
+    return dict(arguments=arguments(source, output, "--resume"), printed=str(root / "printed"))
+
+
+def stopped(told: Mapping[str, Any], signal: str, stage: str) -> str:
+    """What became of a job that was sent a signal; it ended as it should."""
+    assert told["status"] in ({-9, 0} if signal == "SIGKILL" else {1, 130, 0}), told
+    assert "Traceback" not in told["message"], told["message"]
+    if told["status"]:
+        return f"{signal} in {stage}"
+    # it was done, or the stage had fewer calls left
+    return "no-ops" if "nothing to do" in told["message"] else "finished before the signal"
+
+
 def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 2) -> Counter[str]:
     """Conversions that are killed, one for each of `stages`, resumed and killed again (at a stage at random), and at
     last resumed to the end.
-
-    Every other one reads and writes units in the background, as from and to a bucket.
 
     After every kill a reader finds no checkpoint or a whole one. At the end all are whole, and equal; nothing else is
     in the output, and nothing outside of it was touched; another `--resume` changes nothing. Returns the counts.
@@ -56,35 +82,15 @@ def kill_and_resume(root: Path, stages: Sequence[str], seed: int, rounds: int = 
     counts: Counter[str] = Counter()
     for turn in range(rounds):
         plan = {output: stage if turn == 0 else rng.choice(list(STAGES)) for output, stage in outputs.items()}
-        jobs = []
-        for output, stage in plan.items():
-            name = "SIGKILL" if turn == 0 or rng.random() < 0.7 else rng.choice(["SIGTERM", "SIGINT"])
-            fault = kill(stage, name, rng.uniform(0, SECONDS), rng.randint(1, CALLS[stage]))
-            overlapping = OVERLAPPING if (len(jobs) + turn) % 2 else {}
-            jobs.append(
-                dict(
-                    arguments=arguments(source, output, "--resume"),
-                    fault=fault,
-                    printed=str(root / "printed"),
-                    set=overlapping,
-                )
-            )
+        jobs = random_faults(rng, root, source, plan, turn)
         for (output, stage), job, told in zip(plan.items(), jobs, run_jobs(jobs), strict=True):
-            name = job["fault"]["signal"]
-            assert told["status"] in ({-9, 0} if name == "SIGKILL" else {1, 130, 0}), told
-            assert "Traceback" not in told["message"], told["message"]
-            if told["status"] == 0:  # it was done, or the stage had fewer calls left
-                counts["no-ops" if "nothing to do" in told["message"] else "finished before the signal"] += 1
-            else:
-                counts[f"{name} in {stage}"] += 1
+            counts[stopped(told, job["fault"]["signal"], stage)] += 1
             if is_published(output):
                 counts["published already when stopped"] += told["status"] != 0
                 assert_same_bits(restore(output / "0"), wanted)
             else:
                 assert not (output / "0").exists()
-    resumed = [
-        dict(arguments=arguments(source, output, "--resume"), printed=str(root / "printed")) for output in outputs
-    ]
+    resumed = [resuming(root, source, output) for output in outputs]
     for told in run_jobs(resumed):
         assert told["status"] == 0, told["message"]
         counts["resumed to the end"] += 1

@@ -19,6 +19,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import training_run
+from digests import digest as digest
 from lazily import lazily
 from measured import call as call
 from processes import run
@@ -71,11 +73,6 @@ def converted(source: Path, output: Path, *options: str) -> dict[str, np.ndarray
     return restore(convert(source, output, *options))
 
 
-def digest(array: np.ndarray) -> list:
-    """`[shape, dtype, sha256]`, as MaxText's digests are written."""
-    return [list(array.shape), array.dtype.name, hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()]
-
-
 def digests(arrays: Mapping[str, np.ndarray]) -> dict[str, list]:
     return {key: digest(array) for key, array in arrays.items()}
 
@@ -112,6 +109,12 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of a folder, by the safetensors library."""
     return {name: values for path in sorted(folder.glob("*.safetensors")) for name, values in read_file(path).items()}
+
+
+def read_model(generated: Path, model: str) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The config of a model that `cases/models.py` wrote, the tensors of its files, and its `state_dict()`."""
+    folder = generated / "models" / model
+    return read_config(folder), read_tensors(folder), read_file(generated / "models" / f"{model}.state.safetensors")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -282,6 +285,13 @@ def files_of(release: Path) -> dict[str, bytes | Path]:
     return {
         path.name: path if path.suffix == ".safetensors" else path.read_bytes() for path in sorted(release.iterdir())
     }
+
+
+def begin_run(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint in float32, and the state with which a run of it begins."""
+    like = make_release(folder / "like", LLAMA | dict(architectures=["LlamaForCausalLM"], dtype="float32"), dtype=F32)
+    step = convert(like, folder / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
+    return like, training_run.load_state(step)
 
 
 def peft_adapter(

@@ -61,6 +61,26 @@ def save(checkpoints: ocp.CheckpointManager, step: int, state: Any, lora: Mappin
     checkpoints.save(step, args=ocp.args.Composite(items=ocp.args.PyTreeSave(state)), custom_metadata=custom)
 
 
+def write(
+    root: Path, *steps: int, model: tuple[Path, dict[str, Any]], seed: int = 0, keep: int | None = None, **changed: Any
+) -> None:
+    """Steps of a run, committed.
+
+    Args:
+      model: a release, and the state with which a run of it begins.
+      changed: makes another of a weight of the decoder.
+    """
+    checkpoints = manager(str(root), keep)
+    for step in steps:
+        state = weights_of(model[1], step, seed)
+        for key, values in changed.items():
+            held = state["params"]["params"]["decoder"]
+            held[key] = values(held[key])
+        save(checkpoints, step, state)
+        checkpoints.wait_until_finished()
+    checkpoints.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--state", type=Path, required=True)

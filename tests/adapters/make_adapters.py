@@ -81,7 +81,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             tensor.copy_(tensor * (1 + 0.1 * noise) if "magnitude" in name else 0.2 * noise)
 
 
-def write(folder: Path, model: tuple[type, Any], config: dict[str, Any], seed: int) -> None:
+def write_case(folder: Path, model: tuple[type, Any], config: dict[str, Any], seed: int) -> None:
     """One case."""
     made = model[0](model[1])
     randomize(made, seed)
@@ -152,7 +152,7 @@ def write_old_layout(new: Path, folder: Path, version: str | None = "0.18.1") ->
 def main(out: Path) -> None:
     warnings.filterwarnings("ignore")
     for seed, (case, (model, config)) in enumerate(CASES.items()):
-        write(out / case, model, config, 7 * (1 if model is LLAMA else seed))
+        write_case(out / case, model, config, 7 * (1 if model is LLAMA else seed))
     for case, (model, names) in PER_EXPERT.items():
         write_per_expert(out / case, model, names, 5)
     for case in ("experts", "experts-square"):

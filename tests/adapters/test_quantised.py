@@ -43,7 +43,7 @@ FORMATS: dict[str, tuple[Callable[[str, tuple[int, ...], int], Quantised], dict]
 }
 
 
-def write(
+def write_quantised(
     folder: Path, quantiser: Callable[[str, tuple[int, ...], int], Quantised], quantization: dict, dora: bool
 ) -> tuple[Encoding, np.ndarray]:
     """A quantised weight with an adapter on it, and what it should be in float64."""
@@ -81,7 +81,7 @@ def write(
 def test_dequantised_and_merged(tmp_path: Path, kind: str, dora: bool) -> None:
     """All of it and parts of it, in both dtypes; a part has the bits of the whole."""
     assert SHAPE[0] * SHAPE[1] > STRIP_ELEMENTS
-    encoding, wanted = write(tmp_path, *FORMATS[kind], dora)
+    encoding, wanted = write_quantised(tmp_path, *FORMATS[kind], dora)
     everything = decoded(encoding)
     np.testing.assert_allclose(everything, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(decoded(encoding, dtype=BF16), everything.astype(BF16))
@@ -95,7 +95,7 @@ def test_dequantised_and_merged(tmp_path: Path, kind: str, dora: bool) -> None:
 
 def test_the_base_is_never_whole_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is decoded some rows at a time, so that merging takes no more memory than a strip."""
-    encoding, _ = write(tmp_path, *FORMATS["fp8"], dora=False)
+    encoding, _ = write_quantised(tmp_path, *FORMATS["fp8"], dora=False)
     sizes = []
     decode = type(encoding.base).decode
 

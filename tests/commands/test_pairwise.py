@@ -129,17 +129,17 @@ def cut(row: Row, *names: str) -> list[str]:
 # --- the directions: each makes something in small pieces, and returns what it made and what it should be -------------
 
 
-def convert(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
+def by_convert(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     assert call("convert", source, folder / "out", *cut(row, "unit", "mesh", "layout", "model")) == 0
     return restore(folder / "out" / "0"), wanted(row["kind"], row["form"], row["layout"])
 
 
-def virtual(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
+def by_virtual(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     assert call("convert", source, folder / "out", *cut(row, "unit", "mesh", "layout", "model"), "--virtual") == 0
     return restore(folder / "out" / "0"), wanted(row["kind"], row["form"], row["layout"])
 
 
-def reshard(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
+def by_reshard(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     """From the other layout."""
     other = row | {"layout": "unscanned" if row["layout"] == "scanned" else "scanned"}
     assert call("convert", source, folder / "ckpt", *cut(other, "layout", "model")) == 0
@@ -147,7 +147,7 @@ def reshard(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     return restore(folder / "out" / "0"), wanted(row["kind"], row["form"], row["layout"])
 
 
-def export(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
+def by_export(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     """The query's scale is a power of two here, so that the way back is exact."""
     assert call("convert", source, folder / "ckpt", *cut(row, "mesh", "layout", "model")) == 0
     assert call("export", folder / "ckpt", folder / "out", *cut(row, "unit"), "--save_dtype", "bfloat16") == 0
@@ -155,7 +155,7 @@ def export(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     return read_tensors(folder / "out"), {key: tensor.astype(BF16) for key, tensor in values.items()}
 
 
-def load(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
+def by_load(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     """On this process's one device."""
     settings: dict[str, Any] = dict(mesh="fsdp=1", unit_bytes=row["unit"], scan_layers=row["layout"] == "scanned")
     if row["kind"] == "dense":
@@ -168,7 +168,7 @@ def load(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     return flat, wanted(row["kind"], row["form"], row["layout"])
 
 
-def merge(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
+def by_merge(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     """In small units as in one."""
     _, _, values = model(row["kind"], row["form"])
     modules = {
@@ -182,13 +182,16 @@ def merge(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     return read_tensors(folder / "out"), read_tensors(folder / "whole")
 
 
-def dequantize(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
+def by_dequantize(source: Path, folder: Path, row: Row) -> tuple[Arrays, Arrays]:
     assert call("dequantize", source, folder / "out", *cut(row, "unit")) == 0
     _, _, values = model(row["kind"], row["form"])
     return read_tensors(folder / "out"), {key: tensor.astype(BF16) for key, tensor in values.items()}
 
 
-DIRECTIONS = {made.__name__: made for made in (convert, virtual, reshard, export, load, merge, dequantize)}
+DIRECTIONS = {
+    made.__name__.removeprefix("by_"): made
+    for made in (by_convert, by_virtual, by_reshard, by_export, by_load, by_merge, by_dequantize)
+}
 
 
 def possible(row: Row) -> bool:

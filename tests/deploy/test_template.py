@@ -29,7 +29,7 @@ def parameters() -> dict[str, dict]:
     return {parameter["name"]: parameter for parameter in json.loads(metadata.FILE.read_text())["parameters"]}
 
 
-def convert(*arguments: str) -> argparse.Namespace:
+def parse(*arguments: str) -> argparse.Namespace:
     return make_parser().parse_known_args(["convert", *arguments])[0]
 
 
@@ -62,7 +62,7 @@ def test_a_default_that_is_sent_changes_nothing(name: str) -> None:
     default = parameter["defaultValue"]
     assert all(re.search(regex, default) for regex in parameter.get("regexes", []))
     assert default in [option["value"] for option in parameter.get("enumOptions", [{"value": default}])]
-    assert convert(*to_arguments([f"--{name}={default}"])) == convert()
+    assert parse(*to_arguments([f"--{name}={default}"])) == parse()
 
 
 SAMPLES = (
@@ -104,11 +104,11 @@ def test_places_are_in_the_cloud(name: str, taken: tuple[str, ...]) -> None:
 def test_a_switch_is_true_or_false() -> None:
     assert to_arguments(["--resume=true", "--overwrite=false"]) == ["--resume"]
     with pytest.raises(SystemExit):
-        convert(*to_arguments(["--resume=perhaps"]))
+        parse(*to_arguments(["--resume=perhaps"]))
 
 
 def test_several_meshes_have_spaces_between_them() -> None:
-    assert convert(*to_arguments(["--mesh=fsdp=16,expert=4 fsdp=64"])).mesh == ["fsdp=16,expert=4", "fsdp=64"]
+    assert parse(*to_arguments(["--mesh=fsdp=16,expert=4 fsdp=64"])).mesh == ["fsdp=16,expert=4", "fsdp=64"]
 
 
 def test_workers_run_the_launchers_image_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,9 @@
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import support
 from lazily import lazily
 
 torch = lazily("torch")
-
-
-@pytest.fixture(scope="session")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `cases/models.py` writes."""
-    return support.generate(tmp_path_factory)
 
 
 @pytest.fixture

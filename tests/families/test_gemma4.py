@@ -204,37 +204,37 @@ def test_which_family() -> None:
             family_of(config, other)
 
 
-def change(part: str, **fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def changing(part: str, **fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda config: config | {part: config[part] | fields}
 
 
 WRONG = {
     "another cycle": (
-        change(
+        changing(
             "text_config", layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 2 + ["sliding_attention"] * 2
         ),
         "layer_types",
     ),
-    "no whole cycles": (change("text_config", num_hidden_layers=14, layer_types=None), "num_hidden_layers' is 14"),
-    "shared keys": (change("text_config", num_kv_shared_layers=6), "num_kv_shared_layers"),
+    "no whole cycles": (changing("text_config", num_hidden_layers=14, layer_types=None), "num_hidden_layers' is 14"),
+    "shared keys": (changing("text_config", num_kv_shared_layers=6), "num_kv_shared_layers"),
     "uneven layers": (
-        change("text_config", per_layer_config={"05": {"head_dim": 32}, "11": {"head_dim": 64}}),
+        changing("text_config", per_layer_config={"05": {"head_dim": 32}, "11": {"head_dim": 64}}),
         "per_layer_config",
     ),
     "other layers": (
-        change("text_config", per_layer_config={"04": {"head_dim": 32}, "11": {"head_dim": 32}}),
+        changing("text_config", per_layer_config={"04": {"head_dim": 32}, "11": {"head_dim": 32}}),
         "per_layer_config",
     ),
     "other fields": (
-        change("text_config", per_layer_config={"05": {"intermediate_size": 32}, "11": {"intermediate_size": 32}}),
+        changing("text_config", per_layer_config={"05": {"intermediate_size": 32}, "11": {"intermediate_size": 32}}),
         "per_layer_config",
     ),
-    "no layer": (change("text_config", per_layer_config={"all": {"head_dim": 32}}), "per_layer_config"),
-    "not an object": (change("text_config", per_layer_config={"05": 32, "11": 32}), "'05' should be an object"),
-    "experts without a number": (change("text_config", enable_moe_block=True), "num_experts"),
-    "clipped linears": (change("vision_config", use_clipped_linears=True), "clipped"),
-    "grouped tower": (change("vision_config", num_key_value_heads=1), "as many for keys"),
-    "narrow tower": (change("vision_config", head_dim=12), "fill hidden_size"),
+    "no layer": (changing("text_config", per_layer_config={"all": {"head_dim": 32}}), "per_layer_config"),
+    "not an object": (changing("text_config", per_layer_config={"05": 32, "11": 32}), "'05' should be an object"),
+    "experts without a number": (changing("text_config", enable_moe_block=True), "num_experts"),
+    "clipped linears": (changing("vision_config", use_clipped_linears=True), "clipped"),
+    "grouped tower": (changing("vision_config", num_key_value_heads=1), "as many for keys"),
+    "narrow tower": (changing("vision_config", head_dim=12), "fill hidden_size"),
     "no tower": (lambda config: config | {"vision_config": None}, "'vision_config' should be an object"),
     "no text": (lambda config: config | {"text_config": 1}, "'text_config' should be an object"),
 }
@@ -251,4 +251,4 @@ def test_what_maxtext_does_not_have_is_refused(name: str) -> None:
 
 def test_a_tower_that_is_left_out_may_be_any() -> None:
     config = load_headers()["gemma4-dense"].config
-    assert facts(arrays_of(change("vision_config", use_clipped_linears=True)(config))) == facts(arrays_of(config))
+    assert facts(arrays_of(changing("vision_config", use_clipped_linears=True)(config))) == facts(arrays_of(config))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from families.numpy_decoder import below, rms_norm, rope, silu, softmax
 from lazily import lazily
-from support import FP8, assert_same_bits, call, converted, read_config, read_file, read_tensors, save
+from support import FP8, assert_same_bits, call, converted, read_config, read_model, save
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families import qwen3_5, qwen3_next
@@ -203,15 +203,9 @@ def test_layers_compute_what_transformers_do(both: tuple[dict, Any, Arrays]) -> 
 # --- the spellings of the files ---------------------------------------------------------------------------------------
 
 
-def load(generated: Path, model: str) -> tuple[dict, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Config, tensors of the files, and the model's `state_dict()`."""
-    folder = generated / "models" / model
-    return read_config(folder), read_tensors(folder), read_file(generated / "models" / f"{model}.state.safetensors")
-
-
 def test_fused_experts_and_one_tensor_each_make_the_same(generated: Path, tmp_path: Path) -> None:
     """The hub's files and transformers' hold the same experts; the arrays are their transposes."""
-    config, tensors, state = load(generated, "qwen3_5")
+    config, tensors, state = read_model(generated, "qwen3_5")
     assert f"{HF}0.mlp.experts.gate_up_proj" in state
     assert f"{HF}0.mlp.experts.2.up_proj.weight" in tensors
     arrays = converted(save(tmp_path / "fused", config, state), tmp_path / "from_fused")
@@ -231,7 +225,7 @@ def test_fused_experts_and_one_tensor_each_make_the_same(generated: Path, tmp_pa
 
 def test_a_text_model_saved_alone_is_the_same_model(generated: Path, tmp_path: Path) -> None:
     """A flat `config.json` and shorter names; tied, so that there is no head."""
-    config, tensors, state = load(generated, "qwen3_5-text")
+    config, tensors, state = read_model(generated, "qwen3_5-text")
     assert config["model_type"] == "qwen3_5_moe_text"
     assert "model.layers.0.input_layernorm.weight" in tensors
     alone = converted(generated / "models" / "qwen3_5-text", tmp_path / "alone")
@@ -266,7 +260,7 @@ def test_fp8_releases(generated: Path, tmp_path: Path) -> None:
     """Their windows and segments don't fall on the blocks' borders; their multi-token prediction, in FP8 too, is left
     out.
     """
-    config, tensors, _ = load(generated, "qwen3_5")
+    config, tensors, _ = read_model(generated, "qwen3_5")
     tensors = {name: values for name, values in tensors.items() if "visual" not in name}
     tensors["mtp.layers.0.self_attn.q_proj.weight"] = tensors[f"{HF}3.self_attn.q_proj.weight"]
     stored, values = quantise(tensors)
@@ -291,7 +285,7 @@ def test_the_tower_comes_beside_the_same_text_model(generated: Path, tmp_path: P
     shares it.
     """
     folder = generated / "models" / "qwen3_5"
-    _, tensors, _ = load(generated, "qwen3_5")
+    _, tensors, _ = read_model(generated, "qwen3_5")
     arrays, text = converted(folder, tmp_path / "whole", "--multimodal", "true"), converted(folder, tmp_path / "text")
     tower = below(arrays, "vision_encoder.")
     assert_same_bits({key: values for key, values in arrays.items() if not key.startswith("vision_encoder.")}, text)
@@ -316,7 +310,7 @@ def test_the_tower_comes_beside_the_same_text_model(generated: Path, tmp_path: P
 
 def test_multi_token_prediction_and_the_tower_are_left_out_by_name(generated: Path, tmp_path: Path) -> None:
     """Both with their reason, and `--mtp true` is refused."""
-    config, tensors, _ = load(generated, "qwen3_5")
+    config, tensors, _ = read_model(generated, "qwen3_5")
     mtp = {"mtp.fc.weight": (64, 128), "mtp.norm.weight": (64,), "mtp.layers.0.self_attn.q_proj.weight": (128, 64)}
     folder = save(
         tmp_path / "in", config, tensors | {name: np.zeros(shape, ml_dtypes.bfloat16) for name, shape in mtp.items()}

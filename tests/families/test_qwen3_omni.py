@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from families.qwen_towers import Arrays, check_audio, check_vision
 from lazily import lazily
-from support import assert_same_bits, call, converted, read_config, read_file, read_tensors, save
+from support import assert_same_bits, call, converted, read_config, read_model, save
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families.qwen3_omni import FAMILY
@@ -49,18 +49,12 @@ def test_the_audio_towers_layers_compute_what_transformers_do(both: tuple[torch.
     assert check_audio(thinker.audio_tower, arrays) == 3 + 2 + 2 + 2 * 5
 
 
-def load(generated: Path) -> tuple[dict, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Config, tensors of the files, and the model's `state_dict()`: other names, and fused experts."""
-    folder = generated / "models" / "qwen3_omni"
-    return read_config(folder), read_tensors(folder), read_file(generated / "models" / "qwen3_omni.state.safetensors")
-
-
 @pytest.mark.parametrize("vocab", [256, 300, 200])
 def test_the_text_model_is_qwen_3_moes(generated: Path, tmp_path: Path, vocab: int) -> None:
     """The same arrays as from its tensors alone, spelled as Qwen 3 MoE's, of which MaxText's own bits are known; also
     padded and cut.
     """
-    config, tensors, _ = load(generated)
+    config, tensors, _ = read_model(generated, "qwen3_omni")
     alone = config["thinker_config"]["text_config"] | {"model_type": "qwen3_moe", "tie_word_embeddings": False}
     text = {
         re.sub(r"^thinker\.", "", name): values
@@ -75,7 +69,7 @@ def test_the_text_model_is_qwen_3_moes(generated: Path, tmp_path: Path, vocab: i
 
 def test_every_spelling_makes_the_same(generated: Path, tmp_path: Path) -> None:
     """The hub's names, those of transformers' memory, and a thinker saved alone, in either."""
-    config, tensors, state = load(generated)
+    config, tensors, state = read_model(generated, "qwen3_omni")
     assert {
         "thinker.visual.merger.ln_q.bias",
         "thinker.model.layers.0.mlp.experts.4.up_proj.weight",
@@ -105,7 +99,7 @@ def test_every_spelling_makes_the_same(generated: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("multimodal", [False, True])
 def test_what_is_left_out_is_named(generated: Path, tmp_path: Path, multimodal: bool) -> None:
-    _, tensors, _ = load(generated)
+    _, tensors, _ = read_model(generated, "qwen3_omni")
     options = TOWERS if multimodal else ()
     assert (
         call(

@@ -13,7 +13,7 @@ import pytest
 from families.numpy_decoder import below, silu, softmax
 from families.qwen_towers import Arrays, assert_close, check_vision
 from lazily import lazily
-from support import assert_same_bits, call, converted, read_config, read_file, read_tensors, save, unfuse
+from support import assert_same_bits, call, converted, read_config, read_model, save, unfuse
 
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.families.qwen3_vl import FAMILY
@@ -64,18 +64,12 @@ def test_the_experts_compute_what_transformers_do(both: tuple[torch.nn.Module, A
         assert_close(np.einsum("xlm,xme,lx->le", up, w["wo"], share / share.sum(-1, keepdims=True)), wanted)
 
 
-def load(generated: Path, model: str) -> tuple[dict, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Config, tensors of the files, and the model's `state_dict()`, whose experts are transposed."""
-    folder = generated / "models" / model
-    return read_config(folder), read_tensors(folder), read_file(generated / "models" / f"{model}.state.safetensors")
-
-
 @pytest.mark.parametrize("model", CLASSES)
 def test_the_text_model_is_qwen_3s(generated: Path, tmp_path: Path, model: str) -> None:
     """The same arrays as from its tensors alone, spelled as Qwen 3's or Qwen 3 MoE's, of which MaxText's own bits are
     known.
     """
-    config, _, state = load(generated, model)
+    config, _, state = read_model(generated, model)
     alone = config["text_config"] | {
         "model_type": "qwen3_moe" if "moe" in model else "qwen3",
         "tie_word_embeddings": config["tie_word_embeddings"],
@@ -95,7 +89,7 @@ def test_the_text_model_is_qwen_3s(generated: Path, tmp_path: Path, model: str) 
 def test_the_outer_flag_says_whether_the_head_is_tied(generated: Path) -> None:
     """The inner one, which transformers doesn't use, says the opposite in both."""
     for model, tied in {"qwen3_vl": True, "qwen3_vl_moe": False}.items():
-        config, tensors, _ = load(generated, model)
+        config, tensors, _ = read_model(generated, model)
         assert (config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]) == (tied, not tied)
         assert ("lm_head.weight" in tensors) != tied
 
@@ -105,7 +99,7 @@ def test_experts_in_every_spelling(generated: Path, tmp_path: Path, embed_is_two
     """As the hub's files fuse them, as transformers v5 saves them, and one tensor each; also where a tensor alone would
     fit two ways.
     """
-    config, tensors, state = load(generated, "qwen3_vl_moe")
+    config, tensors, state = read_model(generated, "qwen3_vl_moe")
     fused = [f"{HF}gate_up_proj", f"{HF}down_proj"]
     assert_same_bits({name: tensors[name] for name in fused}, {name: state[name].swapaxes(1, 2) for name in fused})
     if embed_is_two_experts:
@@ -132,7 +126,7 @@ def test_experts_of_neither_shape_are_refused(
     generated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One tensor transposed and the other not is no spelling."""
-    config, tensors, state = load(generated, "qwen3_vl_moe")
+    config, tensors, state = read_model(generated, "qwen3_vl_moe")
     folder = save(tmp_path / "in", config, tensors | {f"{HF}down_proj": state[f"{HF}down_proj"]})
     assert call("plan", "--source", folder, *UNSCANNED) != 0
     printed = capsys.readouterr()
@@ -140,7 +134,7 @@ def test_experts_of_neither_shape_are_refused(
 
 
 def test_the_tower_is_left_out_by_name(generated: Path, tmp_path: Path) -> None:
-    _, tensors, _ = load(generated, "qwen3_vl")
+    _, tensors, _ = read_model(generated, "qwen3_vl")
     folder = generated / "models" / "qwen3_vl"
     assert call("plan", "--source", folder, *UNSCANNED, "--json", tmp_path / "plan.json") == 0
     tower = [name for name in tensors if name.startswith("model.visual.")]

@@ -20,7 +20,7 @@ from weightbeam.model_mappings.audit import _apart
 SECONDS, MEGABYTES, CHARACTERS = 20, 1024, 400_000
 
 
-def check(measure: Measure, folder: Path, command: str, *options: str) -> dict[str, Any]:
+def assert_within_bounds(measure: Measure, folder: Path, command: str, *options: str) -> dict[str, Any]:
     """Runs a command on a release; what it took is within the bounds, and there is no traceback."""
     source = ["--source", folder] if command == "plan" else [folder]
     told = measure([command, *source, *options], folder.parent / "printed")
@@ -50,8 +50,8 @@ def test_bombs_are_planned_or_refused_in_time(name: str, tmp_path: Path, measure
     folder = tmp_path / "hf"
     FOLDERS[name](folder)
     model = () if "layers" in name or "windows" in name else ("--maxtext_model", "llama2-7b")
-    check(measure, folder, "plan", *model)
-    check(measure, folder, "inspect")
+    assert_within_bounds(measure, folder, "plan", *model)
+    assert_within_bounds(measure, folder, "inspect")
     shutil.rmtree(folder)
 
 
@@ -71,7 +71,7 @@ def test_any_bomb(measure: Measure, tmp_path: Path, made: tuple[dict[str, Any], 
         write_release(folder, config, tensors | empty(f"more.{i}" for i in range(more)))
     except (OSError, OverflowError):  # larger than any file
         return
-    check(measure, folder, "plan")
+    assert_within_bounds(measure, folder, "plan")
 
 
 spans = st.builds(range, st.integers(0, 40), st.integers(0, 80), st.integers(1, 9))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz_header import HEADER, RAW, SHARDS, check, seeds
+from fuzz_header import HEADER, RAW, SHARDS, check_input, seeds
 from hostile import with_header
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -153,7 +153,7 @@ def headers(draw: st.DrawFn) -> str:
 @given(text=headers())
 def test_headers_at_random_agree_with_the_library(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     """Refused by both or read alike; where we alone refuse, for a reason that `fuzz_header.STRICTER` has."""
-    check(HEADER + text.encode(), tmp_path_factory.getbasetemp())
+    check_input(HEADER + text.encode(), tmp_path_factory.getbasetemp())
 
 
 files = st.one_of(
@@ -175,7 +175,7 @@ indexes = st.fixed_dictionaries(
 @given(index=st.one_of(indexes, numbers))
 def test_indexes_at_random(tmp_path_factory: pytest.TempPathFactory, index: Any) -> None:
     """Problems or none, but no exception; no file outside the folder is opened; a good index says what the headers say."""
-    check(SHARDS + json.dumps(index).encode(), tmp_path_factory.getbasetemp())
+    check_input(SHARDS + json.dumps(index).encode(), tmp_path_factory.getbasetemp())
 
 
 # --- the fuzzer's corpus ----------------------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ def test_the_corpus_of_the_fuzzer(tmp_path: Path) -> None:
     """What atheris found in ten minutes, an input for each way through the parser: still treated as the library treats
     it.
     """
-    became = Counter(check(path.read_bytes(), tmp_path) for path in CORPUS)
-    became.update(check(seed, tmp_path) for seed in seeds())
+    became = Counter(check_input(path.read_bytes(), tmp_path) for path in CORPUS)
+    became.update(check_input(seed, tmp_path) for seed in seeds())
     print(f"{len(CORPUS)} inputs, {len(became)} answers")
     assert len(CORPUS) > 40
     assert {kind for path in CORPUS for kind in path.read_bytes()[:1]} >= {RAW[0], HEADER[0], SHARDS[0]}
@@ -198,10 +198,10 @@ def test_the_corpus_of_the_fuzzer(tmp_path: Path) -> None:
 def test_what_the_fuzzer_checks_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parser that lets a hole pass is found out."""
     hole = HEADER + b'{"x":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}'
-    check(hole, tmp_path)
+    check_input(hole, tmp_path)
     monkeypatch.setattr("fuzz_header.read_header", lambda path: ())
     with pytest.raises(AssertionError, match="the library refuses"):
-        check(hole, tmp_path)
+        check_input(hole, tmp_path)
 
 
 # --- what else a folder may hold --------------------------------------------------------------------------------------

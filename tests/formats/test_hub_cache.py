@@ -38,7 +38,7 @@ def download(hub: FakeHub, tmp_path: Path, **options: object) -> Path:
     return Path(folder)
 
 
-def convert(output: Path) -> dict:
+def convert_from_hub(output: Path) -> dict:
     """Converts `hf://…`; gives what the record says of the source and of the arrays."""
     assert call("convert", f"hf://{REPO}", output, *OPTIONS) == 0
     record = json.loads((output / "0" / "conversion.json").read_bytes())
@@ -47,19 +47,19 @@ def convert(output: Path) -> dict:
 
 def test_what_the_cache_holds_is_read_from_there(hub: FakeHub, tmp_path: Path) -> None:
     """The hub says what the commit is; not a byte of a file is asked for. All else is as from the hub."""
-    wanted = convert(tmp_path / "from the hub")
+    wanted = convert_from_hub(tmp_path / "from the hub")
     download(hub, tmp_path)
-    assert convert(tmp_path / "from the cache") == wanted
+    assert convert_from_hub(tmp_path / "from the cache") == wanted
     assert (hub.log.counts().get("resolve", 0), len(hub.cdn.log)) == (0, 0)
 
 
 def test_offline(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No request at all, and the same checkpoint."""
-    wanted = convert(tmp_path / "online")
+    wanted = convert_from_hub(tmp_path / "online")
     download(hub, tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(hubs, "_INFO", {})
-    assert convert(tmp_path / "offline") == wanted
+    assert convert_from_hub(tmp_path / "offline") == wanted
     assert (len(hub.log), len(hub.cdn.log)) == (0, 0)
     assert call("verify", tmp_path / "offline") == 0
 
@@ -68,16 +68,16 @@ def test_what_the_cache_lacks_is_read_from_the_hub(hub: FakeHub, tmp_path: Path)
     """As after a download of some files."""
     snapshot = download(hub, tmp_path, allow_patterns=["*.json", "model-00001*"])
     assert not (snapshot / "model-00002-of-00002.safetensors").exists()
-    convert(tmp_path / "out")
+    convert_from_hub(tmp_path / "out")
     assert hub.log.counts()["resolve"] == 1
 
 
 def test_a_file_of_another_size_is_not_taken(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Online it is read from the hub; offline the release is refused for it."""
-    wanted = convert(tmp_path / "wanted")
+    wanted = convert_from_hub(tmp_path / "wanted")
     shard = download(hub, tmp_path) / "model-00001-of-00002.safetensors"
     os.truncate(shard, shard.stat().st_size - 100)
-    assert convert(tmp_path / "out") == wanted
+    assert convert_from_hub(tmp_path / "out") == wanted
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert call("convert", f"hf://{REPO}", tmp_path / "other", *OPTIONS) == 2
 

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
-from servers.clients import at_hub
+from servers.clients import at_quick_hub
 from servers.hub import FakeHub
 from support import files_of, make_release
 
@@ -49,12 +47,9 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub() -> Iterator[FakeHub]:
     """A hub that knows the token, and clients that don't wait."""
-    quick = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
-    monkeypatch.setattr("huggingface_hub.utils._http.time", quick)
-    with at_hub(TOKEN) as server:
-        monkeypatch.setattr(store, "BACKOFF", 0.001)
+    with at_quick_hub(TOKEN) as server:
         yield server
 
 
@@ -64,13 +59,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes | Path]:
     made = make_release(tmp_path_factory.mktemp("made") / "release", files=2)
     (made / "README.md").write_text("# tuned\n")
     return files_of(made)
-
-
-def held(server: FakeHub, branch: str = "main") -> dict[str, bytes]:
-    if REPO not in server.repositories:
-        return {}
-    files = server.repositories[REPO].branches[branch].files
-    return {name: bytes(blob.data) for name, blob in files.items() if name != ".gitattributes"}
 
 
 def content(files: dict[str, bytes | Path]) -> dict[str, bytes]:
@@ -101,7 +89,7 @@ def test_every_fault_at_every_request(
         broken = (hub.cdn if request_of == "upload" else hub).fail(**fault, matching=REQUESTS[request_of])
         with contextlib.suppress(StorageError):
             attempt(files, create_pr=create_pr)
-        assert held(hub) in ({}, wanted)
+        assert (hub.held(REPO) if REPO in hub.repositories else {}) in ({}, wanted)
         seen += broken.hits
         hub.faults, hub.cdn.faults = [], []
         first, again = attempt(files, create_pr=create_pr), attempt(files, create_pr=create_pr)
@@ -110,7 +98,7 @@ def test_every_fault_at_every_request(
         assert first.page == again.page
         made = [TITLE] if not create_pr else []
         assert titles(hub) == [*made, "initial commit"]
-        assert held(hub) == ({} if create_pr else wanted)
+        assert hub.held(REPO) == ({} if create_pr else wanted)
         pulls = hub.repositories[REPO].pulls
         assert [pull.title for pull in pulls] == ([TITLE] if create_pr else [])
         for pull in pulls:
@@ -130,7 +118,7 @@ def test_weights_are_never_taken_away_alone(hub: FakeHub, files: dict[str, bytes
     with pytest.raises(StorageError, match="isn't whole"):
         whole_files(LocalFolder(str(tmp_path / "empty")))
     assert titles(hub) == [TITLE, "initial commit"]
-    assert held(hub) == content(files)
+    assert hub.held(REPO) == content(files)
 
 
 def test_a_folder_that_lost_a_file_isnt_whole(files: dict[str, bytes | Path], tmp_path: Path) -> None:
@@ -159,7 +147,7 @@ def test_the_repositorys_ignored_files_are_published(
     (tmp_path / ".gitignore").write_text("*.safetensors\nconfig.json\n")
     hub.add(REPO, tmp_path, [".gitignore"]).writers.add(TOKEN)
     publish(URL, TITLE, files)
-    assert held(hub).items() >= content(files).items()
+    assert hub.held(REPO).items() >= content(files).items()
 
 
 def test_what_others_committed_since(hub: FakeHub, files: dict[str, bytes | Path], tmp_path: Path) -> None:
@@ -177,7 +165,7 @@ def test_what_others_committed_since(hub: FakeHub, files: dict[str, bytes | Path
     with pytest.raises(StorageError, match=r"isn't of this release: model\.safetensors;"):
         attempt(files)
     assert attempt(files, overwrite=True).removed == ("model.safetensors",)  # type: ignore[union-attr]
-    assert held(hub) == content(files) | {"notes.txt": b"x"}
+    assert hub.held(REPO) == content(files) | {"notes.txt": b"x"}
 
 
 def test_a_branch_that_holds_only_mains_commits_is_free(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
@@ -191,8 +179,8 @@ def test_a_branch_that_holds_only_mains_commits_is_free(hub: FakeHub, files: dic
     made = publish(f"{URL}@side", TITLE, files)
     assert made
     assert made.removed == ("model.safetensors", "tokenizer.json")
-    assert held(hub, "side") == content(files)
-    assert held(hub).keys() == {"model.safetensors", "tokenizer.json"}
+    assert hub.held(REPO, "side") == content(files)
+    assert hub.held(REPO).keys() == {"model.safetensors", "tokenizer.json"}
 
 
 def test_a_pull_request_that_was_closed_is_opened_anew(hub: FakeHub, files: dict[str, bytes | Path]) -> None:
@@ -246,7 +234,7 @@ def test_the_parent_is_fixed_before_it_is_asked_whether_it_is_wanted(
 ) -> None:
     """Who published at that moment isn't overwritten; and what isn't wanted isn't committed."""
     assert publish(URL, TITLE, files, is_wanted=lambda: False) is None
-    assert held(hub) == {}
+    assert REPO not in hub.repositories or hub.held(REPO) == {}
     (tmp_path / "model.safetensors").write_bytes(b"newer")
 
     def publish_newer() -> bool:
@@ -255,4 +243,4 @@ def test_the_parent_is_fixed_before_it_is_asked_whether_it_is_wanted(
 
     with pytest.raises(StorageError, match="someone else committed there"):
         publish(URL, TITLE, files, overwrite=True, is_wanted=publish_newer)
-    assert held(hub) == {"model.safetensors": b"newer"}
+    assert hub.held(REPO) == {"model.safetensors": b"newer"}

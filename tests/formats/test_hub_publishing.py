@@ -51,12 +51,6 @@ def bytes_in(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def held(server: FakeHub, repo: str = REPO, branch: str = "main") -> dict[str, bytes]:
-    """The files of a branch."""
-    files = server.repositories[repo].branches[branch].files
-    return {name: bytes(blob.data) for name, blob in files.items() if name != ".gitattributes"}
-
-
 def commits(server: FakeHub, repo: str = REPO) -> list[str]:
     return [commit.title for commit in server.repositories[repo].head.history()]
 
@@ -64,7 +58,7 @@ def commits(server: FakeHub, repo: str = REPO) -> list[str]:
 def test_one_commit(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     """Every byte arrives; the repository is private; the address and the commit that it is read by again."""
     published = publish_folder(folder, URL, "export 1234")
-    assert held(hub) == bytes_in(folder)
+    assert hub.held(REPO) == bytes_in(folder)
     assert commits(hub) == ["export 1234", "initial commit"]
     assert hub.repositories[REPO].private
     assert published.url == f"{URL}@{hub.repositories[REPO].head.sha}"
@@ -117,10 +111,10 @@ def test_weights_that_were_there_are_replaced(hub: FakeHub, folder: Path, tmp_pa
             attempt()
         assert [name for name in (*gone, "config.json") if name not in str(refused.value)] == []
         assert hub.cdn.log.counts()["upload"] == 0
-    assert held(hub) == old
+    assert hub.held(REPO) == old
     published = publish_folder(folder, URL, "export 1234", overwrite=True)
     assert (published.removed, published.replaced, published.kept) == (gone, ("config.json",), ("README.md",))
-    assert held(hub) == bytes_in(folder) | {"README.md": b"mine", "notes.txt": b"mine"}
+    assert hub.held(REPO) == bytes_in(folder) | {"README.md": b"mine", "notes.txt": b"mine"}
     assert len(commits(hub)) == 3
 
 
@@ -131,14 +125,14 @@ def test_a_pull_request(hub: FakeHub, folder: Path) -> None:
     assert published.page.endswith(f"/{REPO}/discussions/1")
     (made,) = hub.repositories[REPO].pulls
     assert {name: bytes(blob.data) for name, blob in made.files.items() if name != ".gitattributes"} == bytes_in(folder)
-    assert held(hub) == {}
+    assert hub.held(REPO) == {}
 
 
 def test_another_branch(hub: FakeHub, folder: Path) -> None:
     hub.add(REPO).writers.add(TOKEN)
     publish_folder(folder, f"{URL}@step-1000", "export 1234")
-    assert held(hub, branch="step-1000") == bytes_in(folder)
-    assert held(hub) == {}
+    assert hub.held(REPO, "step-1000") == bytes_in(folder)
+    assert hub.held(REPO) == {}
 
 
 def test_nothing_is_seen_before_the_commit(hub: FakeHub, folder: Path) -> None:
@@ -148,7 +142,7 @@ def test_nothing_is_seen_before_the_commit(hub: FakeHub, folder: Path) -> None:
     with pytest.raises(StorageError, match=rf"^{URL}: the hub answered 400"):
         publish_folder(folder, URL, "export 1234")
     assert hub.cdn.log.counts()["upload"] == 2
-    assert held(hub) == {}
+    assert hub.held(REPO) == {}
 
 
 @pytest.mark.parametrize("kind", ["lost", "reset"])
@@ -159,7 +153,7 @@ def test_a_lost_answer_makes_no_second_commit(hub: FakeHub, folder: Path, kind: 
     published = publish_folder(folder, URL, "export 1234")
     assert commits(hub) == ["export 1234", "initial commit"]
     assert published.url == f"{URL}@{hub.repositories[REPO].head.sha}"
-    assert held(hub) == bytes_in(folder)
+    assert hub.held(REPO) == bytes_in(folder)
 
 
 def test_faults_that_pass(hub: FakeHub, folder: Path) -> None:
@@ -167,7 +161,7 @@ def test_faults_that_pass(hub: FakeHub, folder: Path) -> None:
     hub.fail("status", every=3, status=503)
     hub.cdn.fail("status", every=2, status=500)
     publish_folder(folder, URL, "export 1234")
-    assert held(hub) == bytes_in(folder)
+    assert hub.held(REPO) == bytes_in(folder)
     assert len(commits(hub)) == 2
 
 
@@ -189,7 +183,7 @@ def test_someone_else_was_faster(hub: FakeHub, folder: Path, tmp_path: Path, mon
     ]
     with pytest.raises(StorageError, match="someone else committed there"):
         publish_folder(folder, URL, "export 1234")
-    assert held(hub) == {"notes.txt": b"theirs"}
+    assert hub.held(REPO) == {"notes.txt": b"theirs"}
 
 
 def test_refusals(hub: FakeHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +210,7 @@ def test_a_card_that_the_hub_refuses(hub: FakeHub, folder: Path) -> None:
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     with pytest.raises(StorageError, match=r"Invalid metadata in README.md"):
         publish_folder(folder, URL, "x")
-    assert held(hub) == {}
+    assert hub.held(REPO) == {}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def hold(path: Path) -> AbstractContextManager[None]:
     return lease.hold(*store_and_name(str(path)))
 
 
-def start(path: Path) -> subprocess.Popen:
+def hold_elsewhere(path: Path) -> subprocess.Popen:
     """A process that holds the lease."""
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
@@ -46,7 +46,7 @@ def pretend(path: Path, age: float = 0.0, **owner: object) -> None:
 def test_a_living_owner_keeps_everyone_out(tmp_path: Path) -> None:
     """And when it is killed, the next comes in at once."""
     path = tmp_path / "lease"
-    process = start(path)
+    process = hold_elsewhere(path)
     try:
         with pytest.raises(lease.HeldError, match=f"process {process.pid} on "), hold(path):
             pass

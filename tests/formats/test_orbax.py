@@ -59,7 +59,7 @@ def units() -> list[Shards]:
     return [a[:3] + b[:4], b[4:], a[3:], d]
 
 
-def start(output: Path) -> Staging:
+def create_staging(output: Path) -> Staging:
     staging = staging_at(output, 0)
     staging.create(b"the plan")
     return staging
@@ -110,7 +110,7 @@ def attempts(items: Store) -> set[str]:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_units_become_a_checkpoint(tmp_path: Path, format: Format) -> None:
     """In every format: partial chunks at the edges, chunks of one array from several units, and stock Orbax reads it."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     write_all(staging, format)
     assert set(staging.done()) == {0, 1, 2, 3}
     finish(staging, format)
@@ -125,7 +125,7 @@ def test_units_become_a_checkpoint(tmp_path: Path, format: Format) -> None:
 @pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False, use_zarr3=False)], ids=str)
 def test_of_two_attempts_at_a_unit_one_counts(tmp_path: Path, format: Format) -> None:
     """The first to enter the ledger counts; the other is told so, and its database is deleted."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     first = write_unit(staging, 0, units()[0], format)
     assert write_unit(staging, 0, units()[0], format) == first
     write_all(staging, format, done=(0,))
@@ -141,7 +141,7 @@ def test_of_two_attempts_at_a_unit_one_counts(tmp_path: Path, format: Format) ->
 
 def test_a_zombie_with_other_values_changes_nothing(tmp_path: Path) -> None:
     """An attempt that comes too late doesn't count, whatever it wrote."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     write_all(staging, Format())
     write_unit(staging, 2, [(spec, box, array + 100) for spec, box, array in units()[2]], Format())
     finish(staging)
@@ -151,7 +151,7 @@ def test_a_zombie_with_other_values_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False)], ids=str)
 def test_a_missing_unit_is_refused(tmp_path: Path, format: Format) -> None:
     """Nothing is published, and the missing unit can be made afterwards."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     write_all(staging, format, done=(1,))
     with pytest.raises(IncompleteError, match=r"1 of 4 units are missing, e\.g\. \[1\]"):
         finish(staging, format)
@@ -164,7 +164,7 @@ def test_a_missing_unit_is_refused(tmp_path: Path, format: Format) -> None:
 @pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False)], ids=str)
 def test_a_unit_without_all_of_its_shards_is_refused(tmp_path: Path, format: Format) -> None:
     """The ledger may say done; the keys tell."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     write_unit(staging, 1, units()[1][:-1], format)
     write_all(staging, format, done=(1,))
     with pytest.raises(IncompleteError, match="1 keys missing"):
@@ -174,7 +174,7 @@ def test_a_unit_without_all_of_its_shards_is_refused(tmp_path: Path, format: For
 
 def test_a_shard_in_two_units_is_refused(tmp_path: Path) -> None:
     """The last copied would win silently."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     write_unit(staging, 3, units()[3] + units()[2][:1], Format())
     write_all(staging, Format(), done=(3,))
     with pytest.raises(IncompleteError, match="1 written twice"):
@@ -185,7 +185,7 @@ def test_a_shard_in_two_units_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False)], ids=str)
 def test_an_array_that_nobody_asked_for_is_refused(tmp_path: Path, format: Format) -> None:
     """A key that the plan doesn't have."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     extra = ArraySpec("params.params.zzz", (4,), np.dtype(np.float32), (4,), (4,))
     write_unit(staging, 3, units()[3] + shards(extra), format)
     write_all(staging, format, done=(3,))
@@ -198,7 +198,7 @@ def test_a_lost_database_is_noticed(tmp_path: Path) -> None:
     """A database that the ledger names but that is gone merges as empty, silently, in TensorStore: the keys are missing
     here.
     """
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     write_all(staging, Format())
     lost = Path(staging.items) / f"{ATTEMPT}{staging.ledger()[2]['attempt']}"
     lost.rename(tmp_path / "elsewhere")
@@ -210,7 +210,7 @@ def test_a_lost_database_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", [Format(), Format(use_ocdbt=False, use_zarr3=False)], ids=str)
 def test_assembling_twice_changes_nothing(tmp_path: Path, format: Format) -> None:
     """A repeated bundle after the publication: not a byte, not a time."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     write_all(staging, format)
     finish(staging, format)
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in Path(staging.output).rglob("*")}
@@ -220,7 +220,7 @@ def test_assembling_twice_changes_nothing(tmp_path: Path, format: Format) -> Non
 
 def test_an_existing_checkpoint_isnt_touched(tmp_path: Path) -> None:
     """Without `overwrite` it is neither replaced nor mixed with the new one."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     Path(staging.final).mkdir()
     (Path(staging.final) / "old").write_text("old")
     write_all(staging, Format())
@@ -231,7 +231,7 @@ def test_an_existing_checkpoint_isnt_touched(tmp_path: Path) -> None:
 
 def test_overwrite_leaves_nothing_of_the_old_checkpoint(tmp_path: Path) -> None:
     """With it the new one stands in its place, alone."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     Path(staging.final).mkdir()
     (Path(staging.final) / "old").write_text("old")
     write_all(staging, Format())
@@ -355,7 +355,7 @@ def test_a_file_is_created_at_most_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_what_was_written_is_what_inspection_reads(tmp_path: Path, format: Format) -> None:
     """Shapes, dtypes, chunks and compression come back; from the root, the step or the item."""
-    staging = start(tmp_path / "out")
+    staging = create_staging(tmp_path / "out")
     write_all(staging, format)
     finish(staging, format)
     items = staging.final / "items"

@@ -33,7 +33,9 @@ def entry(**changes: Any) -> dict[str, Any]:
     return {"x": PLAIN | changes}
 
 
-def write(folder: Path, header: str | bytes | Mapping[str, Any], data: int = 24, length: int | None = None) -> Path:
+def write_header(
+    folder: Path, header: str | bytes | Mapping[str, Any], data: int = 24, length: int | None = None
+) -> Path:
     """A file with this header and `data` bytes behind it; `length` lies about the header's."""
     text = header if isinstance(header, str | bytes) else json.dumps(header)
     raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
@@ -114,7 +116,7 @@ def test_every_rule_of_a_header(tmp_path: Path, rule: str) -> None:
     it checks.
     """
     header, data, message = BROKEN[rule]
-    path = write(tmp_path, header, data)
+    path = write_header(tmp_path, header, data)
     with pytest.raises(HeaderError, match=re.escape(message)):
         read_header(str(path))
     if rule not in STRICTER:
@@ -134,7 +136,7 @@ def test_a_header_with_random_damage(tmp_path_factory: pytest.TempPathFactory, d
         raw[at : at + data.draw(st.integers(0, 3))] = data.draw(
             st.one_of(st.binary(max_size=2), st.sampled_from([b"0", b"-", b"9" * 20, b'"', b"e9", b"true"]))
         )
-    path = write(tmp_path_factory.mktemp("damaged"), bytes(raw), 28)
+    path = write_header(tmp_path_factory.mktemp("damaged"), bytes(raw), 28)
     try:
         read = read_header(str(path))
     except HeaderError:
@@ -203,7 +205,7 @@ def test_a_huge_header_is_refused_by_its_length_alone(tmp_path: Path) -> None:
 )
 def test_what_is_legal(tmp_path: Path, header: Any, data: int, shapes: dict[str, tuple[int, ...]]) -> None:
     """Corners of the format that the library accepts, and so do we."""
-    path = write(tmp_path, header, data)
+    path = write_header(tmp_path, header, data)
     with safe_open(path, "np") as opened:
         assert set(opened.keys()) == set(shapes)
     assert {tensor.name: tensor.shape for tensor in read_header(str(path))} == shapes

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import run
+from racing import race
 from servers.clients import asking, at_hub
 from servers.dataflow import FakeDataflow
 from servers.gcs import FakeGcs
@@ -49,18 +50,6 @@ DATA = random.Random(0).randbytes(200_000)
 REPO, SHARD = "org/model", "weights/model.safetensors"
 TOKEN = "hf_thisisthetoken"
 FILES = {SHARD: DATA, "config.json": b"{}", "weights/more/tokenizer.json": b'{"a": 1}'}
-
-
-def race(function: Callable[[], Any], racers: int = 8) -> list[Any]:
-    """What the function returns in threads that start together."""
-    barrier = threading.Barrier(racers)
-
-    def run(_: int) -> Any:
-        barrier.wait()
-        return function()
-
-    with ThreadPoolExecutor(racers) as pool:
-        return list(pool.map(run, range(racers)))
 
 
 def fetch(store: Store, name: str, *ranges: tuple[int, int]) -> list[bytes]:
@@ -205,7 +194,7 @@ def test_what_is_written(store: Store) -> None:
 def test_of_racing_threads_one_creates(store: Store) -> None:
     """Though all of them write the same."""
     for number in range(5):
-        assert sorted(race(lambda name=str(number): store.create(name, b"the same"))) == [False] * 7 + [True]
+        assert sorted(race(lambda _, name=str(number): store.create(name, b"the same"))) == [False] * 7 + [True]
 
 
 def test_of_racing_processes_one_creates(tmp_path: Path) -> None:
@@ -485,7 +474,7 @@ def test_many_threads_keep_their_connections(bucket: buckets.Bucket, caplog: pyt
     names = [str(number) for number in range(100)]
     for name in names:
         bucket.write(name, b"")
-    race(lambda: list(bucket.read_many(names)))
+    race(lambda _: list(bucket.read_many(names)))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -585,7 +574,7 @@ def test_of_many_racers_for_a_stale_lease_one_wins(bucket: buckets.Bucket, gcs: 
                 over.wait()
                 return won
 
-        assert sorted(race(take)) == [False] * 7 + [True]
+        assert sorted(race(lambda _: take())) == [False] * 7 + [True]
     assert bucket.list() == []
 
 
@@ -705,7 +694,7 @@ def model(hub: FakeHub) -> hubs.Repository:
     return hubs.open_repository(f"hf://{REPO}")
 
 
-def change(hub: FakeHub, tmp_path: Path, **how: Any) -> str:
+def commit_another(hub: FakeHub, tmp_path: Path, **how: Any) -> str:
     """Commits another shard."""
     path = tmp_path / "changed" / SHARD
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -740,7 +729,7 @@ def test_a_file_that_a_commit_leaves_alone_keeps_its_version(
     model: hubs.Repository, hub: FakeHub, tmp_path: Path
 ) -> None:
     """So a new model card doesn't make another plan."""
-    change(hub, tmp_path)
+    commit_another(hub, tmp_path)
     again = open_store(f"hf://{REPO}")
     assert again.url != model.url
     kept = ["config.json", "weights/more/tokenizer.json"]
@@ -761,8 +750,8 @@ def test_small_files(model: hubs.Repository, hub: FakeHub, redirected: bool) -> 
 
 def test_a_revision_is_resolved_once(model: hubs.Repository, hub: FakeHub, tmp_path: Path) -> None:
     first = hub.repositories[REPO].head.sha
-    second = change(hub, tmp_path)
-    third = change(hub, tmp_path, branch="refs/pr/1", title="A proposal")
+    second = commit_another(hub, tmp_path)
+    third = commit_another(hub, tmp_path, branch="refs/pr/1", title="A proposal")
     hub.repositories[REPO].tags["v1"] = hub.repositories[REPO].commits[first]
     assert (model.url, model.read(SHARD)) == (f"hf://{REPO}@{first}", DATA)
     for revision, commit, data in (
@@ -972,7 +961,7 @@ def test_few_connections_at_a_time(model: hubs.Repository, hub: FakeHub, monkeyp
         return answer(call)
 
     monkeypatch.setattr(hub.cdn, "answer", counted)
-    assert race(lambda: fetch(model, SHARD, (0, len(DATA)))) == [[DATA]] * 8
+    assert race(lambda _: fetch(model, SHARD, (0, len(DATA)))) == [[DATA]] * 8
     assert hubs.CONNECTIONS // 2 <= most <= hubs.CONNECTIONS
     assert len(hub.cdn._http.connections) <= hubs.CONNECTIONS
     assert hub.log.counts()["resolve"] == 1

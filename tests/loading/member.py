@@ -16,7 +16,6 @@ A process of its own, since the number of devices is settled when JAX starts.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import os
 import signal
@@ -27,20 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from digests import digest
+from processes import read_so_far
 
 # programs are compiled in a third of the time
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 PROGRAMS: list[str] = []  # that were compiled
-
-
-def read_bytes() -> int:
-    """What this process has asked the system to read."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def digest(array: np.ndarray) -> list:
-    """As `support.digest`, which imports more than a member needs."""
-    return [list(array.shape), array.dtype.name, hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()]
 
 
 def values(array: np.ndarray) -> list:
@@ -82,7 +73,7 @@ def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
         names, sizes = mesh
         mesh = jax.sharding.Mesh(np.array(jax.devices(), dtype=object)[: np.prod(sizes)].reshape(sizes), names)
     PROGRAMS.clear()
-    before, plain, opening = read_bytes(), loading.Loading._read, loading._open
+    before, plain, opening = read_so_far(), loading.Loading._read, loading._open
     source, options = (
         each[process] if isinstance(each, list) else each for each in (wanted["source"], wanted.get("options", {}))
     )
@@ -91,9 +82,9 @@ def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
         break_reading(loading, kind, source)
     waiting, path, what = wanted.get("waits", (None, "", ""))
     if waiting == process and what == "to call":
-        wait_for(Path(path))
+        wait_for_file(Path(path))
     elif waiting == process:
-        loading._open = lambda *arguments: wait_for(Path(path)) or opening(*arguments)
+        loading._open = lambda *arguments: wait_for_file(Path(path)) or opening(*arguments)
     try:
         tree = loading.load(source, mesh=mesh, **options)
     except Refused as e:
@@ -102,7 +93,7 @@ def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
         return {"failed": str(e)}
     finally:
         loading.Loading._read, loading._open = plain, opening
-    read, compiled = read_bytes() - before, len(PROGRAMS)
+    read, compiled = read_so_far() - before, len(PROGRAMS)
     keys = [target.key for target in read_tree(tree).targets]
     tell = values if wanted.get("values") else digest
     shards = {
@@ -115,7 +106,7 @@ def load_once(process: int, wanted: dict[str, Any]) -> dict[str, Any]:
     return {"shards": shards, "read": read, "programs": compiled}
 
 
-def wait_for(path: Path) -> None:
+def wait_for_file(path: Path) -> None:
     latest = time.monotonic() + 60
     while not path.exists() and time.monotonic() < latest:
         time.sleep(0.05)

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Blocks], str]] = {
 BY_HOST = ("rows", "mixed")
 
 
-def write(folder: Path, case: str, dtype: np.dtype = BF16, scale: float = 1) -> tuple[Path, Arrays]:
+def write_encoded(folder: Path, case: str, dtype: np.dtype = BF16, scale: float = 1) -> tuple[Path, Arrays]:
     """A release, and MaxText's arrays of it by plain numpy; every code but NaN."""
     config, blocks_of, chosen = CASES[case]
     rng = np.random.default_rng(3)
@@ -91,7 +91,7 @@ def write(folder: Path, case: str, dtype: np.dtype = BF16, scale: float = 1) -> 
     return save(folder / "hf", config, stored), reference(config, values, dtype)
 
 
-def load(source: Path, **options: Any) -> dict[str, np.ndarray]:
+def load_flat(source: Path, **options: Any) -> dict[str, np.ndarray]:
     tree = flatten(wb.load(str(source), mesh="fsdp=1", **options))
     return {key.removeprefix(PARAMETERS): np.asarray(values) for key, values in tree.items()}
 
@@ -112,21 +112,21 @@ def by_host(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.parametrize(("case", "dtype"), [*((case, BF16) for case in CASES), ("MoE", F32)], ids=str)
 def test_bits(tmp_path: Path, by_host: set[str], case: str, dtype: np.dtype) -> None:
-    source, wanted = write(tmp_path, case, dtype)
-    assert_same_bits(load(source, save_dtype=dtype.name, dequantize="device"), wanted)
+    source, wanted = write_encoded(tmp_path, case, dtype)
+    assert_same_bits(load_flat(source, save_dtype=dtype.name, dequantize="device"), wanted)
     assert {name.partition("self_attn.")[2] for name in by_host} == ({"q_proj.weight"} if case in BY_HOST else set())
 
 
 def test_blocks_of_arrays(tmp_path: Path, by_host: set[str]) -> None:
     """Put into their places one after the other."""
-    source, wanted = write(tmp_path, "MoE")
-    assert_same_bits(load(source, dequantize="device", unit_bytes=100_000), wanted)
+    source, wanted = write_encoded(tmp_path, "MoE")
+    assert_same_bits(load_flat(source, dequantize="device", unit_bytes=100_000), wanted)
     assert not by_host
 
 
 @functools.cache
 def opened(folder: Path, case: str) -> tuple[CodedRelease, Arrays]:
-    source, wanted = write(folder / case, case)
+    source, wanted = write_encoded(folder / case, case)
     return CodedRelease(_open(str(source), None, {}, {})[0].conversion), wanted
 
 
@@ -155,7 +155,7 @@ def test_any_box(folder: Path, data: st.DataObject) -> None:
 
 
 def test_an_adapter_is_merged_on_the_host(tmp_path: Path, by_host: set[str]) -> None:
-    source, _ = write(tmp_path, "MoE")
+    source, _ = write_encoded(tmp_path, "MoE")
     name = "model.layers.1.self_attn.o_proj"
     rng = np.random.default_rng(5)
     adapter = tmp_path / "adapter"
@@ -166,30 +166,30 @@ def test_an_adapter_is_merged_on_the_host(tmp_path: Path, by_host: set[str]) -> 
         adapter / "adapter_model.safetensors",
     )
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
-    merged = load(source, lora=str(adapter))
+    merged = load_flat(source, lora=str(adapter))
     by_host.clear()
-    assert_same_bits(load(source, lora=str(adapter), dequantize="device"), merged)
+    assert_same_bits(load_flat(source, lora=str(adapter), dequantize="device"), merged)
     assert {tensor.partition("self_attn.")[2] for tensor in by_host} == {"o_proj.weight"}
 
 
 def test_what_some_devices_take_for_zero_is_decoded_on_the_host(tmp_path: Path, by_host: set[str]) -> None:
     """Products below the smallest normal float32, of which this CPU device makes 0."""
-    source, wanted = write(tmp_path, "one scale", scale=SMALLEST / 100)
-    assert_same_bits(load(source, dequantize="device"), wanted)
+    source, wanted = write_encoded(tmp_path, "one scale", scale=SMALLEST / 100)
+    assert_same_bits(load_flat(source, dequantize="device"), wanted)
     assert by_host
 
 
 def test_a_device_with_other_bits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This CPU device has, where it is to decode scales of every size."""
-    source, _ = write(tmp_path, "one scale")
+    source, _ = write_encoded(tmp_path, "one scale")
     monkeypatch.setattr(decoding, "SMALLEST", SMALLEST / 100)
     monkeypatch.setattr(decoding, "_have_hosts_bits", decoding._have_hosts_bits.__wrapped__)
     with pytest.raises(wb.Refused, match="dequantize=device: cpu makes other bfloat16"):
-        load(source, dequantize="device")
-    assert load(source, dequantize="host")
+        load_flat(source, dequantize="device")
+    assert load_flat(source, dequantize="host")
 
 
 def test_words(tmp_path: Path) -> None:
-    source, _ = write(tmp_path, "MoE")
+    source, _ = write_encoded(tmp_path, "MoE")
     with pytest.raises(wb.Refused, match="dequantize=gpu"):
-        load(source, dequantize="gpu")
+        load_flat(source, dequantize="gpu")

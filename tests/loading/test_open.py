@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from processes import read_so_far
 from support import (
     BF16,
     DEEPSEEK,
@@ -33,11 +34,6 @@ from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.loading.indexing import find_box
 from weightbeam.pipelines.loading.tree import LazyTree
 from weightbeam.pipelines.loading.tree import open as open_tree
-
-
-def read_bytes() -> int:
-    """What this process has asked the system to read."""
-    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def names(tree: LazyTree) -> dict[str, np.ndarray]:
@@ -76,9 +72,9 @@ def test_a_release_is_maxtexts_tree(tmp_path: Path) -> None:
     embedding = tree[f"{PARAMETERS}token_embedder.embedding"]
     assert embedding.logical_axes == ("vocab", "embed_vocab")
     assert (embedding.ndim, len(embedding), embedding.nbytes) == (2, 4096, 4096 * 64 * 2)
-    before = read_bytes()
+    before = read_so_far()
     part = embedding[100:400:3, ::-1]
-    assert read_bytes() - before < 300 * 64 * 2 + 20_000  # and what /proc/self/io itself takes
+    assert read_so_far() - before < 300 * 64 * 2 + 20_000  # and what /proc/self/io itself takes
     assert_same_bits({"": part}, {"": wanted["token_embedder.embedding"][100:400:3, ::-1]})
     assert "4096 × 64, bfloat16" in repr(tree)
 

@@ -27,7 +27,7 @@ def stacks(tree, scan, axis=1):
     return Stacks.of(family_of(config, tree.model).stacks(config, layout), axis)
 
 
-def held(shapes):
+def held_of(shapes):
     return {path: Held(".".join(path), shape) for path, shape in shapes.items()}
 
 
@@ -44,10 +44,10 @@ def test_every_model_is_restacked_as_maxtext_builds_it(scanned, unscanned):
     one, other = arrays(tree), arrays(TREES[unscanned])
     before, after = stacks(tree, True), stacks(tree, False)
     for shapes, wanted, way in ((one, other, (before, after)), (other, one, (after, before))):
-        moved = list(restack(held(shapes), *way))
+        moved = list(restack(held_of(shapes), *way))
         assert {array.path: array.part.shape for array in moved} == wanted
         assert len(moved) == len(wanted)
-        assert not unused(held(shapes), moved)
+        assert not unused(held_of(shapes), moved)
         assert sum(array.part.elements for array in moved) == sum(map(np.prod, shapes.values()))
 
 
@@ -65,22 +65,22 @@ def test_moments_and_modules_follow_their_weights():
         ("opt_state", "0", "count"): (),
         ("step",): (),
     }
-    moved = {".".join(array.path): array for array in restack(held(shapes), before, after)}
+    moved = {".".join(array.path): array for array in restack(held_of(shapes), before, after)}
     assert len(moved) == 32 + 3
     one = moved["nnx_aux.model.decoder.layers_7.dropout.rngs.key"]
     assert one.part.shape == (4,)
     assert [axis.start for axis in one.part.source_box()] == [7, 0]
-    back = list(restack(held({array.path: array.part.shape for array in moved.values()}), after, before))
+    back = list(restack(held_of({array.path: array.part.shape for array in moved.values()}), after, before))
     assert {array.path: array.part.shape for array in back} == shapes
 
 
 def test_the_stacked_axis_moves():
     tree = TREES["llama3.1-8b--scan"]
     path = ("params", "params", "decoder", "layers", "mlp", "wi_0", "kernel")
-    (moved,) = restack(held({path: (8, 32, 6)}), stacks(tree, True, 1), stacks(tree, True, 0))
+    (moved,) = restack(held_of({path: (8, 32, 6)}), stacks(tree, True, 1), stacks(tree, True, 0))
     assert moved.part.shape == (32, 8, 6)
     assert moved.axes == (0,)
-    (moved,) = restack(held({path: (8, 32, 6)}), stacks(tree, True, 1), stacks(tree, True, 2))
+    (moved,) = restack(held_of({path: (8, 32, 6)}), stacks(tree, True, 1), stacks(tree, True, 2))
     assert moved.part.shape == (8, 6, 32)
 
 
@@ -99,7 +99,7 @@ def test_layers_that_dont_fit_are_refused(shapes, said):
     with pytest.raises(RestackError, match=said):
         list(
             restack(
-                held({tuple(key.split(".")): shape for key, shape in shapes.items()}),
+                held_of({tuple(key.split(".")): shape for key, shape in shapes.items()}),
                 stacks(tree, False),
                 stacks(tree, True),
             )
@@ -110,7 +110,7 @@ def test_an_array_without_layers_is_refused():
     tree = TREES["llama3.1-8b--scan"]
     shapes = {("opt_state", "0", "v_row", "params", "decoder", "layers", "mlp", "wi_0", "kernel"): (8, 6)}
     with pytest.raises(RestackError, match="no axes \\(32,\\) of layers"):
-        list(restack(held(shapes), stacks(tree, True), stacks(tree, False)))
+        list(restack(held_of(shapes), stacks(tree, True), stacks(tree, False)))
 
 
 def test_all_arrays_that_dont_fit_are_listed():
@@ -119,5 +119,5 @@ def test_all_arrays_that_dont_fit_are_listed():
         ("params", "params", "decoder", "layers", "mlp", name, "kernel"): (8, 6) for name in ("wi_0", "wi_1", "wo")
     }
     with pytest.raises(RestackError) as caught:
-        restack(held(shapes), stacks(tree, True), stacks(tree, False))
+        restack(held_of(shapes), stacks(tree, True), stacks(tree, False))
     assert [fault.path for fault in caught.value.faults] == list(shapes)

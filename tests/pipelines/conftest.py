@@ -8,9 +8,3 @@ import support
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of one file, which no test changes; a test file that needs another has its own."""
     return support.make_release(tmp_path_factory.mktemp("source") / "hf")
-
-
-@pytest.fixture(scope="session")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `cases/models.py` writes."""
-    return support.generate(tmp_path_factory)

@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(release: Path | str, url: str, found: dict[str, Difference]) -> dict[str, Difference]:
+def assert_as_compared(release: Path | str, url: str, found: dict[str, Difference]) -> dict[str, Difference]:
     """What was found says of every tensor that both have what a comparison of both says; returns that."""
     pair = open_pair(url, str(release))
     told = {name: each.difference for name, each in compare_pairs([pair])[0].tensors.items() if each.difference}
@@ -84,7 +84,7 @@ def test_an_export(made: Path, tmp_path: Path, name: str, box_bytes: int, monkey
     assert any(start for box in boxes for start, _ in box) or (name != "wide" and box_bytes > 4096)
     found = read_found(LocalFolder(str(output)))
     assert found.keys() == set(others)
-    same, differs = (check(output, url, found[url]) for url in others)
+    same, differs = (assert_as_compared(output, url, found[url]) for url in others)
     assert not any(difference.different for difference in same.values())
     assert {name for name, difference in differs.items() if not difference.different} == {"model.norm.weight"}
     assert "model.embed_tokens.weight" not in differs
@@ -100,7 +100,7 @@ def test_with_quantised_values(made: Path, tmp_path: Path) -> None:
     with compared_with([baseline]):
         wb.export(str(made / "llama" / "ckpt"), str(tmp_path / "back"), progress=False)
     found = read_found(LocalFolder(str(tmp_path / "back")))[baseline]
-    assert any(difference.different for difference in check(tmp_path / "back", baseline, found).values())
+    assert any(difference.different for difference in assert_as_compared(tmp_path / "back", baseline, found).values())
 
 
 def test_a_merge(made: Path, tmp_path: Path) -> None:
@@ -110,7 +110,9 @@ def test_a_merge(made: Path, tmp_path: Path) -> None:
     adapter, _ = peft_adapter(tmp_path / "adapter", {q_proj: random_tensors(LLAMA)[f"{q_proj}.weight"].shape})
     with compared_with([str(like)]):
         wb.merge(str(like), str(tmp_path / "merged"), lora=str(adapter), progress=False)
-    found = check(tmp_path / "merged", str(like), read_found(LocalFolder(str(tmp_path / "merged")))[str(like)])
+    found = assert_as_compared(
+        tmp_path / "merged", str(like), read_found(LocalFolder(str(tmp_path / "merged")))[str(like)]
+    )
     changed = {name for name, difference in found.items() if difference.different}
     assert changed == {f"{q_proj}.weight"}
 
@@ -160,7 +162,7 @@ def test_a_baseline_that_cant_be_read(made: Path, tmp_path: Path) -> None:
     (closed / "config.json").mkdir()
     with compared_with([str(closed), like]):
         wb.export(str(made / "llama" / "ckpt"), str(tmp_path / "back"), progress=False)
-    check(tmp_path / "back", like, read_found(LocalFolder(str(tmp_path / "back")))[like])
+    assert_as_compared(tmp_path / "back", like, read_found(LocalFolder(str(tmp_path / "back")))[like])
     lost = str(shutil.copytree(like, tmp_path / "lost"))
     opened = {url: Baseline(url) for url in (lost, like)}
     for file in Path(lost).glob("*.safetensors"):
@@ -172,7 +174,7 @@ def test_a_baseline_that_cant_be_read(made: Path, tmp_path: Path) -> None:
     found = baselines.compare_rows(opened, rows)
     assert opened[lost].is_lost
     assert found[lost] == {}
-    assert check(like, like, found[like])
+    assert assert_as_compared(like, like, found[like])
     assert opened[lost].find(rows[0][0]) is None
 
 
@@ -216,7 +218,10 @@ def test_in_a_bucket(made: Path, gcs: FakeGcs) -> None:
     with compared_with(["gs://bucket/like"]):
         wb.export(str(made / "llama" / "ckpt"), "gs://bucket/back", progress=False)
     found = read_found(open_store("gs://bucket/back"))["gs://bucket/like"]
-    assert not any(difference.different for difference in check("gs://bucket/back", "gs://bucket/like", found).values())
+    assert not any(
+        difference.different
+        for difference in assert_as_compared("gs://bucket/back", "gs://bucket/like", found).values()
+    )
 
 
 def test_a_resumed_export(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

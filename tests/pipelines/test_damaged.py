@@ -114,7 +114,7 @@ def test_what_the_fuzzer_checks_can_fail(whole: Path, tmp_path: Path, monkeypatc
         [answers(whole, tmp_path / "ckpt", what) for what in CORPUS]
 
 
-def change(file: str, *place: str | int, value: Any) -> Callable[[Path], object]:
+def mutating(file: str, *place: str | int, value: Any) -> Callable[[Path], object]:
     def apply(checkpoint: Path) -> None:
         good = json.loads((checkpoint / file).read_bytes())
         (checkpoint / file).write_text(json.dumps(mutated(good, place, value)))
@@ -143,7 +143,7 @@ def set_step(checkpoint: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "scan_layers of the item": (
-        change("0/items/_CHECKPOINT_METADATA", "custom_metadata", "scan_layers", value=False),
+        mutating("0/items/_CHECKPOINT_METADATA", "custom_metadata", "scan_layers", value=False),
         "says scan_layers False",
     ),
     "no marker of the step": (lambda c: (c / "0/commit_success.txt").unlink(), "commit_success.txt"),
@@ -172,7 +172,7 @@ def test_verify_finds_another_dtype_than_was_asked_for(
         ("0/conversion.json", ("options",)),
         ("0/_CHECKPOINT_METADATA", ("custom_metadata", "weightbeam", "options")),
     ):
-        change(file, *place, "save_dtype", value="float32")(checkpoint)
+        mutating(file, *place, "save_dtype", value="float32")(checkpoint)
     assert call("verify", "--source", source, "--checkpoint", checkpoint, *MODEL) == 1
     assert "is stored as bfloat16, expected float32" in capsys.readouterr().err
 

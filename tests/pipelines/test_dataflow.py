@@ -12,8 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +27,7 @@ from apache_beam.options.pipeline_options import (
     WorkerOptions,
 )
 from apache_beam.runners.dataflow.internal.apiclient import DataflowApplicationClient
-from processes import run
+from processes import run, wait_until
 from submission import OUTPUT, PROJECT, REGION, STAGED, TIMEOUT, Cloud, Submission, cloud
 from support import (
     LLAMA,
@@ -102,15 +101,6 @@ def source(servers: Cloud, generated: Path) -> str:
     return servers.upload(generated / "cases" / CASE)
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    """Until it holds, as long as a process runs."""
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def work(servers: Cloud, job: Submission, folder: Path) -> None:
     """Carries a job out."""
     package, graph, archive = folder / "package", folder / "pipeline.pb", folder / "workflow.tar.gz"
@@ -149,7 +139,7 @@ def converted(servers: Cloud, source: str, tmp_path_factory: pytest.TempPathFact
     servers.dataflow.states, before = ["JOB_STATE_RUNNING"], len(servers.dataflow.jobs)
     options = ["--unit_bytes", UNIT_BYTES, "--maxtext_model", given()[CASE]["maxtext_model"], "--hf_token_secret", NAME]
     with servers.start(source, f"gs://{OUTPUT}/run", *options, HF_TOKEN=TOKEN) as process:
-        wait_for(lambda: len(servers.dataflow.jobs) > before, process)
+        wait_until(lambda: len(servers.dataflow.jobs) > before, process=process)
         job = servers.submission()
         work(servers, job, folder)
         servers.dataflow.jobs[-1].states[:] = ["JOB_STATE_DONE"]
@@ -367,11 +357,11 @@ def test_a_command_that_is_interrupted(servers: Cloud, source: str) -> None:
     with servers.start(
         source, f"gs://{OUTPUT}/interrupted", "--maxtext_model", given()[CASE]["maxtext_model"]
     ) as process:
-        wait_for(
+        wait_until(
             lambda: (
                 len(servers.dataflow.jobs) > before and servers.dataflow.log.of("get", servers.dataflow.jobs[-1].id)
             ),
-            process,
+            process=process,
         )
         os.kill(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=TIMEOUT)

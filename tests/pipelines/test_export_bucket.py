@@ -53,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def held(gcs: FakeGcs, place: str) -> dict[str, bytes]:
+def objects_in(gcs: FakeGcs, place: str) -> dict[str, bytes]:
     """All objects of a folder of the bucket and beside it."""
     prefix = place.removeprefix("gs://bucket/").removesuffix("tuned")
     return {
@@ -63,11 +63,11 @@ def held(gcs: FakeGcs, place: str) -> dict[str, bytes]:
     }
 
 
-def check(gcs: FakeGcs, place: str, folder: Path) -> None:
+def assert_holds(gcs: FakeGcs, place: str, folder: Path) -> None:
     """The bucket holds the files of a folder, byte for byte, and nothing else; the records differ in nothing but the
     digests' parts.
     """
-    found = held(gcs, place)
+    found = objects_in(gcs, place)
     wanted = {f"tuned/{path.name}": path.read_bytes() for path in folder.iterdir()}
     assert found.keys() == wanted.keys()
     assert {name for name in wanted if found[name] != wanted[name]} <= {f"tuned/{RECORD}"}
@@ -82,7 +82,7 @@ def test_the_same_bytes_as_in_a_folder(
     if part == 1500:
         monkeypatch.setattr(composing, "MAX_COMPONENTS", 2)
     assert call("export", source / "ckpt", place, "--unit_bytes", "12000") == 0
-    check(gcs, place, source / "back")
+    assert_holds(gcs, place, source / "back")
 
 
 def test_replaced(gcs: FakeGcs, place: str, source: Path) -> None:
@@ -90,8 +90,8 @@ def test_replaced(gcs: FakeGcs, place: str, source: Path) -> None:
     assert call("export", source / "ckpt", place) == 0
     assert call("export", source / "ckpt", place) == 2
     assert call("export", source / "ckpt", place, "--overwrite", "--max_shard_size", "20KB") == 0
-    assert len([name for name in held(gcs, place) if name.endswith(".safetensors")]) > 1
-    record = json.loads(held(gcs, place)[f"tuned/{RECORD}"])
+    assert len([name for name in objects_in(gcs, place) if name.endswith(".safetensors")]) > 1
+    record = json.loads(objects_in(gcs, place)[f"tuned/{RECORD}"])
     assert record["digests"] == json.loads((source / "back" / RECORD).read_text())["digests"]
     assert call("convert", place, place + "-again", "--save_dtype", "float32", "--maxtext_model", "llama2-7b") == 0
 
@@ -127,11 +127,11 @@ def test_dequantize_merge_and_quantize_write_there_too(
     lora, _ = peft_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.o_proj": (32, 32)})
     assert call("dequantize", "--source", fp8, "--output", source / f"{fp8.name}-out") == 0
     assert call("dequantize", "--source", fp8, "--output", place) == 0
-    check(gcs, place, source / f"{fp8.name}-out")
+    assert_holds(gcs, place, source / f"{fp8.name}-out")
     for name, command in (("merged", ("merge", source / "hf", "--lora", lora)), ("fp8", ("quantize", source / "hf"))):
         assert call(command[0], *command[1:], "--output", source / f"{fp8.name}-{name}") == 0
         assert call(command[0], *command[1:], "--output", place, "--overwrite") == 0
-        check(gcs, place, source / f"{fp8.name}-{name}")
+        assert_holds(gcs, place, source / f"{fp8.name}-{name}")
     capsys.readouterr()
     assert call("dequantize", "--source", fp8, "--output", place.removesuffix("/tuned"), "--overwrite") == 2
     assert "isn't a release that Weightbeam wrote" in capsys.readouterr().err
@@ -170,12 +170,12 @@ def test_stopped_anywhere_and_resumed(
     with monkeypatch.context() as patched:
         patched.setattr(where, original, fails)
         assert call(*command) == 1
-    assert "tuned/config.json" not in held(gcs, place) or stage == "record"
-    assert f"tuned/{RECORD}" not in held(gcs, place)
+    assert "tuned/config.json" not in objects_in(gcs, place) or stage == "record"
+    assert f"tuned/{RECORD}" not in objects_in(gcs, place)
     assert call(*command) == 2
     gcs.log.clear()
     assert call(*command, "--resume") == 0
-    check(gcs, place, source / "back")
+    assert_holds(gcs, place, source / "back")
     if stage != "units":
         assert not [entry for entry in gcs.log.of("write") if "/units/" in entry.name]
     assert call(*command, "--resume") == 0
@@ -197,4 +197,4 @@ def test_a_component_that_changed_is_noticed(
     monkeypatch.setattr(release_bucket.ReleaseBucket, "seal", damaging)
     assert call("export", source / "ckpt", place) == 1
     assert "isn't what was written" in capsys.readouterr().err
-    assert not [name for name in held(gcs, place) if name.startswith("tuned/")]
+    assert not [name for name in objects_in(gcs, place) if name.startswith("tuned/")]

@@ -47,13 +47,6 @@ def tokenizer(folder: Path, name: str, *more: str) -> Path:
     return folder
 
 
-def held(hub: FakeHub) -> dict[str, bytes]:
-    if REPO not in hub.repositories:
-        return {}
-    files = hub.repositories[REPO].head.files
-    return {name: bytes(blob.data) for name, blob in files.items() if name != ".gitattributes"}
-
-
 def cached(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "cache").glob("weightbeam/*"))
 
@@ -72,20 +65,20 @@ def test_what_is_there_is_refused_and_named(
     (other / "tokenizer.json").write_text("{}")
     (other / "README.md").write_text("# Mine\n")
     hub.add(REPO, other).writers.add(TOKEN)
-    before = held(hub)
+    before = hub.held(REPO)
     assert call("export", checkpoints[0], URL) == 2
     said = capsys.readouterr().err
     assert [
         name for name in ("model.safetensors", "tokenizer.json", "config.json", "--overwrite") if name not in said
     ] == []
-    assert held(hub) == before
+    assert hub.held(REPO) == before
     assert cached(tmp_path) == []
     assert call("export", checkpoints[0], URL, "--overwrite") == 0
     said = capsys.readouterr().out
     assert "removed there: tokenizer.json\n" in said
     assert "replaced there: config.json, model.safetensors\n" in said
     wanted = exported(checkpoints[0], tmp_path / "wanted")
-    assert held(hub) == wanted | {"README.md": b"# Mine\n", "weightbeam.json": held(hub)["weightbeam.json"]}
+    assert hub.held(REPO) == wanted | {"README.md": b"# Mine\n", "weightbeam.json": hub.held(REPO)["weightbeam.json"]}
     for again in ((), ("--overwrite",), ("--create_pr",)):
         assert call("export", checkpoints[0], URL, *again) == 0
         assert "published already" in capsys.readouterr().out
@@ -106,7 +99,7 @@ def test_the_small_files_are_this_commands(hub: FakeHub, checkpoints: list[Path]
     (folder / "model.safetensors").unlink()
     hub.faults = []
     assert call("export", checkpoints[0], URL, "--tokenizer", other) == 0
-    found = held(hub)
+    found = hub.held(REPO)
     assert json.loads(found["tokenizer.json"]) == json.loads(found["tokenizer_config.json"]) == {"of": "B"}
     assert "chat_template.jinja" not in found
     assert found["model.safetensors"] == exported(checkpoints[0], tmp_path / "wanted")["model.safetensors"]
@@ -127,7 +120,7 @@ def test_a_cached_release_that_lost_a_file_is_made_anew(hub: FakeHub, checkpoint
         assert shard.read_bytes() == exported(checkpoints[0], tmp_path / "wanted", "--overwrite")["model.safetensors"]
     hub.faults = []
     assert call("export", checkpoints[0], URL) == 0
-    assert held(hub)["model.safetensors"] == shard_of(tmp_path / "wanted")
+    assert hub.held(REPO)["model.safetensors"] == shard_of(tmp_path / "wanted")
     assert cached(tmp_path) == []
 
 
@@ -184,5 +177,5 @@ def test_a_sleeper(hub: FakeHub, checkpoints: list[Path], tmp_path: Path, at: st
     assert "Traceback" not in said
     # at the commit the hub had the request, and whichever came first counts
     assert status == (1 if at.endswith("preupload/") else status), said
-    assert held(hub)["model.safetensors"] == exported(checkpoints[1], tmp_path / "b")["model.safetensors"]
-    assert json.loads(held(hub)["weightbeam.json"])["source"].startswith(str(checkpoints[1]))
+    assert hub.held(REPO)["model.safetensors"] == exported(checkpoints[1], tmp_path / "b")["model.safetensors"]
+    assert json.loads(hub.held(REPO)["weightbeam.json"])["source"].startswith(str(checkpoints[1]))

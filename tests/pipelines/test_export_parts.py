@@ -23,7 +23,7 @@ transformers = lazily("transformers")
 WITH_TOWERS = ["models/gemma3-vision", "models/llama4", "cases/qwen3.5", "cases/gemma4-dense", "models/gemma4-e4b"]
 
 
-def load(folder: Path) -> torch.nn.Module:
+def load_model(folder: Path) -> torch.nn.Module:
     """The model that `config.json` names, in float32; it lacks no tensor, and knows each that there is."""
     (name,) = read_config(folder)["architectures"]
     model, found = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
@@ -68,9 +68,9 @@ def test_a_text_model_becomes_whole_or_a_model_of_its_own(generated: Path, tmp_p
     assert edits == {field: config[field] for field in ("architectures", "model_type")}
     assert "the language model alone" in (tmp_path / "text" / "README.md").read_text()
 
-    expected = logits(load(source))
-    assert torch.equal(logits(load(tmp_path / "whole")), expected)
-    assert torch.equal(logits(load(tmp_path / "text")), expected)
+    expected = logits(load_model(source))
+    assert torch.equal(logits(load_model(tmp_path / "whole")), expected)
+    assert torch.equal(logits(load_model(tmp_path / "text")), expected)
     for made in ("whole", "text"):
         assert call("verify", "--source", ckpt, "--checkpoint", tmp_path / made) == 0
 
@@ -153,7 +153,7 @@ def test_config_says_which_parts_are_left_out(
     assert json.loads((tmp_path / "out" / "weightbeam.json").read_text())["config_edits"] == fields
     card = (tmp_path / "out" / "README.md").read_text()
     assert all(f"* `{field}: " in card and f"-> {json.dumps(value)}" in card for field, value in fields.items())
-    whole, made = load(source), load(tmp_path / "out")
+    whole, made = load_model(source), load_model(tmp_path / "out")
     if "omni" not in model:
         assert torch.equal(logits(made), logits(whole))
     parts = made.state_dict()

@@ -29,6 +29,7 @@ import training_run
 import yaml
 from huggingface_hub import snapshot_download
 from lazily import lazily
+from processes import wait_until
 from servers.clients import asking, at_hub
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
@@ -38,6 +39,7 @@ from support import (
     F32,
     LLAMA,
     assert_same_bits,
+    begin_run,
     call,
     convert,
     flatten,
@@ -49,6 +51,7 @@ from support import (
     save,
 )
 from trained import SHARED
+from training_run import write
 
 import weightbeam as wb
 from weightbeam.formats.storage import StorageError, open_store
@@ -79,29 +82,9 @@ WHOLE = ["discovered", "planned", "converting", "verified", "published"]
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A release, and the state with which a run of it begins: the weights, and something of an optimizer."""
-    folder = tmp_path_factory.mktemp("model")
-    like = save(
-        folder / "like", LLAMA | dict(architectures=["LlamaForCausalLM"], dtype="float32"), random_tensors(LLAMA, F32)
-    )
-    step = convert(like, folder / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
-    state = training_run.load_state(step)
+    like, state = begin_run(tmp_path_factory.mktemp("model"))
     state["opt_state"] = [{"count": np.int32(0), "mu": state["params"]}, None]
     return like, state
-
-
-def write(
-    root: Path, *steps: int, model: tuple[Path, dict[str, Any]], seed: int = 0, keep: int | None = None, **changed: Any
-) -> None:
-    """Steps of a run, committed; `changed` are weights of the last one."""
-    checkpoints = training_run.manager(str(root), keep)
-    for step in steps:
-        state = training_run.weights_of(model[1], step, seed)
-        for key, values in changed.items():
-            held = state["params"]["params"]["decoder"]
-            held[key] = values(held[key])
-        training_run.save(checkpoints, step, state)
-        checkpoints.wait_until_finished()
-    checkpoints.close()
 
 
 @contextlib.contextmanager
@@ -145,7 +128,7 @@ def states(output: str | Path, name: str = "run") -> dict[str, list[str]]:
     return found
 
 
-def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
+def touches(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Everything in a folder, with what any touch would change."""
     return {
         str(path): (path.stat().st_mtime_ns, path.stat().st_ctime_ns, path.stat().st_nlink)
@@ -171,48 +154,27 @@ def tensors_on(hub: FakeHub, branch: str, folder: Path) -> dict[str, np.ndarray]
 # --- one look ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_step_is_published_with_what_changed(
-    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The newest first; exact bits; a report, a card, JSON and a picture beside them; transformers loads it; the run
-    isn't touched; once.
-    """
-    like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
-    write(run, 10, 20, model=model)
-    before = snapshot(run)
-    assert watch(run, like, output, "--dry_run") == 0
-    assert "would be exported: " in capsys.readouterr().out
-    assert not output.exists()
-    assert watch(run, like, output) == 0
-    assert states(output) == {"step-20": WHOLE, "step-10": WHOLE}
-    assert snapshot(run) == before
-    for step in (10, 20):
-        assert_same_bits(
-            read_tensors(output / f"step-{step}"), exported(run / str(step), like, tmp_path / f"quiet-{step}")
-        )
-    assert json.loads((output / "hf.json").read_text())["checkpoint"] == str(output / "step-20")
-    write(run, 30, model=model)
-    assert watch(run, like, output) == 0
-    report = json.loads((output / "step-30" / "run.json").read_text())
-    assert (report["run"], report["step"], report["before"]) == (
-        str(run),
-        30,
-        {"step": 20, "url": str(output / "step-20")},
-    )
+def assert_said_as_it_is(report: Path, now: dict[str, np.ndarray], then: dict[str, np.ndarray]) -> None:
+    """What `changes.json` says of each tensor is the definition's, in float64."""
+    found = json.loads(report.read_text())["before"]["tensors"]
+    assert found.keys() == now.keys()
+    for name, said in found.items():
+        old = then[name].astype(np.float64)
+        change = now[name].astype(np.float64) - old
+        relative = np.linalg.norm(change.ravel()) / np.linalg.norm(old.ravel())
+        assert said["relative"] == pytest.approx(relative, rel=1e-6, abs=1e-12), name
+        assert said["largest"] == pytest.approx(float(np.abs(change).max()))
+
+
+def assert_described(step: Path, run: Path, like: Path) -> None:
+    """Step 30's report, changes, card and picture name the run, the step, its commit, and what it was compared with."""
+    before = step.with_name("step-20")
+    report, found = (json.loads((step / name).read_text()) for name in ("run.json", "changes.json"))
+    assert (report["run"], report["step"], report["before"]) == (str(run), 30, {"step": 20, "url": str(before)})
     assert report["compared"] == "100% of the elements"
-    found = json.loads((output / "step-30" / "changes.json").read_text())
-    now, then = read_tensors(output / "step-30"), read_tensors(output / "step-20")
-    assert found["before"]["tensors"].keys() == now.keys()
-    for name, said in found["before"]["tensors"].items():
-        wanted = np.linalg.norm((now[name].astype(np.float64) - then[name]).ravel()) / np.linalg.norm(
-            then[name].astype(np.float64).ravel()
-        )
-        assert said["relative"] == pytest.approx(wanted, rel=1e-6, abs=1e-12), name
-        assert said["largest"] == pytest.approx(float(np.abs(now[name].astype(np.float64) - then[name]).max()))
-    assert not (output / "step-30" / FILE).exists()
     assert found["unchanged"] == ["model.norm.weight"]
     assert found["like"]["than"] == str(like)
-    card = (output / "step-30" / "README.md").read_text()
+    card = (step / "README.md").read_text()
     facts = [
         f"run | {run}",
         "step | 30",
@@ -221,17 +183,44 @@ def test_each_step_is_published_with_what_changed(
         "what changed | unchanged since step 20",
     ]
     assert [said for said in facts if f"| {said}" not in card] == []
-    assert (output / "step-30" / "changes.png").read_bytes().startswith(b"\x89PNG")
+    assert (step / "changes.png").read_bytes().startswith(b"\x89PNG")
+    assert not (step / FILE).exists()
+
+
+def test_each_step_is_published_with_what_changed(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest first; exact bits; a report, a card, JSON and a picture beside them; transformers loads it; the run
+    isn't touched; once.
+    """
+    like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
+    write(run, 10, 20, model=model)
+    before = touches(run)
+    assert watch(run, like, output, "--dry_run") == 0
+    assert "would be exported: " in capsys.readouterr().out
+    assert not output.exists()
+
+    assert watch(run, like, output) == 0
+    assert states(output) == {"step-20": WHOLE, "step-10": WHOLE}
+    assert touches(run) == before
+    for step in (10, 20):
+        wanted = exported(run / str(step), like, tmp_path / f"quiet-{step}")
+        assert_same_bits(read_tensors(output / f"step-{step}"), wanted)
+    assert json.loads((output / "hf.json").read_text())["checkpoint"] == str(output / "step-20")
+
+    write(run, 30, model=model)
+    assert watch(run, like, output) == 0
+    made = output / "step-30"
+    assert_said_as_it_is(made / "changes.json", read_tensors(made), read_tensors(output / "step-20"))
+    assert_described(made, run, like)
     assert "unchanged since step 20: model.norm.weight" in records(output)[-1][-1]["reason"]
     with torch.no_grad():
-        transformers.LlamaForCausalLM.from_pretrained(output / "step-30")(torch.arange(8)[None])
-    listed = sorted(path.name for path in output.iterdir())
+        transformers.LlamaForCausalLM.from_pretrained(made)(torch.arange(8)[None])
+
+    listed = [".weightbeam", "hf.json", "step-10", "step-20", "step-30"]
+    assert sorted(path.name for path in output.iterdir()) == listed
     assert watch(run, like, output) == 0
-    assert (
-        sorted(path.name for path in output.iterdir())
-        == listed
-        == [".weightbeam", "hf.json", "step-10", "step-20", "step-30"]
-    )
+    assert sorted(path.name for path in output.iterdir()) == listed
     assert not list((output / ".weightbeam" / "work").iterdir())
     assert states(output) == {"step-20": WHOLE, "step-10": WHOLE, "step-30": WHOLE}
 
@@ -910,112 +899,104 @@ def start(command: list[str], printed: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def follow_a_run(
-    place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs, kills: int, seed: int
-) -> None:
-    """A run of asynchronous saves with `max_to_keep=2`, and a watcher, both killed again and again; then the
-    invariants.
-    """
-    rng, like, run = random.Random(seed), model[0], tmp_path / "run" / "checkpoints"
-    state = tmp_path / "state"
-    write(state, 0, model=model)
-    output = {"folder": str(tmp_path / "out"), "bucket": "gs://out/tuned", "hub": f"hf://{REPO}"}[place]
-    write(run, 0, model=model)
-    follow = [
-        "-m",
-        "weightbeam.pipelines.watch",
-        "--run",
-        str(run),
-        "--like",
-        str(like),
-        "--output",
-        output,
-        "--interval",
-        "1s",
-    ]
-    root = output
+class Followed:
+    """A run of asynchronous saves with `max_to_keep=2`, and a watcher that publishes its steps at a place."""
 
-    def told_so_far() -> int:
-        if place == "hub" and not (found := list((tmp_path / "cache").glob("weightbeam/watch/*"))):
-            return 0
-        return sum(map(len, records(root if place != "hub" else found[0])))
+    def __init__(
+        self,
+        place: str,
+        folder: Path,
+        model: tuple[Path, dict[str, Any]],
+        hub: FakeHub,
+        gcs: FakeGcs,
+    ) -> None:
+        self.place, self.folder, self.like, self.hub, self.gcs = place, folder, model[0], hub, gcs
+        self.rng, self.run = random.Random(pairs.SEED), folder / "run" / "checkpoints"
+        self.output = {"folder": str(folder / "out"), "bucket": "gs://out/tuned", "hub": f"hf://{REPO}"}[place]
+        for root in (folder / "state", self.run):
+            write(root, 0, model=model)
+        self.state = training_run.load_state(folder / "state" / "0")
 
-    first = 1
-    for _ in range(kills):
-        train = [
-            training_run.__file__,
-            "--state",
-            str(state / "0"),
-            "--root",
-            str(run),
-            "--steps",
-            f"{first}:1000",
-            "--seconds",
-            "0.7",
-        ]
-        with contextlib.ExitStack() as stack:
-            both = [
-                stack.enter_context(start(command, tmp_path / f"printed-{name}"))
-                for name, command in (("run", train), ("watch", follow))
-            ]
+    def steps(self) -> list[int]:
+        """Those that the run holds."""
+        return sorted(int(path.name) for path in self.run.iterdir() if path.name.isdigit())
+
+    def told(self) -> list[list[dict[str, Any]]]:
+        """Each history that there is so far."""
+        cached = list((self.folder / "cache").glob("weightbeam/watch/*"))
+        return records(self.output if self.place != "hub" else cached[0]) if self.place != "hub" or cached else []
+
+    def said(self) -> str:
+        """What the watchers printed."""
+        return (self.folder / "printed-watch").read_text()
+
+    def go_on_until_killed(self) -> None:
+        """Both begin; when the watcher has told of four states more, both are killed, in any order."""
+        steps = f"{self.steps()[-1] + 1}:1000"
+        train = [training_run.__file__, "--state", f"{self.folder}/state/0", "--root", str(self.run), "--steps", steps]
+        follow = ["-m", "weightbeam.pipelines.watch", "--run", str(self.run), "--like", str(self.like)]
+        with (
+            start([*train, "--seconds", "0.7"], self.folder / "printed-run") as run,
+            start([*follow, "--output", self.output, "--interval", "1s"], self.folder / "printed-watch") as watcher,
+        ):
             try:
-                before, deadline = told_so_far(), time.monotonic() + PATIENCE
-                while told_so_far() < before + 4:
-                    assert time.monotonic() < deadline, (tmp_path / "printed-watch").read_text()[-2000:]
-                    time.sleep(0.2)
-                time.sleep(rng.uniform(0, 2))
+                before = sum(map(len, self.told()))
+                wait_until(lambda: sum(map(len, self.told())) >= before + 4, self.said, PATIENCE, every=0.2)
+                time.sleep(self.rng.uniform(0, 2))
             finally:
-                for process in rng.sample(both, 2):
+                for process in self.rng.sample([run, watcher], 2):
                     process.send_signal(signal.SIGKILL)
                     process.wait()
-                    time.sleep(rng.uniform(0, 0.3))
-        first = max([int(path.name) for path in run.iterdir() if path.name.isdigit()]) + 1
-    assert f"following run in {run}: a look every 1 s" in (tmp_path / "printed-watch").read_text()
-    held = snapshot(run)
-    assert watch(run, like, output) in (0, 1)
-    assert snapshot(run) == held
-    told = records(root if place != "hub" else next((tmp_path / "cache" / "weightbeam" / "watch").iterdir()))
-    assert all(record["state"] != "failed" for history in told for record in history), told
-    published = {history[0]["step"]: history for history in told if history[-1]["state"] == "published"}
-    assert len(published) == sum(history[-1]["state"] == "published" for history in told)
-    assert max(int(path.name) for path in run.iterdir() if path.name.isdigit()) in published
-    assert all([record["state"] for record in history].count("published") <= 1 for history in told)
-    assert {history[-1]["state"] for history in told} <= {"published", "gone"}
-    if place == "folder":
-        assert {path.name for path in Path(output).glob("step-*")} == {f"step-{step}" for step in published}
-    elif place == "hub":
-        repository = hub.repositories[REPO]
-        assert set(repository.branches) == {"main", *(f"step-{step}" for step in published)}
+                    time.sleep(self.rng.uniform(0, 0.3))
+
+    def look_once(self) -> None:
+        """A watcher that nobody kills; it doesn't touch the run."""
+        before = touches(self.run)
+        assert watch(self.run, self.like, self.output) in (0, 1)
+        assert touches(self.run) == before
+
+    def published(self) -> list[int]:
+        """The steps that the histories say are published: each once, the newest too; what isn't is gone."""
+        told = self.told()
+        assert all(record["state"] != "failed" for history in told for record in history), told
+        assert {history[-1]["state"] for history in told} <= {"published", "gone"}
+        assert all([record["state"] for record in history].count("published") <= 1 for history in told)
+        steps = [history[0]["step"] for history in told if history[-1]["state"] == "published"]
+        assert len(steps) == len(set(steps))
+        assert self.steps()[-1] in steps
+        return sorted(steps)
+
+    def listed(self) -> set[str]:
+        """The steps that are whole at the place."""
+        if self.place == "folder":
+            return {path.name for path in Path(self.output).glob("step-*")}
+        if self.place == "bucket":
+            files = [name for name in self.gcs.objects["out"] if name.startswith("tuned/step-")]
+            return {name.split("/")[1] for name in files if name.endswith("/run.json")}
+        repository = self.hub.repositories[REPO]
         titles = [commit.title for commit in repository.head.history()[:-1]]
         assert len(titles) == len(set(titles))
-    else:
-        whole = {
-            name.split("/")[1]
-            for name in gcs.objects["out"]
-            if name.startswith("tuned/step-") and name.endswith("/run.json")
-        }
-        assert whole == {f"step-{step}" for step in published}
-    for step in sorted(published):
-        quiet = tmp_path / f"quiet-{step}"
-        write(quiet, step, model=(like, training_run.load_state(state / "0")))
-        folder = tmp_path / f"got-{step}"
-        if place == "folder":
-            found = read_tensors(Path(output) / f"step-{step}")
-        elif place == "hub":
-            found = tensors_on(hub, f"step-{step}", folder)
-        else:
-            folder.mkdir()
-            for name in [
-                name
-                for name in gcs.objects["out"]
-                if name.startswith(f"tuned/step-{step}/") and name.endswith(".safetensors")
-            ]:
-                (folder / name.rpartition("/")[2]).write_bytes(bytes(gcs.objects["out"][name].data))
-            found = read_tensors(folder)
-        assert_same_bits(found, exported(quiet / str(step), like, tmp_path / f"quiet-export-{step}"))
-    last = max(int(path.name) for path in run.iterdir() if path.name.isdigit())
-    restored = flatten(training_run.load_state(run / str(last))["params"])
-    assert_same_bits(restored, flatten(training_run.weights_of(training_run.load_state(state / "0"), last)["params"]))
+        assert "main" in repository.branches
+        return set(repository.branches) - {"main"}
+
+    def tensors(self, step: int) -> dict[str, np.ndarray]:
+        """What is published of a step."""
+        if self.place == "folder":
+            return read_tensors(Path(self.output) / f"step-{step}")
+        folder = self.folder / f"got-{step}"
+        if self.place == "hub":
+            return tensors_on(self.hub, f"step-{step}", folder)
+        folder.mkdir()
+        for name, found in self.gcs.objects["out"].items():
+            if name.startswith(f"tuned/step-{step}/") and name.endswith(".safetensors"):
+                (folder / name.rpartition("/")[2]).write_bytes(bytes(found.data))
+        return read_tensors(folder)
+
+    def wanted(self, step: int) -> dict[str, np.ndarray]:
+        """An export of the step of a run of which nothing is killed."""
+        quiet = self.folder / f"quiet-{step}"
+        write(quiet, step, model=(self.like, self.state))
+        return exported(quiet / str(step), self.like, self.folder / f"quiet-export-{step}")
 
 
 @pytest.mark.parametrize(
@@ -1033,7 +1014,19 @@ def follow_a_run(
 def test_beside_a_run_that_goes_on(
     place: str, tmp_path: Path, model: tuple[Path, dict[str, Any]], hub: FakeHub, gcs: FakeGcs
 ) -> None:
-    follow_a_run(place, tmp_path, model, hub, gcs, kills=int(os.environ.get("FOLLOW_KILLS", "1")), seed=pairs.SEED)
+    """Both are killed again and again."""
+    followed = Followed(place, tmp_path, model, hub, gcs)
+    for _ in range(int(os.environ.get("FOLLOW_KILLS", "1"))):
+        followed.go_on_until_killed()
+    assert f"following run in {followed.run}: a look every 1 s" in followed.said()
+    followed.look_once()
+    published = followed.published()
+    assert followed.listed() == {f"step-{step}" for step in published}
+    for step in published:
+        assert_same_bits(followed.tensors(step), followed.wanted(step))
+    last = followed.steps()[-1]
+    restored = flatten(training_run.load_state(followed.run / str(last))["params"])
+    assert_same_bits(restored, flatten(training_run.weights_of(followed.state, last)["params"]))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -1104,7 +1097,7 @@ def test_places_are_looked_at_first(
     targets = [dict(name=name, output=output) for name, output in outputs.items()]
     about = dict(checkpoints=str(run), like=str(model[0]), targets=targets)
     file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "file" / "records"), runs=[about])))
-    before = snapshot(tmp_path)
+    before = touches(tmp_path)
     wanted = [
         f"target hub: hf://{REPO}: the token that is set may only read",
         f"target file: {tmp_path}/file/x: ",
@@ -1117,7 +1110,7 @@ def test_places_are_looked_at_first(
         said = capsys.readouterr().err
         assert [text for text in wanted if text not in said] == []
         assert "Traceback" not in said
-        assert snapshot(tmp_path) == before
+        assert touches(tmp_path) == before
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

@@ -139,7 +139,7 @@ def options_of(config: dict[str, Any]) -> Options:
     return Options(scan_layers=layout.scan, multimodal=layout.multimodal)
 
 
-def check(planned: Conversion) -> bool:
+def is_refused(planned: Conversion) -> bool:
     """Whether it is refused; else every unit of the plan must come out."""
     if planned.plan.problems:
         return True
@@ -181,7 +181,7 @@ def test_any_value_in_any_field_of_a_config(name: str, monkeypatch: pytest.Monke
         patched.setattr(planner, "maxtext_of", lambda *_: (None, ()))  # its fields are the next test's
         read = fields_read(lambda: prepare(options, checkpoint_of(config, tensors)), monkeypatch)
     assert {"hidden_size", "num_hidden_layers", "model_type"} <= read
-    assert not check(prepare(options, checkpoint_of(config, tensors)))
+    assert not is_refused(prepare(options, checkpoint_of(config, tensors)))
     refused = 0
     for path in paths(config):
         if read.isdisjoint(path[-1:]):
@@ -189,7 +189,7 @@ def test_any_value_in_any_field_of_a_config(name: str, monkeypatch: pytest.Monke
         for value in VALUES:
             if zlib.crc32(f"{path} {value}".encode()) % SHARE == 0:
                 with limited(SECONDS):
-                    refused += check(prepare(options, checkpoint_of(mutated(config, path, value), tensors)))
+                    refused += is_refused(prepare(options, checkpoint_of(mutated(config, path, value), tensors)))
     assert refused > 60 // SHARE
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +15,13 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 from servers import repository
-from servers.clients import at_hub
+from servers.clients import at_quick_hub
 from servers.hub import FakeHub
 from support import make_release
 
 from weightbeam.formats.hub_publishing import look, publish
 from weightbeam.formats.release_target import whole_files
 from weightbeam.formats.storage import LocalFolder, StorageError
-from weightbeam.formats.storage import hub as store
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.pipelines.watching.config import config_of_run
 from weightbeam.pipelines.watching.feed import Feed
@@ -43,12 +41,9 @@ FIRST = {
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def hub() -> Iterator[FakeHub]:
     """A hub that knows the token, and clients that don't wait."""
-    quick = SimpleNamespace(sleep=lambda seconds: None, time=time.time)
-    monkeypatch.setattr("huggingface_hub.utils._http.time", quick)
-    with at_hub(TOKEN) as server:
-        monkeypatch.setattr(store, "BACKOFF", 0.001)
+    with at_quick_hub(TOKEN) as server:
         yield server
 
 

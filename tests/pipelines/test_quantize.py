@@ -41,7 +41,7 @@ MODEL = LLAMA | dict(
 MOE = QWEN3_MOE | dict(hidden_size=160, moe_intermediate_size=136, architectures=["Qwen3MoeForCausalLM"])
 
 
-def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+def read_with_torch(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a release, as torch reads them: safetensors knows no FP8 for numpy."""
     dtypes = {torch.float8_e4m3fn: FP8, torch.bfloat16: BF16, torch.float32: F32}
     tensors = {
@@ -71,7 +71,7 @@ def by_definition(tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return codes, scales, meant
 
 
-def check(made: dict[str, np.ndarray], tensors: dict[str, np.ndarray]) -> None:
+def assert_by_definition(made: dict[str, np.ndarray], tensors: dict[str, np.ndarray]) -> None:
     """Projections are codes and scales by the definition, all else is what it was."""
     projections = {name for name in tensors if name.endswith("_proj.weight")}
     assert made.keys() == tensors.keys() | {f"{name}_scale_inv" for name in projections}
@@ -97,7 +97,7 @@ def test_from_a_release(tmp_path: Path, model: dict, dtype: np.dtype, unit: str)
     assert (
         call("quantize", "--format", "fp8", "--source", source, "--output", tmp_path / "fp8", "--unit_bytes", unit) == 0
     )
-    check(read_tensors(tmp_path / "fp8"), tensors)
+    assert_by_definition(read_with_torch(tmp_path / "fp8"), tensors)
     config = read_config(tmp_path / "fp8")["quantization_config"]
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
     kept = {"lm_head"} & {name.removesuffix(".weight") for name in tensors} | {
@@ -129,10 +129,10 @@ def test_from_a_checkpoint_in_one_pass(tmp_path: Path, model: dict, scan: str, u
         "fsdp=2",
     )
     assert call("quantize", "--source", step, "--output", tmp_path / "fp8", "--unit_bytes", unit) == 0
-    made = read_tensors(tmp_path / "fp8")
+    made = read_with_torch(tmp_path / "fp8")
     # the query's factor is folded in and out, which rounds a float32
     scaled = {name for name in tensors if "q_proj" in name} if name else set()
-    check(
+    assert_by_definition(
         {n: v for n, v in made.items() if n.removesuffix("_scale_inv") not in scaled},
         {n: v for n, v in tensors.items() if n not in scaled},
     )
@@ -157,17 +157,17 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert told[-1].done == told[-1].total  # of what is written, not of the values before
     assert call("verify", tmp_path / "fp8") == 2
     assert f"weightbeam diff {source} {tmp_path / 'fp8'}" in capsys.readouterr().err
-    first = read_tensors(tmp_path / "fp8")
+    first = read_with_torch(tmp_path / "fp8")
     for dtype in ("float32", "bfloat16"):
         assert (
             call("dequantize", "--source", tmp_path / "fp8", "--output", tmp_path / dtype, "--save_dtype", dtype) == 0
         )
         assert call("quantize", "--source", tmp_path / dtype, "--output", tmp_path / f"again-{dtype}") == 0
-        again = read_tensors(tmp_path / f"again-{dtype}")
+        again = read_with_torch(tmp_path / f"again-{dtype}")
         for name, values in first.items():
             if dtype == "float32" or values.dtype == FP8:
                 assert again[name].tobytes() == values.tobytes(), name
-    for name, values in read_tensors(tmp_path / "float32").items():
+    for name, values in read_with_torch(tmp_path / "float32").items():
         if name.endswith("_proj.weight"):
             assert values.tobytes() == by_definition(tensors[name])[2].tobytes(), name
     convert(tmp_path / "fp8", tmp_path / "ckpt", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
@@ -181,7 +181,7 @@ def masters(folder: Path, model: dict) -> tuple[Path, dict[str, np.ndarray]]:
     }
     source = save(folder / "masters", model, tensors)
     wb.quantize(str(source), str(folder / "fp8"), progress=False)
-    return folder / "fp8", read_tensors(folder / "fp8")
+    return folder / "fp8", read_with_torch(folder / "fp8")
 
 
 @pytest.mark.parametrize(
@@ -203,19 +203,19 @@ def test_scales_of_a_release_come_back(tmp_path: Path, model: dict, unit: str) -
     fp8, stored = masters(tmp_path, model)
     assert call("dequantize", fp8, tmp_path / "bf16", "--save_dtype", "bfloat16") == 0
     assert call("quantize", tmp_path / "bf16", tmp_path / "without") == 0
-    without = read_tensors(tmp_path / "without")
+    without = read_with_torch(tmp_path / "without")
     assert [
         name for name in stored if name.endswith("_scale_inv") and without[name].tobytes() != stored[name].tobytes()
     ]
     assert call("quantize", tmp_path / "bf16", tmp_path / "again", "--like", fp8, "--unit_bytes", unit) == 0
-    again = read_tensors(tmp_path / "again")
+    again = read_with_torch(tmp_path / "again")
     assert {name: values.tobytes() for name, values in again.items()} == {
         name: values.tobytes() for name, values in stored.items()
     }
     assert read_config(tmp_path / "again")["quantization_config"] == read_config(fp8)["quantization_config"]
 
     name = next(name for name, values in stored.items() if values.dtype == FP8 and min(values.shape) > 128)
-    tensors = read_tensors(tmp_path / "bf16")
+    tensors = read_with_torch(tmp_path / "bf16")
     tensors[name] = tensors[name].copy()
     tensors[name][130, 5] *= 3
     assert (
@@ -230,7 +230,7 @@ def test_scales_of_a_release_come_back(tmp_path: Path, model: dict, unit: str) -
         )
         == 0
     )
-    touched = read_tensors(tmp_path / "touched")
+    touched = read_with_torch(tmp_path / "touched")
     codes, scales, _ = by_definition(tensors[name])
     wanted = stored[f"{name}_scale_inv"].copy()
     wanted[1, 0] = scales[1, 0]
@@ -249,7 +249,7 @@ def test_scales_of_a_release_come_back_from_a_checkpoint(tmp_path: Path, dtype: 
     fp8, stored = masters(tmp_path, MODEL)
     step = convert(fp8, tmp_path / "ckpt", "--save_dtype", dtype, "--maxtext_model", "llama2-7b")
     assert call("quantize", step, tmp_path / "again", "--like", fp8) == 0
-    again = read_tensors(tmp_path / "again")
+    again = read_with_torch(tmp_path / "again")
     assert [name for name, values in stored.items() if again[name].tobytes() != values.tobytes()] == []
     assert again.keys() == stored.keys()
 
@@ -262,8 +262,8 @@ def test_an_adapter_on_the_way(tmp_path: Path) -> None:
     lora, factors = peft_adapter(tmp_path / "adapter", {name: tensors[f"{name}.weight"].shape}, layers_to_transform=[0])
     a, b = (factors[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
     assert call("quantize", source, tmp_path / "fp8", "--lora", lora) == 0
-    made = read_tensors(tmp_path / "fp8")
-    check(made, tensors | {f"{name}.weight": tensors[f"{name}.weight"].astype(F32) + 2 * b @ a})
+    made = read_with_torch(tmp_path / "fp8")
+    assert_by_definition(made, tensors | {f"{name}.weight": tensors[f"{name}.weight"].astype(F32) + 2 * b @ a})
 
 
 def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> None:
@@ -271,12 +271,12 @@ def test_prediction_layers_of_the_release(generated: Path, tmp_path: Path) -> No
     source, like = generated / "cases" / "deepseek3-mtp-standalone", tmp_path / "fp8"
     assert call("quantize", source, like) == 0
     convert(source, tmp_path / "ckpt", "--save_dtype", "float32")
-    wanted = read_tensors(like)
+    wanted = read_with_torch(like)
     own = {name for name in wanted if name.startswith("model.layers.5.")}
     assert any(name.endswith("_scale_inv") for name in own)
     for folder, options, names in (("without", (), wanted.keys() - own), ("with", ("--mtp", "true"), wanted.keys())):
         assert call("quantize", tmp_path / "ckpt", tmp_path / folder, "--like", like, *options) == 0
-        made = read_tensors(tmp_path / folder)
+        made = read_with_torch(tmp_path / folder)
         assert made.keys() == names
         assert all(made[name].tobytes() == wanted[name].tobytes() for name in own & names)
         assert call("verify", tmp_path / folder) == 0

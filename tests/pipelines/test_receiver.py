@@ -9,9 +9,10 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from processes import wait_until
 
 from weightbeam.pipelines.watching import receiver
 from weightbeam.pipelines.watching.receiver import MAX_CONNECTIONS, receive_webhooks
@@ -41,17 +42,10 @@ def post(port: int, name: object, secret: bytes) -> int:
         return int(sender.makefile("rb").readline().split()[1])
 
 
-def is_alive(port: int) -> bool:
+def answers(port: int) -> bool:
     with contextlib.suppress(OSError):
         return urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).status == 200
     return False
-
-
-def wait_for(happens: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_senders_that_never_end_keep_nobody_out(port: int, changed: queue.SimpleQueue[str]) -> None:
@@ -61,7 +55,7 @@ def test_senders_that_never_end_keep_nobody_out(port: int, changed: queue.Simple
         for _ in range(4 * MAX_CONNECTIONS):
             slow.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)))
             slow[-1].sendall(b"POST / HTTP/1.1\r\nX-")
-        wait_for(lambda: is_alive(port))
+        wait_until(lambda: answers(port), seconds=20, every=0.05)
         assert post(port, "acme/tiny", SECRET.encode()) == 202
         assert changed.get(timeout=5) == "acme/tiny"
         slow[0].settimeout(5)

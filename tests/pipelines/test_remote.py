@@ -78,7 +78,7 @@ def hub(source: Path) -> Iterator[FakeHub]:
         yield server
 
 
-def start(*arguments: str, env: Mapping[str, str]) -> warm.Process:
+def begin(*arguments: str, env: Mapping[str, str]) -> warm.Process:
     return warm.start(*arguments, env=os.environ | env)
 
 
@@ -191,7 +191,7 @@ def test_a_killed_conversion_in_a_bucket_goes_on(gcs: FakeGcs, source: Path, wan
         "1",
     )
     gcs.fail("slow", seconds=0.1, matching="POST .*process")
-    process = start(*arguments, env=gcs.env())
+    process = begin(*arguments, env=gcs.env())
     deadline = time.monotonic() + 120
     while (done := sum("/units/" in name for name in list(gcs.objects["bucket"]))) < 3:
         assert process.poll() is None, process.communicate()
@@ -217,7 +217,7 @@ def test_two_conversions_into_one_place(gcs: FakeGcs, source: Path) -> None:
     """One is refused, by the lease, and says who is at work; afterwards the place is taken."""
     arguments = ("convert", "--source", str(source), "--output", "gs://bucket/ckpt", *OPTIONS)
     gcs.fail("slow", seconds=0.2, matching="^POST")
-    processes = [start(*arguments, env=gcs.env()) for _ in range(2)]
+    processes = [begin(*arguments, env=gcs.env()) for _ in range(2)]
     said = [process.communicate(timeout=300)[1] for process in processes]
     assert sorted(process.returncode for process in processes) == [0, 2], said
     assert any("is at work there" in text or "exists" in text or "stopped conversion" in text for text in said)
@@ -243,7 +243,7 @@ def test_from_a_bucket_to_a_folder_and_back(gcs: FakeGcs, source: Path, tmp_path
     )
 
     gcs.fail("slow", seconds=0.05, matching="GET .*safetensors")
-    process = start(
+    process = begin(
         "convert", "--source", "gs://bucket/models/it", "--output", str(tmp_path / "other"), *OPTIONS, env=gcs.env()
     )
     while not list((tmp_path / "other").glob("0.*.orbax-checkpoint-tmp/plan.json.gz")):

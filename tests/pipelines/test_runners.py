@@ -16,7 +16,7 @@ from support import digests, given_arrays, restore
 CASE = "qwen3-moe"
 
 
-def convert(source: Path, output: Path, *options: object) -> None:
+def convert_as_process(source: Path, output: Path, *options: object) -> None:
     """`weightbeam convert`, as a process of its own."""
     warm.run("convert", source, output, "--unit_bytes", 100_000, *options, timeout=TIMEOUT, status=0)
 
@@ -26,7 +26,7 @@ def source(generated: Path) -> Path:
     return generated / "cases" / CASE
 
 
-def check(output: Path) -> None:
+def assert_maxtexts(output: Path) -> None:
     """MaxText's bits, and nothing left over."""
     assert digests(restore(output / "0")) == given_arrays(CASE, "scanned")
     assert [path.name for path in output.iterdir()] == ["0"]
@@ -55,8 +55,8 @@ def test_a_job_service_and_a_worker_of_its_own(source: Path, tmp_path: Path) -> 
             "--environment_type=EXTERNAL",
             f"--environment_config=localhost:{workers}",
         )
-        convert(source, tmp_path / "out", "--runner=PortableRunner", *service)
-    check(tmp_path / "out")
+        convert_as_process(source, tmp_path / "out", "--runner=PortableRunner", *service)
+    assert_maxtexts(tmp_path / "out")
 
 
 @pytest.mark.slow("a Dask scheduler and two workers, each of which imports Beam")
@@ -91,10 +91,10 @@ def test_dask_on_two_worker_processes(source: Path, tmp_path: Path) -> None:
                 running(tmp_path / f"worker{number}.log", *worker, "--local-directory", tmp_path / f"dask{number}")
             )
             wait_for(tmp_path / f"worker{number}.log", "Registered to")
-        convert(
+        convert_as_process(
             source,
             tmp_path / "out",
             "--runner=apache_beam.runners.dask.dask_runner.DaskRunner",
             f"--dask_client_address=localhost:{port}",
         )
-    check(tmp_path / "out")
+    assert_maxtexts(tmp_path / "out")

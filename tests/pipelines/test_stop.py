@@ -159,7 +159,7 @@ def test_a_stop_leaves_another_ones_place_alone(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def held() -> Iterator[tuple[threading.Event, threading.Event]]:
+def before_renaming() -> Iterator[tuple[threading.Event, threading.Event]]:
     """Has whoever gives a folder the name from which it is published wait just before, once; tells that it waits, and
     is told that it may go on.
     """
@@ -201,10 +201,14 @@ def by_export(source: Path, checkpoint: Path, output: str, **options: Any) -> st
 
 @pytest.mark.parametrize("command", [by_convert, by_export])
 def test_an_interrupted_call_publishes_nothing(
-    command: Callable[..., str], source: Path, checkpoint: Path, held: tuple[threading.Event, ...], tmp_path: Path
+    command: Callable[..., str],
+    source: Path,
+    checkpoint: Path,
+    before_renaming: tuple[threading.Event, ...],
+    tmp_path: Path,
 ) -> None:
     """As in a notebook: the process goes on, and with it the thread that is about to publish."""
-    waits, may = held
+    waits, may = before_renaming
     output = tmp_path / "made" / "out"
     interrupt_when(waits.is_set)
     with pytest.raises(KeyboardInterrupt):

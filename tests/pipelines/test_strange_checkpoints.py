@@ -61,7 +61,7 @@ def commands(checkpoint: Path, release: Path) -> list[list[object]]:
     ]
 
 
-def check(measure: Measure, checkpoint: Path, release: Path, said: str) -> None:
+def assert_refused(measure: Measure, checkpoint: Path, release: Path, said: str) -> None:
     """All commands refuse a checkpoint, and `weightbeam.open`; nothing is written."""
     for command in commands(checkpoint, release):
         told = measure(command, checkpoint.parent / "printed")
@@ -127,7 +127,7 @@ def test_what_isnt_its_own(
     step = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "0"))
     change, said = FOREIGN[what]
     change(step)
-    check(measure, step, release, said)
+    assert_refused(measure, step, release, said)
 
 
 def test_an_item_that_lies_elsewhere(files: Path, release: Path, tmp_path: Path, measure: Measure) -> None:
@@ -135,7 +135,7 @@ def test_an_item_that_lies_elsewhere(files: Path, release: Path, tmp_path: Path,
     own = Path(shutil.copytree(files, tmp_path / "own"))
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "0").symlink_to(own)
-    check(measure, tmp_path / "strange", release, "by a symbolic link; name where it leads to")
+    assert_refused(measure, tmp_path / "strange", release, "by a symbolic link; name where it leads to")
     assert call("diff", tmp_path / "strange" / "0", files) == 0
 
 
@@ -271,7 +271,7 @@ def test_what_cant_be_meant(bomb: str, files: Path, release: Path, tmp_path: Pat
     step = Path(shutil.copytree(files, tmp_path / "0"))
     change, said = BOMBS[bomb]
     change(step)
-    check(measure, step, release, said)
+    assert_refused(measure, step, release, said)
 
 
 def test_a_description_that_is_too_long_in_a_database(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import training_run
 from servers.clients import asking
 from servers.gcs import FakeGcs
-from support import F32, LLAMA, call, convert, random_tensors, save
+from support import begin_run, call
+from training_run import write
 
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import open_store
@@ -31,20 +31,7 @@ WHOLE = ["discovered", "planned", "converting", "verified", "published"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A release, and the state with which a run of it begins."""
-    folder = tmp_path_factory.mktemp("model")
-    like = save(
-        folder / "like", LLAMA | dict(architectures=["LlamaForCausalLM"], dtype="float32"), random_tensors(LLAMA, F32)
-    )
-    step = convert(like, folder / "ours", "--save_dtype", "float32", "--maxtext_model", "llama2-7b")
-    return like, training_run.load_state(step)
-
-
-def write(run: Path, *steps: int, model: tuple[Path, dict[str, Any]]) -> None:
-    checkpoints = training_run.manager(str(run), None)
-    for step in steps:
-        training_run.save(checkpoints, step, training_run.weights_of(model[1], step, 0))
-        checkpoints.wait_until_finished()
-    checkpoints.close()
+    return begin_run(tmp_path_factory.mktemp("model"))
 
 
 def once(run: Path, like: Path, output: Path) -> int:

@@ -32,7 +32,7 @@ from support import (  # fmt: skip
 MODELS = ["llama", "mistral", "qwen3", "mixtral", "deepseek_v3"]
 
 
-def load(generated: Path, model: str) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
+def read_state(generated: Path, model: str) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
     """Folder, config and `state_dict()` of a model."""
     folder = generated / "models" / model
     return folder, read_config(folder), read_file(generated / "models" / f"{model}.state.safetensors")
@@ -43,7 +43,7 @@ def test_equals_numpy_on_the_state_dict(generated: Path, tmp_path: Path, model: 
     """Every array: reshaped, stacked and (for Llama, Mistral, Mixtral) scaled in float32 with one cast. Without
     `--maxtext_model` the rotary halves stay apart.
     """
-    folder, config, state = load(generated, model)
+    folder, config, state = read_state(generated, model)
     assert len(json.loads((folder / INDEX).read_text())["weight_map"]) > 1
     assert len(list(folder.glob("*.safetensors"))) >= 3
     arrays = converted(folder, tmp_path / "out", "--save_dtype", dtype.name, "--mesh", "fsdp=4")
@@ -52,7 +52,7 @@ def test_equals_numpy_on_the_state_dict(generated: Path, tmp_path: Path, model: 
 
 def test_the_maxtext_model_settles_the_rotary_halves(generated: Path, tmp_path: Path) -> None:
     """llama3.1: query and key in pairs; llama3.3: apart; all else alike."""
-    folder, config, state = load(generated, "llama")
+    folder, config, state = read_state(generated, "llama")
     paired = converted(folder, tmp_path / "paired", "--maxtext_model", "llama3.1-8b")
     apart = converted(folder, tmp_path / "apart", "--maxtext_model", "llama3.3-70b")
     assert_same_bits(paired, reference(config, state, BF16, paired_rope=True))
@@ -66,7 +66,7 @@ def test_fused_experts_give_the_same_arrays(generated: Path, tmp_path: Path, mod
     """transformers v5's in-memory spelling (all experts in two tensors), written as it is, converts like the file of an
     expert each.
     """
-    folder, config, state = load(generated, model)
+    folder, config, state = read_state(generated, model)
     assert any(name.endswith("experts.gate_up_proj") for name in state)
     assert not any("gate_up_proj" in name for name in read_tensors(folder))
     fused = save(tmp_path / "fused", config, state)
@@ -93,7 +93,7 @@ def test_fused_experts_of_qwen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [384, 200])
 def test_vocab_size_pads_with_zeros_or_cuts(generated: Path, tmp_path: Path, rows: int) -> None:
     """Embedding and head get the rows that were asked for: zeros behind the model's own 300, or the first 200 of them."""
-    folder, config, state = load(generated, "qwen3")
+    folder, config, state = read_state(generated, "qwen3")
     arrays = converted(folder, tmp_path / "out", "--vocab_size", str(rows), "--mesh", "fsdp=2,tensor=4")
     wanted = reference(config, state, BF16)
     for key, axis in {"token_embedder.embedding": 0, "decoder.logits_dense.kernel": 1}.items():

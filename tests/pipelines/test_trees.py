@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.n
     return like, restore(convert(like, folder / "ckpt", "--save_dtype", "float32", "--maxtext_model", "llama2-7b"))
 
 
-def write(folder: Path, tree: Mapping[str, Any], zarr3: bool = True) -> Path:
+def write_tree(folder: Path, tree: Mapping[str, Any], zarr3: bool = True) -> Path:
     """An item as stock Orbax writes it, of a tree by dotted keys."""
     nested = traverse_util.unflatten_dict({tuple(key.split(".")): value for key, value in tree.items()})
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=zarr3)
@@ -120,7 +120,7 @@ def test_weights_are_taken(tmp_path: Path, made: tuple[Path, Flat], kind: str) -
     """
     like, weights = made
     for item, tree in TAKEN[kind](weights).items():
-        write(tmp_path / "100" / item, tree, zarr3=kind[0] != "9")
+        write_tree(tmp_path / "100" / item, tree, zarr3=kind[0] != "9")
     options = ("--like", like, "--maxtext_model", "llama2-7b", "--param_scan_axis", "1")
     assert call("export", tmp_path / "100", tmp_path / "out", *options) == 0
     got, wanted = (
@@ -189,7 +189,7 @@ def test_what_has_no_plain_weights_is_refused(
 ) -> None:
     """By name, before anything is written; a copy of everything is still made."""
     tree, words = REFUSED[kind]
-    write(tmp_path / "1" / "items", tree(made[1]), zarr3=True)
+    write_tree(tmp_path / "1" / "items", tree(made[1]), zarr3=True)
     for command in (
         ("export", tmp_path / "1", tmp_path / "out", "--like", made[0]),
         ("reshard", tmp_path / "1", tmp_path / "out", "--state", "params"),
@@ -217,7 +217,7 @@ def test_post_training_with_its_optimizer(
     each item by itself, go.
     """
     for item, tree in TAKEN["9 a training engine"](made[1]).items():
-        write(tmp_path / "100" / item, tree)
+        write_tree(tmp_path / "100" / item, tree)
     assert call("reshard", tmp_path / "100", tmp_path / "out") == 2
     assert "has accumulated_grads and model_params and optimizer_state; --state params" in " ".join(
         capsys.readouterr().err.split()

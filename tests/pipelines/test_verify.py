@@ -36,7 +36,7 @@ def verify(source: Path, step: Path, *options: str) -> tuple[int, dict]:
     return status, found
 
 
-def change(step: Path, key: str, edit) -> None:
+def edit_array(step: Path, key: str, edit) -> None:
     """Edits the values of one array in place, through TensorStore."""
     stored = open_arrays(find_items(step))[key]
     writable = ts.open(stored.spec(), open=True, read=True, write=True).result()
@@ -95,7 +95,7 @@ def test_faults_are_found(source: Path, tmp_path: Path, capsys: pytest.CaptureFi
     """Exit 1; the array that was changed is named, and no other."""
     step = convert(source, tmp_path / "out")
     key, edit = FAULTS[fault]
-    change(step, key, edit)
+    edit_array(step, key, edit)
     status, found = verify(source, step)
     assert status == 1
     assert [name for name, entry in found.items() if entry["different"]] == [key]
@@ -105,7 +105,7 @@ def test_faults_are_found(source: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_first_difference_is_named(source: Path, tmp_path: Path) -> None:
     """The tensor, and the index in the tensor's own layout."""
     step = convert(source, tmp_path / "out")
-    change(step, f"{P}layers.moe_block.wo", lambda a: flip(a, (1, 0, 3, 5)))  # (expert, layer, moe_mlp, embed)
+    edit_array(step, f"{P}layers.moe_block.wo", lambda a: flip(a, (1, 0, 3, 5)))  # (expert, layer, moe_mlp, embed)
     _, found = verify(source, step)
     entry = found[f"{P}layers.moe_block.wo"]
     assert entry["different"] == 1
@@ -145,7 +145,7 @@ def test_a_missing_scale_is_found(tmp_path: Path) -> None:
 def test_padding_and_the_tree_are_compared_too(source: Path, tmp_path: Path) -> None:
     """A padded row that isn't zero; an array that is missing, and one that nobody asked for."""
     step = convert(source, tmp_path / "out", "--vocab_size", "80")
-    change(step, "params.params.token_embedder.embedding", lambda a: flip(a, (79, 3)))
+    edit_array(step, "params.params.token_embedder.embedding", lambda a: flip(a, (79, 3)))
     status, found = verify(source, step)
     assert status == 1
     assert "padding at [79, 3]" in found["params.params.token_embedder.embedding"]["message"]

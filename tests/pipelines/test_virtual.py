@@ -308,7 +308,7 @@ def replace(source: Path) -> None:
     other.rename(file)
 
 
-def change(source: Path) -> None:
+def change_last_bytes(source: Path) -> None:
     with weights(source).open("r+b") as opened:
         opened.seek(-2, os.SEEK_END)
         opened.write(b"\1\2")
@@ -322,7 +322,7 @@ ACCIDENTS = {
     "moved": move,
     "deleted": shutil.rmtree,
     "replaced by rename": replace,
-    "changed in place": change,
+    "changed in place": change_last_bytes,
     "truncated": truncate,
 }
 TOLD = {  # exit status, and what is said
@@ -370,7 +370,7 @@ def test_hashes_tell_a_touch_from_a_change(source: Path, tmp_path: Path, capsys:
     run("sha256sum", "-c", "--quiet", "SHA256SUMS", cwd=step / "items" / SOURCE, status=0)
     os.utime(weights(source))
     assert call("verify", "--source", source, "--checkpoint", step) == 0
-    change(source)
+    change_last_bytes(source)
     capsys.readouterr()
     assert call("verify", "--source", source, "--checkpoint", step) == 1
     assert "holds other bytes: its sha256 isn't" in capsys.readouterr().err

@@ -24,6 +24,7 @@ import pytest
 import warm
 import yaml
 from lazily import lazily
+from processes import wait_until
 from servers.clients import at_hub
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
@@ -123,14 +124,6 @@ def wanted(seed: int = 0) -> dict[str, np.ndarray]:
 
 def step_of(report: dict[str, Any]) -> Path:
     return Path(report["checkpoint"]) / "0"
-
-
-def wait_for(condition: Callable[[], Any], process: warm.Process | None = None) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.02)
 
 
 WHOLE = ["discovered", "planned", "converting", "verified", "published"]
@@ -377,16 +370,16 @@ def test_killed_in_the_middle_while_the_branch_moves(watch: Watch, hub: FakeHub,
     first = hub.repositories[REPO].head.sha
     hub.cdn.faults = [Fault("slow", seconds=0.3)]
     with watch.start("--once") as process:
-        wait_for(
+        wait_until(
             lambda: len(list(watch.output.glob(f"{REPO}/*/*/0.*.orbax-checkpoint-tmp/units/*/[0-9]*.json"))) > 1,
-            process,
+            process=process,
         )
         second = hub.commit(REPO, make_release(tmp_path / "second", files=2, seed=1))
         workers = children_of(process.pid)
         process.kill()
         process.communicate()
     assert workers
-    wait_for(lambda: not any(is_alive(worker) for worker in workers))
+    wait_until(lambda: not any(is_alive(worker) for worker in workers))
     assert watch.states() == [["discovered", "planned", "converting"]]
     (staging,) = watch.output.glob(f"{REPO}/*/*/0.*.orbax-checkpoint-tmp")
     made = {path.name: json.loads(path.read_bytes())["attempt"] for path in staging.glob("units/*/[0-9]*.json")}
@@ -460,7 +453,7 @@ def test_another_watcher_stays_away_and_a_polite_stop_isnt_held_against_the_rele
     hub.add(REPO, make_release(tmp_path / "hf", files=2))
     hub.cdn.faults = [Fault("slow", seconds=2)]
     with watch.start("--once") as process:
-        wait_for(lambda: watch.states() == [["discovered", "planned", "converting"]], process)
+        wait_until(lambda: watch.states() == [["discovered", "planned", "converting"]], process=process)
         assert watch.once() == 0
         assert "busy  " in capsys.readouterr().out
         assert watch.states() == [["discovered", "planned", "converting"]]
@@ -537,8 +530,8 @@ def test_a_conversion_that_dies_doesnt_end_the_watcher(watch: Watch, hub: FakeHu
     hub.add("acme/b", folder)
     hub.cdn.faults = [Fault("slow", seconds=1, matching="acme%2Fa|acme/a")]
     with watch.start("--once") as process:
-        wait_for(lambda: watch.states("acme/a") == [["discovered", "planned", "converting"]], process)
-        wait_for(lambda: workers_of(process.pid), process)
+        wait_until(lambda: watch.states("acme/a") == [["discovered", "planned", "converting"]], process=process)
+        wait_until(lambda: workers_of(process.pid), process=process)
         for worker in workers_of(process.pid):
             os.kill(worker, signal.SIGKILL)
         out, _ = process.communicate(timeout=PATIENCE)
@@ -687,8 +680,8 @@ def test_the_hubs_webhooks_start_a_conversion(watch: Watch, hub: FakeHub, tmp_pa
     assert watch.once("--serve", str(port)) == 2  # no secret
     with watch.start("--serve", str(port), "--interval", "1h", WEIGHTBEAM_WEBHOOK_SECRET="right") as process:
         try:
-            wait_for(is_serving, process)
-            wait_for(lambda: "list" in hub.log.counts(), process)
+            wait_until(is_serving, process=process)
+            wait_until(lambda: "list" in hub.log.counts(), process=process)
             hub.add(REPO, make_release(tmp_path / "hf", files=2))
             hub.add("other/tiny", tmp_path / "hf")
             assert post(payload(REPO), "wrong") == 401
@@ -699,7 +692,7 @@ def test_the_hubs_webhooks_start_a_conversion(watch: Watch, hub: FakeHub, tmp_pa
             assert "info" not in hub.log.counts()
             assert post(payload("other/tiny"), "right") == 202
             assert post(payload(REPO), "right") == 202
-            wait_for(lambda: (watch.output / REPO / "fsdp2.json").exists(), process)
+            wait_until(lambda: (watch.output / REPO / "fsdp2.json").exists(), process=process)
         finally:
             process.terminate()
             process.communicate(timeout=PATIENCE)

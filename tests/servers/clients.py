@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -55,3 +57,12 @@ def at_hub(token: str | None = None, **environment: str) -> Iterator[FakeHub]:
             server.writers.add(token)
         yield server
         close_session()
+
+
+@contextlib.contextmanager
+def at_quick_hub(token: str) -> Iterator[FakeHub]:
+    """Context manager: `at_hub`, and clients that don't wait."""
+    with at_hub(token) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+        patch.setattr(hubs, "BACKOFF", 0.001)
+        yield server

@@ -212,6 +212,11 @@ class FakeHub(Server):
         """The environment variables that send huggingface_hub here; it reads them when it is imported."""
         return {"HF_ENDPOINT": self.url, "HF_HUB_DISABLE_TELEMETRY": "1"} | ({"HF_TOKEN": token} if token else {})
 
+    def held(self, name: str, branch: str = "main") -> dict[str, bytes]:
+        """The files of a branch, but for git's own."""
+        files = self.repositories[name].branches[branch].files
+        return {file: bytes(blob.data) for file, blob in files.items() if file != ".gitattributes"}
+
     def add(
         self,
         name: str,

@@ -7,10 +7,8 @@ from __future__ import annotations
 import base64
 import io
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 import gcsfs
@@ -22,6 +20,7 @@ from google.api_core import exceptions
 from google.cloud import storage
 from google.cloud.storage._media.requests import ResumableUpload
 from google.cloud.storage.retry import DEFAULT_RETRY
+from racing import race
 
 from servers.gcs import CHUNK, FakeGcs
 from servers.server import process
@@ -55,21 +54,6 @@ def context() -> ts.Context:
 
 def kvstore(path: str = "", bucket: str = "bucket") -> ts.KvStore:
     return ts.KvStore.open({"driver": "gcs", "bucket": bucket, "path": path}, context=context()).result()
-
-
-def race(function: Callable[[int], object], racers: int = 8) -> list[object]:
-    """What the function returns, or raises, in threads that start together."""
-    barrier = threading.Barrier(racers)
-
-    def run(number: int) -> object:
-        barrier.wait()
-        try:
-            return function(number)
-        except exceptions.GoogleAPICallError as e:
-            return e
-
-    with ThreadPoolExecutor(racers) as pool:
-        return list(pool.map(run, range(racers)))
 
 
 # --- TensorStore ------------------------------------------------------------------------------------------------------
@@ -320,7 +304,7 @@ def test_of_racing_creators_one_wins(client: storage.Client, gcs: FakeGcs) -> No
         return blob.generation
 
     for _ in range(5):
-        results = race(create)
+        results = race(create, caught=exceptions.GoogleAPICallError)
         winners = [number for number, result in enumerate(results) if result and not isinstance(result, Exception)]
         assert [gcs.objects["bucket"].pop("race").data] == [b"%d" % number for number in winners]
         assert sum(isinstance(result, exceptions.PreconditionFailed) for result in results) >= 5
@@ -344,7 +328,7 @@ def test_no_change_is_lost(client: storage.Client, gcs: FakeGcs) -> None:
                 continue
         return done
 
-    assert race(add) == [5] * 8
+    assert race(add, caught=exceptions.GoogleAPICallError) == [5] * 8
     assert gcs.objects["bucket"]["number"].data == b"40"
 
 

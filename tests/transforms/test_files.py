@@ -39,7 +39,7 @@ def bytes_of(entry: Entry) -> bytes:
     return bytes((len(entry.name) * 7 + at) % 251 for at in range(entry.nbytes))
 
 
-def write(layout: FileLayout, entries: list[Entry], folder: Path) -> None:
+def write_release(layout: FileLayout, entries: list[Entry], folder: Path) -> None:
     """Writes each tensor where the plan says, in any order."""
     folder.mkdir(parents=True, exist_ok=True)
     for planned in layout.files:
@@ -66,7 +66,7 @@ def test_read_back(
 ) -> None:
     layout = plan_files(entries, like, most)
     folder = tmp_path_factory.mktemp("release")
-    write(layout, entries, folder)
+    write_release(layout, entries, folder)
     assert sorted(layout.tensors) == sorted(entry.name for entry in entries)
     for planned in layout.files:
         assert (planned.data_start % 8, planned.size) == (0, (folder / planned.name).stat().st_size)

@@ -35,14 +35,14 @@ def staging(tmp_path: Path, planned: Conversion) -> Staging:
     return staging_at(str(tmp_path / "out"), 0, planned.hash)
 
 
-def held() -> int:
+def bytes_held() -> int:
     """Bytes of the arenas that are in use."""
     return arena._HELD.total()
 
 
 def test_the_first_units(planned: Conversion, staging: Staging) -> None:
     """They hold what is in the files; as many as there is memory for; each is claimed once, and others never."""
-    before = held()
+    before = bytes_held()
     with head_start(planned, staging):
         number, taken = 0, 0
         while begun := claim(planned.hash, number):
@@ -59,16 +59,16 @@ def test_the_first_units(planned: Conversion, staging: Staging) -> None:
         assert 2 <= number < len(planned.units)
         assert taken <= SPARE * planned.unit_bytes
         assert claim("another plan", 0) is None
-    assert held() == before
+    assert bytes_held() == before
 
 
 def test_nothing_stays(planned: Conversion, staging: Staging) -> None:
     """Where the pipeline never comes to them, their memory is counted no more, and nobody can claim them."""
-    before = held()
+    before = bytes_held()
     with head_start(planned, staging):
-        assert held() > before
+        assert bytes_held() > before
     wait_for_all()
-    assert held() == before
+    assert bytes_held() == before
     assert claim(planned.hash, 0) is None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("background")]
 
