@@ -278,7 +278,7 @@ def run(moment, staging, ready):
         write(staging, number, 1, ready)
 
 for moment, output in {jobs!r}:
-    staging = test["start"](test["Path"](output))
+    staging = test["create_staging"](test["Path"](output))
     get, ready = os.pipe()
     child = os.fork()
     if child == 0:
