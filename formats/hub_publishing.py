@@ -24,17 +24,15 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, Repository
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from weightbeam.formats.release import CARD, role_of
+from weightbeam.formats.release_target import WEIGHTS
 from weightbeam.formats.storage import StorageError, reason
 from weightbeam.formats.storage.hub import api, retried
 from weightbeam.formats.storage.hub_cache import has_hash
 from weightbeam.formats.storage.token import token
 from weightbeam.formats.uninterrupted import uninterrupted
 
-# of another model, and read as part of this one: weights, their indexes, an adapter's config, and what Weightbeam says
-STALE = re.compile(
-    r"[^/]*\.safetensors(\.index\.json)?|(pytorch_|adapter_)?model[^/]*\.bin|pytorch_model\.bin\.index\.json"
-    r"|adapter_config\.json|(weightbeam|run|changes)\.json|changes\.png|maxtext\.yml"
-)
+# what Weightbeam says of another model
+OURS = re.compile(r"(weightbeam|run|changes)\.json|changes\.png|maxtext\.yml")
 IGNORED = "# nothing\n"  # in place of the repository's own .gitignore, which would leave files out of a commit
 PRECONDITION_FAILED = 412  # the parent isn't the head any more
 
@@ -300,7 +298,7 @@ def _changes(
 
 def _is_stale(name: str) -> bool:
     """Whether a file that isn't ours would be read together with our weights."""
-    return name != CARD and (STALE.fullmatch(name) or role_of(name)) is not None
+    return name != CARD and any((OURS.fullmatch(name), WEIGHTS.fullmatch(name), role_of(name)))
 
 
 def _refuse_others(

@@ -41,6 +41,11 @@ RECORD = "weightbeam.json"
 SMALL = "small.json"  # in the ledger: what the record says of the small files
 HASH = re.compile("[0-9a-f]{64}")  # of a plan
 DIGEST = re.compile("[0-9a-f]{1,32}")  # of a tensor
+# what loaders take for a part of a model, beside its small files: weights, their indexes, an adapter's config
+WEIGHTS = re.compile(
+    r"[^/]*\.safetensors(\.index\.json)?|(pytorch_|adapter_)?model[^/]*\.bin|pytorch_model\.bin\.index\.json"
+    r"|adapter_config\.json"
+)
 
 # a tensor whose `path` is its file's name in the release, a box of it, and its values
 Rows = tuple[Tensor, Box, np.ndarray]
@@ -192,6 +197,8 @@ def others_in(release: Store) -> list[str]:
     """The files in a release of ours that aren't its own, by its record and its index: someone put them there."""
     record = record_of(release) or {}
     own = {RECORD, PLAN, *record.get("files", ())}
+    digests = record.get("digests")
+    tensors = digests.keys() if isinstance(digests, dict) else set[str]()
     if "files" not in record:  # of an earlier version
         own |= {file.name for file in release.list() if role_of(file.name) or file.name in (INDEX, "maxtext.yml")}
     if isinstance(release, LocalFolder):  # links and whatever else isn't a file, too
@@ -203,22 +210,27 @@ def others_in(release: Store) -> list[str]:
     return [
         name
         for name in names
-        if name not in own and not (_is_shard(release, name, record["digests"]) if shards is None else name in shards)
+        if name not in own and not (_is_shard(release, name, tensors) if shards is None else name in shards)
     ]
+
+
+def strays_in(release: Store) -> list[str]:
+    """The same, of those only that loaders take for a part of the model: another one's tokenizer, more weights."""
+    return [name for name in others_in(release) if WEIGHTS.fullmatch(name) or role_of(name)]
 
 
 def _shards_by_index(release: Store) -> set[str]:
     try:
-        return set(json.loads(release.read(INDEX))["weight_map"].values())
+        return set(read_json(release, INDEX)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()
 
 
-def _is_shard(release: Store, name: str, digests: Mapping[str, str]) -> bool:
+def _is_shard(release: Store, name: str, tensors: Collection[str]) -> bool:
     """Whether a file holds tensors of the release, and nothing else."""
     try:
         file = release.stat(name) if name.endswith(".safetensors") else None
-        return file is not None and {tensor.name for tensor in header_of(release, file)} <= digests.keys()
+        return file is not None and all(tensor.name in tensors for tensor in header_of(release, file))
     except (OSError, HeaderError):
         return False
 

@@ -1,5 +1,5 @@
 """What of an export isn't what was written, beside its tensors: `config.json` field by field, the other small files by
-their hashes.
+their hashes, and what was put beside them that a loader would take for a part of the model.
 
 The export's record, `weightbeam.json`, says what they were. Where it is missing, or of a version that didn't say it yet,
 `config.json` is compared with what the checkpoint remembers of its release, and what differs is only said: an export
@@ -15,7 +15,7 @@ from typing import Any
 
 from weightbeam.formats.printable import printable
 from weightbeam.formats.release import role_of
-from weightbeam.formats.release_target import RECORD
+from weightbeam.formats.release_target import RECORD, strays_in
 from weightbeam.formats.safetensors import INDEX
 from weightbeam.formats.storage import Store
 from weightbeam.formats.strict_json import MAX_BYTES, read_json
@@ -25,6 +25,7 @@ CONFIG = "config.json"
 FIELD = f"{CONFIG}: "  # before the name of a field
 QUANTISATION = ("quantization_config", "compression_config")  # what an export leaves out of its release's config.json
 SHOWN = 60  # characters of a value
+ADDED = "wasn't written by the export, and is taken for a part of it"
 
 Said = tuple[str, str]  # a file or a field, and what is to be said of it
 
@@ -46,8 +47,9 @@ def find_release_faults(
     found = [
         *compare_config(release, config, "the export wrote"),
         *((name, "isn't what the export wrote") for name in _other_files(release, files)),
+        *((printable(name), ADDED) for name in strays_in(release)),
     ]
-    may = {what for what, _ in found if role_of(what) == "card" or _is_accepted(what, accepted)}
+    may = {what for what, said in found if _is_for_people(what, said) or _is_accepted(what, accepted)}
     return (
         [
             (what, f"{said}; if that is meant: --accept {what.removeprefix(FIELD)}")
@@ -126,6 +128,11 @@ def _is_same(release: Store, name: str, known: Any) -> bool:
         return hashlib.sha256(release.read(name, 0, MAX_BYTES)).hexdigest() == known
     except (OSError, ValueError):
         return False
+
+
+def _is_for_people(what: str, said: str) -> bool:
+    """Whether something is said of a file that no program reads: of a card, or of a licence that somebody added."""
+    return role_of(what) == "card" or (role_of(what) == "licence" and said == ADDED)
 
 
 def _is_accepted(what: str, accepted: Collection[str]) -> bool:

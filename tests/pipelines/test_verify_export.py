@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import QWEN3_MOE, call, convert, make_release
 
 import weightbeam as wb
@@ -122,16 +124,55 @@ def test_a_lost_record_is_said(
 
 
 def test_what_is_right_is_all_right(export: Path, made: tuple[Path, Path]) -> None:
-    """Nothing is noted, but for a card that somebody wrote; an added file is nobody's."""
+    """Nothing is noted, but for a card and a licence that somebody wrote; what no loader reads is nobody's."""
     found = wb.verify(str(export), str(made[0]), progress=False)
     assert found.ok
     assert not found.warnings
     assert "15 arrays of the checkpoint compared with their digests" in str(found)
     (export / "README.md").write_text("# mine\n")
     (export / "LICENSE").write_text("free\n")
+    (export / "notes.txt").write_text("mine\n")
     found = wb.verify(str(export), str(made[0]), progress=False)
     assert found.ok
-    assert found.warnings == ["README.md isn't what the export wrote"]
+    assert found.warnings == [
+        "README.md isn't what the export wrote",
+        "LICENSE wasn't written by the export, and is taken for a part of it",
+    ]
+
+
+def adapter(file: Path) -> None:
+    save_file({"base_model.model.lm_head.lora_A.weight": np.zeros((1, 1), np.float32)}, file)
+
+
+ADDED: dict[str, Callable[[Path], object]] = {
+    "vocab.json": lambda file: file.write_text("{}"),
+    "tokenizer.model": lambda file: file.write_bytes(b"sp"),
+    "additional_chat_templates/tool.jinja": lambda file: file.write_text("{{ messages }}"),
+    "model-00003-of-00003.safetensors": lambda file: shutil.copyfile(
+        file.with_name("model-00001-of-00002.safetensors"), file
+    ),
+    "model.safetensors": adapter,
+    "pytorch_model.bin": lambda file: file.write_bytes(b"pickle"),
+    "adapter_config.json": lambda file: file.write_text("{}"),
+    "adapter_model.safetensors": adapter,
+    "modeling_other.py": lambda file: file.write_text("raise SystemExit"),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_file_that_was_added_is_named(
+    name: str, export: Path, made: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another model's tokenizer, a shard too many, a stale adapter: loaders take them; `--accept` allows one."""
+    (export / name).parent.mkdir(exist_ok=True)
+    ADDED[name](export / name)
+    capsys.readouterr()
+    assert call("verify", export, made[0]) == 1
+    said = capsys.readouterr().err
+    assert f"{name} wasn't written by the export" in said
+    assert f"--accept {name}" in said
+    assert call("verify", export, made[0], "--accept", name) == 0
+    assert name in capsys.readouterr().out
 
 
 def test_an_edit_that_is_meant_is_accepted(export: Path, made: tuple[Path, Path]) -> None:
