@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weightbeam.formats.safetensors import CONFIGS, HfCheckpoint, Shard
+from weightbeam.formats.safetensors import CONFIGS, HfCheckpoint, Shard, open_shard
 from weightbeam.formats.storage import (
     TEMPORARY,
     File,
@@ -163,7 +163,7 @@ def _is_copy(target: Path, file: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells a file from another, without reading it.
+    """What tells a file from another, without reading more than its header and some blocks.
 
     Attributes:
       name: in `items/source/`.
@@ -171,6 +171,7 @@ class Identity:
       version, inode, crc32c: of the file itself, where it is linked (`formats.storage.File`).
       link: how it got there.
       sha256: where it is known: named by a hub or its cache, or asked for.
+      content: of a local file, its header and some blocks (`Shard.content`); empty in records of earlier versions.
     """
 
     name: str
@@ -180,10 +181,11 @@ class Identity:
     link: str
     sha256: str | None
     crc32c: str | None = None
+    content: str = ""
 
     def faults(self, folder: Store) -> Iterator[str]:
-        """Why the file isn't the one that it was, as far as that can be told; its bytes are read only where their hash
-        settles it.
+        """Why the file isn't the one that it was, as far as that can be told; all its bytes are read only where their
+        hash settles it.
         """
         found, led = folder.stat(self.name), _leads_to(folder, self.name)
         if found is None:
@@ -193,20 +195,29 @@ class Identity:
         elif self.crc32c is not None and found.crc32c is not None:
             if found.crc32c != self.crc32c:
                 yield f"holds other bytes: its crc32c isn't {self.crc32c}"
-        elif (found.version, found.inode) != (self.version, self.inode):
-            if self.sha256 is not None:
-                if sha256(folder, self.name) != self.sha256:
-                    yield f"holds other bytes: its sha256 isn't {self.sha256}"
-            elif found.inode == self.inode:
-                yield "was changed in place, or touched; its hash isn't known, so nothing can tell which"
-            elif led:
-                yield f"is another file: {led} was replaced"
+        elif (found.version, found.inode) != (self.version, self.inode) and self.sha256 is not None:
+            if sha256(folder, self.name) != self.sha256:
+                yield f"holds other bytes: its sha256 isn't {self.sha256}"
+        elif self.content and _content(folder, self.name) != self.content:
+            yield "holds other bytes, as its header and some blocks tell"
+        elif found.inode == self.inode and found.version != self.version:
+            yield "was changed in place, or touched; its hash isn't known, so nothing can tell which"
+        elif found.inode != self.inode and led:
+            yield f"is another file: {led} was replaced"
 
     def is_moved(self, folder: Store) -> bool:
         """Whether the file is another one than was written, as it is when the checkpoint was copied."""
         if (found := folder.stat(self.name)) is None:
             return False
         return found.version != self.version if self.link == OBJECT else found.inode != self.inode
+
+
+def _content(folder: Store, name: str) -> str:
+    """What tells what a local file holds from anything else, by its header and some blocks; empty where it is no whole
+    safetensors file, and in a bucket, which knows the hash of all of it.
+    """
+    found = open_shard(folder, name, allow_links=True) if isinstance(folder, LocalFolder) else None
+    return found.content if isinstance(found, Shard) else ""
 
 
 def _leads_to(folder: Store, name: str) -> str:
@@ -230,7 +241,10 @@ def identify(folder: Store, checkpoint: HfCheckpoint) -> list[Identity]:
         if found is None or not _is_same(found, shard, link):
             raise StorageError(f"{shard.path} changed while it was converted; start anew with --overwrite")
         known = shard.sha256 or hashes.get(shard.name)
-        identities.append(Identity(shard.name, found.size, found.version, found.inode, link, known, found.crc32c))
+        content = _content(folder, shard.name)
+        identities.append(
+            Identity(shard.name, found.size, found.version, found.inode, link, known, found.crc32c, content)
+        )
     return identities
 
 

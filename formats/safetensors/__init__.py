@@ -13,6 +13,7 @@ from weightbeam.formats.safetensors.folder import (
     Shard,
     is_release,
     open_hf,
+    open_shard,
 )
 from weightbeam.formats.safetensors.header import DTYPE_NAMES, DTYPES, MAX_HEADER, HeaderError, Tensor, read_header
 from weightbeam.formats.safetensors.reading import Allocate, BoxRead, read_boxes
@@ -35,6 +36,7 @@ __all__ = [
     "Tensor",
     "is_release",
     "open_hf",
+    "open_shard",
     "read_boxes",
     "read_header",
 ]  # fmt: skip

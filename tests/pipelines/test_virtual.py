@@ -363,6 +363,30 @@ def test_verify_says_what_happened_to_the_source(
         assert_same_bits(restore(step), wanted)
 
 
+@pytest.mark.parametrize("link", ["hard", "symlink", "copy"])
+@pytest.mark.parametrize("accident", ["by rename", "in place"])
+def test_another_model_of_the_same_size_and_time(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture, link: str, accident: str
+) -> None:
+    """The file that the checkpoint refers to is another model's by now: no copy of what was there."""
+    step = convert(source, tmp_path / "out", "--virtual", "--link", link)
+    file = step / "items" / SOURCE / weights(source).name
+    file = Path(os.readlink(file)) if link == "symlink" else file
+    others = save(tmp_path / "other", QWEN3_MOE, *split(random_tensors(QWEN3_MOE, seed=1), 2))
+    before, content = file.stat(), (others / file.name).read_bytes()
+    assert before.st_size == len(content)
+    if accident == "by rename":
+        file.unlink()
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    capsys.readouterr()
+    assert call("verify", step) == 1
+    said = capsys.readouterr().err
+    assert f"source/{file.name} holds other bytes" in said
+    assert "copies made since" not in said
+    assert call("materialize", step, tmp_path / "made") != 0
+
+
 def test_hashes_tell_a_touch_from_a_change(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """With `--sha256`; the list of hashes is one that `sha256sum -c` reads."""
     step = convert(source, tmp_path / "out", "--virtual", "--sha256")
