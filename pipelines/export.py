@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.encodings import stored_bytes
+from weightbeam.formats.orbax import check_beside
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
 from weightbeam.formats.provenance import tensors_of
-from weightbeam.formats.release import NEXTN, packed_files, role_of, small_files, token_ids
+from weightbeam.formats.release import ARCHIVE, NEXTN, packed_files, role_of, small_files, token_ids
 from weightbeam.formats.safetensors import HfCheckpoint, Shard, Tensor, open_hf
 from weightbeam.formats.storage import StorageError, open_store, reason
 from weightbeam.formats.storage.token import name_secret
@@ -351,7 +352,9 @@ def _find_form(
             raise Refused(f"--like={e}") from e
     record = checkpoint.record
     if isinstance(record.get("config"), dict) and isinstance(record.get("tensors"), dict):
-        small = packed_files(open_store(checkpoint.root).parent) or {}
+        step = open_store(checkpoint.root).parent
+        check_beside(step, record, ARCHIVE)
+        small = packed_files(step) or {}
         parts = _release_of(record) if with_parts else None
         return Like.of(_remembered(record)), small, parts
     if isinstance(url := record.get("source"), str):

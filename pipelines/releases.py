@@ -143,7 +143,7 @@ def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, A
         about
         | {"output": written.folder, "seconds": written.seconds, "state": written.state}
         | ({name: getattr(written, name) for name in ("page", "removed", "replaced")} if written.page else {})
-        | ({CHECKED: dataclasses.asdict(written.compared)} if written.compared else {})
+        | ({CHECKED: written.compared.to_dict()} if written.compared else {})
     )
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.adapters.config import CONFIG
-from weightbeam.formats.orbax import METADATA, MODEL_ITEM, check_committed, record_of
+from weightbeam.formats.orbax import BESIDE, METADATA, MODEL_ITEM, check_beside, check_committed, record_of
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.orbax_state import surroundings
 from weightbeam.formats.printable import printable
-from weightbeam.formats.release import ARCHIVE
 from weightbeam.formats.safetensors import DTYPE_NAMES
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.token import name_secret
@@ -108,7 +107,7 @@ class Resharded:
             "state": self.state,
             "seconds": self.seconds,
             "written": self.written,
-            **({CHECKED: dataclasses.asdict(self.compared)} if self.compared else {}),
+            **({CHECKED: self.compared.to_dict()} if self.compared else {}),
         }
 
 
@@ -345,7 +344,8 @@ def _array_items(step: Store) -> list[str]:
 def find_model(checkpoint: OrbaxCheckpoint, like: str | None) -> Model:
     """What the checkpoint remembers of its model, or what the release says that it should be like."""
     step = open_store(checkpoint.root).parent
-    files = {name: step.read(name) for name in (ARCHIVE, FILE) if step.exists(name)}
+    files = {name: step.read(name) for name in BESIDE if step.exists(name)}
+    check_beside(step, checkpoint.record)
     made = checkpoint.record.get("options")
     said = made.get("maxtext_model") if isinstance(made, dict) else None
     name = said or checkpoint.record.get("model")

@@ -20,7 +20,7 @@ from typing import Any
 import apache_beam as beam
 import tensorstore as ts
 
-from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of
+from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of, unknown_beside
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
 from weightbeam.formats.provenance import RECORD as CHECKPOINT_RECORD
@@ -59,7 +59,6 @@ from weightbeam.transforms.array_sums import (
     ShardsRead,
     ShardsTask,
     find_damage,
-    known_digests,
     shards_tasks,
 )
 from weightbeam.transforms.comparing import COMPARED, CompareArrays, StagedSubject, read_findings
@@ -74,6 +73,7 @@ from weightbeam.transforms.verification import ArrayResult, compared_elements, i
 LOG = logging.getLogger("weightbeam")
 MISSING = "is missing"
 NOTES = "notes"  # in JSON
+NO_HASH = f"isn't compared: {CHECKPOINT_RECORD} has no hash of it"
 DAMAGED = f"isn't what {CHECKPOINT_RECORD} says was written, by its digest: the checkpoint is damaged"
 
 
@@ -207,7 +207,7 @@ class Verification:
             )
         for why, times in Counter(self.unjudged.values()).items():
             lines.append(f"  {times:>6,} of its tensors compared with nothing: {printable(why)}")
-        if self.digests:
+        if self.digests and self.digests.arrays:
             lines.append(f"{count(self.digests.arrays, 'array')} of the checkpoint compared with their digests")
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
@@ -285,7 +285,7 @@ class Subject:
       counterparts: its tensors that no array makes, and what they should be, by what that is.
       unjudged: its tensors that are compared with nothing, each with the reason why the table leaves it out.
       notes: as of `Verification`.
-      digested: where the release is what is judged: the checkpoint, if its record has digests.
+      digested: where the release is what is judged: the checkpoint, whose record may have digests.
     """
 
     items: Store
@@ -382,6 +382,7 @@ def plan_verification(
             *find_metadata_faults(items, stores, conversion.plan.arrays, record_of(items)),
         )
         notes = _source_notes(opened, record_of(items)) if source else ()
+        notes += tuple((name, NO_HASH) for name in unknown_beside(items.parent, record_of(items)))
     return Subject(items, conversion, wrong, notes=notes)
 
 
@@ -475,8 +476,7 @@ def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Sub
         [accept] if isinstance(accept, str) else accept,
     )
     wrong = (*compare_trees(conversion, weights), *wrong, *faults)
-    digested = opened if known_digests(opened.record) else None
-    return Subject(items, conversion, wrong, keys, counterparts, unjudged, tuple(notes), digested)
+    return Subject(items, conversion, wrong, keys, counterparts, unjudged, tuple(notes), opened)
 
 
 def _find_counterparts(

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from weightbeam.formats.orbax import STEP
+from weightbeam.formats.orbax import STEP, unknown_beside
 from weightbeam.formats.orbax_source import ChunkRead, OrbaxArray, OrbaxCheckpoint
 from weightbeam.formats.provenance import RECORD, Stored, digest
 from weightbeam.formats.references import files_of
@@ -43,24 +43,53 @@ Shares = dict[str, tuple[int, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """How many arrays were compared with the digests of their record, and how many couldn't be."""
+    """How many arrays were compared with the digests of their record, and how many couldn't be, and why.
+
+    Attributes:
+      arrays: that were compared.
+      not_compared: the others.
+      why: in words; empty where all were compared.
+      files: of the small files beside the checkpoint those whose hash isn't known.
+    """
 
     arrays: int = 0
     not_compared: int = 0
+    why: str = ""
+    files: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], arrays: int, not_compared: int) -> Compared:
+        """What was compared with a checkpoint's record, which is empty where there is none."""
+        if not record:
+            why = f"no {RECORD} lies beside them"
+        elif not known_digests(record):
+            why = f"{RECORD} has none"
+        else:
+            why = f"{RECORD} has no digest of them, or they were read in parts"
+        return cls(arrays, not_compared, why if not_compared else "")
 
     def lines(self) -> list[str]:
-        """A line where arrays weren't compared."""
-        if not self.not_compared:
-            return []
-        total = self.arrays + self.not_compared
-        why = f"{RECORD} has no digest of them, or they were read in parts"
-        return [f"{NOT_COMPARED} {self.not_compared} of {total} arrays with their digests: {why}"]
+        """The lines that say what wasn't compared."""
+        total, lines = self.arrays + self.not_compared, []
+        if self.files:
+            lines.append(f"{NOT_COMPARED} {' and '.join(self.files)}: {RECORD} has no hash of them")
+        if self.not_compared:
+            lines.append(f"{NOT_COMPARED} {self.not_compared} of {total} arrays with their digests: {self.why}")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, without what is empty."""
+        counts = {"arrays": self.arrays, "not_compared": self.not_compared}
+        return {**counts, **({"why": self.why} if self.why else {}), **({"files": self.files} if self.files else {})}
 
 
 def compared_of(record: Mapping[str, Any] | None) -> Compared | None:
     """What the record of what was made says of it; None where it says nothing."""
     said = (record or {}).get(CHECKED)
-    return Compared(**said) if isinstance(said, dict) and said.keys() == vars(Compared()).keys() else None
+    try:
+        return Compared(**{**said, "files": tuple(said.get("files", ()))}) if isinstance(said, dict) else None
+    except TypeError:  # it isn't ours
+        return None
 
 
 class Sharded(Stored, Protocol):
@@ -133,7 +162,7 @@ def find_damage(
         sums[key] = _sum(sums.get(key), more)
     found = {key: share for key, (count, share) in sums.items() if count == shard_count(everything[key])}
     found = {key: share for key, share in {**found, **(written or {})}.items() if key in known}
-    compared = Compared(len(found), len(everything) - len(found))
+    compared = Compared.of(record, len(found), len(everything) - len(found))
     return compared, sorted(key for key, share in found.items() if share != known[key])
 
 
@@ -248,8 +277,6 @@ class ComparesSource:
         Raises:
           DamagedError: some aren't right; the units that read them aren't in the ledger any more.
         """
-        if not known_digests(self.source.record):
-            return {}
         place = staging.plan_folder
         noted = [entry.get(NOTE, {}) for entry in ledger.values()]
         summed = [(array, index) for array, index in self.chunks_unpacked if array in self.summed]
@@ -257,7 +284,8 @@ class ComparesSource:
         noted += [{array.key: (1, share.decode())} for (array, _), share in zip(summed, shares, strict=True)]
         compared, keys = find_damage(self.source.record, self.arrays_read, noted, written)
         if not keys:
-            return {CHECKED: dataclasses.asdict(compared)}
+            unknown = unknown_beside(open_store(self.source.root).parent, self.source.record)
+            return {CHECKED: dataclasses.replace(compared, files=unknown).to_dict()}
         of_these = {number for number in range(len(self.plan.arrays)) if {*self.keys_of(number)} & {*keys}}
         units = [n for n, unit in enumerate(self.units) if any(block.array in of_these for block in unit)]
         why = f"{damage(self.source.root, keys, compared.arrays)}, and start anew with --overwrite. {ONLY_ON_ITS_WAY}"

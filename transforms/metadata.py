@@ -10,7 +10,7 @@ from typing import Any
 import tensorstore as ts
 
 from weightbeam.formats import ocdbt
-from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA, STEP, custom_metadata, read_tree
+from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA, STEP, beside_faults, custom_metadata, read_tree
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import Store
 from weightbeam.model_mappings.plan import Array
@@ -36,6 +36,7 @@ def find_metadata_faults(
     for array in arrays:
         if array.key in stores and stores[array.key].dtype.numpy_dtype != array.dtype:
             yield array.key, f"is stored as {stores[array.key].dtype.name}, expected {array.dtype.name}"
+    yield from beside_faults(items.parent, record)
     for store, where in ((items, f"{items.name}/"), (items.parent, "")):
         if not store.exists(MARKER):
             yield f"{where}{MARKER}", "is missing: readers that wait for it don't see the checkpoint"

@@ -2,11 +2,14 @@
 
 from weightbeam.formats.orbax.metadata import (
     ARRAY_METADATAS,
+    BESIDE,
     CHECKPOINT_METADATA,
     METADATA,
     STEP,
     STRINGS,
     TEXT,
+    beside_faults,
+    check_beside,
     custom_metadata,
     is_checkpoint,
     item_metadata,
@@ -15,6 +18,7 @@ from weightbeam.formats.orbax.metadata import (
     plan_hash_of,
     read_tree,
     record_of,
+    unknown_beside,
 )
 from weightbeam.formats.orbax.reading import (
     FOREIGN,
@@ -35,6 +39,7 @@ from weightbeam.formats.orbax.writing import SEEN, Contents, assemble, publish, 
 
 __all__ = [
     "ARRAY_METADATAS",
+    "BESIDE",
     "CHECKPOINT_METADATA",
     "FOREIGN",
     "METADATA",
@@ -46,6 +51,8 @@ __all__ = [
     "CheckpointArray",
     "Contents",
     "assemble",
+    "beside_faults",
+    "check_beside",
     "check_committed",
     "check_files",
     "check_memory",
@@ -65,5 +72,6 @@ __all__ = [
     "read_descriptions",
     "read_tree",
     "record_of",
+    "unknown_beside",
     "write_unit",
 ]  # fmt: skip

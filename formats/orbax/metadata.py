@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ STEP = ArraySpec("step", (), np.dtype(np.int64), (), ())
 METADATA, CHECKPOINT_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 # of an item: what its arrays were, and the leaves that are texts
 ARRAY_METADATAS, STRINGS = "array_metadatas", "_strings.json"
-# of a step, beside its items, that say what the checkpoint is
-STEP_FILES = (CHECKPOINT_METADATA, RECORD, "release.zip", "maxtext.yml")
+# of a step, beside its items: what its release and MaxText's configuration were, and all that says what it is
+BESIDE = ("release.zip", "maxtext.yml")
+STEP_FILES = (CHECKPOINT_METADATA, RECORD, *BESIDE)
 TEXT = "string"  # the value_type of leaves that lie in a file of their own
 MAX_LEAVES = 100_000  # of a tree; the largest models have some ten thousand, with an optimizer's
 HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -107,12 +109,61 @@ def item_metadata(items: Store) -> dict[str, Any]:
 def record_of(items: Store) -> dict[str, Any]:
     """Where a checkpoint comes from, in full; empty where nothing says it, as where the item was copied without its
     step.
+
+    Raises:
+      StorageError: what should say it can't be read.
     """
     try:
         record = read_json(items.parent, RECORD)
-    except (OSError, ValueError):
+        if not isinstance(record, dict):
+            raise JsonError("should be an object")
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return record if isinstance(record, dict) else {}
+    except (OSError, JsonError) as e:
+        raise StorageError(
+            f"{items.parent.path(RECORD)}: {reason(e) if isinstance(e, OSError) else e}. It says what was written, so the "
+            "checkpoint may be damaged: take a copy of it; or move this file away, to go on without what it says"
+        ) from e
+    return record
+
+
+def hash_beside(step: Store) -> dict[str, str]:
+    """The sha256 of each of the small files that lie beside a checkpoint, for its record."""
+    return {name: hashlib.sha256(step.read(name)).hexdigest() for name in BESIDE if step.exists(name)}
+
+
+def _known_beside(record: Mapping[str, Any]) -> dict[str, str]:
+    """The sha256 that a record has of each of the small files beside its checkpoint; none in those of earlier versions."""
+    files = record.get("files")
+    known = {name: files.get(name) for name in BESIDE} if isinstance(files, dict) else {}
+    return {name: digest for name, digest in known.items() if isinstance(digest, str)}
+
+
+def beside_faults(step: Store, record: Mapping[str, Any], names: Sequence[str] = BESIDE) -> Iterator[tuple[str, str]]:
+    """Which of the small files that lie beside a checkpoint aren't what its record says, and what to do."""
+    known = _known_beside(record)
+    found = hash_beside(step) if known else {}
+    for name in names:
+        if name in known and found.get(name) != known[name]:
+            what = f"isn't what {RECORD} says was written, by its sha256" if name in found else "is gone"
+            way_on = f"if that is meant, take its line out of {RECORD}"
+            yield name, f"{what}: the checkpoint is damaged, or somebody edited it. Take a copy of it, or, {way_on}"
+
+
+def unknown_beside(step: Store, record: Mapping[str, Any]) -> tuple[str, ...]:
+    """The small files that lie beside a checkpoint and that its record, of an earlier version, can't judge."""
+    known = _known_beside(record)
+    return tuple(name for name in BESIDE if name not in known and step.exists(name))
+
+
+def check_beside(step: Store, record: Mapping[str, Any], *names: str) -> None:
+    """Compares small files that lie beside a checkpoint with its record, as far as that knows them.
+
+    Raises:
+      StorageError: one isn't what was written.
+    """
+    if faults := [f"{step.path(name)}: {what}" for name, what in beside_faults(step, record, names or BESIDE)]:
+        raise StorageError("\n".join(faults))
 
 
 def plan_hash_of(step: Store) -> str | None:

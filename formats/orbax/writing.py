@@ -29,6 +29,7 @@ from weightbeam.formats.orbax.metadata import (
     STEP,
     STRINGS,
     checkpoint_metadata,
+    hash_beside,
     tree_metadata,
 )
 from weightbeam.formats.provenance import RECORD, digest, record_json, summary, total
@@ -251,10 +252,18 @@ def _complete(staging: Staging, contents: Contents) -> None:
         _check_files(items, everything, format)
     _check_same(staging, done)  # the merge may have made the folder anew
     staging.put(f"{ITEMS}/{METADATA}", _json(tree_metadata(contents.specs, format, contents.bare, contents.tree)))
-    record = {**contents.record, **concluded, "digests": total(entry["digests"] for entry in ledger.values())}
-    staging.put(RECORD, record_json(record))
     for name, content in contents.files.items():
         staging.put(name, content)
+    beside: dict[str, str] = {}
+    for place in dict.fromkeys((staging.aside, staging.checkpoint)):
+        beside |= hash_beside(place)
+    record = {
+        **contents.record,
+        **concluded,
+        **({"files": beside} if beside else {}),
+        "digests": total(entry["digests"] for entry in ledger.values()),
+    }
+    staging.put(RECORD, record_json(record))
     scan = {} if contents.scan_layers is None else {"scan_layers": contents.scan_layers}
     about = _json(checkpoint_metadata({**scan, **contents.custom, "weightbeam": summary(record)}, contents.handlers))
     # where MaxText looks for scan_layers: load_parameters_path is the item

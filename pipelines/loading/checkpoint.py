@@ -116,8 +116,10 @@ class Orbax:
         Raises:
           StorageError: some aren't what was written.
         """
-        arrays = [self._digested[name] for name in names if name in self._digested]
-        compared, damaged = find_damage(self._record, arrays, self._noted or ())
+        read = list(names)
+        arrays = [self._digested[name] for name in read if name in self._digested]
+        found, damaged = find_damage(self._record, arrays, self._noted or ())
+        compared = Compared.of(self._record, found.arrays, len(read) - found.arrays)
         if damaged:
             raise StorageError(damage(self.url, damaged, compared.arrays))
         return compared

@@ -47,6 +47,21 @@ def test_what_is_whole_is_compared(checkpoint: Path, caplog: pytest.LogCaptureFi
     assert "not compared" in caplog.text
 
 
+def test_a_record_that_cannot_be_read_or_is_none(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The former may lie beside damaged arrays, and is refused; without any it is logged that nothing was compared."""
+    step = Path(shutil.copytree(checkpoint, tmp_path / "0"))
+    (step / "conversion.json").write_bytes(b"\0" * 100)
+    with pytest.raises(wb.Refused, match=r"conversion\.json: isn't JSON.* move this file away"):
+        wb.load(str(step), mesh="fsdp=1")
+    (step / "conversion.json").unlink()
+    with caplog.at_level(logging.INFO, "weightbeam"):
+        loaded = wb.load(str(step), mesh="fsdp=1")
+    assert loaded
+    assert "not compared: 12 of 12 arrays with their digests: no conversion.json lies beside them" in caplog.text
+
+
 def test_only_several_processes_hash_the_files(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where many files lie, that takes longer than to open them; nobody else compares them."""
     hashed: list[str] = []

@@ -118,17 +118,97 @@ def edit_record(step: Path, **fields: Any) -> None:
 def test_arrays_without_a_digest_are_counted(
     command: str, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the last line, and in JSON; a record without any says nothing."""
+    """In the last line, and in JSON, with the reason: this record doesn't know them, it has none, or there is none."""
     step = Path(shutil.copytree(checkpoints["packed"].parent, tmp_path / "ckpt")) / "0"
     digests = json.loads((step / "conversion.json").read_text())["digests"]
     edit_record(step, digests=dict(list(digests.items())[:-2]))
     made = getattr(wb, command)(str(step), str(tmp_path / "out"), progress=False)
     assert str(made).splitlines()[-1].startswith(f"not compared: 2 of {len(digests)} arrays with their digests")
-    assert made.to_dict()["checked"] == {"arrays": len(digests) - 2, "not_compared": 2}
+    checked = made.to_dict()["checked"]
+    assert (checked["arrays"], checked["not_compared"]) == (len(digests) - 2, 2)
     edit_record(step, digests={})
     made = getattr(wb, command)(str(step), str(tmp_path / "bare"), progress=False)
-    assert "not compared" not in str(made)
-    assert "checked" not in made.to_dict()
+    none = f"not compared: {len(digests)} of {len(digests)} arrays with their digests"
+    assert str(made).splitlines()[-1] == f"{none}: conversion.json has none"
+    (step / "conversion.json").unlink()
+    like = {"like": str(checkpoints["packed"].parents[1] / "hf")} if command == "export" else {}
+    made = getattr(wb, command)(str(step), str(tmp_path / "unknown"), progress=False, **like)
+    assert str(made).splitlines()[-1] == f"{none}: no conversion.json lies beside them"
+
+
+READERS = {
+    "export": ("export", "STEP", "OUT"),
+    "quantize": ("quantize", "STEP", "OUT"),
+    "reshard": ("reshard", "STEP", "OUT"),
+    "verify": ("verify", "STEP"),
+    "verify of an export": ("verify", "EXPORT", "STEP"),
+    "diff": ("diff", "STEP", "STEP"),
+}
+UNREADABLE = {"zeros": b"\0" * 5000, "empty": b"", "cut": b'{"digests": {', "a list": b"[]"}
+
+
+@pytest.mark.parametrize(
+    ("reader", "content"),
+    [*((reader, "zeros") for reader in READERS), *(("export", how) for how in ("empty", "cut", "a list"))],
+)
+def test_a_record_that_cannot_be_read_stops_everyone(
+    reader: str, content: str, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever reads the checkpoint: what lies beside such a record may be damaged as well; the way on is named."""
+    step = Path(shutil.copytree(checkpoints["packed"].parent, tmp_path / "ckpt")) / "0"
+    if reader == "verify of an export":
+        assert call("export", step, tmp_path / "tuned") == 0
+    (step / "conversion.json").write_bytes(UNREADABLE[content])
+    places = {"STEP": step, "OUT": tmp_path / "out", "EXPORT": tmp_path / "tuned"}
+    capsys.readouterr()
+    assert call(*(places.get(word, word) for word in READERS[reader])) in (1, 2)
+    said = capsys.readouterr()
+    said = " ".join((said.err + said.out).split())
+    assert f"{step / 'conversion.json'}: " in said
+    assert "move this file away" in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.glob("out/**/*.safetensors"))
+
+
+def test_small_files_are_compared(
+    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`release.zip` and `maxtext.yml` by the hashes of the record; a bit of the former, a field of the latter, or none
+    of it. What the record of an earlier version doesn't know is said.
+    """
+    step = Path(shutil.copytree(checkpoints["packed"].parent, tmp_path / "ckpt")) / "0"
+    files = json.loads((step / "conversion.json").read_text())["files"]
+    assert sorted(files) == ["maxtext.yml", "release.zip"]
+    assert call("verify", step) == 0
+    assert call("reshard", step, tmp_path / "again") == 0
+    again = tmp_path / "again" / "0"
+    assert json.loads((again / "conversion.json").read_text())["files"] == files
+    for name, commands in (("release.zip", ("export", "reshard", "verify")), ("maxtext.yml", ("reshard", "verify"))):
+        content = (step / name).read_bytes()
+        for number, other in enumerate((content[:-1] + bytes([content[-1] ^ 1]), b"\0" * len(content), None)):
+            (step / name).unlink()
+            if other is not None:
+                (step / name).write_bytes(other)
+            for command in commands:
+                capsys.readouterr()
+                out = () if command == "verify" else (tmp_path / f"{command}{number}",)
+                assert call(command, step, *out) != 0
+                said = " ".join(capsys.readouterr().err.split())
+                assert name in said
+                assert ("is gone: " in said) == (other is None)
+                assert "take its line out of conversion.json" in said
+                assert not any(out) or not out[0].exists()
+            (step / name).write_bytes(content)
+    edit_record(step, files={})
+    capsys.readouterr()
+    assert call("export", step, tmp_path / "old") == 0
+    last = "not compared: release.zip and maxtext.yml: conversion.json has no hash of them"
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    found = wb.verify(str(step), progress=False)
+    assert found.ok
+    assert found.warnings == [
+        f"{name} isn't compared: conversion.json has no hash of it" for name in ("release.zip", "maxtext.yml")
+    ]
 
 
 def test_a_shard_that_is_read_in_part_has_no_share(checkpoints: dict[str, Path]) -> None:
