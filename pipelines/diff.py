@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from weightbeam.formats.encodings import ContentError
-from weightbeam.formats.orbax import find_items, open_arrays
-from weightbeam.formats.orbax_source import open_orbax
+from weightbeam.formats.orbax import open_arrays
+from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.safetensors import HfCheckpoint, is_release, open_hf
 from weightbeam.formats.sources import open_source
 from weightbeam.formats.storage import StorageError, Store, open_store, reason
@@ -39,7 +39,7 @@ from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of
-from weightbeam.pipelines.prepare import describe, options_of, options_of_export, refuse
+from weightbeam.pipelines.prepare import check_read, describe, options_of, options_of_export, refuse
 from weightbeam.pipelines.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.report import cores
 from weightbeam.pipelines.shell import say
@@ -242,6 +242,7 @@ class Pair:
       a, b: where they are.
       first, second: what they hold, under the same names.
       left_out: tensors of a release that its table leaves out on purpose, with the reason.
+      sources: what is read.
     """
 
     a: str
@@ -249,6 +250,7 @@ class Pair:
     first: Side
     second: Side
     left_out: Mapping[str, str]
+    sources: tuple[HfCheckpoint | OrbaxCheckpoint, ...] = ()
 
     def shared(self, name: str) -> bool:
         """Whether both have a tensor of that name and of one shape."""
@@ -262,19 +264,20 @@ def open_pair(a: str, b: str, maxtext_model: str | None = None, family: str | No
     Raises:
       Refused: one of them can't be looked at, or problems stand against it.
     """
-    (first, second), left_out = _in_one_spelling([_look(place) for place in (a, b)], maxtext_model, family)
-    return Pair(a, b, first, second, left_out)
+    sources = [_look(place) for place in (a, b)]
+    (first, second), left_out = _in_one_spelling(sources, maxtext_model, family)
+    return Pair(a, b, first, second, left_out, tuple(sources))
 
 
-def _look(where: str) -> HfCheckpoint | Store:
-    """A release by its headers, or the item of an Orbax checkpoint.
+def _look(where: str) -> HfCheckpoint | OrbaxCheckpoint:
+    """A release by its headers, or an Orbax checkpoint by its metadata.
 
     Raises:
       Refused: neither can be found there.
     """
     try:
         store = open_store(where)
-        return open_hf(store) if is_release(store) else find_items(store)
+        return open_hf(store) if is_release(store) else open_orbax(store)
     except StorageError as e:
         raise Refused(str(e)) from e
     except OSError as e:
@@ -282,7 +285,7 @@ def _look(where: str) -> HfCheckpoint | Store:
 
 
 def _in_one_spelling(
-    where: Sequence[HfCheckpoint | Store], model: str | None, named: str | None
+    where: Sequence[HfCheckpoint | OrbaxCheckpoint], model: str | None, named: str | None
 ) -> tuple[tuple[Side, Side], dict[str, str]]:
     """Both sides under the same names, and what of a release has no place there."""
     releases = [place for place in where if isinstance(place, HfCheckpoint)]
@@ -291,11 +294,11 @@ def _in_one_spelling(
         known = families[0] if all(family is families[0] for family in families) else None
         return (_tensors(releases[0], known), _tensors(releases[1], known)), {}
     if not releases:
-        first, second = (_arrays(items) for items in where if isinstance(items, Store))
+        first, second = (_arrays(checkpoint) for checkpoint in where if isinstance(checkpoint, OrbaxCheckpoint))
         return (_layer_by_layer(first, second), _layer_by_layer(second, first)), {}
-    (items,) = (place for place in where if isinstance(place, Store))
-    there = _arrays(items)
-    here, left_out = _converted(releases[0], items, there, model, named)
+    (checkpoint,) = (place for place in where if isinstance(place, OrbaxCheckpoint))
+    there = _arrays(checkpoint)
+    here, left_out = _converted(releases[0], open_store(checkpoint.root), there, model, named)
     return (here, there) if isinstance(where[0], HfCheckpoint) else (there, here), left_out
 
 
@@ -327,12 +330,9 @@ def _tensors(release: HfCheckpoint, family: Family | None) -> Side:
     return {name: stored_operand(encoding) for name, encoding in source.encodings.items()}
 
 
-def _arrays(items: Store) -> Side:
+def _arrays(checkpoint: OrbaxCheckpoint) -> Side:
     """An Orbax checkpoint's weights by MaxText's keys."""
-    try:
-        return {key: stored_operand(array) for key, array in open_orbax(items).weights.items()}
-    except StorageError as e:
-        raise Refused(str(e)) from e
+    return {key: stored_operand(array) for key, array in checkpoint.weights.items()}
 
 
 def _layer_by_layer(side: Side, other: Side) -> Side:
@@ -477,9 +477,11 @@ def compare_pairs(
             for future in concurrent.futures.as_completed([pool.submit(work) for _ in range(threads)]):
                 future.result()
         except (StorageError, ContentError) as e:
+            check_read(source for pair in pairs for source in pair.sources)  # which says more
             raise Failed(f"  {e}") from e
         finally:
             ended.set()
+    check_read(source for pair in pairs for source in pair.sources)
     return [
         Comparison(pair.a, pair.b, _verdicts(pair, found), left_out=pair.left_out)
         for pair, found in zip(pairs, differences, strict=True)

@@ -14,6 +14,7 @@ from typing import Any
 import tensorstore as ts
 
 from weightbeam.formats.adapters import Adapter, open_adapter
+from weightbeam.formats.identity import ChangedError, Files, Watched
 from weightbeam.formats.orbax import item_metadata
 from weightbeam.formats.printable import printable
 from weightbeam.formats.release_target import RECORD
@@ -23,7 +24,7 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.strict_json import read_json
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
-from weightbeam.pipelines.errors import Refused
+from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.tables import count
 from weightbeam.transforms.conversion import Conversion
@@ -52,6 +53,21 @@ def prepare_conversion(
         raise Refused(NO_SOURCE)
     name_secret(hf_token_secret)
     return plan_with(options, open_source(source, options.allow_links), slots)
+
+
+def check_read(sources: Iterable[Watched | Files]) -> None:
+    """Makes sure, once all is read, that it is what was opened.
+
+    Raises:
+      Failed: it isn't.
+    """
+    try:
+        for source in sources:
+            source.check()
+    except ChangedError as e:
+        raise Failed(f"  {e.what}; compare it again") from e
+    except OSError as e:
+        raise Failed(f"  {e}") from e
 
 
 def plan_with(options: Options, checkpoint: HfCheckpoint, slots: int | None = None) -> Conversion:

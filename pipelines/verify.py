@@ -20,6 +20,7 @@ from typing import Any
 import apache_beam as beam
 import tensorstore as ts
 
+from weightbeam.formats.identity import Files, Watched
 from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of, unknown_beside
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
@@ -39,6 +40,7 @@ from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import check_options, make_pipeline, pipeline_options
 from weightbeam.pipelines.prepare import (
     SHOWN,
+    check_read,
     open_adapters,
     open_source,
     options_of,
@@ -286,6 +288,7 @@ class Subject:
       unjudged: its tensors that are compared with nothing, each with the reason why the table leaves it out.
       notes: as of `Verification`.
       digested: where the release is what is judged: the checkpoint, whose record may have digests.
+      sources: what is read.
     """
 
     items: Store
@@ -296,6 +299,7 @@ class Subject:
     unjudged: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[tuple[str, str], ...] = ()
     digested: OrbaxCheckpoint | None = None
+    sources: tuple[Watched | Files, ...] = ()
 
     def shards(self, sample: float) -> list[ShardsTask]:
         """What is read for digests: nothing where only a sample of the tensors is."""
@@ -355,6 +359,7 @@ def plan_verification(
         if found:
             LOG.info(found)
         stores = open_arrays(items)
+        files = Files.of(items)
         if not given.get("lora") and (
             adapter := next((one for one in record_of(items).get("adapters", ()) if "lora_rank" in one), None)
         ):
@@ -383,7 +388,7 @@ def plan_verification(
         )
         notes = _source_notes(opened, record_of(items)) if source else ()
         notes += tuple((name, NO_HASH) for name in unknown_beside(items.parent, record_of(items)))
-    return Subject(items, conversion, wrong, notes=notes)
+    return Subject(items, conversion, wrong, notes=notes, sources=(*conversion.sources, files))
 
 
 def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -468,7 +473,7 @@ def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Sub
     conversion = prepare(options, open_source(release))
     refuse(conversion, conversion.plan.problems)
     record, remembered = read_record(release), opened.record.get("config")
-    counterparts, wrong, unjudged = _find_counterparts(conversion, record.get("taken"), given.get("like"))
+    counterparts, wrong, unjudged, parts = _find_counterparts(conversion, record.get("taken"), given.get("like"))
     faults, notes = find_release_faults(
         open_store(release),
         record,
@@ -476,12 +481,13 @@ def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Sub
         [accept] if isinstance(accept, str) else accept,
     )
     wrong = (*compare_trees(conversion, weights), *wrong, *faults)
-    return Subject(items, conversion, wrong, keys, counterparts, unjudged, tuple(notes), opened)
+    sources = (*conversion.sources, opened, *parts)
+    return Subject(items, conversion, wrong, keys, counterparts, unjudged, tuple(notes), opened, sources)
 
 
 def _find_counterparts(
     conversion: Conversion, record: Any, like: str | None
-) -> tuple[dict[str, list[Counterpart]], list[tuple[str, str]], dict[str, str]]:
+) -> tuple[dict[str, list[Counterpart]], list[tuple[str, str]], dict[str, str], list[HfCheckpoint]]:
     """An export's tensors that no array makes, with what they should be.
 
     Args:
@@ -490,11 +496,12 @@ def _find_counterparts(
 
     Returns:
       The counterparts by what they are; what is wrong with those that have none; the tensors that nothing is known of,
-      each with the reason why the table leaves it out.
+      each with the reason why the table leaves it out; the releases that are read.
 
     Raises:
       Refused: the release can't be read.
     """
+    parts: list[HfCheckpoint] = []
     export = conversion.source
     config, options = Config(export.config), conversion.options
     family = family_of(config, options.maxtext_model, options.family)
@@ -505,7 +512,7 @@ def _find_counterparts(
     if like and not names:
         raise Refused(f"--like: {export.root} has nothing from a release; leave it out")
     if names:
-        release = _open_like(like or str(record.get("from")))
+        parts.append(release := _open_like(like or str(record.get("from"))))
         found[f"{release.root}, which they were taken from"], wrong = taken(export, release, names)
     judged = {rename(name, family.aliases) for name in names}
     left = {
@@ -520,7 +527,7 @@ def _find_counterparts(
     }
     if pairs := copied(conversion.encodings, copies):
         found["those that they are copies of"] = list(pairs.values())
-    return found, list(wrong.items()), {name: why for name, why in left.items() if name not in pairs}
+    return found, list(wrong.items()), {name: why for name, why in left.items() if name not in pairs}, parts
 
 
 def _open_like(url: str) -> HfCheckpoint:
@@ -606,9 +613,12 @@ def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report
             ):
                 _ = pipeline | beam.Create(todo) | CompareArrays(staged, file)
                 pipeline.run().wait_until_finish()
-            return read_findings(file, len(todo))
+            found = read_findings(file, len(todo))
         except Exception as e:
+            check_read(subject.sources)  # which says more
             raise Failed(f"  {last_words(e)}") from e
+    check_read(subject.sources)
+    return found
 
 
 if __name__ == "__main__":
