@@ -14,7 +14,7 @@ from weightbeam.formats.staging import ITEMS, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.errors import Failed, Refused
-from weightbeam.pipelines.output import CheckpointPlan, alone, check_output, is_finished, look_for_job
+from weightbeam.pipelines.output import CheckpointPlan, alone, check_output, is_finished, look_for_job, stopping
 from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.starting import get_ready
 from weightbeam.transforms.assembly import stage
@@ -130,10 +130,11 @@ def carry_checkpoint(
 def _publish_index(planned: CheckpointPlan, staging: Staging, how: Carrying) -> None:
     """A plan without units: every array is virtual, and a pipeline would have nothing to do."""
     try:
-        if stage(planned, staging, how.resume, how.link, how.sha256):
-            planned.assemble(staging, how.overwrite)
-        else:
-            publish(staging, how.overwrite)
+        with stopping(staging, planned.hash):
+            if stage(planned, staging, how.resume, how.link, how.sha256):
+                planned.assemble(staging, how.overwrite)
+            else:
+                publish(staging, how.overwrite)
     except LinkError as e:
         raise Refused(f"  link: {e}") from e
     except (OSError, ValueError) as e:

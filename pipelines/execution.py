@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import apache_beam as beam
@@ -21,6 +21,7 @@ from weightbeam.pipelines import dataflow
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import make_pipeline, pipeline_options
+from weightbeam.pipelines.output import stopping
 from weightbeam.pipelines.progress import LINE_EVERY, Report, at_most_every, quiet, watch_progress
 from weightbeam.pipelines.report import threads_of
 from weightbeam.pipelines.runners import jobs, local, portable
@@ -30,7 +31,7 @@ from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.handshake import GREETINGS, GreetWorkers
 from weightbeam.transforms.movement import Movement
 from weightbeam.transforms.overlap import overlaps, units_at_a_time
-from weightbeam.transforms.staged import made_by, remember
+from weightbeam.transforms.staged import remember
 from weightbeam.transforms.stages import (
     WRITTEN,
     AssembleCheckpoint,
@@ -180,7 +181,8 @@ def execute(
     noise = io.StringIO()
     try:
         if not stage(conversion, staging, resume, link, hashed):
-            staging.publish(overwrite)
+            with stopping(staging, conversion.hash):
+                staging.publish(overwrite)
             return None
         remember(conversion)
         left = int(conversion.made_bytes * staging.share_left(len(conversion.units)))
@@ -191,9 +193,10 @@ def execute(
             return dataflow.run(pipeline, left, noise, report)
         written = _written(conversion, staging, left, options)
         if on_engine:
-            return jobs.run(pipeline, staging, left, written, noise, report)
+            with stopping(staging, conversion.hash):
+                return jobs.run(pipeline, staging, left, written, noise, report)
         with (
-            _stopping(staging, conversion.hash),
+            stopping(staging, conversion.hash),
             watch_progress(left, written, DOING.get(conversion.kind, "converting"), report),
             quiet(noise),
             as_in_a_script(),
@@ -205,22 +208,6 @@ def execute(
         raise RefusedError(f"  link: {e}") from e
     except Exception as e:
         raise FailedError(_failure(e, staging, noise.getvalue())) from e
-
-
-@contextlib.contextmanager
-def _stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
-    """Context manager: what is interrupted publishes nothing; its threads, or another runner's processes, may be at
-    work still.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        with contextlib.suppress(OSError):
-            staging.stop()
-            if staging.is_held() and not staging.exists() and made_by(staging.final) == plan_hash:
-                staging.tidy()
-                raise KeyboardInterrupt(f"but {staging.final} was published already") from None
-        raise
 
 
 def _written(conversion: Movement, staging: Staging, left: int, options: PipelineOptions) -> Callable[[], int]:

@@ -19,7 +19,7 @@ import pytest
 from processes import ROOT, free_port, listening, running, wait_until
 from servers.clients import asking
 from servers.gcs import FakeGcs
-from support import LLAMA, assert_same_bits, convert, make_release, restore
+from support import LLAMA, QWEN3_MOE, assert_same_bits, convert, make_release, restore
 
 import weightbeam as wb
 from weightbeam.formats.safetensors import open_hf
@@ -236,7 +236,20 @@ def test_an_interrupted_call_publishes_nothing_in_a_bucket(
     assert made_by(open_store(command(source, checkpoint, "gs://bucket/out", resume=True)))
 
 
-@pytest.mark.parametrize("command", [by_convert, by_export])
+def by_reference(source: Path, checkpoint: Path, output: str, **options: Any) -> str:
+    """Converts where every array is virtual, so that the plan has no units; returns where the result is."""
+    arrays = make_release(Path(output).parent / "hf", QWEN3_MOE)
+    wb.convert(str(arrays), output, virtual=True, progress=False, **options)
+    return f"{output}/0"
+
+
+def by_an_engine(source: Path, checkpoint: Path, output: str, **options: Any) -> str:
+    """Converts as a job of Beam's own job service, whose workers are threads of this process."""
+    engine = ("--runner=PortableRunner", "--job_endpoint=embed", "--environment_type=LOOPBACK")
+    return by_convert(source, checkpoint, output, beam=engine)
+
+
+@pytest.mark.parametrize("command", [by_convert, by_export, by_reference, by_an_engine])
 def test_an_interrupt_after_the_publication_says_so(
     command: Callable[..., str], source: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
