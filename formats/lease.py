@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightbeam.formats.storage import LocalFolder, StorageError, Store
+from weightbeam.formats.storage.local import open_file
 
 if TYPE_CHECKING:
     from weightbeam.formats.storage.bucket import Bucket
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
+BEGIN, MOST_BYTES = b'{"owner": ', 1 << 12  # of a lease
 PATIENCE = 5.0  # seconds that someone else may take to take, or to release, a lease
 # of a file system without locks
 UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
@@ -43,12 +45,20 @@ class HeldError(StorageError):
     """Another conversion has the lease."""
 
 
+class ForeignError(StorageError):
+    """What has the name of a lease isn't one."""
+
+    def __init__(self, path: object):
+        super().__init__(f"{path} isn't what its name says, a lease of Weightbeam's; move it away")
+
+
 @contextlib.contextmanager
 def hold(store: Store, name: str) -> Iterator[Lease]:
     """Context manager: holds the lease `name` in a store.
 
     Raises:
       HeldError: another owner holds it.
+      ForeignError: something else has its name, and stays as it is.
     """
     lease = _lease(store, name)
     lease.take()
@@ -69,6 +79,7 @@ def check_free(store: Store, name: str) -> None:
 
     Raises:
       HeldError: an owner holds it.
+      ForeignError: something else has its name.
     """
     _lease(store, name).look()
 
@@ -151,7 +162,9 @@ class _FileLease(Lease):
         with self._locked():
             self._refuse()
             for left in self.path.parent.glob(f"{self.path.name}.*.new"):  # of one that was killed in the next lines
-                left.unlink(missing_ok=True)
+                with contextlib.suppress(ForeignError):
+                    _read(left)
+                    left.unlink(missing_ok=True)
             made = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}.new")
             try:
                 os.symlink(json.dumps(self.owner), made)
@@ -172,7 +185,9 @@ class _FileLease(Lease):
                 _refuse_if_alive(found, _now(self.path) - self.path.lstat().st_mtime)
 
     def is_mine(self) -> bool:
-        return _read(self.path) == self.owner
+        with contextlib.suppress(ForeignError):
+            return _read(self.path) == self.owner
+        return False
 
     def renew(self) -> None:
         if self.is_mine():
@@ -190,6 +205,8 @@ class _FileLease(Lease):
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
+                if os.fstat(fd).st_size:
+                    raise ForeignError(path)
                 if _lock(fd) and _is_at(path, fd):  # else its last owner has removed it
                     try:
                         yield
@@ -220,23 +237,41 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def _read(path: Path) -> Owner | None:
-    """The owner that a lease names: an empty one if it can't be read, None if there is no lease."""
+    """The owner that a lease names; see `_owner`. None if there is no lease.
+
+    Raises:
+      ForeignError: what is there isn't a lease.
+    """
     try:
-        text = os.readlink(path)
+        text = os.fsencode(os.readlink(path))
     except FileNotFoundError:
         return None
     except OSError:  # no link
         try:
-            text = path.read_text()
+            with open(open_file(str(path)), "rb") as file:
+                text = file.read(MOST_BYTES)
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError):
-            return {}
+        except OSError as e:
+            raise ForeignError(path) from e
+    return _owner(path, text)
+
+
+def _owner(path: object, text: bytes) -> Owner:
+    """The owner that the content of a lease names; an empty one where a power cut, or a kill, took some of its bytes.
+
+    Raises:
+      ForeignError: it isn't a lease's.
+    """
+    if not text.strip(b"\0"):
+        return {}
     try:
         found = json.loads(text)
     except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        found = {"owner": ""} if text.startswith(BEGIN) else None
+    if not isinstance(found, dict) or "owner" not in found:
+        raise ForeignError(path)
+    return found
 
 
 def _now(path: Path) -> float:
@@ -275,16 +310,17 @@ class _ObjectLease(Lease):
 
     def _read(self) -> Owner:
         try:
-            found = json.loads(self.store.read(self.name))
-        except (FileNotFoundError, ValueError):
+            return _owner(self.store.path(self.name), self.store.read(self.name, 0, MOST_BYTES))
+        except FileNotFoundError:
             return {}
-        return found if isinstance(found, dict) else {}
 
     def _replace(self, version: str | None) -> str:
         return self.store.replace(self.name, json.dumps(self.owner).encode(), version) or ""
 
     def is_mine(self) -> bool:
-        return bool(self.version) and self._read() == self.owner
+        with contextlib.suppress(ForeignError):
+            return bool(self.version) and self._read() == self.owner
+        return False
 
     def renew(self) -> None:
         if self.version:  # else someone took it away

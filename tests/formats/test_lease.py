@@ -108,6 +108,17 @@ def test_a_lease_that_was_taken_over_is_not_removed(tmp_path: Path) -> None:
     assert path.is_symlink()
 
 
+@pytest.mark.parametrize("content", [b"", b"\0" * 200, b'{"owner": "ab'])
+def test_a_lease_that_lost_its_bytes_is_taken_over(tmp_path: Path, content: bytes) -> None:
+    """As where a file system has no links, and the power is cut."""
+    path = tmp_path / "lease"
+    path.write_bytes(content)
+    os.utime(path, (0, 0))
+    with hold(path):
+        assert path.is_symlink()
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_lease_is_not_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would never go stale."""
     monkeypatch.setattr(lease, "HEARTBEAT", 0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from servers.clients import asking
 from servers.gcs import FakeGcs
 from support import call, convert
 
+from weightbeam.formats import lease
 from weightbeam.formats.storage import LocalFolder, open_store
 
 PLACES = ["folder", "bucket"]
@@ -108,3 +110,47 @@ def test_folders_of_others_beside_a_release_stay(checkpoint: Path, tmp_path: Pat
     for options in ((), ("--overwrite",)):
         assert call("export", checkpoint, tmp_path / "rel", *options) == 0
         assert (backup / "precious.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("place", PLACES, indirect=True)
+@pytest.mark.parametrize("content", ["mine", "[1]", '{"name": "mine"}', "{"])
+def test_a_file_under_the_name_of_a_lease(
+    source: Path, place: str, content: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """However old it is: the command is refused, and says which it is."""
+    store = open_store(place)
+    if isinstance(store, LocalFolder):
+        store.folder.mkdir()
+    store.write("0.weightbeam-lease", content.encode())
+    if isinstance(store, LocalFolder):
+        os.utime(store.path("0.weightbeam-lease"), (0, 0))
+    else:
+        monkeypatch.setattr(lease, "STALE", -1.0)
+    for options in ((), ("--overwrite",), ("--resume",)):
+        assert call("convert", source, place, *MODEL, *options) == 2
+        assert f"{store.path('0.weightbeam-lease')} isn't what its name says" in capfd.readouterr().err
+    assert store.read("0.weightbeam-lease") == content.encode()
+    assert [file.name for file in store.list()] == ["0.weightbeam-lease"]
+
+
+def test_files_beside_a_lease(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What it is locked by, and what it is made of, are files beside it; a link or a folder in its place is no lease."""
+    place = tmp_path / "out"
+    place.mkdir()
+    beside = place / "0.weightbeam-lease.mine.new"
+    beside.write_text("mine")
+    assert call("convert", source, place, *MODEL) == 0
+    assert beside.read_text() == "mine"
+    lock = place / "1.weightbeam-lease.lock"
+    lock.write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (place / "2.weightbeam-lease").symlink_to(tmp_path / "file")
+    (place / "3.weightbeam-lease").mkdir()
+    capfd.readouterr()
+    for step, name in ((1, lock.name), (2, "2.weightbeam-lease"), (3, "3.weightbeam-lease")):
+        assert call("convert", source, place, *MODEL, "--step", str(step)) == 2
+        assert f"{place / name} isn't what its name says" in capfd.readouterr().err
+    assert lock.read_text() == (place / "2.weightbeam-lease").read_text() == "mine"
+    assert sorted(path.name for path in place.iterdir()) == sorted(
+        ["0", beside.name, lock.name, "2.weightbeam-lease", "3.weightbeam-lease"]
+    )
