@@ -11,6 +11,7 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats import ocdbt
+from weightbeam.formats.identity import same_folders
 from weightbeam.formats.orbax_source import OrbaxArray
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.zarr import ArraySpec, EncodedChunk
@@ -42,12 +43,14 @@ def read_chunks(wanted: Sequence[Wanted]) -> list[EncodedChunk]:
     """Reads chunks as they are encoded, all at once, and decodes each to see that it is whole.
 
     Raises:
-      StorageError: one is missing or damaged.
+      StorageError: one is missing or damaged, or another checkpoint lies there than was planned with.
     """
-    reads = [
-        _store(array.items, array.use_ocdbt).read(f"{array.key}/{_name(array, index)}") for array, _, _, index in wanted
-    ]
-    return [_decoded(*of, read.result()) for of, read in zip(wanted, reads, strict=True)]
+    with same_folders({array.place for array, *_ in wanted}):
+        reads = [
+            _store(array.items, array.use_ocdbt).read(f"{array.key}/{_name(array, index)}")
+            for array, _, _, index in wanted
+        ]
+        return [_decoded(*of, read.result()) for of, read in zip(wanted, reads, strict=True)]
 
 
 def _name(array: OrbaxArray, index: tuple[int, ...]) -> str:

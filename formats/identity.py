@@ -12,13 +12,14 @@ same path: when a plan is resumed, and before anything is published.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store
@@ -108,13 +109,24 @@ def inode(folder: Store) -> int:
     return os.stat(folder.url).st_ino if isinstance(folder, LocalFolder) else 0
 
 
-def check_folders(planned: Iterable[tuple[str, int]]) -> None:
-    """Checks that folders, each with its inode, are those that were planned with: where others open their files, by
-    paths that may lead elsewhere for a while.
+@contextlib.contextmanager
+def same_folders(planned: Collection[tuple[str, int]]) -> Iterator[None]:
+    """Context manager: folders, each with its inode, are those that were planned with, before and after what is done
+    meanwhile: where others open their files, by paths that may lead elsewhere for a while.
 
     Raises:
-      ChangedError: one isn't.
+      ChangedError: one isn't, which says more than what fails for it.
     """
+    _check_folders(planned)
+    try:
+        yield
+    except Exception:
+        _check_folders(planned)
+        raise
+    _check_folders(planned)
+
+
+def _check_folders(planned: Iterable[tuple[str, int]]) -> None:
     for path, known in planned:
         if known and (not os.path.exists(path) or os.stat(path).st_ino != known):
             raise changed_error(f"{path} changed", ", and isn't the checkpoint that was planned with")

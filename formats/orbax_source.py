@@ -20,7 +20,7 @@ import tensorstore as ts
 
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.encodings.encoding import InOrder
-from weightbeam.formats.identity import Files, check_folders, inode, this_machine
+from weightbeam.formats.identity import Files, inode, same_folders, this_machine
 from weightbeam.formats.orbax import (
     check_files,
     check_memory,
@@ -73,6 +73,11 @@ class OrbaxArray(InOrder):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Of the item, for `identity.same_folders`."""
+        return self.items, self.folder
+
+    @property
     def chunk_bytes(self) -> int:
         """Of a chunk, decoded."""
         return math.prod(self.chunk) * self.dtype.itemsize
@@ -107,23 +112,20 @@ class ChunkRead:
         Raises:
           StorageError: a chunk is missing or damaged, or another checkpoint lies there than was planned with.
         """
-        folders = {(read.array.items, read.array.folder) for read in reads}
-        check_folders(folders)  # and afterwards: TensorStore opens the files by their paths, meanwhile
         made, writes = [], []
-        for read in reads:
-            check_memory(read.array.items, read.array.key, read.array.chunk_bytes)
-            values = empty(extent(read.box), read.array.dtype)
-            region = tuple(slice(start, stop) for start, stop in read.box)
-            stored = _opened(read.array)[region]
-            writes.append((read, ts.array(values).write(stored, can_reference_source_data_indefinitely=True)))
-            made.append(values)
-        for read, write in writes:
-            try:
-                write.result()
-            except ValueError as e:
-                check_folders(folders)  # which says more
-                raise StorageError(f"{read.array.items}: {read.array.key}: {ocdbt.brief(e)}") from e
-        check_folders(folders)
+        with same_folders({read.array.place for read in reads}):
+            for read in reads:
+                check_memory(read.array.items, read.array.key, read.array.chunk_bytes)
+                values = empty(extent(read.box), read.array.dtype)
+                region = tuple(slice(start, stop) for start, stop in read.box)
+                stored = _opened(read.array)[region]
+                writes.append((read, ts.array(values).write(stored, can_reference_source_data_indefinitely=True)))
+                made.append(values)
+            for read, write in writes:
+                try:
+                    write.result()
+                except ValueError as e:
+                    raise StorageError(f"{read.array.items}: {read.array.key}: {ocdbt.brief(e)}") from e
         return made, sum(values.nbytes for values in made)
 
 

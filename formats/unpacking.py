@@ -14,6 +14,7 @@ them; in either byte order. What is stored otherwise is read whole, or refused w
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -28,6 +29,7 @@ import zstandard
 
 from weightbeam.formats import ocdbt, zarr
 from weightbeam.formats.encodings.encoding import InOrder
+from weightbeam.formats.identity import ChangedError, same_folders
 from weightbeam.formats.orbax_source import OrbaxArray
 from weightbeam.formats.provenance import begin
 from weightbeam.formats.provenance import pieces as pieces_of
@@ -147,7 +149,7 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
       Bytes that were decoded.
 
     Raises:
-      StorageError: the chunk is missing or damaged.
+      StorageError: the chunk is missing or damaged, or another checkpoint lies there than was planned with.
     """
     boxes = pieces(array, index)
     wanted = [volume(box) * array.dtype.itemsize for box in boxes]
@@ -160,7 +162,11 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
     hashed = begin(
         array, _cropped([(i * n, (i + 1) * n) for i, n in zip(index, array.chunk, strict=True)], array.shape)
     )
-    with concurrent.futures.ThreadPoolExecutor(1) as writer:  # a piece is written while the next one is decoded
+    with (
+        _removed_if_changed(place, names),
+        same_folders({array.place}),
+        concurrent.futures.ThreadPoolExecutor(1) as writer,  # a piece is written while the next one is decoded
+    ):
         stream, written = decoded(array, index), None
         for name, nbytes, box in zip(names, wanted, boxes, strict=True):
             piece = stream.read(nbytes)
@@ -178,6 +184,17 @@ def unpack(array: OrbaxArray, index: Sequence[int], place: Store, prefix: str = 
     if summed:
         place.write(share_name(array, index, prefix), hashed.hexdigest().encode())
     return sum(wanted)
+
+
+@contextlib.contextmanager
+def _removed_if_changed(place: Store, names: Sequence[str]) -> Iterator[None]:
+    """Context manager: files go that may be another checkpoint's; else the next attempt would take them."""
+    try:
+        yield
+    except ChangedError:
+        for name in names:
+            place.delete(name)
+        raise
 
 
 def _hash(hashed: xxhash.xxh3_128, array: OrbaxArray, box: Box, piece: bytes) -> None:

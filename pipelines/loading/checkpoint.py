@@ -11,7 +11,7 @@ import numpy as np
 import tensorstore as ts
 
 from weightbeam.formats import ocdbt
-from weightbeam.formats.identity import Files, hash_files
+from weightbeam.formats.identity import Files, hash_files, inode, same_folders
 from weightbeam.formats.orbax import grains, leaves, open_arrays, read_tree, record_of
 from weightbeam.formats.safetensors import Allocate
 from weightbeam.formats.storage import StorageError, Store
@@ -49,6 +49,7 @@ class Orbax:
 
     def __init__(self, items: Store, as_is: bool = False):
         self.url = items.url
+        self._place = items.url, inode(items)
         self._items, self._files = items, Files(items.url, tuple(items.list()))
         opened = open_arrays(items, complete=True)
         names = {} if as_is else _names(items)
@@ -82,12 +83,13 @@ class Orbax:
             (maker if same else empty)(extent(want.box), self.arrays[want.key].dtype)
             for want, maker, same in zip(wanted, makers, plain, strict=True)
         ]
-        reads = [self._read(key, box, into) for (key, box, *_), into in zip(wanted, made, strict=True)]
-        try:
-            for read in reads:
-                read.result()
-        except ValueError as e:  # TensorStore's, of whatever went wrong
-            raise StorageError(f"{self.url}: {ocdbt.brief(e)}") from e
+        with same_folders([self._place]):
+            reads = [self._read(key, box, into) for (key, box, *_), into in zip(wanted, made, strict=True)]
+            try:
+                for read in reads:
+                    read.result()
+            except ValueError as e:  # TensorStore's, of whatever went wrong
+                raise StorageError(f"{self.url}: {ocdbt.brief(e)}") from e
         self._note(wanted, made)
         nbytes = sum(self.cost(key, [box]).nbytes for key, box, *_ in wanted)
         for number, (want, maker) in enumerate(zip(wanted, makers, strict=True)):

@@ -16,11 +16,16 @@ import pytest
 from support import TIME, call, make_dated_release
 
 import weightbeam as wb
+from weightbeam.formats.copying import copy_spec, read_chunks
 from weightbeam.formats.identity import ChangedError
-from weightbeam.formats.orbax_source import load_checkpoint, open_orbax
+from weightbeam.formats.orbax_source import OrbaxCheckpoint, load_checkpoint, open_orbax
+from weightbeam.formats.orbax_state import surroundings
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, open_hf, read_boxes
-from weightbeam.formats.storage import local
+from weightbeam.formats.storage import LocalFolder, local, open_store
+from weightbeam.formats.unpacking import chunks, unpack
 from weightbeam.model_mappings.boxes import whole
+from weightbeam.pipelines.loading.checkpoint import Orbax
+from weightbeam.pipelines.loading.source import Wanted
 from weightbeam.transforms import conversion, execution
 from weightbeam.transforms.units import Fetch
 
@@ -150,20 +155,88 @@ def test_another_name_doesnt_hide_a_change(source: Path) -> None:
         opened.check()
 
 
+def checkpoints(source: Path, *options: str) -> Path:
+    """A link to a checkpoint of the release `one`, beside which one of `two` lies."""
+    for name in ("one", "two"):
+        made = source.with_name(f"{name}-orbax")
+        assert call("convert", source.with_name(name), made, "--maxtext_model", "llama2-7b", *options) == 0
+    point(source.with_name("checkpoint"), "one-orbax")
+    return source.with_name("checkpoint")
+
+
+def by_units(opened: OrbaxCheckpoint, folder: Path) -> Callable[[], object]:
+    """As every command reads that decodes arrays."""
+    return lambda: execution.read([Fetch(array, whole(array.shape), array.dtype) for array in opened.arrays.values()])
+
+
+def by_copying(opened: OrbaxCheckpoint, folder: Path) -> Callable[[], object]:
+    """As `reshard` reads what stays as it is encoded."""
+    zarr = surroundings(opened).zarr
+    arrays = [array for array in opened.weights.values() if array.key in zarr]
+    specs = [(array, copy_spec(zarr[array.key], array.key, array.dtype)) for array in arrays]
+    return lambda: read_chunks(
+        [(array, zarr[array.key], spec, (0,) * len(array.shape)) for array, spec in specs if spec is not None]
+    )
+
+
+def by_unpacking(opened: OrbaxCheckpoint, folder: Path) -> Callable[[], object]:
+    """As chunks are read that no unit can hold."""
+    folder.mkdir()
+    place, array = LocalFolder(str(folder)), next(iter(opened.weights.values()))
+    return lambda: [unpack(array, index, place) for index in chunks(array)]
+
+
+def by_load(opened: OrbaxCheckpoint, folder: Path) -> Callable[[], object]:
+    """As `load` and an open tree read."""
+    source = Orbax(open_store(opened.root))
+    wanted = [Wanted(key, whole(array.shape), array.dtype) for key, array in source.arrays.items()]
+    return lambda: source.make(wanted)
+
+
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("format", ["true", "false"])
-def test_a_checkpoint_that_is_another_one_for_a_while(staged: bool, format: str, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", [by_units, by_copying, by_unpacking, by_load])
+def test_a_checkpoint_that_is_another_one_for_a_while(
+    reader: Callable[..., Callable[[], object]], staged: bool, format: str, source: Path, tmp_path: Path
+) -> None:
     """Its files are opened by TensorStore, by their paths; nothing but the plan tells whose they are."""
-    options = ["--maxtext_model", "llama2-7b", "--use_ocdbt", format]
-    for name in ("one", "two"):
-        assert call("convert", "--source", tmp_path / name, "--output", tmp_path / f"{name}-orbax", *options) == 0
-    point(tmp_path / "checkpoint", "one-orbax")
-    opened = open_orbax(tmp_path / "checkpoint")
+    checkpoint = checkpoints(source, "--use_ocdbt", format)
+    opened = open_orbax(checkpoint)
     if staged:
         opened = load_checkpoint(json.loads(json.dumps(opened.to_json())))
-    fetches = [Fetch(array, whole(array.shape), array.dtype) for array in opened.arrays.values()]
-    execution.read(fetches)
-    with link_switched(tmp_path / "checkpoint", "two-orbax"), pytest.raises(ChangedError, match="isn't the checkpoint"):
-        execution.read(fetches)
-    execution.read(fetches)
+    read = reader(opened, tmp_path / "unpacked")
+    with link_switched(checkpoint, "two-orbax"), pytest.raises(ChangedError, match="isn't the checkpoint"):
+        read()
+    read()
     opened.check()
+
+
+def test_pieces_of_another_checkpoint_are_not_left(source: Path, tmp_path: Path) -> None:
+    """The next attempt keeps those that are there."""
+    checkpoint, folder = checkpoints(source), tmp_path / "unpacked"
+
+    class Switching(LocalFolder):
+        def write(self, name: str, data: bytes) -> None:
+            super().write(name, data)
+            point(checkpoint, "two-orbax")
+
+    folder.mkdir()
+    array = next(iter(open_orbax(checkpoint).weights.values()))
+    with pytest.raises(ChangedError, match="isn't the checkpoint"):
+        unpack(array, chunks(array)[0], Switching(str(folder)))
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_a_chunk_that_is_another_one_for_a_while(source: Path) -> None:
+    """A file that was renamed and back has changed since, and isn't taken for what was planned with."""
+    checkpoint = checkpoints(source, "--use_ocdbt", "false")
+    opened = open_orbax(checkpoint)
+    chunk = next(path for path in sorted((checkpoint / "0/items").rglob("*")) if path.name == "0")
+    other = source.with_name("two-orbax") / chunk.relative_to(checkpoint)
+    os.rename(chunk, source.with_name("aside"))
+    os.rename(other, chunk)
+    by_units(opened, source)()
+    os.rename(chunk, other)
+    os.rename(source.with_name("aside"), chunk)
+    with pytest.raises(ChangedError, match="though its size and time are as before"):
+        opened.check()
