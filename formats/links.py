@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from weightbeam.formats.identity import ChangedError, check_opened
 from weightbeam.formats.safetensors import CONFIGS, HfCheckpoint, Shard, open_shard
 from weightbeam.formats.storage import (
     TEMPORARY,
@@ -27,10 +28,12 @@ from weightbeam.formats.storage import (
     stretches,
     sync_folder,
 )
+from weightbeam.formats.storage.local import file_of, open_file
 
 SOURCE = "source"  # below the item
 SUMS = "SHA256SUMS"  # beside the files, if their hashes were asked for; `sha256sum -c` reads it
 HARD, SYMBOLIC, COPY = "hard", "symlink", "copy"
+COPIED_BYTES = 16 << 20  # at a time
 OBJECT = "object"  # in a bucket: rewritten by the store where the source lies in a bucket too, else uploaded
 
 
@@ -58,7 +61,7 @@ def put_source(folder: Store, checkpoint: HfCheckpoint, how: str, hashed: bool =
             _put_object(folder, source, shard, how)
         elif isinstance(source, LocalFolder):
             # the real file: a hub's cache holds links
-            _put(Path(os.path.realpath(shard.path)), folder.folder / shard.name, how)
+            _put(Path(os.path.realpath(shard.path)), folder, shard, how)
         elif how == COPY:
             _download(folder, source, shard)
         else:
@@ -120,8 +123,13 @@ def _holds(folder: Store, shard: Shard) -> bool:
     return True
 
 
-def _put(file: Path, target: Path, how: str) -> None:
-    """Puts a file there, unless an earlier attempt did: making a link anew would be a change of the source's file."""
+def _put(file: Path, folder: LocalFolder, shard: Shard, how: str) -> None:
+    """Puts a file there, unless an earlier attempt did: making a link anew would be a change of the source's file.
+
+    Raises:
+      ChangedError: another file lies at its path by now.
+    """
+    target = folder.folder / shard.name
     try:
         if how == HARD and not target.is_symlink() and target.exists() and target.samefile(file):
             return
@@ -130,10 +138,15 @@ def _put(file: Path, target: Path, how: str) -> None:
         target.unlink(missing_ok=True)
         if how == HARD:
             os.link(file, target)
+            if linked := folder.stat(shard.name):
+                check_opened(shard.path, shard, linked)
         elif how == SYMBOLIC:
             os.symlink(file, target)
         else:
-            _copy(file, target)
+            _copy(file, target, shard)
+    except ChangedError:
+        target.unlink(missing_ok=True)
+        raise
     except OSError as e:
         raise LinkError(f"{file} can't be put into {target.parent} (--link {how}): {_reason(e)}") from e
 
@@ -147,11 +160,14 @@ def _reason(error: OSError) -> str:
     return str(error.strerror)
 
 
-def _copy(file: Path, target: Path) -> None:
+def _copy(file: Path, target: Path, planned: Shard) -> None:
+    """Copies the file that was planned with: the one that is open, whatever comes to lie at its path meanwhile."""
     temporary = target.with_name(f".{target.name}{TEMPORARY}")
-    shutil.copyfile(file, temporary)
-    shutil.copystat(file, temporary)
-    with open(temporary, "rb") as written:
+    with open(open_file(str(file)), "rb", buffering=0) as source, open(temporary, "wb", buffering=0) as written:
+        check_opened(planned.path, planned, file_of(planned.name, found := os.fstat(source.fileno())))
+        shutil.copyfileobj(source, written, COPIED_BYTES)
+        os.fchmod(written.fileno(), found.st_mode & 0o777)
+        os.utime(written.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
         os.fsync(written.fileno())
     os.replace(temporary, target)
 

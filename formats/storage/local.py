@@ -60,7 +60,7 @@ def read_ranges(path: str, ranges: Iterable[ByteRange], check: Callable[[File], 
         raise StorageError(f"{path}: {e.strerror}") from e
     try:
         if check:
-            check(_file(path, os.fstat(fd)))
+            check(file_of(path, os.fstat(fd)))
         batch: list[memoryview] = []
         start = end = 0
         for offset, buffer in sorted(ranges, key=lambda item: item[0]):
@@ -270,7 +270,7 @@ class LocalFolder(Store):
             raise
         if stat.S_ISDIR(found.st_mode):
             return None
-        return _file(name, found, _sha256_of_blob(path))
+        return file_of(name, found, _sha256_of_blob(path))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         with open(open_file(self.path(name)), "rb") as file:
@@ -319,7 +319,7 @@ class LocalFolder(Store):
         return {"driver": "file", "path": f"{self.url}/"}
 
 
-def _file(name: str, found: os.stat_result, sha256: str | None = None) -> File:
+def file_of(name: str, found: os.stat_result, sha256: str | None = None) -> File:
     """What the system says of a file."""
     return File(
         name,

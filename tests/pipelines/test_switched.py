@@ -18,6 +18,7 @@ from support import TIME, call, make_dated_release
 import weightbeam as wb
 from weightbeam.formats.copying import copy_spec, read_chunks
 from weightbeam.formats.identity import ChangedError
+from weightbeam.formats.links import COPY, HARD, put_source
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, load_checkpoint, open_orbax
 from weightbeam.formats.orbax_state import surroundings
 from weightbeam.formats.safetensors import BoxRead, HfCheckpoint, open_hf, read_boxes
@@ -94,6 +95,23 @@ def test_what_is_read_is_what_was_planned_with(switch: Switch, staged: bool, sou
         read(opened)
     assert all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(read(opened), before, strict=True))
     opened.check()
+
+
+@SWITCHES
+@pytest.mark.parametrize("link", [COPY, HARD])
+def test_what_a_virtual_checkpoint_gets_is_what_was_planned_with(
+    link: str, switch: Switch, source: Path, tmp_path: Path
+) -> None:
+    """Its copies are of the file that was compared, and its links lead to that."""
+    opened, folder = open_hf(source), LocalFolder(str(tmp_path / "made"))
+    with switch(source, "two"), pytest.raises(ChangedError, match=r"model\.safetensors changed .*isn.t the file"):
+        put_source(folder, opened, link)
+    assert not [name for name in folder.entries() if name.endswith(".safetensors")]
+    put_source(folder, opened, link)
+    made, before = (Path(place) / "model.safetensors" for place in (folder, source))
+    assert made.read_bytes() == before.read_bytes()
+    assert made.stat().st_mtime_ns == before.stat().st_mtime_ns
+    assert made.samefile(before) == (link == HARD)
 
 
 def test_units_read_while_the_source_was_another(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
