@@ -82,18 +82,22 @@ class Conversions(RuleBasedStateMachine):
                 self.world.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_conversions_that_sleep_and_wake(kind: str) -> None:
-    machine = type("Machine", (Conversions,), {"kind": kind})
+def run(machine: type[Conversions], kind: str, examples: int) -> None:
+    """As many schedules, the same each time."""
     few = settings(
-        max_examples=30,
+        max_examples=examples,
         stateful_step_count=10,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         derandomize=True,
         database=None,
     )
-    run_state_machine_as_test(machine, settings=few)
+    run_state_machine_as_test(type("Machine", (machine,), {"kind": kind}), settings=few)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversions_that_sleep_and_wake(kind: str) -> None:
+    run(Conversions, kind, 30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,16 +124,7 @@ class Releases(Conversions):
 
 @pytest.mark.parametrize("kind", ["folder", "bucket", "hub"])
 def test_releases_that_sleep_and_wake(kind: str) -> None:
-    machine = type("Machine", (Releases,), {"kind": kind})
-    few = settings(
-        max_examples=15,
-        stateful_step_count=10,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        derandomize=True,
-        database=None,
-    )
-    run_state_machine_as_test(machine, settings=few)
+    run(Releases, kind, 15)
 
 
 @pytest.mark.landing  # some hundred schedules until one shows it
