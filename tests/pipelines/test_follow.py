@@ -33,6 +33,7 @@ from processes import wait_until
 from servers.clients import asking, at_hub
 from servers.gcs import FakeGcs
 from servers.hub import FakeHub
+from servers.repository import Commit
 from servers.server import Fault
 from support import (
     BF16,
@@ -144,8 +145,13 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 
 def tensors_on(hub: FakeHub, branch: str, folder: Path) -> dict[str, np.ndarray]:
     """The tensors of a branch."""
+    return tensors_of(hub.repositories[REPO].branches[branch], folder)
+
+
+def tensors_of(commit: Commit, folder: Path) -> dict[str, np.ndarray]:
+    """The tensors of a commit."""
     folder.mkdir(parents=True)
-    for name, blob in hub.repositories[REPO].branches[branch].files.items():
+    for name, blob in commit.files.items():
         if name.endswith(".safetensors"):
             (folder / name).write_bytes(bytes(blob.data))
     return read_tensors(folder)
@@ -889,14 +895,67 @@ def test_an_older_step_that_is_published_later(
         assert json.loads((tmp_path / "out" / "hf.json").read_text())["step"] == 2
 
 
+@pytest.mark.slow("two watchers that export and publish the same steps")
+@pytest.mark.parametrize("machines", [1, 2])
+def test_two_watchers_of_one_repository(
+    machines: int, model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub
+) -> None:
+    """Both alive all the time, on one machine or on one each: each step is published once, whole and as it is, and
+    `main` goes from a step to a newer one only.
+    """
+    like, run, last = model[0], tmp_path / "run" / "checkpoints", 6
+    write(run, 1, model=model)
+    follow = ["--run", str(run), "--like", str(like), "--output", f"hf://{REPO}", "--interval", "1s"]
+    printed = [tmp_path / f"printed-{number}" for number in range(2)]
+
+    def told() -> str:
+        return "\n".join(file.read_text()[-2000:] for file in printed)
+
+    with contextlib.ExitStack() as stack:
+        watchers = []
+        for number, file in enumerate(printed):
+            cache = str(tmp_path / f"cache-{number % machines}")
+            watchers.append(start(["-m", "weightbeam.pipelines.watch", *follow], file, XDG_CACHE_HOME=cache))
+            stack.callback(watchers[-1].wait)
+            stack.callback(watchers[-1].kill)
+        for step in range(2, last + 1):
+            time.sleep(2)
+            write(run, step, model=model)
+        wanted, deadline = {"main", *(f"step-{step}" for step in range(1, last + 1))}, time.monotonic() + PATIENCE
+        while (
+            not (repository := hub.repositories.get(REPO))
+            or set(repository.branches) != wanted
+            or not repository.head.title.startswith(f"Step {last} ")
+        ):
+            assert all(watcher.poll() is None for watcher in watchers), told()
+            assert time.monotonic() < deadline, told()
+            time.sleep(0.2)
+        time.sleep(5)  # in which the other one looks, too
+        assert all(watcher.poll() is None for watcher in watchers), told()
+    assert set(repository.branches) == wanted
+    quiet = {step: exported(run / str(step), like, tmp_path / f"quiet-{step}") for step in range(1, last + 1)}
+    made: dict[str, list[int]] = {}
+    for branch, head in repository.branches.items():
+        for number, commit in enumerate(head.history()):
+            if match := re.match(r"Step (\d+) of run \(", commit.title):
+                made.setdefault(branch, []).insert(0, int(match[1]))
+                found = tensors_of(commit, tmp_path / f"got-{branch}-{number}")
+                assert_same_bits(found, quiet[int(match[1])])
+                assert json.loads(bytes(commit.files["run.json"].data))["step"] == int(match[1])
+    for step in range(1, last + 1):
+        assert made[f"step-{step}"].count(step) == 1
+    assert made["main"] == sorted(set(made["main"]))
+    assert made["main"][-1] == last
+    assert "Traceback" not in told()
+    assert "failed" not in told()
+
+
 # --- beside a run -----------------------------------------------------------------------------------------------------
 
 
-def start(command: list[str], printed: Path) -> subprocess.Popen[bytes]:
-    out = printed.open("ab")
-    return subprocess.Popen(
-        [sys.executable, *command], stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    )
+def start(command: list[str], printed: Path, **environment: str) -> subprocess.Popen[bytes]:
+    out, environment = printed.open("ab"), {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    return subprocess.Popen([sys.executable, *command], stdout=out, stderr=out, env=os.environ | environment)
 
 
 class Followed:
