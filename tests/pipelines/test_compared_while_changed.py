@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import QWEN3_MOE, call, convert, random_tensors, save
+from support import QWEN3_MOE, call, convert, make_release
 
 import weightbeam as wb
 
@@ -19,7 +19,7 @@ MODEL = QWEN3_MOE | dict(architectures=["Qwen3MoeForCausalLM"], torch_dtype="bfl
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("made")
-    convert(save(made / "hf", MODEL, random_tensors(MODEL)), made / "ckpt")
+    convert(make_release(made / "hf", MODEL), made / "ckpt")
     assert call("export", made / "ckpt", made / "tuned") == 0
     return made
 

@@ -372,7 +372,7 @@ def test_another_model_of_the_same_size_and_time(
     step = convert(source, tmp_path / "out", "--virtual", "--link", link)
     file = step / "items" / SOURCE / weights(source).name
     file = Path(os.readlink(file)) if link == "symlink" else file
-    others = save(tmp_path / "other", QWEN3_MOE, *split(random_tensors(QWEN3_MOE, seed=1), 2))
+    others = make_release(tmp_path / "other", QWEN3_MOE, 2, seed=1)
     before, content = file.stat(), (others / file.name).read_bytes()
     assert before.st_size == len(content)
     if accident == "by rename":
