@@ -30,20 +30,26 @@ def brief(error: Exception) -> str:
     return str(error).partition(" [source locations=")[0]
 
 
-def database(folder: Store, manifest: Store | None = None) -> dict[str, Any]:
-    """The OCDBT database in a folder, opened as Orbax opens it; its manifest may lie in another one.
+def database(folder: Store) -> dict[str, Any]:
+    """The OCDBT database in a folder, to be read: anyone's, with the settings that its manifest tells.
 
-    Data files need no rename, since no one reads them before the manifest names them; the manifest is replaced
-    atomically (google/orbax, checkpoint/orbax/checkpoint/_src/serialization/tensorstore_utils.py, 0.12.8).
+    Data files need no rename, since no one reads them before the manifest names them (google/orbax,
+    checkpoint/orbax/checkpoint/_src/serialization/tensorstore_utils.py, 0.12.8); what is copied from one database to
+    another one needs the same in both.
     """
     base = folder.kvstore()
     data = {**base, "file_io_locking": {"mode": "non_atomic"}} if base["driver"] == "file" else base
+    return {"driver": "ocdbt", "base": data, "manifest": base, "cache_pool": "cache_pool#ocdbt"}
+
+
+def written_database(folder: Store, manifest: Store | None = None) -> dict[str, Any]:
+    """The OCDBT database in a folder, to be written as Orbax writes it; its manifest, which is replaced atomically, may
+    lie in another one.
+    """
     return {
-        "driver": "ocdbt",
-        "base": data,
-        "manifest": base if manifest is None else manifest.kvstore(),
+        **database(folder),
+        **({} if manifest is None else {"manifest": manifest.kvstore()}),
         "assume_config": True,
-        "cache_pool": "cache_pool#ocdbt",
         "target_data_file_size": 2**31,
         "config": CONFIG,
     }
@@ -101,9 +107,9 @@ def merge(
     """
     count = 0
     for start in range(0, len(databases), MERGE_BATCH):
-        count += _copy(database(items, manifest), databases[start : start + MERGE_BATCH])
+        count += _copy(written_database(items, manifest), databases[start : start + MERGE_BATCH])
         _trim()
-    merged = ts.KvStore.open(database(items, manifest), context=context()).result()
+    merged = ts.KvStore.open(written_database(items, manifest), context=context()).result()
     with ts.Transaction(atomic=True) as transaction:
         writes = [merged.with_transaction(transaction).write(key, value) for key, value in objects]
         for write in writes:

@@ -132,8 +132,8 @@ def _with_checksum(data: bytes) -> bytes:
 
 
 def read_references(folder: Store) -> Iterator[Reference]:
-    """Every value of a database that lies in a file, as TensorStore tells it; values of at most 1 KiB stand in the
-    database itself.
+    """Every value of a database that lies in a file, as TensorStore tells it; small ones, in ours those of at most 1 KiB,
+    stand in the database itself.
     """
     store, shared = ts.KvStore.open(folder.kvstore()).result(), ts.Context({})
     latest = ts.ocdbt.dump(store, context=shared).result()["versions"][-1]["root"]

@@ -17,6 +17,18 @@ NAMES = {"zarr": ".zarray", "zarr3": "zarr.json"}
 LITTLE: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
 BIG: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "big"}}
 CRC: dict[str, Any] = {"name": "crc32c"}
+# settings of databases that TensorStore writes for others: its own, and what else each of them may be
+# (google/tensorstore, tensorstore/kvstore/ocdbt/schema.yml)
+DATABASES: dict[str, dict[str, Any]] = {
+    "TensorStore's own": {},
+    "nothing inline": {"max_inline_value_bytes": 0},
+    "all inline": {"max_inline_value_bytes": 1 << 20},
+    "small nodes": {"max_decoded_node_bytes": 500},
+    "versions in small nodes": {"version_tree_arity_log2": 1},
+    "not compressed": {"compression": None},
+    "compressed further": {"compression": {"id": "zstd", "level": 9}},
+    "numbered manifests": {"manifest_kind": "numbered"},
+}
 
 
 def tree(keys: Iterable[str], use_ocdbt: bool = False, use_zarr3: bool = False) -> dict[str, Any]:
@@ -73,10 +85,20 @@ def sharded(chunk: Iterable[int], codecs: Iterable[Mapping[str, Any]] = (LITTLE,
     return {"name": "sharding_indexed", "configuration": usual | other}
 
 
-def item(folder: Path, arrays: Mapping[str, tuple[np.ndarray, Mapping[str, Any]]], use_ocdbt: bool = False) -> Path:
-    """An item of arrays, each of values and what zarr says of them; a step's folder is around it."""
+def item(
+    folder: Path,
+    arrays: Mapping[str, tuple[np.ndarray, Mapping[str, Any]]],
+    use_ocdbt: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """An item of arrays, each of values and what zarr says of them; a step's folder is around it. `config`: the settings
+    of its database, where they aren't those of Orbax.
+    """
     folder.mkdir(parents=True)
-    base = ocdbt.database(open_store(folder)) if use_ocdbt else {"driver": "file", "path": f"{folder}/"}
+    base: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
+    if use_ocdbt:
+        ours = ocdbt.written_database(open_store(folder))
+        base = ours if config is None else {"driver": "ocdbt", "base": base, "config": dict(config)}
     driver = "zarr3"
     for key, (values, about) in arrays.items():
         driver = "zarr3" if about["zarr_format"] == 3 else "zarr"

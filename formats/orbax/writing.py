@@ -114,7 +114,9 @@ def _write(
     shared = ocdbt.context()
     transaction = ts.Transaction(atomic=True) if format.use_ocdbt else None
     kvstore = (
-        ocdbt.database(staging.items / f"{ocdbt.ATTEMPT}{attempt}") if format.use_ocdbt else staging.shards.kvstore()
+        ocdbt.written_database(staging.items / f"{ocdbt.ATTEMPT}{attempt}")
+        if format.use_ocdbt
+        else staging.shards.kvstore()
     )
     futures = []
     for spec, same in itertools.groupby(shards, key=lambda shard: shard[0]):

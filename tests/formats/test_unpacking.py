@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lazily import lazily
-from strangers import BIG, CRC, LITTLE, item, sharded, zarr2, zarr3
+from strangers import BIG, CRC, DATABASES, LITTLE, item, sharded, zarr2, zarr3
 from support import call
 
 from weightbeam.formats import unpacking
 from weightbeam.formats.orbax_source import ChunkRead, open_orbax
+from weightbeam.formats.references import files_of
 from weightbeam.formats.safetensors import read_boxes
 from weightbeam.formats.storage import StorageError, open_store
 
@@ -100,3 +101,17 @@ def test_small_units_make_the_same_copy(tmp_path: Path, form: str, capsys: pytes
     if not whole:
         (array,) = open_orbax(tmp_path / "out").arrays.values()
         assert np.array_equal(ChunkRead.fetch([ChunkRead(array, ((0, 20), (0, 30)))])[0][0], VALUES)
+
+
+@pytest.mark.parametrize("settings", DATABASES)
+def test_a_database_with_settings_of_its_own(tmp_path: Path, settings: str) -> None:
+    """Those that its manifest tells are taken, whoever wrote it."""
+    about = zarr3(VALUES, [LITTLE, ZSTD3])
+    items = item(tmp_path / "items", {"params.params.w": (VALUES, about)}, use_ocdbt=True, config=DATABASES[settings])
+    (array,) = open_orbax(items).arrays.values()
+    assert np.array_equal(ChunkRead.fetch([ChunkRead(array, ((0, 20), (0, 30)))])[0][0], VALUES)
+    (tmp_path / "files").mkdir()
+    assert unpacking.unpack(array, (0, 0), open_store(tmp_path / "files")) == VALUES.nbytes
+    (held,) = files_of(open_store(items), [array.key]).values()
+    assert held
+    assert all(Path(file).exists() for file in held)

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorstore as ts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from measured import Measure
-from strangers import LITTLE, bare, item, sharded, tree, zarr2, zarr3
-from support import call, convert, make_release
+from strangers import DATABASES, LITTLE, bare, item, sharded, tree, zarr2, zarr3
+from support import assert_same_bits, call, convert, flatten, make_release, read_tensors
 
 import weightbeam as wb
 from weightbeam.formats import orbax_state
@@ -280,6 +281,40 @@ def test_a_description_that_is_too_long_in_a_database(tmp_path: Path) -> None:
     names = {"dimension_names": ["x" * (1 << 21)]}
     with pytest.raises(StorageError, match="has more than 1,048,575 bytes"):
         open_orbax(item(tmp_path / "items", {"params.params.w": (values, zarr3(values, **names))}, use_ocdbt=True))
+
+
+@pytest.mark.parametrize("settings", ["small nodes", "numbered manifests"])
+def test_a_database_with_settings_of_its_own(
+    settings: str, database: Path, release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command takes the settings that its manifest tells, and every bit is what it was."""
+    step = Path(shutil.copytree(database, tmp_path / "0"))
+    held = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{step}/items/"}).result()
+    values = {key: held.read(key).result().value for key in held.list().result()}
+    for path in (step / "items").iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    (step / "items" / "manifest.ocdbt").unlink()
+    spec = {"driver": "ocdbt", "base": f"file://{step}/items/", "config": DATABASES[settings]}
+    theirs = ts.KvStore.open(spec).result()
+    for key, value in values.items():
+        theirs.write(key, value).result()
+    copy, exported = tmp_path / "copy", {each: tmp_path / each.parent.name for each in (step, database)}
+    for command in (
+        ["inspect", step],
+        ["verify", release, step],
+        *(["export", each, folder, "--like", release] for each, folder in exported.items()),
+        ["reshard", step, copy, "--mesh", "fsdp=2"],
+        ["diff", database, step],
+        ["diff", database, copy],
+    ):
+        assert call(*command) == 0, (command, capsys.readouterr().err)
+    assert_same_bits(*map(read_tensors, exported.values()))
+    loaded, wanted = (
+        {key: np.asarray(value) for key, value in flatten(wb.load(str(each), mesh="fsdp=1")).items()}
+        for each in (step, database)
+    )
+    assert_same_bits(loaded, wanted)
 
 
 def test_shapes_as_large_as_may_be(files: Path, tmp_path: Path, measure: Measure) -> None:
