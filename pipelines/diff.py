@@ -468,9 +468,10 @@ def compare_pairs(
                     differences[number][name] += difference
                 done += values.nbytes * len(numbers)
 
+    places = list(dict.fromkeys(url for pair in pairs for url in (pair.a, pair.b)))
     threads = min(AT_ONCE, cores() + 1)  # one reads while the others compare
     with (
-        watch_progress(total, lambda: done, "comparing", report),
+        watch_progress(total, lambda: done, "comparing", report, places=places),
         concurrent.futures.ThreadPoolExecutor(threads) as pool,
     ):
         try:

@@ -22,7 +22,7 @@ from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import make_pipeline, pipeline_options
 from weightbeam.pipelines.output import stopping
-from weightbeam.pipelines.progress import LINE_EVERY, Report, at_most_every, quiet, watch_progress
+from weightbeam.pipelines.progress import LINE_EVERY, Report, at_most_every, quiet, roots, watch_progress
 from weightbeam.pipelines.report import threads_of
 from weightbeam.pipelines.runners import jobs, local, portable
 from weightbeam.pipelines.runners.failure import last_words
@@ -192,12 +192,13 @@ def execute(
             dataflow.note_job(staging, options)
             return dataflow.run(pipeline, left, noise, report)
         written = _written(conversion, staging, left, options)
+        doing, places = DOING.get(conversion.kind, "converting"), [*roots(conversion.inputs), str(staging.output)]
         if on_engine:
             with stopping(staging, conversion.hash):
                 return jobs.run(pipeline, staging, left, written, noise, report)
         with (
             stopping(staging, conversion.hash),
-            watch_progress(left, written, DOING.get(conversion.kind, "converting"), report),
+            watch_progress(left, written, doing, report, places=places),
             quiet(noise),
             as_in_a_script(),
         ):

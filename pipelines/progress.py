@@ -12,13 +12,14 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TextIO
 
 from weightbeam.pipelines.tables import human
 
 INTERVAL = 0.25  # seconds between looks at the counter
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+SILENCE = 15.0  # seconds in which nothing moves before it is said what is waited for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Progress:
       done, total: bytes.
       seconds: since it began.
       finished: whether this is the last word of it.
-      state: what to say of a job on another engine while nothing is done yet; mostly empty.
+      state: what to say while nothing moves: of a job on another engine, or what is waited for; mostly empty.
     """
 
     doing: str
@@ -46,20 +47,32 @@ Report = Callable[[Progress], None]  # is called in a thread of its own, one cal
 
 @contextlib.contextmanager
 def watch_progress(
-    total: int, done: Callable[[], int], doing: str, report: Report | None, state: Callable[[], str] = str
+    total: int,
+    done: Callable[[], int],
+    doing: str,
+    report: Report | None,
+    state: Callable[[], str] = str,
+    places: Sequence[str] = (),
 ) -> Iterator[None]:
     """Context manager: a thread tells `report` four times a second how far `done()` has come towards `total` bytes, and
     once at the end.
 
-    `state` says what else there is to say.
+    `state` says what else there is to say. `places` are what is waited for where nothing moves.
     """
     if report is None:
         yield
         return
     stop, start = threading.Event(), time.monotonic()
+    moved = (0, start)  # how far it had come last, and when
 
     def tell(finished: bool = False) -> None:
-        report(Progress(doing, done(), total, time.monotonic() - start, finished, state()))
+        nonlocal moved
+        now, far = time.monotonic(), done()
+        if far != moved[0]:
+            moved = (far, now)
+        still = now - moved[1] if far < total else 0.0
+        waits = f"nothing for {still:.0f} s, waiting for {' and '.join(places)}" if places and still >= SILENCE else ""
+        report(Progress(doing, far, total, now - start, finished, state() or waits))
 
     def watch() -> None:
         tell()
@@ -74,6 +87,12 @@ def watch_progress(
     finally:
         stop.set()
         thread.join()
+
+
+def roots(urls: Iterable[str]) -> list[str]:
+    """Folders, and files that lie in none of them: what is worth naming of all that is read."""
+    known = dict.fromkeys(urls)
+    return [url for url in known if url.rpartition("/")[0] not in known]
 
 
 def shown(stream: TextIO | None = None) -> Report:

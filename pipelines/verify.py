@@ -49,7 +49,7 @@ from weightbeam.pipelines.prepare import (
     reading,
     refuse,
 )
-from weightbeam.pipelines.progress import Report, quiet, reporter, watch_progress
+from weightbeam.pipelines.progress import Report, quiet, reporter, roots, watch_progress
 from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.pipelines.shell import say
@@ -605,9 +605,9 @@ def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report
         file = Path(folder) / "findings"
         try:
             pipeline = make_pipeline(pipeline_options(rest))
-            before = COMPARED.total
+            before, places = COMPARED.total, [*roots(conversion.inputs), str(subject.items)]
             with (
-                watch_progress(nbytes, lambda: COMPARED.total - before, "comparing", report),
+                watch_progress(nbytes, lambda: COMPARED.total - before, "comparing", report, places=places),
                 quiet(noise),
                 as_in_a_script(),
             ):

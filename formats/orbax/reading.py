@@ -91,15 +91,16 @@ def find_items(where: str | Path | Store) -> Store:
 
 
 def _inside(store: Store, item: Store) -> Store:
-    """The item, which is no link to elsewhere.
+    """The item, which is no link to elsewhere, and which both clients of a bucket get to.
 
     Raises:
-      StorageError: it is.
+      StorageError: it is, or one doesn't.
     """
     try:
         store.check_file(item.url.removeprefix(store.url).lstrip("/"))
     except StorageError as e:
         raise StorageError(f"{item}: lies elsewhere than {store}, by a symbolic link; name where it leads to") from e
+    item.check_reached(METADATA)
     return item
 
 

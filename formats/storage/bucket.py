@@ -14,7 +14,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -37,6 +37,7 @@ from weightbeam.formats.storage.store import (
     Request,
     StorageError,
     Store,
+    Trouble,
     in_base64,
     make_requests,
     stretches,
@@ -59,6 +60,11 @@ CONTEXT = {
 }
 # below that a request is repeated
 STALL_LIMITS = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30", "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1024"}
+ADDRESS, ITS_ADDRESS = "STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"  # which other store Google's client asks
+# TensorStore's names for what Google's client, or `requests` below it, reads under others
+ITS_NAMES = {ITS_ADDRESS: (ADDRESS,), "TENSORSTORE_CA_BUNDLE": ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")}
+# of a look whether TensorStore gets there at all, which shouldn't take as long as a pipeline's requests may
+LOOK = {"gcs_request_retries": {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}}
 
 
 _REQUESTS = threading.BoundedSemaphore(MAX_REQUESTS)
@@ -90,6 +96,7 @@ class _Reach:
 
 
 _REACH = _Reach()
+_TROUBLE = Trouble()
 
 
 def _unreached(error: Exception | None) -> tuple[str, str] | None:
@@ -107,9 +114,13 @@ def _unreached(error: Exception | None) -> tuple[str, str] | None:
 
 def _is_repeated(error: Exception) -> bool:
     """Whether a request is repeated: what a repetition can mend, as the client's own policy knows."""
-    if _unreached(error) and _REACH.is_given_up():
+    unreached = _unreached(error)
+    if unreached and _REACH.is_given_up():
         return False
-    return bool(DEFAULT_RETRY._predicate(error))
+    if is_passing := bool(DEFAULT_RETRY._predicate(error)):
+        who, why = unreached or ("Google's storage", str(getattr(error, "code", "") or type(error).__name__))
+        _TROUBLE.note(who, why)
+    return is_passing
 
 
 RETRY: Any = DEFAULT_RETRY.with_predicate(_is_repeated).with_timeout(RETRY_SECONDS)  # backs off
@@ -141,6 +152,30 @@ def _connect() -> storage.Client:
 @functools.cache
 def _context() -> ts.Context:
     return ts.Context(CONTEXT)
+
+
+_MET: set[tuple[str, str, str]] = set()  # the buckets that TensorStore was seen to get to: what it did, where
+
+
+def _settle() -> str:
+    """Tells TensorStore what the environment tells Google's client, and how long a stall may last; returns the address
+    that it asks, empty for Google's own.
+    """
+    for name, others in ITS_NAMES.items():
+        told = next(filter(None, map(os.environ.get, others)), "")
+        if "://" in told or os.path.isfile(told):  # of certificates there may be a folder, which that name doesn't take
+            os.environ.setdefault(name, told)
+    for name, value in STALL_LIMITS.items():
+        os.environ.setdefault(name, value)
+    return os.environ.get(ITS_ADDRESS, "")
+
+
+def _remedy() -> str:
+    """What sends TensorStore where Google's client goes."""
+    emulator, theirs = os.environ.get(ADDRESS, ""), os.environ.get(ITS_ADDRESS, "")
+    if emulator.rstrip("/") != theirs.rstrip("/"):
+        return f"{ADDRESS} is {emulator or 'not set'}, {ITS_ADDRESS} is {theirs or 'not set'}: set both to one address"
+    return "TensorStore takes a proxy from https_proxy, and the certificates of a company from TENSORSTORE_CA_BUNDLE"
 
 
 def _fail(url: str, error: Exception) -> NoReturn:
@@ -207,10 +242,60 @@ class Bucket(Store):
                 pages = _client().list_blobs(
                     self.bucket, prefix=self._prefix, max_results=1, fields=FIELDS, timeout=TIMEOUT, retry=RETRY
                 )
-                if next(iter(pages), None) is None:
-                    raise StorageError(f"{self.url}: no objects there")
+                found = next(iter(pages), None)
             except exceptions.NotFound as e:
                 raise StorageError(f"{self.url}: no such bucket") from e
+        if found is None:
+            raise StorageError(f"{self.url}: no objects there")
+        self.check_reached(found.name.removeprefix(self._prefix))
+
+    def check_reached(self, name: str) -> None:
+        if (seen := (self.bucket, "read", _settle())) in _MET:
+            return
+        self._ask_tensorstore(
+            "read", lambda store: store.read(name, byte_range=slice(0, 0)), lambda read: read.state == "value"
+        )
+        _MET.add(seen)
+
+    def check_writable(self) -> None:
+        """Also that each of the two clients reads what the other one writes, once in a process."""
+        name, ours, theirs = f"{PROBE}.{uuid.uuid4().hex}", b"Google's client", b"TensorStore"
+        self.write(name, ours)
+        try:
+            if (seen := (self.bucket, "written", _settle())) not in _MET:
+                self._ask_tensorstore("read", lambda store: store.read(name), lambda read: read.value == ours)
+                self._ask_tensorstore(
+                    "write", lambda store: store.write(name, theirs), lambda _: self.read(name) == theirs
+                )
+                _MET.add(seen)
+        finally:
+            self.delete(name)
+
+    def _ask_tensorstore(
+        self, what: str, ask: Callable[[ts.KvStore], ts.Future], is_right: Callable[[Any], bool]
+    ) -> None:
+        """Makes sure that TensorStore, which moves the bytes, gets to where Google's client just was.
+
+        Args:
+          what: it should do, in a word.
+          ask: does that.
+          is_right: whether such an answer is the one that Google's client would have got.
+
+        Raises:
+          StorageError: it doesn't, within 20 seconds; with what may help.
+        """
+        store = ts.KvStore.open(self.kvstore(), context=ts.Context(LOOK)).result()
+        try:
+            if is_right(ask(store).result(timeout=UNREACHED_SECONDS)):
+                return
+            why = "it was answered, but as if by another store"
+        except TimeoutError:
+            why = f"no answer in {UNREACHED_SECONDS:.0f} s"
+        except ValueError as e:
+            why = str(e).splitlines()[0].partition(" [")[0].rpartition(" attempts failed: ")[2]
+        raise StorageError(
+            f"{self.url}: Google's client gets there, but TensorStore, which moves the bytes, can't {what} there: {why}; {_remedy()}"
+        )
 
     def _list(self, prefix: str, recursive: bool, pattern: str | None = None) -> tuple[list[File], set[str]]:
         with self._translate_errors():
@@ -436,6 +521,5 @@ class Bucket(Store):
 
     def kvstore(self) -> dict[str, Any]:
         _client()  # without credentials TensorStore would look for them without end
-        for name, value in STALL_LIMITS.items():
-            os.environ.setdefault(name, value)
+        _settle()
         return {"driver": "gcs", "bucket": self.bucket, "path": self._prefix}

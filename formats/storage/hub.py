@@ -37,7 +37,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from weightbeam.formats.storage import hub_cache
 from weightbeam.formats.storage.local import LocalFolder
-from weightbeam.formats.storage.store import ByteRange, File, Request, StorageError, Store, make_requests
+from weightbeam.formats.storage.store import ByteRange, File, Request, StorageError, Store, Trouble, make_requests
 from weightbeam.formats.storage.token import token
 
 LOG_IN = "log in with `hf auth login`"  # which keeps a token where this reads it
@@ -343,6 +343,9 @@ def _is_over(state: tenacity.RetryCallState, attempts: int) -> bool:
     return state.attempt_number >= attempts and not limited
 
 
+_TROUBLE = Trouble()
+
+
 def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) -> tenacity.Retrying:
     """Repeats what may pass, until `ended` is set."""
     ended = ended or threading.Event()
@@ -350,9 +353,19 @@ def _retrying(ended: threading.Event | None = None, attempts: int = ATTEMPTS) ->
     def stop(state: tenacity.RetryCallState) -> bool:
         return ended.is_set() or _is_over(state, attempts)
 
-    sleep = tenacity.sleep_using_event(ended)
+    def note(state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        answer = getattr(error, "response", None)  # the error's own text may have an address that is signed
+        why = f"it answered {answer.status_code}" if answer is not None else type(error).__name__
+        _TROUBLE.note(_endpoint(), why, f" in {state.upcoming_sleep:.0f} s")
+
     return tenacity.Retrying(
-        retry=tenacity.retry_if_exception(is_passing), wait=wait, stop=stop, sleep=sleep, reraise=True
+        retry=tenacity.retry_if_exception(is_passing),
+        wait=wait,
+        stop=stop,
+        sleep=tenacity.sleep_using_event(ended),
+        before_sleep=note,
+        reraise=True,
     )
 
 

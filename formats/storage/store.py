@@ -7,13 +7,20 @@ import base64
 import concurrent.futures
 import dataclasses
 import hashlib
+import logging
+import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import google_crc32c
 
 PROBE = ".weightbeam-probe"  # a file that is made and deleted
+SILENCE = 15.0  # seconds of failing requests before it is said what is waited for
+LONGEST_PAUSE = 90.0  # seconds after which a failing request isn't the same trouble any more
 ByteRange = tuple[int, memoryview]  # an offset in a file, and the buffer for what lies there, as long as the buffer
+
+_LOG = logging.getLogger("weightbeam.storage")
 
 
 class StorageError(OSError):
@@ -27,6 +34,23 @@ class LeadsOutError(StorageError):
 def reason(error: OSError) -> str:
     """Why, without the name of the file."""
     return error.strerror or str(error) or type(error).__name__
+
+
+class Trouble:
+    """Requests to a service that fail one after the other, and are made again: after a while that is said."""
+
+    def __init__(self) -> None:
+        self._since = self._last = -math.inf
+
+    def note(self, who: str, why: str, when: str = "") -> None:
+        """Takes note of a request that failed, and is made again, `when` that is known."""
+        now = time.monotonic()
+        if now - self._last > LONGEST_PAUSE:
+            self._since = now
+        self._last = now
+        if now - self._since >= SILENCE:
+            self._since = now  # the next line is as far off
+            _LOG.warning("waiting for %s, which is asked again%s: %s", who, when, why)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +133,13 @@ class Store(abc.ABC):
 
         Raises:
           StorageError: it isn't, or may not be read.
+        """
+
+    def check_reached(self, name: str) -> None:  # noqa: B027
+        """Makes sure that every client of the store gets to where one has just found this file.
+
+        Raises:
+          StorageError: one doesn't; with what may help.
         """
 
     def check_file(self, name: str) -> None:  # noqa: B027

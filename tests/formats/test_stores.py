@@ -43,6 +43,7 @@ from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.storage import File, StorageError, Store, open_store, stretches
 from weightbeam.formats.storage import bucket as buckets
 from weightbeam.formats.storage import hub as hubs
+from weightbeam.formats.storage import store as stores
 from weightbeam.formats.storage.store import Request, make_requests
 
 ROOT = Path(__file__).parents[2]
@@ -393,6 +394,19 @@ def test_a_bucket_that_always_fails(bucket: buckets.Bucket, gcs: FakeGcs, monkey
         with pytest.raises(StorageError, match=f"{bucket.url}.*503|{bucket.url}.*a fault that was asked for"):
             ask()
     assert time.monotonic() - began < 20
+
+
+def test_a_bucket_that_goes_on_failing_is_named(
+    bucket: buckets.Bucket, gcs: FakeGcs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for long without a word."""
+    monkeypatch.setattr(stores, "SILENCE", 0.1)
+    monkeypatch.setattr(buckets, "RETRY", buckets.RETRY.with_timeout(0.5))
+    gcs.fail("status", status=503)
+    with pytest.raises(StorageError):
+        bucket.list()
+    said = {record.getMessage() for record in caplog.records if record.name == "weightbeam.storage"}
+    assert said == {"waiting for Google's storage, which is asked again: 503"}
 
 
 @pytest.fixture
@@ -1050,3 +1064,69 @@ def test_secrets_are_never_told(hub: FakeHub, tmp_path: Path) -> None:
         assert secret not in output
     assert len(hub.cdn.log) > len(urls)
     assert hub.cdn.leaks == []
+
+
+# --- two clients of one bucket ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> str:
+    """TensorStore's requests go where nobody listens, Google's client's don't."""
+    monkeypatch.setitem(buckets.LOOK, "gcs_request_retries", {"max_retries": 1, "initial_delay": "10ms"})
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", url := "http://127.0.0.1:1")
+    return url
+
+
+def test_a_bucket_that_answers_one_client(
+    gcs: FakeGcs, bucket: buckets.Bucket, elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before any pipeline, with what to do; nothing is left of the look."""
+    bucket.write("0/items/_METADATA", b"{}")
+    said = f"{bucket.url}.*: Google's client gets there, but TensorStore.* can't read there: CURL error.*"
+    addresses = f"STORAGE_EMULATOR_HOST is {gcs.url}, TENSORSTORE_GCS_HTTP_URL is {elsewhere}: set both"
+    for ask in (bucket.check_readable, bucket.check_writable, lambda: find_items(bucket)):
+        with pytest.raises(StorageError, match=said + addresses):
+            ask()
+    assert [file.name for file in bucket.list()] == ["0/items/_METADATA"]
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", elsewhere)  # such as a proxy, or certificates
+    with pytest.raises(StorageError, match=r"proxy from https_proxy.*TENSORSTORE_CA_BUNDLE"):
+        bucket.check_readable()
+
+
+def test_a_bucket_that_never_answers_one_client(
+    gcs: FakeGcs, bucket: buckets.Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "UNREACHED_SECONDS", 0.3)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{mute.getsockname()[1]}")
+        with pytest.raises(StorageError, match="can't read there: no answer in 0 s; STORAGE_EMULATOR_HOST is"):
+            bucket.check_writable()
+
+
+def test_another_store_that_answers_the_other_client(
+    gcs: FakeGcs, bucket: buckets.Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeGcs("bucket") as another:
+        monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", another.url)
+        with pytest.raises(StorageError, match="can't read there: it was answered, but as if by another store"):
+            bucket.check_writable()
+
+
+def test_one_address_is_enough(gcs: FakeGcs, bucket: buckets.Bucket, tmp_path: Path) -> None:
+    """What sends Google's client to an emulator, or has it trust a company, does so with TensorStore."""
+    code = "import os, sys, weightbeam.formats.storage as s; b = s.open_store(sys.argv[1]); b.check_writable(); "
+    code += "b.write('a', b'1'); b.check_readable(); print(os.environ['TENSORSTORE_CA_BUNDLE'])"
+    (tmp_path / "ca.pem").write_text("")
+    told = outside(code, bucket.url, STORAGE_EMULATOR_HOST=gcs.url, REQUESTS_CA_BUNDLE=str(tmp_path / "ca.pem"))
+    assert told.stdout.splitlines()[-1] == str(tmp_path / "ca.pem"), told.stdout
+    assert [file.name for file in bucket.list()] == ["a"]
+
+
+def test_both_clients_are_looked_at_once(gcs: FakeGcs, bucket: buckets.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_MET", set())
+    for requests in (5, 2):  # made by each client, read by the other one, deleted; then as ever
+        gcs.log.clear()
+        bucket.check_writable()
+        assert len([*gcs.log]) <= requests + 1, [*gcs.log]

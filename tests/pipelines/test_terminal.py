@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import pty
@@ -26,6 +27,7 @@ from lazily import lazily
 from servers.hub import FakeHub
 from support import DEEPSEEK, LLAMA, call, convert, make_release, random_tensors, save
 
+from weightbeam.pipelines import progress
 from weightbeam.pipelines.arguments.parser import make_parser
 from weightbeam.pipelines.tables import Table
 
@@ -425,3 +427,18 @@ def test_a_reader_that_has_seen_enough(source: Path) -> None:
     with os.fdopen(ours, "wb") as stdout:
         ran = warm.run("inspect", source, stdout=stdout)
     assert (ran.returncode, ran.stderr) == (1, "")
+
+
+def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing moves, and a line in a log says whose turn it is; when something does, rates are said again."""
+    monkeypatch.setattr(progress, "SILENCE", 0.5)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.1)
+    stream, done = io.StringIO(), 0
+    places = progress.roots(["gs://a/b", "gs://a/b/c.safetensors", "/elsewhere/d.safetensors"])
+    with progress.watch_progress(100, lambda: done, "converting", progress.Lines(stream), places=places):
+        time.sleep(1.3)
+        done = 10
+        time.sleep(0.4)
+    lines = stream.getvalue().splitlines()
+    assert "converting: 0 B of 100 B, nothing for 1 s, waiting for gs://a/b and /elsewhere/d.safetensors" in lines
+    assert re.fullmatch(r"converting: 10 B of 100 B, .* B/s, \d+ s left", lines[-1])
