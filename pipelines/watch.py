@@ -35,7 +35,7 @@ from weightbeam.pipelines.without_beam import is_local
 
 HASH = re.compile("[0-9a-f]{40}|")  # of the hub's commits
 # the options of --run that say what a step is made into, as a target of a file does
-TARGET = ("kind", "lora", "save_dtype", "maxtext_model")
+TARGET = ("kind", "lora", "save_dtype", "maxtext_model", "on_nan")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             if args.retry:
                 _check_watched(args.retry, config, feeds)
                 again = watcher.retry(args.retry)
-                return _report(args, Findings(again, f"Nothing of {args.retry} is refused or failed."))
+                return _report(args, Findings(again, f"Nothing of {args.retry} is refused, held or failed."))
             check_runs(runs, args.dry_run)
             if once:
                 return _report(args, Findings(watcher.once()))

@@ -342,11 +342,13 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
     add("--kind", "of --run: a release (the default), one in FP8, or the parameters as an Orbax checkpoint")
     lora = "of --run: whether a LoRA run's steps become adapters for PEFT (the default), or --like with them in it"
     parser.add_argument("--lora", help=lora, choices=("adapter", "merged"))
+    on_nan = "of --run: what becomes of a step with NaN or infinities: nothing; it is published, but not made the newest (the default); the newest"
+    parser.add_argument("--on_nan", help=on_nan, choices=("hold", "publish", "newest"))
     add("--save_dtype", "of --run: as for export or reshard", metavar="DTYPE")
     add("--maxtext_model", "of --run: the MaxText model, where neither the checkpoints nor config.json settle it")
     add("--once", "look once, do what there is to do, and end")
     add("--interval", "how often to look", default="15m")
-    add("--retry", "have what was refused or failed of this model or run begin anew, and end")
+    add("--retry", "have what was refused, held or failed of this model or run begin anew, and end")
     add("--serve", "take the hub's webhooks too; their secret is in WEIGHTBEAM_WEBHOOK_SECRET")
 
 

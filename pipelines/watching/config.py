@@ -58,6 +58,9 @@ class Target:
 
 EXPORT, QUANTIZE, RESHARD = "export", "quantize", "reshard"  # what a step can be made into, by the command that does it
 ADAPTER, MERGED = "adapter", "merged"  # what becomes of a LoRA run's steps
+# what becomes of a step with elements that are NaN or infinite: nothing; it is published, and what was the newest stays
+# that; the same as of others
+HOLD, PUBLISH, NEWEST = "hold", "publish", "newest"
 # not a target's to say
 OURS = {
     "source",
@@ -87,6 +90,8 @@ class RunTarget:
       output: where it goes, a folder below which each step has one, `gs://…`, or `hf://owner/name`; None for below the
         configuration's output.
       create_pr: whether the hub gets a pull request instead of commits.
+      on_nan: what becomes of a step with elements that are NaN or infinite: `hold`, `publish` or `newest`. What comes
+        out doesn't depend on it.
     """
 
     name: str
@@ -95,6 +100,7 @@ class RunTarget:
     lora: str = ADAPTER
     output: str | None = None
     create_pr: bool = False
+    on_nan: str = PUBLISH
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -188,6 +194,9 @@ def _read_run_target(given: Any) -> RunTarget:
         problems.append(f"lora: {lora} is for releases, and a step is resharded as it is")
     elif lora == ADAPTER and kind == QUANTIZE:
         problems.append("lora: an adapter isn't quantised; the model that it is merged into is, with merged")
+    on_nan = asked.pop("on_nan", PUBLISH)
+    if on_nan not in (HOLD, PUBLISH, NEWEST):
+        problems.append(f"on_nan: should be {HOLD}, {PUBLISH} or {NEWEST}")
     create_pr = asked.pop("create_pr", False)
     if not isinstance(create_pr, bool):
         problems.append("create_pr: should be true or false")
@@ -213,7 +222,13 @@ def _read_run_target(given: Any) -> RunTarget:
     if problems:
         raise ValueError("; ".join(problems))
     return RunTarget(
-        str(name), kind, tuple(_arguments(asked)), lora or (MERGED if kind == QUANTIZE else ADAPTER), output, create_pr
+        str(name),
+        kind,
+        tuple(_arguments(asked)),
+        lora or (MERGED if kind == QUANTIZE else ADAPTER),
+        output,
+        create_pr,
+        on_nan,
     )
 
 

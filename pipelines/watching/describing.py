@@ -76,7 +76,7 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
       about: see there.
 
     Returns:
-      What is worth recording: `said`, `warnings`.
+      What is worth recording: `said`, `warnings`, and in how many tensors an element is `not_finite`.
 
     Raises:
       StorageError: something can't be read or written.
@@ -90,7 +90,7 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     _write_card(release, about, [*warnings, *sentences, *found["notes"]], drawn)
     release.delete(baselines.FILE)
     release.write(REPORT, json.dumps({**about, "warnings": warnings, "changes": sentences}, indent=1).encode())
-    return {"warnings": warnings, "said": sentences}
+    return {"warnings": warnings, "said": sentences, "not_finite": len(found["not_finite"])}
 
 
 def _changed_since(others: Mapping[str, str], release: Store) -> tuple[dict[str, Changes], list[str]]:

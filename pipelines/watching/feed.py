@@ -161,7 +161,11 @@ class Feed(abc.ABC):
         """What the record of a result says that wasn't compared."""
         return None if facts.get("verified") else "not compared: verify is 0"
 
-    def notice(self, history: History) -> str | None:
+    def withheld(self, history: History, target: Target) -> str | None:
+        """Why a result isn't published though it is what it should be; None where it is."""
+        return None
+
+    def notice(self, history: History, target: Target) -> str | None:
         """What is worth knowing of a result that is published."""
         return None
 

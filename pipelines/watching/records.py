@@ -28,9 +28,9 @@ from weightbeam.transforms.conversion import DECODING_VERSION
 
 DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED = "discovered", "planned", "converting", "verified", "published"
 REFUSED, FAILED, SAME = "refused", "failed", "same"
-GONE, REMOVED = "gone", "removed"
-STATES = (DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED, REFUSED, FAILED, SAME, GONE, REMOVED)
-SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED)  # nothing is left to be done
+GONE, REMOVED, HELD = "gone", "removed", "held"
+STATES = (DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED, REFUSED, FAILED, SAME, GONE, REMOVED, HELD)
+SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED, HELD)  # nothing is left to be done
 ROOT, RUNS = ".weightbeam/releases", ".weightbeam/runs"  # below the output
 SKEW = datetime.timedelta(minutes=5)  # by which clocks may differ
 LOG = logging.getLogger("weightbeam.watch")
@@ -79,6 +79,7 @@ class _Said(pydantic.BaseModel):
 
 class _Changes(pydantic.BaseModel):
     warnings: list[str] = []
+    not_finite: int = 0
 
 
 class _Known(pydantic.BaseModel):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -22,7 +23,9 @@ from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import (
     ADAPTER,
     EXPORT,
+    HOLD,
     MERGED,
+    NEWEST,
     QUANTIZE,
     RESHARD,
     Run,
@@ -53,6 +56,7 @@ from weightbeam.pipelines.watching.runs import Seen, Step, list_steps, read_step
 
 MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
 MARKS, OPEN = "marks", "open"
+ASIDE = "aside"  # in a mark: published, but never the newest
 GRACE = 2.0  # seconds in which a folder that is being deleted becomes one that is gone
 _DELETED = "the run has deleted it"
 
@@ -64,7 +68,7 @@ class Mark:
     Attributes:
       updated: when the step was committed, in milliseconds since 1970.
       step, seen: which, as a listing of the run shows it.
-      state: of the history.
+      state: of the history; or that it is published aside.
       asked: identifies the target's options.
       key: of the history.
     """
@@ -225,7 +229,7 @@ class RunFeed(Feed):
     def why_begun(self, version: Version) -> str | None:
         """That a step was written anew, or that the run went back."""
         assert isinstance(version, Step)
-        published = [mark for mark in self._marks if mark.state in (PUBLISHED, REMOVED)]
+        published = [mark for mark in self._marks if mark.state in (PUBLISHED, ASIDE, REMOVED)]
         if any(mark.step == version.number and mark.seen != version.mark for mark in published):
             return f"step {version.number} was written anew: another checkpoint of this number was published before"
         last = max(published, default=None)
@@ -253,7 +257,7 @@ class RunFeed(Feed):
             _milliseconds(datetime.datetime.fromisoformat(first["updated"])),
             first["step"],
             seen.mark if seen else first["seen"],
-            str(history.state),
+            ASIDE if history.state == PUBLISHED and self._is_passed_over(history) else str(history.state),
             _asked(target) if target else "",
             history.key,
         )
@@ -318,7 +322,10 @@ class RunFeed(Feed):
         if place.url.startswith("hf://"):
             return url
         taken = {
-            other.key for other in self._published(history.first["target"]) if other.step == history.first["step"]
+            other.key
+            for state in (PUBLISHED, ASIDE)
+            for other in self._published(history.first["target"], state)
+            if other.step == history.first["step"]
         } - {history.key}
         held = place.report(url).get("key")
         return place.of(f"{history.first['commit']}-{plan[:8]}") if taken or held not in (None, history.key) else url
@@ -452,8 +459,8 @@ class RunFeed(Feed):
                 raise FailedError(str(e)) from e
         return None
 
-    def _published(self, target: str) -> list[Mark]:
-        return sorted(mark for mark in self._marks if mark.state == PUBLISHED and mark.key.rpartition("-")[0] == target)
+    def _published(self, target: str, state: str = PUBLISHED) -> list[Mark]:
+        return sorted(mark for mark in self._marks if mark.state == state and mark.key.rpartition("-")[0] == target)
 
     def judgement(self, facts: Mapping[str, Any]) -> str | None:
         return (
@@ -462,8 +469,21 @@ class RunFeed(Feed):
             else "not compared: " + ("verify is 0" if not self._config.verify else "an adapter")
         )
 
-    def notice(self, history: History) -> str | None:
-        return "; ".join(history.facts.get("changes", {}).get("warnings", [])) or None
+    def withheld(self, history: History, target: Target) -> str | None:
+        assert isinstance(target, RunTarget)
+        if not _not_finite(history) or target.on_nan != HOLD or self._is_published(history):
+            return None
+        return f"isn't published, by on_nan: {HOLD}: {_warnings(history)}"
+
+    def notice(self, history: History, target: Target) -> str | None:
+        if self._is_passed_over(history):
+            return f"isn't made the newest: {_warnings(history)}"
+        return _warnings(history) or None
+
+    def _is_passed_over(self, history: History) -> bool:
+        """Whether a step is never the newest: it has elements that are NaN or infinite."""
+        target = self.target(history)
+        return _not_finite(history) and isinstance(target, RunTarget) and target.on_nan != NEWEST
 
     def publish(self, history: History, target: Target) -> dict[str, Any]:
         assert isinstance(target, RunTarget)
@@ -483,8 +503,10 @@ class RunFeed(Feed):
 
     def _is_newest(self, history: History) -> bool:
         """Whether no step that was published is newer: by its number among those that are there, or by when it was
-        committed.
+        committed. Those that are passed over don't count.
         """
+        if self._is_passed_over(history):
+            return False
         first = history.first
         others = [mark for mark in self._published(first["target"]) if mark.key != history.key]
         there = {(seen.number, seen.mark) for seen in self._there}
@@ -518,8 +540,9 @@ class RunFeed(Feed):
         removed: list[Record] = []
         if (keep := self.run.keep) is None:
             return removed
-        published = self._published(history.first["target"])
-        for mark in published[: -keep.last]:
+        # those that are passed over have no claim to the places of the others
+        published = [self._published(history.first["target"], state)[: -keep.last] for state in (PUBLISHED, ASIDE)]
+        for mark in itertools.chain(*published):
             if keep.every and mark.step % keep.every == 0:
                 continue
             other = find_history(self.output, self.run.name, mark.key, RUNS)
@@ -555,6 +578,16 @@ class RunFeed(Feed):
 
     def clear(self, history: History) -> None:
         self._clear(history)
+
+
+def _not_finite(history: History) -> bool:
+    """Whether what was made of a step has elements that are NaN or infinite."""
+    return bool(history.facts.get("changes", {}).get("not_finite"))
+
+
+def _warnings(history: History) -> str:
+    """What is worth knowing of a step."""
+    return "; ".join(history.facts.get("changes", {}).get("warnings", []))
 
 
 def _milliseconds(when: datetime.datetime) -> int:

@@ -21,6 +21,7 @@ from weightbeam.pipelines.watching.records import (
     DISCOVERED,
     FAILED,
     GONE,
+    HELD,
     PLANNED,
     PUBLISHED,
     REFUSED,
@@ -83,7 +84,7 @@ class Watcher:
         ]
 
     def retry(self, name: str) -> list[Finding]:
-        """Has everything of a model or a run that was refused or failed begin anew.
+        """Has everything of a model or a run that was refused, held back or failed begin anew.
 
         Raises:
           LostError: another watcher has just gone on with one of them.
@@ -93,7 +94,7 @@ class Watcher:
             (feed, history)
             for feed in self.feeds
             for history in feed.histories(name, every=True)
-            if history.state in (REFUSED, FAILED)
+            if history.state in (REFUSED, HELD, FAILED)
         ]
         for feed, history in found:
             if history.state == REFUSED:  # what was staged may be what stood against it
@@ -269,11 +270,15 @@ class Watcher:
                         return
                     facts |= {task.fact: found.facts for task, found in zip(tasks, outcomes, strict=True) if task.fact}
                 self._notices.tell(history.add(VERIFIED, feed.judgement(facts), **facts))
+            if why := feed.withheld(history, target):
+                feed.clear(history)
+                self._notices.tell(history.add(HELD, why))
+                return
             said = feed.publish(history, target)
         except FailedError as e:
             self._fail(history, str(e), attempt)
             return
-        self._notices.tell(history.add(PUBLISHED, feed.notice(history), **said))
+        self._notices.tell(history.add(PUBLISHED, feed.notice(history, target), **said))
         for record in feed.announce(history, target):
             self._notices.tell(record)
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -289,17 +289,44 @@ def test_a_run_that_goes_back(model: tuple[Path, dict[str, Any]], tmp_path: Path
     assert json.loads((anew / "run.json").read_text())["before"]["step"] == 1
 
 
-def test_nan_is_in_the_notice(model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
+def spoiled(value: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A kernel with one such element."""
 
     def spoil(held: dict[str, Any]) -> dict[str, Any]:
         kernel = held["kernel"].copy()
-        kernel[0, 0] = np.nan
+        kernel[0, 0] = value
         return {"kernel": kernel}
 
-    write(run, 1, model=model, logits_dense=spoil)
+    return spoil
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_nan_isnt_the_newest(model: tuple[Path, dict[str, Any]], tmp_path: Path, value: float) -> None:
+    """It is published, told, and passed over, by another watcher too; the next good step is the newest, and what it is
+    compared with is the last good one.
+    """
+    like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
+
+    def newest() -> str:
+        return Path(json.loads((output / "hf.json").read_text())["checkpoint"]).name
+
+    write(run, 1, model=model, logits_dense=spoiled(value))
     assert watch(run, like, output) == 0
-    assert records(output)[0][-1]["reason"] == "NaN or infinite elements in lm_head.weight"
+    assert not (output / "hf.json").exists()
+    assert records(output)[0][-1]["reason"] == "isn't made the newest: NaN or infinite elements in lm_head.weight"
+    write(run, 2, model=model)
+    assert watch(run, like, output) == 0
+    write(run, 3, model=model, logits_dense=spoiled(value))
+    assert watch(run, like, output) == 0
+    assert (newest(), (output / "step-3").exists()) == ("step-2", True)
+    shutil.rmtree(run / "3")
+    write(run, 4, model=model)
+    assert watch(run, like, output, "--once", "--on_nan", "newest") == 0  # which says nothing of good ones
+    assert newest() == "step-4"
+    assert json.loads((output / "step-4" / "run.json").read_text())["before"]["step"] == 2
+    write(run, 5, model=model, logits_dense=spoiled(value))
+    assert watch(run, like, output, "--once", "--on_nan", "newest") == 0
+    assert newest() == "step-5"
     found = json.loads((output / "step-1" / "changes.json").read_text())
     assert found["not_finite"] == ["lm_head.weight"]
     assert found["like"]["tensors"]["lm_head.weight"]["relative"] == "nan"
@@ -739,6 +766,43 @@ def upload(gcs: FakeGcs, folder: Path, name: str) -> None:
         gcs.put("run", f"{name}/{path.relative_to(folder).as_posix()}", path.read_bytes())
 
 
+def test_nan_in_a_bucket(model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs) -> None:
+    """The mark stays the last good step's."""
+    local, output = tmp_path / "local", "gs://out/models"
+    write(local, 1, model=model)
+    write(local, 2, model=model, logits_dense=spoiled(math.inf))
+    for step in ("1", "2"):
+        upload(gcs, local / step, f"tuned/checkpoints/{step}")
+        assert watch("gs://run/tuned/checkpoints", model[0], output) == 0
+    held = open_store(output)
+    assert json.loads(held.read("hf.json"))["checkpoint"] == f"{output}/step-1"
+    assert held.exists("step-2/run.json")
+
+
+def test_a_step_that_is_held_back(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Made once, not again at each look; asked for again it is published."""
+    like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
+    write(run, 1, model=model)
+    write(run, 2, model=model, logits_dense=spoiled(math.nan))
+    for _ in range(2):
+        assert watch(run, like, output, "--once", "--on_nan", "hold") == 0
+    held = [*WHOLE[:-1], "held"]
+    assert states(output) == {"step-2": held, "step-1": WHOLE}
+    said = capsys.readouterr().err
+    assert "held: isn't published, by on_nan: hold: NaN or infinite elements in lm_head.weight" in said
+    assert not (output / "step-2").exists()
+    assert not list((output / ".weightbeam" / "work").iterdir())
+    write(run, 3, model=model)
+    assert watch(run, like, output, "--once", "--on_nan", "hold") == 0
+    assert json.loads((output / "hf.json").read_text())["checkpoint"] == str(output / "step-3")
+    assert watch(run, like, output, "--retry", "run") == 0
+    assert watch(run, like, output) == 0
+    assert states(output)["step-2"] == [*held, *WHOLE]
+    assert json.loads((output / "hf.json").read_text())["checkpoint"] == str(output / "step-3")
+
+
 def test_a_run_in_a_bucket_into_a_bucket(model: tuple[Path, dict[str, Any]], tmp_path: Path, gcs: FakeGcs) -> None:
     """Ten thousand steps: a look is one listing of the run. Nothing is written there. `run.json` comes last."""
     like, run = model[0], tmp_path / "run"
@@ -834,6 +898,22 @@ def test_a_step_on_the_hub_is_a_branch(model: tuple[Path, dict[str, Any]], tmp_p
     assert bytes(repository.head.files["README.md"].data) == b"# Mine\n"
     assert "changes.json" in repository.head.files
     assert not list((tmp_path / "cache" / "weightbeam" / "watch").glob("*/.weightbeam/work/*"))
+
+
+def test_nan_on_the_hub(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub) -> None:
+    """A branch of its own; `main` stays what it was."""
+    run, output = tmp_path / "run" / "checkpoints", f"hf://{REPO}"
+    write(run, 1, model=model)
+    assert watch(run, model[0], output) == 0
+    good = tensors_on(hub, "main", tmp_path / "good")
+    write(run, 2, model=model, logits_dense=spoiled(math.nan))
+    assert watch(run, model[0], output) == 0
+    assert_same_bits(tensors_on(hub, "main", tmp_path / "still"), good)
+    assert np.isnan(tensors_on(hub, "step-2", tmp_path / "spoiled")["lm_head.weight"]).sum() == 1
+    write(run, 3, model=model)
+    assert watch(run, model[0], output) == 0
+    wanted = tensors_on(hub, "step-3", tmp_path / "next")
+    assert_same_bits(tensors_on(hub, "main", tmp_path / "newest"), wanted)
 
 
 def test_a_pull_request(model: tuple[Path, dict[str, Any]], tmp_path: Path, hub: FakeHub) -> None:
