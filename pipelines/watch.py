@@ -62,8 +62,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             check_runs(runs, args.dry_run)
             if once:
                 return _report(args, Findings(watcher.once()))
-            for each in config.runs:
-                inform(f"following {each.name} in {each.checkpoints}: a look every {args.interval:.0f} s, until Ctrl-C")
+            for feed in runs:
+                waits = feed.waits_for(feed.run.name) or feed.run.checkpoints
+                seconds = args.interval
+                every = f"{seconds / 60:g} min" if seconds % 60 == 0 else f"{seconds:g} s"
+                inform(f"following {feed.run.name}, looking every {every} until Ctrl-C: {waits}")
             with _webhooks(args.serve) as changed:
                 _loop(watcher, args.interval, changed)
     except LostError as e:
@@ -176,7 +179,7 @@ class Findings:
 
 def _told(finding: Finding) -> str:
     """Where a result lies, and what is worth knowing of it; or why there is none, and when it is tried again."""
-    told = ": ".join(filter(None, (finding.place, finding.reason)))
+    told = ": ".join(filter(None, (finding.place, "; ".join(map(str.strip, finding.reason.splitlines())))))
     if finding.state != FAILED or not finding.target:
         return told
     when = f"is tried again at {finding.again:%Y-%m-%d %H:%M} UTC" if finding.again else "isn't tried again"

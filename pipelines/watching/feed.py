@@ -74,6 +74,10 @@ class Feed(abc.ABC):
           StorageError: it can't be told.
         """
 
+    def waits_for(self, name: str) -> str | None:
+        """What it waits for where there has been no version at all; None where there was one."""
+        return None
+
     @abc.abstractmethod
     def judge(self, version: Version) -> list[str] | Waiting:
         """What stands against a version, or what it waits for.

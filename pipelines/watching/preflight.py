@@ -8,8 +8,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.release import has_weights
-from weightbeam.formats.storage import StorageError, open_store, reason
+from weightbeam.formats.storage import StorageError, Store, open_store, reason
 from weightbeam.formats.storage.hub import Repository
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.tables import human
@@ -19,7 +20,7 @@ from weightbeam.pipelines.watching.notices import warn
 from weightbeam.pipelines.watching.places import Place, check_writable
 from weightbeam.pipelines.watching.records import SKEW, now
 from weightbeam.pipelines.watching.run_feed import RunFeed
-from weightbeam.pipelines.watching.runs import growing_steps, read_step
+from weightbeam.pipelines.watching.runs import CHECKPOINTS, read_step
 
 
 def check_runs(feeds: Sequence[RunFeed], dry_run: bool = False) -> None:
@@ -102,16 +103,9 @@ def _find_problems(feed: RunFeed) -> list[str]:
     run = feed.run
     problems: list[str] = []
     try:
-        feed.check_readable()
         steps = feed.look()
         if not steps:
-            waits = growing_steps(feed.store)
-            hint = (
-                "its first step isn't committed yet; start again when it is"
-                if waits
-                else "is it the folder that holds them, such as RUN/checkpoints?"
-            )
-            return [*problems, f"{run.checkpoints}: has no steps; {hint}"]
+            return _find_no_run(feed.store)
         newest = None if feed.is_known() else read_step(feed.store, run.name, steps[-1])
     except OSError as e:
         message = str(e) if isinstance(e, StorageError) else f"{run.checkpoints}: {reason(e)}"
@@ -140,6 +134,19 @@ def _find_problems(feed: RunFeed) -> list[str]:
     if not problems:
         _warn_of_downloads(likes)
     return problems
+
+
+def _find_no_run(store: Store) -> list[str]:
+    """What a folder without steps is, where it won't ever have some; nothing where there may be a run at its beginning."""
+    with contextlib.suppress(FileNotFoundError):  # it isn't there yet
+        names = store.entries()
+        if CHECKPOINT_METADATA in names or METADATA in names:
+            return [f"{store}: is a checkpoint; a run is the folder of its steps, {store.parent}"]
+        if any(name.endswith(".safetensors") for name in names):
+            return [f"{store}: is a release; a run is a folder of checkpoints, such as RUN/checkpoints"]
+        if CHECKPOINTS in store.folders():
+            return [f"{store}: has no steps; did you mean {store / CHECKPOINTS}?"]
+    return []
 
 
 def _warn_of_downloads(likes: Iterable[str]) -> None:

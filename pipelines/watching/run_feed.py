@@ -52,7 +52,7 @@ from weightbeam.pipelines.watching.records import (
     key_of,
     tables,
 )  # fmt: skip
-from weightbeam.pipelines.watching.runs import Seen, Step, list_steps, read_step, see_step
+from weightbeam.pipelines.watching.runs import Seen, Step, growing_steps, list_steps, read_step, see_step
 
 MADE = {EXPORT: "exported", QUANTIZE: "quantised", RESHARD: "resharded"}
 MARKS, OPEN = "marks", "open"
@@ -148,29 +148,37 @@ class RunFeed(Feed):
     def is_wanted(self, name: str) -> bool:
         return name == self.run.name
 
-    def check_readable(self) -> None:
-        """Raises `StorageError` where there is no such folder."""
-        self.store.check_readable()
-
     def is_known(self) -> bool:
         """Whether something of this run was settled before."""
         self._read_marks()
         return bool(self._marks)
 
     def look(self) -> list[Seen]:
-        """The committed steps, by one listing.
+        """The committed steps, by one listing; none where the run hasn't made its folder yet.
 
         Raises:
-          StorageError: the run can't be listed.
+          StorageError: the run can't be listed, or was there before.
         """
         try:
             self._there = list_steps(self.store)
         except StorageError:
             raise
+        except FileNotFoundError as e:
+            if self._there or self.is_known():
+                raise StorageError(f"{self.run.checkpoints}: is gone") from e
         except OSError as e:
             raise StorageError(f"{self.run.checkpoints}: {reason(e)}") from e
         self._is_fresh = True
         return self._there
+
+    def waits_for(self, name: str) -> str | None:
+        if self._there or self.is_known():
+            return None
+        if growing_steps(self.store):
+            return f"{self.run.checkpoints} has a step that isn't committed yet; it is waited for"
+        if isinstance(self.store, LocalFolder) and not self.store.folder.exists():
+            return f"{self.run.checkpoints} isn't there yet; it is waited for, and its first step"
+        return f"{self.run.checkpoints} has no steps yet; they are waited for directly in it, as in RUN/checkpoints"
 
     def versions(self, name: str) -> Iterable[Step]:
         """The newest step that isn't settled, again and again: meanwhile the run goes on, and deletes what is old."""

@@ -20,6 +20,7 @@ from weightbeam.formats.orbax import CHECKPOINT_METADATA, METADATA
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, Store
 
+CHECKPOINTS = "checkpoints"  # the folder of steps in MaxText's folder of a run
 MAX_STEP = 10**18  # of the numbers of steps; a longer one is nobody's
 # of a step's folder: 1000, or with the manager's prefix, checkpoint_1000
 STEP = re.compile(r"(?:\w*_)?(\d{1,18})")
@@ -190,7 +191,7 @@ def _metadata(step: Store) -> dict[str, Any]:
 def run_name(url: str) -> str:
     """What a run is called that has no name: `tuned` for `gs://bucket/tuned/checkpoints`."""
     parts = [part for part in url.partition("://")[2 if "://" in url else 0].split("/") if part]
-    if parts and parts[-1] == "checkpoints" and len(parts) > 1:
+    if parts and parts[-1] == CHECKPOINTS and len(parts) > 1:
         parts.pop()
     return re.sub(r"[^\w.-]", "-", parts[-1]).strip(".-") or "run" if parts else "run"
 

@@ -120,6 +120,8 @@ class Watcher:
                 yield from self._look_at(feed, version, known)
             if not there:
                 yield from self._go_on(feed, known.values(), ())
+                if why := feed.waits_for(name):
+                    yield Finding(name, "", "", WAITING, why)
         except StorageError as e:
             warn(str(e))
             yield Finding(name, "", "", FAILED, str(e))

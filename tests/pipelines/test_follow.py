@@ -77,6 +77,7 @@ pytestmark = pytest.mark.usefixtures("warm_workers")
 PATIENCE = 120  # seconds that anything may take
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 TOKEN, REPO = "hf_of_a_test", "me/tuned"
+WATCH = ["-m", "weightbeam.pipelines.watch"]
 WHOLE = ["discovered", "planned", "converting", "verified", "published"]
 
 
@@ -1073,7 +1074,7 @@ class Followed:
         """Both begin; when the watcher has told of four states more, both are killed, in any order."""
         steps = f"{self.steps()[-1] + 1}:1000"
         train = [training_run.__file__, "--state", f"{self.folder}/state/0", "--root", str(self.run), "--steps", steps]
-        follow = ["-m", "weightbeam.pipelines.watch", "--run", str(self.run), "--like", str(self.like)]
+        follow = [*WATCH, "--run", str(self.run), "--like", str(self.like)]
         with (
             start([*train, "--seconds", "0.7"], self.folder / "printed-run") as run,
             start([*follow, "--output", self.output, "--interval", "1s"], self.folder / "printed-watch") as watcher,
@@ -1157,7 +1158,7 @@ def test_beside_a_run_that_goes_on(
     followed = Followed(place, tmp_path, model, hub, gcs)
     for _ in range(int(os.environ.get("FOLLOW_KILLS", "1"))):
         followed.go_on_until_killed()
-    assert f"following run in {followed.run}: a look every 1 s" in followed.said()
+    assert f"following run, looking every 1 s until Ctrl-C: {followed.run}" in followed.said()
     followed.look_once()
     published = followed.published()
     assert followed.listed() == {f"step-{step}" for step in published}
@@ -1174,7 +1175,7 @@ def test_beside_a_run_that_goes_on(
 def test_everything_wrong_is_said_at_the_start(
     model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str], gcs: FakeGcs
 ) -> None:
-    """Nothing is written, and no run is begun: no steps, no folder, another model's release, two runs into one place, a
+    """Nothing is written, and no run is begun: the folder around the steps, a release, another model's release, two runs into one place, a
     bucket that can't be written.
     """
     like, run, file = model[0], tmp_path / "run" / "checkpoints", tmp_path / "watch.yaml"
@@ -1190,8 +1191,8 @@ def test_everything_wrong_is_said_at_the_start(
         dict(
             checkpoints=str(run), name="b", like=str(other), targets=[dict(name="one", output=str(tmp_path / "same"))]
         ),
-        dict(checkpoints=str(tmp_path / "empty"), name="c", like=str(like)),
-        dict(checkpoints=str(tmp_path / "none"), name="d", like=str(like)),
+        dict(checkpoints=str(tmp_path / "run"), name="c", like=str(like)),
+        dict(checkpoints=str(like), name="d", like=str(like)),
         dict(checkpoints=str(tmp_path / "diloco"), name="e", like=str(like)),
         dict(
             checkpoints=str(run),
@@ -1203,7 +1204,7 @@ def test_everything_wrong_is_said_at_the_start(
     file.write_text(yaml.safe_dump(dict(output=str(tmp_path / "out"), runs=runs)))
     assert call("watch", "--config", file, "--once") == 2
     said = capsys.readouterr().err
-    wanted = ["run b, target one: is published into", f"{tmp_path}/empty: has no steps", f"{tmp_path}/none: no such folder", "a DiLoCo state", "gs://out/x",
+    wanted = ["run b, target one: is published into", f"{tmp_path}/run: has no steps", f"{like}: is a release", "a DiLoCo state", "gs://out/x",
               "roles/storage.objectUser", "in which nothing is ever written", "run b, target one: step 1: "]  # fmt: skip
     assert [text for text in wanted if text not in said] == []
     assert "Traceback" not in said
@@ -1215,6 +1216,68 @@ def test_everything_wrong_is_said_at_the_start(
     write(tmp_path / "second" / "checkpoints", 1, model=model)
     assert watch(tmp_path / "second" / "checkpoints", like, tmp_path / "mine") == 2
     assert "two runs can't be published into one place" in capsys.readouterr().err
+
+
+def test_a_watcher_starts_before_the_run(
+    model: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One script may start both: it is said what is waited for, and the first step is taken when it is there."""
+    like, output, run = model[0], tmp_path / "out", tmp_path / "run" / "checkpoints"
+    for look in ("--dry_run", "--once"):
+        assert watch(run, like, output, look) == 0
+        assert f"waiting  {run} isn't there yet; it is waited for, and its first step" in capsys.readouterr().out
+    run.mkdir(parents=True)
+    assert watch(run, like, output) == 0
+    assert f"{run} has no steps yet; they are waited for directly in it" in capsys.readouterr().out
+    (run / "1.orbax-checkpoint-tmp").mkdir()
+    assert watch(run, like, output) == 0
+    assert f"{run} has a step that isn't committed yet" in capsys.readouterr().out
+    shutil.rmtree(run)
+    command = [*WATCH, "--run", str(run), "--like", str(like), "--output", str(output), "--interval", "1s"]
+    watching = start(command, tmp_path / "printed")
+    try:
+        wait_until(lambda: "isn't there yet" in (tmp_path / "printed").read_text())
+        assert f"following run, looking every 1 s until Ctrl-C: {run}" in (tmp_path / "printed").read_text()
+        write(run, 1, model=model)
+        wait_until(lambda: (output / "step-1" / "run.json").exists())
+    finally:
+        watching.kill()
+        watching.wait()
+    assert states(output) == {"step-1": WHOLE}
+    assert (tmp_path / "printed").read_text().count("isn't there yet") == 1
+    shutil.rmtree(run)  # now it isn't the beginning any more
+    assert watch(run, like, output) == 2
+    assert f"{run}: is gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("file", "file: Not a directory"),
+        ("file/checkpoints", "checkpoints: Not a directory"),
+        ("around", "around: has no steps; did you mean .*/around/checkpoints?"),
+        ("around/checkpoints/1", "1: is a checkpoint; a run is the folder of its steps, .*/around/checkpoints"),
+        ("like", "like: is a release; a run is a folder of checkpoints"),
+        ("gs://none/run", "gs://none: no such bucket"),
+    ],
+)
+def test_what_will_never_be_a_run(
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    gcs: FakeGcs,
+    where: str,
+    said: str,
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "like").symlink_to(model[0])
+    step = tmp_path / "around" / "checkpoints" / "1"
+    step.mkdir(parents=True)
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    run = where if "://" in where else tmp_path / where
+    assert watch(run, model[0], tmp_path / "out") == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 def test_places_are_looked_at_first(
