@@ -5,22 +5,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import difflib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import pydantic
 import yaml
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
+from pydantic_core import ErrorDetails
 
 from weightbeam.formats.hub_publishing import Target as HubTarget
 from weightbeam.formats.storage import StorageError, Store, open_store, store_and_name
 from weightbeam.pipelines.arguments.options import add_conversion, add_output
 from weightbeam.pipelines.arguments.parser import SHELL, make_parser
-from weightbeam.pipelines.arguments.values import secret, size
+from weightbeam.pipelines.arguments.values import did_you_mean, secret, size
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.keywords import option_keywords, read_options
 from weightbeam.pipelines.watching.runs import Steps, local_path, run_name
@@ -61,6 +64,8 @@ ADAPTER, MERGED = "adapter", "merged"  # what becomes of a LoRA run's steps
 # what becomes of a step with elements that are NaN or infinite: nothing; it is published, and what was the newest stays
 # that; the same as of others
 HOLD, PUBLISH, NEWEST = "hold", "publish", "newest"
+FIELDS = ("name", "kind", "output", "lora", "create_pr", "on_nan")  # of a run's target, whatever its command
+MESHES = ("mesh", "sharding_rules")  # options that say how a checkpoint is cut
 # not a target's to say
 OURS = {
     "source",
@@ -140,12 +145,12 @@ def _read_target(given: Any) -> Target:
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_conversion(parser)
     name, asked = given.get("name"), {option: value for option, value in given.items() if option != "name"}
-    problems = []
+    problems, right = [], dict[str, Any]()
     if not isinstance(name, str) or not NAME.fullmatch(name):
         problems.append("name: should be lower-case letters, digits, dots and dashes")
     for option, value in asked.items():
         if option not in OPTIONS:
-            problems.append(f"{option}: no such option; there are {', '.join(OPTIONS)}")
+            problems.append(f"{option}: no such option{_meant(option, OPTIONS)}")
         elif not all(isinstance(each, str | int | float) for each in (value if isinstance(value, list) else [value])):
             problems.append(f"{option}: should be a value" + ("" if value is None else ", or a list of values"))
         else:
@@ -153,18 +158,25 @@ def _read_target(given: Any) -> Target:
                 read = parser.parse_args(_arguments({option: value}))
                 if isinstance(value, list) and not isinstance(getattr(read, option), list):
                     problems.append(f"{option}: takes one value, not a list")
+                else:
+                    right[option] = value
             except ValueError as e:
                 problems.append(str(e))
-    if not problems:
-        arguments = _arguments(asked)
-        try:
-            given = parser.parse_args(arguments)
-            options = read_options(option_keywords(given))
-            meshes_of(options)
+    arguments = _arguments(right)
+    try:
+        options = read_options(option_keywords(parser.parse_args(arguments)))
+        meshes_of(options)
+        if not problems:
             return Target(str(name), tuple(arguments), options)
-        except (MeshError, RefusedError) as e:
-            problems.append(str(e))
-    raise ValueError("; ".join(problems))
+    except (MeshError, RefusedError) as e:
+        problems.append(str(e))
+    raise ValueError("\n".join(problems))
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """What was meant by an unknown word, or what there is."""
+    known = list(known)
+    return did_you_mean(word, known) or f"; there are {', '.join(known)}"
 
 
 def _read_run_target(given: Any) -> RunTarget:
@@ -186,9 +198,8 @@ def _read_run_target(given: Any) -> RunTarget:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         problems.append("name: should be lower-case letters, digits, dots and dashes")
     if kind not in (EXPORT, QUANTIZE, RESHARD):
-        raise ValueError("; ".join([*problems, f"kind: should be {EXPORT}, {QUANTIZE} or {RESHARD}"]))
-    if kind not in commands:
-        raise ValueError("; ".join([*problems, f"kind: this version of Weightbeam has no weightbeam {kind}"]))
+        problems.append(f"kind: should be {EXPORT}, {QUANTIZE} or {RESHARD}")
+        kind = EXPORT
     lora = asked.pop("lora") if asked.get("lora") in (ADAPTER, MERGED) else None
     if lora and kind == RESHARD:
         problems.append(f"lora: {lora} is for releases, and a step is resharded as it is")
@@ -209,18 +220,25 @@ def _read_run_target(given: Any) -> RunTarget:
             problems.append(f"output: {e}")
     parser = _Parser(add_help=False, allow_abbrev=False, parents=[commands[kind]], conflict_handler="resolve")
     known = sorted({action.dest for action in parser._actions if action.option_strings} - OURS)
+    meshes: dict[str, Any] = {}
     for option, value in asked.items():
         if option not in known:
-            problems.append(f"{option}: no such option of {kind}; there are {', '.join(known)}")
+            problems.append(f"{option}: no such option of {kind}{_meant(option, sorted({*known, *FIELDS}))}")
         elif not all(isinstance(each, str | int | float) for each in (value if isinstance(value, list) else [value])):
             problems.append(f"{option}: should be a value" + ("" if value is None else ", or a list of values"))
         else:
             try:
-                parser.parse_args(_arguments({option: value}))
+                read = parser.parse_args(_arguments({option: value}))
+                if option in MESHES:
+                    meshes[option] = getattr(read, option)
             except ValueError as e:
                 problems.append(str(e))
+    try:
+        meshes_of(read_options(meshes))
+    except (MeshError, RefusedError) as e:
+        problems.append(str(e))
     if problems:
-        raise ValueError("; ".join(problems))
+        raise ValueError("\n".join(problems))
     return RunTarget(
         str(name),
         kind,
@@ -289,22 +307,18 @@ class Run(pydantic.BaseModel):
     )
 
     checkpoints: Annotated[str, Field(min_length=1), AfterValidator(lambda url: _read_checkpoints(url))]
-    name: str = ""
+    name: Annotated[str, AfterValidator(lambda name: _read_run_name(name))] = ""
     like: Annotated[str, Field(min_length=1)] | None = None
     steps: Annotated[InstanceOf[Steps], BeforeValidator(read_steps)] = Steps()
     targets: Annotated[
         list[Annotated[InstanceOf[RunTarget], BeforeValidator(_read_run_target)]],
         Field(min_length=1),
-        AfterValidator(lambda given: _check_targets(given)),
     ] = [RunTarget("hf")]
     keep: Keep | None = None
 
     @model_validator(mode="after")
     def _named(self) -> Run:
-        name = self.name or run_name(self.checkpoints)
-        if not RUN_NAME.fullmatch(name):
-            raise ValueError(f"name: {name!r} should be letters, digits, dots and dashes: it becomes part of a path")
-        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "name", self.name or run_name(self.checkpoints))
         if (
             self.like
             and is_maxtext_config(self.like)
@@ -319,6 +333,12 @@ class Run(pydantic.BaseModel):
 def is_maxtext_config(like: str) -> bool:
     """Whether `like` names a MaxText configuration, for a model that has no release."""
     return like.endswith((".yml", ".yaml"))
+
+
+def _read_run_name(name: str) -> str:
+    if not RUN_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} should be letters, digits, dots and dashes: it becomes part of a path")
+    return name
 
 
 def _read_checkpoints(url: str) -> str:
@@ -360,20 +380,6 @@ def _read_output(url: Any) -> Store:
         return open_store(url)
     except StorageError as e:
         raise ValueError(str(e)) from e
-
-
-def _check_targets(targets: list[Any]) -> list[Any]:
-    names = [target.name for target in targets]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{', '.join(twice)}: the name of several targets")
-    return targets
-
-
-def _check_runs(runs: list[Run]) -> list[Run]:
-    names = [run.name for run in runs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{', '.join(twice)}: the name of several runs; give them a name each")
-    return runs
 
 
 def _check_runner(options: dict[str, Any], info: pydantic.ValidationInfo) -> dict[str, Any]:
@@ -424,10 +430,8 @@ class WatchConfig(pydantic.BaseModel):
     models: Annotated[
         list[str], _each(PATTERN.fullmatch, "should be organisation/model; the model may have wildcards")
     ] = []
-    targets: Annotated[
-        list[Annotated[InstanceOf[Target], BeforeValidator(_read_target)]], AfterValidator(_check_targets)
-    ] = []
-    runs: Annotated[list[Run], AfterValidator(lambda runs: _check_runs(runs))] = []
+    targets: list[Annotated[InstanceOf[Target], BeforeValidator(_read_target)]] = []
+    runs: list[Run] = []
     revision: str = "main"
     since: datetime.date | None = None
     max_bytes: Annotated[int, _as_argument(size)] | None = None
@@ -439,17 +443,6 @@ class WatchConfig(pydantic.BaseModel):
     hf_token_secret: Annotated[str, _as_argument(secret)] | None = None
     runner: Annotated[dict[str, Scalar | list[Scalar]], AfterValidator(_check_runner)] = {}
     notify: list[Sink] = []
-
-    @model_validator(mode="after")
-    def _whole(self) -> WatchConfig:
-        problems = [] if self.models or self.runs else ["names nothing to watch: it needs models with targets, or runs"]
-        if self.models and not self.targets:
-            problems.append("targets: what should be made of the models?")
-        if self.targets and not self.models:
-            problems.append("models: of which models should the targets be made?")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
 
     def runner_arguments(self, here: bool = False) -> list[str]:
         """What a conversion needs besides the target, as a command line; without its runner for what is done `here`."""
@@ -486,7 +479,7 @@ def config_of_run(run: str, like: str | None, output: str, every: int | None, ta
     try:
         config = WatchConfig.model_validate({"output": records or "/", "runs": [about]})
     except pydantic.ValidationError as e:
-        problems += [f"--run={run}: {_said(error['type'], error['msg'])}" for error in e.errors()]
+        problems += [f"--run={run}: {_said(error)}" for error in e.errors()]
         raise RefusedError("\n".join(problems)) from e
     if problems:
         raise RefusedError("\n".join(problems))
@@ -512,19 +505,58 @@ def read_config(path: str) -> WatchConfig:
         raise RefusedError(
             f"--config={path}: should be a mapping with output, and models and targets, or runs; `weightbeam help watching` has an example"
         )
+    config, problems = None, list(_find_what_is_between(given))
     try:
-        return WatchConfig.model_validate(given)
+        config = WatchConfig.model_validate(given)
     except pydantic.ValidationError as e:
-        problems = "\n".join(
-            f"  {'.'.join(map(str, error['loc']))}: {_said(error['type'], error['msg'])}" for error in e.errors()
-        )
-        raise RefusedError(f"--config={path}:\n{problems}") from e
+        said = [
+            f"{'.'.join(map(str, error['loc']))}: {line}" for error in e.errors() for line in _said(error).splitlines()
+        ]
+        problems = [*said, *problems]
+    if problems or config is None:
+        raise RefusedError("\n  ".join([f"--config={path}:", *problems]))
+    return config
 
 
-def _said(kind: str, message: str) -> str:
-    if kind == "extra_forbidden":
-        return f"no such field; there are {', '.join(WatchConfig.model_fields)}"
-    return message.removeprefix("Value error, ")
+def _said(error: ErrorDetails) -> str:
+    """What is wrong with a field."""
+    if error["type"] != "extra_forbidden":
+        return error["msg"].removeprefix("Value error, ")
+    *around, word = error["loc"]
+    model = Keep if "keep" in around else Run if "runs" in around else WatchConfig
+    return f"no such field{_meant(str(word), model.model_fields)}"
+
+
+def _find_what_is_between(given: Mapping[Any, Any]) -> Iterator[str]:
+    """What is wrong with fields that may each be right: nothing to watch, and names that stand twice."""
+    meant = {near for word in given for near in difflib.get_close_matches(str(word), WatchConfig.model_fields, 1, 0.7)}
+    models, targets, runs = (bool(given.get(name, name in meant)) for name in ("models", "targets", "runs"))
+    if not models and not runs:
+        yield "names nothing to watch: it needs models with targets, or runs"
+    if models and not targets:
+        yield "targets: what should be made of the models?"
+    if targets and not models:
+        yield "models: of which models should the targets be made?"
+    listed = _mappings(given, "runs")
+    for place, about in (("", given), *((f"runs.{number}.", run) for number, run in listed)):
+        for name in _twice(target.get("name") for _, target in _mappings(about, "targets")):
+            yield f"{place}targets: {name}: the name of several targets"
+    for name in _twice(run.get("name") or run_name(str(run.get("checkpoints", ""))) for _, run in listed):
+        yield f"runs: {name}: the name of several runs; give them a name each"
+
+
+def _mappings(about: Mapping[Any, Any], field: str) -> list[tuple[int, Mapping[Any, Any]]]:
+    """Those of a list in a file, with their numbers."""
+    held = about.get(field)
+    return [
+        (number, each) for number, each in enumerate(held if isinstance(held, list) else []) if isinstance(each, dict)
+    ]
+
+
+def _twice(names: Iterable[Any]) -> list[str]:
+    """The names that stand several times."""
+    counted = Counter(name for name in names if isinstance(name, str))
+    return sorted(name for name, number in counted.items() if number > 1)
 
 
 class _Loader(yaml.SafeLoader):

@@ -44,10 +44,12 @@ from support import (
 
 from weightbeam.formats.staging import staging_at
 from weightbeam.formats.storage import open_store
+from weightbeam.pipelines.watch import Findings
 from weightbeam.pipelines.watching import isolation
 from weightbeam.pipelines.watching.config import Target, read_config
 from weightbeam.pipelines.watching.records import ROOT, History, LostError, histories, key_of
 from weightbeam.pipelines.watching.releases import find_release
+from weightbeam.pipelines.watching.watcher import Finding
 from weightbeam.transforms.options import Options
 
 grpc = lazily("grpc")
@@ -729,6 +731,61 @@ def test_everything_wrong_with_a_configuration_is_said_at_once(
     assert [place for place in places if place not in said] == []
     assert "somewhere" not in said
     assert "Traceback" not in said
+
+
+TYPED = """
+output: out
+model: [acme/*]
+quiet_minuts: 3
+targets:
+  - {name: a, scan_layer: true, mesh: fdsp=8, save_dtype: int7}
+  - {name: a, colour: red}
+runs:
+  - checkpoints: /r
+    name: a b
+    step: every
+    targets:
+      - {name: x, knd: export, on_na: hold, on_nan: off, save_dtype: int7, kind: what}
+      - {name: x, kind: reshard, mesh: fdsp=8}
+  - {checkpoints: /r/x, keep: {lst: 3}}
+  - {checkpoints: /s/x}
+"""
+WRONGLY_TYPED = """
+targets.0: scan_layer: no such option; did you mean scan_layers?
+targets.0: save_dtype: invalid choice: 'int7'
+targets.0: --mesh=fdsp=8: MaxText's meshes have no axis 'fdsp'
+targets.1: colour: no such option; there are scan_layers,
+runs.0.name: 'a b' should be letters
+runs.0.targets.0: kind: should be export, quantize or reshard
+runs.0.targets.0: on_nan: should be hold, publish or newest
+runs.0.targets.0: knd: no such option of export; did you mean kind?
+runs.0.targets.0: on_na: no such option of export; did you mean on_nan?
+runs.0.targets.0: save_dtype: invalid choice: 'int7'
+runs.0.targets.1: --mesh=fdsp=8: MaxText's meshes have no axis 'fdsp'
+runs.0.step: no such field; did you mean steps?
+runs.1.keep.last: Field required
+runs.1.keep.lst: no such field; did you mean last?
+model: no such field; did you mean models?
+quiet_minuts: no such field; did you mean quiet_minutes?
+targets: a: the name of several targets
+runs.0.targets: x: the name of several targets
+runs: x: the name of several runs
+"""
+
+
+def test_what_is_mistyped_hides_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All in one go, each once, with what was meant."""
+    file = tmp_path / "watch.yaml"
+    file.write_text(TYPED)
+    assert call("watch", "--config", file, "--once") == 2
+    said, wanted = capsys.readouterr().err.splitlines()[2:], WRONGLY_TYPED.split("\n")[1:-1]
+    assert len(said) == len(wanted), said
+    assert [line for line, start in zip(said, wanted, strict=True) if not line.startswith(f"  {start}")] == []
+
+
+def test_a_reason_of_several_lines_is_one_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    Findings([Finding(REPO, "0" * 40, "a", "refused", "  shape: a\n  shape: b")]).show()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("refused  shape: a; shape: b")
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "models: [a", "output: /x\noutput: /y\n", "\xff"])
