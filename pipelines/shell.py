@@ -6,15 +6,18 @@ import argparse
 import contextlib
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from weightbeam.formats.printable import printable
 from weightbeam.pipelines.errors import Failed, Refused
 
 LOG = logging.getLogger("weightbeam")
 STDOUT = "-"  # as a file's name
+UP = "\x1b[A\x1b[2K"  # has a terminal go to the line above, and clear it
 DATED = "%(asctime)s %(levelname)s %(message)s"
 
 
@@ -43,6 +46,20 @@ class JsonMessages(logging.Formatter):
         )
 
 
+class _Screen(logging.StreamHandler[TextIO]):
+    """Messages on a terminal: one takes the line of a `passing` one before it of the same `key`, such as a step's."""
+
+    passed = ""  # the key of the last message, if that is passing and has a line of its own
+
+    def emit(self, record: logging.LogRecord) -> None:
+        key = getattr(record, "facts", {}).get("key", "")
+        if key and key == self.passed:
+            self.stream.write(UP)
+        super().emit(record)
+        fits = len(self.format(record)) < shutil.get_terminal_size().columns
+        self.passed = key if fits and getattr(record, "passing", False) else ""
+
+
 def _formatter(args: argparse.Namespace) -> logging.Formatter:
     """A watcher speaks JSON where it is asked to, and where nobody is at a terminal; other commands speak to a person."""
     in_json = args.command == "watch" and (
@@ -61,8 +78,10 @@ def messages(args: argparse.Namespace) -> Iterator[None]:
     Raises:
       Refused: the log can't be written.
     """
-    screen: logging.Handler = logging.StreamHandler(sys.stderr)
-    screen.setFormatter(_formatter(args))
+    formatter = _formatter(args)
+    for_a_person = sys.stderr.isatty() and isinstance(formatter, _Lines)
+    screen = (_Screen if for_a_person else logging.StreamHandler)(sys.stderr)
+    screen.setFormatter(formatter)
     screen.setLevel(logging.WARNING if args.quiet else logging.DEBUG if args.verbose else logging.INFO)
     handlers: list[logging.Handler] = [screen]
     if args.log_file:

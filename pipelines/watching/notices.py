@@ -14,7 +14,7 @@ import tenacity
 
 from weightbeam.formats.printable import printable
 from weightbeam.pipelines.errors import RefusedError
-from weightbeam.pipelines.watching.records import FAILED, PUBLISHED, Record
+from weightbeam.pipelines.watching.records import FAILED, PUBLISHED, SETTLED, Record
 
 TIMEOUT = 10.0  # seconds, for each attempt
 ATTEMPTS = 4
@@ -38,10 +38,10 @@ def _escaped(text: str) -> str:
 
 
 def note(record: Record) -> None:
-    """Logs a state."""
-    _log.log(
-        logging.WARNING if record["state"] == FAILED else logging.INFO, text_of(record), extra={"facts": dict(record)}
-    )
+    """Logs a state; on a terminal the next one takes its line, where there is nothing more to say of it."""
+    passing = record["state"] not in (*SETTLED, FAILED) and not record.get("reason")
+    level = logging.WARNING if record["state"] == FAILED else logging.INFO
+    _log.log(level, text_of(record), extra={"facts": dict(record), "passing": passing})
 
 
 def inform(message: str) -> None:

@@ -57,7 +57,8 @@ def on_terminal(
             if meanwhile:
                 meanwhile(process, seen)
     os.close(ours)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    text = re.sub(r"[^\n]*\n\x1b\[A\x1b\[2K", "", seen.decode())  # a line that another one took
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     return process.wait(60), [
         line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n") if line.strip()
     ]
@@ -427,6 +428,25 @@ def test_a_reader_that_has_seen_enough(source: Path) -> None:
     with os.fdopen(ours, "wb") as stdout:
         ran = warm.run("inspect", source, stdout=stdout)
     assert (ran.returncode, ran.stderr) == (1, "")
+
+
+def test_a_step_that_is_followed_has_one_line(source: Path, tmp_path: Path) -> None:
+    """Its states take the same one; in a pipe each has its own."""
+    convert(source, tmp_path / "run", "--save_dtype", "float32")
+    watch = ["watch", "--run", tmp_path / "run", "--like", source, "--once"]
+    status, lines = on_terminal(*watch, "--output", tmp_path / "out")
+    assert status == 0, lines
+    told = [line for line in lines if "run@step-0 for hf" in line]
+    assert [line.partition(" in ")[0] for line in told] == ["run@step-0 for hf: published"], lines
+    command = [sys.executable, "-m", "weightbeam.pipelines.cli", *map(str, watch), "--output", str(tmp_path / "again")]
+    piped = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [json.loads(line)["state"] for line in piped.stderr.splitlines()] == [
+        "discovered",
+        "planned",
+        "converting",
+        "verified",
+        "published",
+    ]
 
 
 def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
