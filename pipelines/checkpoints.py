@@ -14,9 +14,10 @@ from weightbeam.formats.staging import ITEMS, FolderStaging, Staging, staging_at
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.errors import Failed, Refused
-from weightbeam.pipelines.output import CheckpointPlan, alone, check_output, is_finished, look_for_job, stopping
+from weightbeam.pipelines.output import CheckpointPlan, alone, check_output, is_finished, look_for_job
 from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.starting import get_ready
+from weightbeam.pipelines.stopping import stopping
 from weightbeam.transforms.assembly import stage
 
 LOG = logging.getLogger("weightbeam")

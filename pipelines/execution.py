@@ -21,11 +21,11 @@ from weightbeam.pipelines import dataflow
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.notebook import as_in_a_script
 from weightbeam.pipelines.options import make_pipeline, pipeline_options
-from weightbeam.pipelines.output import stopping
 from weightbeam.pipelines.progress import LINE_EVERY, Report, at_most_every, quiet, roots, watch_progress
 from weightbeam.pipelines.report import threads_of
 from weightbeam.pipelines.runners import jobs, local, portable
 from weightbeam.pipelines.runners.failure import last_words
+from weightbeam.pipelines.stopping import stopping
 from weightbeam.transforms import baselines
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.handshake import GREETINGS, GreetWorkers

@@ -115,26 +115,6 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
         yield
 
 
-@contextlib.contextmanager
-def stopping(staging: Staging, plan_hash: str) -> Iterator[None]:
-    """Context manager: what is interrupted publishes nothing; its threads, or another runner's processes, may be at
-    work still.
-
-    Raises:
-      KeyboardInterrupt: it was; the message says so where the plan with this hash was published before.
-    """
-    try:
-        yield
-    except KeyboardInterrupt as e:
-        with contextlib.suppress(OSError):
-            staging.stop()
-            if staging.is_held() and not staging.exists() and made_by(staging.final) == plan_hash:
-                staging.tidy()
-                said = f"but {staging.final} was published already"
-                raise KeyboardInterrupt(f"{said}; {e}" if str(e) else said) from None
-        raise
-
-
 def look_for_job(staging: Staging, beam: Sequence[str]) -> Callable[[], None]:
     """What `alone` should look at: whether a job of a command before this one, which is noted beside the plan, is still
     at work.
