@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,7 @@ def main(jobs: Collection[Mapping[str, Any]]) -> None:
 # --- in the test ------------------------------------------------------------------------------------------------------
 
 
-def run_jobs(jobs: list[Mapping[str, Any]], timeout: float = 600) -> list[dict[str, Any]]:
+def run_jobs(jobs: Sequence[Mapping[str, Any]], timeout: float = 600) -> list[dict[str, Any]]:
     """Runs jobs in a process that forks each of them; returns what it says."""
     environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}"}
     script = [sys.executable, HERE / "faults.py"]
