@@ -82,7 +82,7 @@ class Conversions(RuleBasedStateMachine):
                 self.world.close()
 
 
-def run(machine: type[Conversions], kind: str, examples: int) -> None:
+def run_machine(machine: type[Conversions], kind: str, examples: int) -> None:
     """As many schedules, the same each time."""
     few = settings(
         max_examples=examples,
@@ -97,7 +97,7 @@ def run(machine: type[Conversions], kind: str, examples: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_conversions_that_sleep_and_wake(kind: str) -> None:
-    run(Conversions, kind, 30)
+    run_machine(Conversions, kind, 30)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +124,7 @@ class Releases(Conversions):
 
 @pytest.mark.parametrize("kind", ["folder", "bucket", "hub"])
 def test_releases_that_sleep_and_wake(kind: str) -> None:
-    run(Releases, kind, 15)
+    run_machine(Releases, kind, 15)
 
 
 @pytest.mark.landing  # some hundred schedules until one shows it
