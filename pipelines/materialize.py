@@ -87,14 +87,14 @@ def plan_materialization(checkpoint: str, given: Mapping[str, Any]) -> Conversio
                     f"{items} isn't virtual, or came here without its {items.parent.name}/conversion.json; there is nothing to materialise"
                 )
             source = open_own_source(items)
-            made = options_from(record_of(items)["options"])
+            record = record_of(items)
+            made = options_from(record["options"])
     except Failed as e:
         raise Refused(f"the files that the checkpoint refers to have changed:\n{e}") from e
     LOG.info(found)
     with reading(checkpoint):
-        return plan_with(
-            dataclasses.replace(made, virtual=False, **check_options_of(given, made.maxtext_model)), source
-        )
+        options = dataclasses.replace(made, virtual=False, **check_options_of(given, made.maxtext_model))
+        return dataclasses.replace(plan_with(options, source), made_of=str(record["source"]))
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

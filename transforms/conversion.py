@@ -81,6 +81,7 @@ class Conversion(InUnits):
       folding: the adapter as MaxText's, with `--adapter_only`.
       slots: units at a time of all workers that the units were cut for; None where they are as large as they may be.
       staged_small: `small_hashes` as they were staged; None where the source is to be asked.
+      made_of: the release that the record names, where the source is what a virtual checkpoint holds of it.
     """
 
     options: Options
@@ -96,6 +97,7 @@ class Conversion(InUnits):
     folding: Folding | None = None
     slots: int | None = None
     staged_small: Mapping[str, str] | None = None
+    made_of: str = ""
 
     kind = "convert"
 
@@ -351,7 +353,7 @@ class Conversion(InUnits):
             for tensor in shard.tensors
         }
         return {
-            "source": self.source.root,
+            "source": self.made_of or self.source.root,
             "shards": self._shards(()),
             "plan": self.hash,
             "family": self.plan.family,
@@ -376,6 +378,7 @@ class Conversion(InUnits):
             "adapters": [[adapter.files.to_json(), adapter.weight] for adapter in self.adapters],
             "slots": self.slots,
             "small": dict(self.small_hashes),
+            "made_of": self.made_of,
             "hash": self.hash,
         }
         return pack_inputs(inputs)

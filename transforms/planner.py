@@ -374,4 +374,4 @@ def load(inputs: Mapping[str, Any]) -> Conversion:
     made = prepare(
         options_from(inputs["options"]), HfCheckpoint.from_json(inputs["source"]), adapters, inputs.get("slots")
     )
-    return dataclasses.replace(made, staged_small=inputs["small"])
+    return dataclasses.replace(made, staged_small=inputs["small"], made_of=inputs["made_of"])

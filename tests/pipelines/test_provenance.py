@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import re
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,25 @@ def test_a_hub_cache_tells_the_hash_of_its_files(tmp_path: Path) -> None:
     (snapshot / "config.json").write_bytes((made / "config.json").read_bytes())
     assert [shard["sha256"] for shard in record(convert(snapshot, tmp_path / "out"))["shards"]] == [sha]
     assert all("sha256" not in shard for shard in record(convert(made, tmp_path / "plain"))["shards"])
+
+
+def test_the_first_source_is_known_when_what_lay_between_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Virtual, materialised, resharded, and resharded once more: `inspect` and `verify` name the release."""
+    source = save(tmp_path / "source", LLAMA, *split(random_tensors(LLAMA), 2))
+    convert(source, tmp_path / "virtual", "--virtual", "--scan_layers", "false")
+    ways = [("materialize", "--mesh", "fsdp=4"), ("reshard", "--mesh", "fsdp=2"), ("reshard", "--scan_layers", "true")]
+    before = "virtual"
+    for number, (command, *options) in enumerate(ways):
+        made = f"made{number}"
+        assert call(command, tmp_path / before, tmp_path / made, *options) == 0
+        shutil.rmtree(tmp_path / before)
+        assert record(tmp_path / made / "0")["source"] == str(source)
+        capsys.readouterr()
+        assert call("inspect", tmp_path / made) == 0
+        assert re.search(rf"source +{source}\n", capsys.readouterr().out)
+        assert call("verify", tmp_path / made) == 0
+        assert f"compared with {source}," in capsys.readouterr().err
+        before = made
 
 
 def test_inspect_shows_where_a_checkpoint_comes_from(tmp_path: Path, capsys) -> None:

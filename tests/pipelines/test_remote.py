@@ -313,6 +313,7 @@ def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Pat
         json.loads(gcs.objects["bucket"][f"{name}/0/conversion.json"].data) for name in ("made", "converted")
     )
     assert made["digests"] == converted["digests"]
+    assert made["source"] == converted["source"], "the release, wherever it lies, and not the virtual checkpoint"
 
     assert "holds the source" in printed(
         "materialize", "gs://bucket/virtual", "--output", "gs://bucket/virtual", "--overwrite", env=env, status=2
@@ -329,3 +330,7 @@ def test_virtual_in_a_bucket(place: str, gcs: FakeGcs, hub: FakeHub, source: Pat
         if changed is not None:
             gcs.put("bucket", name, changed)
         assert message in printed("verify", "--checkpoint", "gs://bucket/virtual", env=env, status=1)
+
+    for name in [name for name in gcs.objects["bucket"] if name.startswith("virtual/")]:
+        del gcs.objects["bucket"][name]
+    assert f"compared with {made['source']}, " in printed("verify", "gs://bucket/made", env=env)
