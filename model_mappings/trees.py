@@ -80,6 +80,11 @@ def recognise(paths: Iterable[Path]) -> Tree:
     return Tree(kind, weights, tuple(state))
 
 
+def is_state(key: str) -> bool:
+    """Whether an array is a training state's, and no weight: the optimizer's, a counter, a random generator."""
+    return key.partition(".")[0] in (*STATE, *DILOCO) or GENERATORS.search(key) is not None
+
+
 def _kind(paths: list[Path], tops: set[str]) -> tuple[str, Path]:
     """What wrote a tree, and the components in front of its weights."""
     values = all(

@@ -277,6 +277,7 @@ def _look(where: str) -> HfCheckpoint | OrbaxCheckpoint:
     """
     try:
         store = open_store(where)
+        store.check_readable()
         return open_hf(store) if is_release(store) else open_orbax(store)
     except StorageError as e:
         raise Refused(str(e)) from e

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.encodings import stored_bytes
-from weightbeam.formats.orbax import check_beside
+from weightbeam.formats.orbax import check_beside, step_of
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
 from weightbeam.formats.provenance import tensors_of
@@ -209,7 +209,7 @@ def _open(source: str, step: int | None) -> OrbaxCheckpoint:
     if not source:
         raise Refused(no_source("export"))
     try:
-        return open_orbax(source if step is None else open_store(source) / str(step))
+        return open_orbax(source if step is None else step_of(source, step))
     except StorageError as e:
         raise Refused(str(e)) from e
 

@@ -24,6 +24,7 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.formats.strict_json import read_json
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.plan import PARAMETERS, Problem
+from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.tables import count
@@ -165,6 +166,7 @@ def options_of(items: Store, stores: Mapping[str, ts.TensorStore], given: Mappin
     )
     if "scan_layers" in custom:
         said["scan_layers"] = custom["scan_layers"]
+    said.setdefault("scan_layers", is_scanned(stores))
     if "vocab_size" not in said and (embedding := stores.get(f"{PARAMETERS}token_embedder.embedding")):
         said["vocab_size"] = embedding.shape[0]
     said.setdefault("mtp", any(key.startswith(f"{PARAMETERS}mtp_block.") for key in stores))

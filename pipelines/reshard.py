@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weightbeam.formats.adapters.config import CONFIG
-from weightbeam.formats.orbax import BESIDE, METADATA, MODEL_ITEM, check_beside, check_committed, record_of
+from weightbeam.formats.orbax import BESIDE, METADATA, MODEL_ITEM, check_beside, check_committed, record_of, step_of
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.orbax_state import surroundings
 from weightbeam.formats.printable import printable
@@ -300,8 +300,8 @@ def _open(source: str, step: int | None, state: str) -> OrbaxCheckpoint:
         raise Refused("--source is missing: the Orbax checkpoint")
     try:
         place = open_store(source)
-        if step is not None and str(step) in place.folders() and not place.exists(METADATA):
-            place = place / str(step)
+        if step is not None and not place.exists(METADATA) and (named := step_of(place, step)).folders():
+            place = named
         check_committed(place)
         checkpoint = open_orbax(place, any_tree=True)
         items = open_store(checkpoint.root)

@@ -21,7 +21,7 @@ import apache_beam as beam
 import tensorstore as ts
 
 from weightbeam.formats.identity import Files, Watched
-from weightbeam.formats.orbax import STEP, find_items, open_arrays, record_of, unknown_beside
+from weightbeam.formats.orbax import STEP, find_items, leaves, open_arrays, read_tree, record_of, unknown_beside
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
 from weightbeam.formats.provenance import RECORD as CHECKPOINT_RECORD
@@ -33,7 +33,7 @@ from weightbeam.model_mappings.config import Config, Layout
 from weightbeam.model_mappings.family import Prediction, rename
 from weightbeam.model_mappings.plan import PARAMETERS, Array
 from weightbeam.model_mappings.registry import family_of
-from weightbeam.model_mappings.trees import is_scanned
+from weightbeam.model_mappings.trees import TreeError, is_scanned, is_state, recognise
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.notebook import as_in_a_script
@@ -74,6 +74,7 @@ from weightbeam.transforms.verification import ArrayResult, compared_elements, i
 
 LOG = logging.getLogger("weightbeam")
 MISSING = "is missing"
+OPTIMIZERS = ("opt_state", "optimizer", "outer_opt_state")  # how the keys of an optimizer's arrays begin
 NOTES = "notes"  # in JSON
 NO_HASH = f"isn't compared: {CHECKPOINT_RECORD} has no hash of it"
 DAMAGED = f"isn't what {CHECKPOINT_RECORD} says was written, by its digest: the checkpoint is damaged"
@@ -94,6 +95,7 @@ class Verification:
       unjudged: its tensors that were compared with nothing, with the reason why the table leaves them out.
       notes: what of it, or of the source, isn't wrong and yet to be known, and what is to be said of that.
       digests: how many of the checkpoint's arrays were compared with the digests of its record; of an export.
+      state: the checkpoint's arrays that are no weights, and weren't compared: a training state's.
     """
 
     checkpoint: str
@@ -106,6 +108,7 @@ class Verification:
     unjudged: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[tuple[str, str], ...] = ()
     digests: Compared | None = None
+    state: tuple[str, ...] = ()
 
     @property
     def _all(self) -> Mapping[str, ArrayResult]:
@@ -123,21 +126,26 @@ class Verification:
 
     @property
     def faults(self) -> list[str]:
-        """What differs, a line each."""
+        """What differs, a line each: first what is missing or too much, then values."""
         left_out = set(self.left_out)
         faults = [f"{key.removeprefix(PARAMETERS)} {what}" for key, what in self.wrong if key not in left_out]
         return faults + [
-            f"{key.removeprefix(PARAMETERS)}: {found.different:,} of {found.compared:,} elements differ; {found.first}"
+            f"{key.removeprefix(PARAMETERS)}: {found.different:,} of {found.compared:,} elements differ, "
+            f"by up to {found.largest:.3g}; {found.first}"
             for key, found in self._all.items()
             if found.different
         ]
 
     def check(self) -> None:
-        """Raises `Failed` with all that differs, if anything does."""
+        """Raises `Failed` with all that differs, if anything does; the last line is the command that shows how much."""
         if faults := self.faults:
-            shown = "\n".join(f"  {fault}" for fault in faults[:SHOWN])
-            more = f"\n  … and {len(faults) - SHOWN} more; --json FILE has all" if len(faults) > SHOWN else ""
-            raise Failed(f"{shown}{more}")
+            lines = [f"  {fault}" for fault in faults[:SHOWN]]
+            if len(faults) > SHOWN:
+                lines.append(f"  … and {len(faults) - SHOWN} more; --json FILE has all")
+            if any(found.different for found in self.findings.values()):
+                what = "did training change" if self.state else "differs"
+                lines.append(f"what {what}, and how much? {diff_command(self.conversion.source.root, self.checkpoint)}")
+            raise Failed("\n".join(lines))
 
     def to_dict(self) -> dict[str, Any]:
         """What `weightbeam verify --json` writes: what was found of each array, and of an export's other tensors, each by its
@@ -180,9 +188,7 @@ class Verification:
         return [printable(warning) for warning in warnings]
 
     def __str__(self) -> str:
-        kinds = Counter(
-            "different" if found.different else "rounded" if found.rounded else "exact" for found in self._all.values()
-        )
+        kinds = Counter(map(_kind, self._all.values()))
         compared = _elements(self.findings)
         part = f", a sample of {self.sample:.3g}" if self.sample < 1 else ""
         judged = f" with {printable(self.export)}, which was exported of them" if self.export else ""
@@ -191,16 +197,18 @@ class Verification:
             f"{_elements(found):,} elements of {count(len(found), 'tensor')} of it compared with {printable(origin)}"
             for origin, found in self.others.items()
         ]
-        texts = dict(exact="exact", rounded="rounded once, as the plan says", different="different")
+        error = max((found.error for found in self._all.values()), default=0.0)
+        texts = dict(
+            exact="exact",
+            rounded="rounded once, as the plan says",
+            quantised=f"quantised: a tensor's relative error is at most {error:.2%}, by norms",
+            different="different",
+        )
         for kind, text in texts.items():
             if kinds[kind]:
                 lines.append(f"  {kinds[kind]:>6,} {text}")
             if kind == "rounded":
-                keys = [
-                    key.removeprefix(PARAMETERS)
-                    for key, found in self._all.items()
-                    if found.rounded and not found.different
-                ]
+                keys = [key.removeprefix(PARAMETERS) for key, found in self._all.items() if _kind(found) == "rounded"]
                 lines += [f"         {printable(key, CELL)}" for key in collapse(keys)]
         if self.left_out:
             name = printable(self.left_out[0], CELL)
@@ -209,12 +217,35 @@ class Verification:
             )
         for why, times in Counter(self.unjudged.values()).items():
             lines.append(f"  {times:>6,} of its tensors compared with nothing: {printable(why)}")
+        if self.state:
+            lines.append(_state_text(self.state))
         if self.digests and self.digests.arrays:
             lines.append(f"{count(self.digests.arrays, 'array')} of the checkpoint compared with their digests")
         return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
         return page([str(self), *self.faults])
+
+
+def _kind(found: ArrayResult) -> str:
+    """How an array, or a tensor, compares."""
+    if found.different:
+        return "different"
+    return "quantised" if found.error else "rounded" if found.rounded else "exact"
+
+
+def _state_text(keys: Sequence[str]) -> str:
+    """That a training state's other arrays weren't compared."""
+    optimizer = sum(key.startswith(OPTIMIZERS) for key in keys)
+    others = sorted({key.partition(".")[0] for key in keys if not key.startswith(OPTIMIZERS)})
+    parts = [f"its optimizer ({count(optimizer, 'array')})"] if optimizer else []
+    parts += [f"its {' and '.join(others)} ({count(len(keys) - optimizer, 'array')})"] if others else []
+    return f"a training state: {' and '.join(parts)} {'are' if len(keys) > 1 else 'is'} not compared"
+
+
+def diff_command(a: str, b: str) -> str:
+    """The command that compares any two checkpoints."""
+    return f"weightbeam diff {shlex.quote(a)} {shlex.quote(b)}"
 
 
 def _elements(findings: Mapping[str, ArrayResult]) -> int:
@@ -283,8 +314,10 @@ class Subject:
       items: the checkpoint's.
       conversion: of the release into such a checkpoint.
       wrong: arrays that are missing, unexpected or of another shape.
-      keys: where the release is what is judged: the checkpoint's key of each array.
-      counterparts: its tensors that no array makes, and what they should be, by what that is.
+      keys: the checkpoint's key of each array.
+      exported: whether the release is what is judged: an export of the checkpoint.
+      state: the checkpoint's arrays that are no weights, and aren't compared.
+      counterparts: an export's tensors that no array makes, and what they should be, by what that is.
       unjudged: its tensors that are compared with nothing, each with the reason why the table leaves it out.
       notes: as of `Verification`.
       digested: where the release is what is judged: the checkpoint, whose record may have digests.
@@ -294,7 +327,9 @@ class Subject:
     items: Store
     conversion: Conversion
     wrong: tuple[tuple[str, str], ...]
-    keys: Mapping[str, str] | None = None
+    keys: Mapping[str, str]
+    exported: bool = False
+    state: tuple[str, ...] = ()
     counterparts: Mapping[str, Sequence[Counterpart]] = dataclasses.field(default_factory=dict)
     unjudged: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[tuple[str, str], ...] = ()
@@ -310,12 +345,13 @@ class Subject:
         """The same with what was found."""
         read = [found.shares for found in everything.values() if isinstance(found, ShardsRead)]
         findings = {key: found for key, found in everything.items() if isinstance(found, ArrayResult)}
-        export = None if self.keys is None else self.conversion.source.root
+        export = self.conversion.source.root if self.exported else None
         others = {
             origin: {one.name: findings[one.name] for one in counterparts if one.name in findings}
             for origin, counterparts in self.counterparts.items()
         }
-        arrays = {key: found for key, found in findings.items() if not any(key in found for found in others.values())}
+        keys = [array.key for array in self.conversion.plan.arrays]
+        arrays = {key: findings[key] for key in keys if key in findings}
         wrong, notes, digests = self.wrong, self.notes, None
         if self.digested:
             digests, damaged = find_damage(self.digested.record, self.digested.weights.values(), read)
@@ -323,7 +359,17 @@ class Subject:
             lines = digests.lines() if everything else ()  # else nothing was read yet
             notes += tuple((NOT_COMPARED, line.removeprefix(NOT_COMPARED).strip()) for line in lines)
         return Verification(
-            str(self.items), self.conversion, arrays, wrong, sample, export, others, self.unjudged, notes, digests
+            str(self.items),
+            self.conversion,
+            arrays,
+            wrong,
+            sample,
+            export,
+            others,
+            self.unjudged,
+            notes,
+            digests,
+            self.state,
         )
 
 
@@ -360,6 +406,7 @@ def plan_verification(
             LOG.info(found)
         stores = open_arrays(items)
         files = Files.of(items)
+        weights = weights_of(items)
         if not given.get("lora") and (
             adapter := next((one for one in record_of(items).get("adapters", ()) if "lora_rank" in one), None)
         ):
@@ -368,9 +415,7 @@ def plan_verification(
                 f"{message}; weightbeam diff compares it with another checkpoint, or --lora names the adapter as PEFT has it"
             )
         if not source and not found:
-            source = record_of(items).get("source")
-            if not source:
-                raise Refused("--source is missing: this checkpoint doesn't say what it was made of")
+            source = _source_of(items)
             LOG.info(f"compared with {source}, which it was made of")
         opened = (
             open_source(source, bool(record_of(items).get("options", {}).get("allow_links")))
@@ -378,17 +423,51 @@ def plan_verification(
             else open_own_source(items)
         )
     with reading(checkpoint):
-        options = options_of(items, stores, given)
+        options = options_of(items, {**{name: stores[key] for name, key in weights.items()}, **stores}, given)
         conversion = prepare(options, opened, open_adapters(options))
     refuse(conversion, conversion.plan.problems)
+    arrays = conversion.plan.arrays
+    keys = {array.key: array.key if array.key in stores else weights.get(array.key, array.key) for array in arrays}
+    names = {key: name for name, key in keys.items()}
+    state = tuple(key for key in stores if key not in names and key != STEP.key and is_state(key))
     with reading(checkpoint):
+        there = {names.get(key, key): store for key, store in stores.items() if key not in state}
         wrong = (
-            *compare_trees(conversion, stores),
-            *find_metadata_faults(items, stores, conversion.plan.arrays, record_of(items)),
+            *compare_trees(conversion, there),
+            *find_metadata_faults(items, stores, arrays, record_of(items)),
         )
         notes = _source_notes(opened, record_of(items)) if source else ()
         notes += tuple((name, NO_HASH) for name in unknown_beside(items.parent, record_of(items)))
-    return Subject(items, conversion, wrong, notes=notes, sources=(*conversion.sources, files))
+    return Subject(items, conversion, wrong, keys, state=state, notes=notes, sources=(*conversion.sources, files))
+
+
+def weights_of(items: Store) -> Mapping[str, str]:
+    """The keys of a checkpoint's weights, by MaxText's names for them; empty where its tree isn't one that is known."""
+    try:
+        return recognise(leaves(read_tree(items))).weights
+    except TreeError:
+        return {}
+
+
+def _source_of(items: Store) -> str:
+    """The release that a checkpoint says it was made of.
+
+    Raises:
+      Refused: it doesn't say it.
+    """
+    record = record_of(items)
+    if isinstance(source := record.get("source"), str):
+        return source
+    before = record.get("resharded_from")
+    if isinstance(before, dict) and isinstance(before.get("checkpoint"), str):
+        raise Refused(
+            f"{items} was made of another checkpoint, and of no release that is known; compare it with that checkpoint, "
+            f"or with a release:\n  {diff_command(before['checkpoint'], str(items))}\n  weightbeam verify SOURCE {shlex.quote(str(items))}"
+        )
+    raise Refused(
+        f"--source is missing: {items} doesn't say what it was made of; name the release that it should be, "
+        f"or compare it with any checkpoint:\n  weightbeam verify SOURCE {shlex.quote(str(items))}\n  {diff_command('OTHER', str(items))}"
+    )
 
 
 def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -396,7 +475,7 @@ def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> tuple[tupl
     differs. It may be an export whose record is lost.
     """
     made_of, config = record.get("source"), record.get("config")
-    if made_of == source.root or not isinstance(config, Mapping):
+    if made_of in (None, source.root) or not isinstance(config, Mapping):
         return ()
     release = open_store(source.root)
     why = f"isn't there, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
@@ -407,10 +486,18 @@ def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> tuple[tupl
 def _in_order(checkpoint: str, source: str | None) -> tuple[str, str | None]:
     """Checkpoint and source: a release that isn't an export, where the checkpoint should stand, is the source of what
     stands where it should.
+
+    Raises:
+      Refused: both are Orbax checkpoints.
     """
     with contextlib.suppress(StorageError):  # which is told where they are looked for
         if source and is_release(open_store(checkpoint)) and not is_release(open_store(source)):
             return (checkpoint, source) if read_record(checkpoint).get("command") == "export" else (source, checkpoint)
+        if source and not is_release(open_store(source)) and find_items(source) and find_items(checkpoint):
+            raise Refused(
+                f"{source} and {checkpoint} are both Orbax checkpoints, and verify compares one with the release that it was made of; "
+                f"weightbeam diff compares any two:\n  {diff_command(source, checkpoint)}"
+            )
     return checkpoint, source
 
 
@@ -438,8 +525,7 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
         with contextlib.suppress(StorageError):  # which is told where the checkpoint is looked for
             if is_release(open_store(made_of)):
                 raise Refused(
-                    f"{release} and {made_of} are both releases; weightbeam diff compares them:\n"
-                    f"  weightbeam diff {shlex.quote(made_of)} {shlex.quote(release)}"
+                    f"{release} and {made_of} are both releases; weightbeam diff compares them:\n  {diff_command(made_of, release)}"
                 )
     elif source and (record := read_record(source)).get("command") == "export":
         release, made_of = source, checkpoint
@@ -482,7 +568,7 @@ def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Sub
     )
     wrong = (*compare_trees(conversion, weights), *wrong, *faults)
     sources = (*conversion.sources, opened, *parts)
-    return Subject(items, conversion, wrong, keys, counterparts, unjudged, tuple(notes), opened, sources)
+    return Subject(items, conversion, wrong, keys, True, (), counterparts, unjudged, tuple(notes), opened, sources)
 
 
 def _find_counterparts(
@@ -598,7 +684,7 @@ def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report
     nbytes += sum(one.nbytes for one in [*counterparts, *shards])
     remember(conversion)
     staged = StagedSubject(
-        conversion.stage(), conversion.hash, subject.items, sample, subject.keys, counterparts, shards
+        conversion.stage(), conversion.hash, subject.items, sample, subject.keys, subject.exported, counterparts, shards
     )
     noise = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:

@@ -35,7 +35,8 @@ class StagedSubject:
       staged, plan_hash: the conversion of the source.
       items: the checkpoint.
       sample: the share of each array that is compared.
-      keys: the checkpoint's key of each array, where it is the release that is judged: an export of the checkpoint.
+      keys: the checkpoint's key of each array.
+      exported: whether it is the release that is judged: an export of the checkpoint.
       counterparts: what of that no array makes; numbered behind the last task.
       shards: of the checkpoint that are compared with its digests; numbered behind the last counterpart.
     """
@@ -44,7 +45,8 @@ class StagedSubject:
     plan_hash: str
     items: Store
     sample: float
-    keys: Mapping[str, str] | None = None
+    keys: Mapping[str, str]
+    exported: bool = False
     counterparts: Sequence[Counterpart] = ()
     shards: Sequence[ShardsTask] = ()
 
@@ -89,10 +91,9 @@ class _CompareFn(beam.DoFn):
             COMPARED.add(counterpart.nbytes)
             yield pickle.dumps(compare_counterparts(counterpart))
             return
-        task, keys = self.tasks[number], self.subject.keys
-        key = self.conversion.plan.arrays[task.array].key
-        store = self.stores[key if keys is None else keys[key]]
-        finding = run_task(task, self.conversion, store, self.subject.sample, keys is not None)
+        task = self.tasks[number]
+        store = self.stores[self.subject.keys[self.conversion.plan.arrays[task.array].key]]
+        finding = run_task(task, self.conversion, store, self.subject.sample, self.subject.exported)
         COMPARED.add(finding.compared * self.conversion.plan.arrays[task.array].dtype.itemsize)
         yield pickle.dumps(finding)
 

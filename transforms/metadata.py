@@ -31,8 +31,8 @@ def find_metadata_faults(
       record: `conversion.json`; empty where the item came without its step.
     """
     options = record.get("options")
-    if not isinstance(options, Mapping) or "scan_layers" not in options:
-        return
+    if not isinstance(options, Mapping) or "scan_layers" not in options or "source" not in record:
+        return  # a reshard of somebody else's tree is a tree of theirs
     for array in arrays:
         if array.key in stores and stores[array.key].dtype.numpy_dtype != array.dtype:
             yield array.key, f"is stored as {stores[array.key].dtype.name}, expected {array.dtype.name}"

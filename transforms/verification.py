@@ -48,7 +48,7 @@ class Difference:
 
     def __str__(self) -> str:
         where = f"{self.tensor}{list(self.index)}" if self.tensor else f"the padding at {list(self.index)}"
-        return f"{where} should be {self.expected!r}, but is {self.found!r}"
+        return f"{where} should be {self.expected:.9g}, but is {self.found:.9g}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class ArrayResult:
       first: the first difference.
       not_finite: numbers of elements of the tensors that are NaN or infinite, and the first such tensor.
       zero: tensors of two and more axes that are zero throughout, which a release hardly means.
+      largest: the largest difference of two elements, both of which are finite.
+      error: of tensors that an export quantised, the largest norm of what that changed, as a share of the values' own norm.
     """
 
     key: str
@@ -71,6 +73,8 @@ class ArrayResult:
     first: Difference | None
     not_finite: tuple[int, str] = (0, "")
     zero: tuple[str, ...] = ()
+    largest: float = 0.0
+    error: float = 0.0
 
     def __add__(self, other: ArrayResult) -> ArrayResult:
         return ArrayResult(
@@ -81,6 +85,8 @@ class ArrayResult:
             self.first or other.first,
             (self.not_finite[0] + other.not_finite[0], self.not_finite[1] or other.not_finite[1]),
             self.zero + other.zero,
+            max(self.largest, other.largest),
+            max(self.error, other.error),
         )
 
 
@@ -181,6 +187,7 @@ def compare(
     layouts, steps = CellLayout.of(cell, scan_axis), tuple(slice(None, None, step) for step in cell.part.steps)
     finding = ArrayResult(array.key, 0, 0, False, None)
     tensor, odd, is_zero = str(cell.tensor), 0, len(encoding.shape) > 1
+    changed, norm = 0.0, 0.0  # squares
     for slab in layouts.slabs():
         box = layouts.box(cell.part, slab)
         stored, _ = read_boxes(encoding.reads(box))
@@ -189,6 +196,9 @@ def compare(
         if exported:
             expected, rounded = _exported(found, cell.part, encoding)
             wrong = differs(expected, values) if encoding.label is None else _is_no_code(expected, values)
+            if encoding.label is not None:
+                wide = expected.astype(np.float64)
+                changed, norm = changed + float(np.sum((wide - values) ** 2)), norm + float(np.sum(wide**2))
             found = values
         else:
             expected, rounded = _expected(values, cell.part, encoding, found.dtype)
@@ -198,13 +208,16 @@ def compare(
         if index is not None:
             place = tuple(low + i * step for (low, _), i, step in zip(box, index, cell.part.steps, strict=True))
             first = Difference(cell.tensor, place, expected[index].item(), found[index].item())
-        finding += ArrayResult(array.key, found.size, count, rounded, first)
+        largest = _largest(expected, found) if count else 0.0
+        finding += ArrayResult(array.key, found.size, count, rounded, first, largest=largest)
         if is_float(values.dtype):
             wide = values.astype(np.float32, copy=False)
             odd += wide.size - int(np.count_nonzero(np.isfinite(wide)))
         is_zero = is_zero and not values.any()
     strange = (odd, tensor if odd else ""), (tensor,) if is_zero else ()
-    return finding + ArrayResult(array.key, 0, 0, False, None, *strange)
+    return finding + ArrayResult(
+        array.key, 0, 0, False, None, *strange, error=math.sqrt(changed / norm) if norm else 0.0
+    )
 
 
 def _exported(stored: np.ndarray, part: Part, encoding: Encoding) -> tuple[np.ndarray, bool]:
@@ -233,6 +246,12 @@ def _is_no_code(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
     wide, other = expected.astype(np.float64), found.astype(np.float64)
     scale = np.max(np.abs(wide), initial=0.0) / 448
     return ~(np.abs(wide - other) <= np.maximum(np.abs(wide) * (2**-4 * 1.001), scale * 2**-10 * 1.001))
+
+
+def _largest(expected: np.ndarray, found: np.ndarray) -> float:
+    """The largest difference of two elements that are both finite."""
+    apart = np.abs(expected.astype(np.float64) - found.astype(np.float64))
+    return float(np.max(apart, where=np.isfinite(apart), initial=0.0))
 
 
 def count_wrong(wrong: np.ndarray) -> tuple[int, tuple[int, ...] | None]:

@@ -34,6 +34,7 @@ from weightbeam.formats.orbax.reading import (
     open_stores,
     read_arrays,
     read_descriptions,
+    step_of,
 )
 from weightbeam.formats.orbax.writing import SEEN, Contents, assemble, publish, write_unit
 
@@ -72,6 +73,7 @@ __all__ = [
     "read_descriptions",
     "read_tree",
     "record_of",
+    "step_of",
     "unknown_beside",
     "write_unit",
 ]  # fmt: skip

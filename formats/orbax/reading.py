@@ -37,6 +37,8 @@ MAX_INNER_CHUNKS = 1 << 20  # of a shard, whose index is read whole
 FOREIGN = (
     "a symbolic link that leads out of the checkpoint, which isn't followed; a copy of the file can take its place"
 )
+RUNS = "checkpoints"  # in the folder of a training run of MaxText's: where its steps lie
+HUB = "; did you mean hf://"
 STEP_NAME = re.compile(r"(\w*_)?\d+")  # of a step's folder: 100, or with a prefix, checkpoint_100
 
 
@@ -49,7 +51,7 @@ class CheckpointArray:
 
 
 def find_items(where: str | Path | Store) -> Store:
-    """The item of a checkpoint given by its root (with one step), a step, or the item itself.
+    """The item of a checkpoint given by a training run's folder, its root (with one step), a step, or the item itself.
 
     Raises:
       StorageError: none of them.
@@ -64,6 +66,8 @@ def find_items(where: str | Path | Store) -> Store:
         return _inside(store, item)
     folders = store.folders()
     steps = {name: item for name in folders if STEP_NAME.fullmatch(name) and (item := _item_of(store / name))}
+    if not steps and RUNS in folders:
+        return find_items(store / RUNS)
     if len(steps) == 1:
         return _inside(store, next(iter(steps.values())))
     found = (
@@ -88,6 +92,13 @@ def find_items(where: str | Path | Store) -> Store:
             f"; {stopped[0]} is of a conversion that wasn't published: the command that made it goes on with --resume"
         )
     raise StorageError(f"{store}: {found}")
+
+
+def step_of(where: str | Path | Store, step: int) -> Store:
+    """A step of a checkpoint given by its root or by a training run's folder, or where that would be."""
+    store, name = open_store(where), str(step)
+    folders = store.folders()
+    return store / RUNS / name if RUNS in folders and name not in folders else store / name
 
 
 def _inside(store: Store, item: Store) -> Store:
@@ -147,8 +158,8 @@ def _item_of(store: Store) -> Store | None:
 
 def _what_it_is(store: Store) -> str:
     """What a place is that holds no checkpoint."""
-    if isinstance(store, LocalFolder) and not store.folder.exists():
-        return store.missing()
+    if isinstance(store, LocalFolder) and not store.folder.is_dir():
+        return store.missing().partition(HUB)[0]  # which has no checkpoints
     is_release = any(name.endswith(".safetensors") for name in store.entries())
     return "no Orbax checkpoint" + (
         ", but a release; weightbeam convert makes a checkpoint of it" if is_release else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -461,3 +462,30 @@ def test_what_cant_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert reshard(tmp_path / "run", tmp_path / "out", "--step", "2").name == "2"
+
+
+# --- a training run's folder ------------------------------------------------------------------------------------------
+
+
+@needs_shared
+def test_the_folder_of_a_run_is_where_its_checkpoints_lie(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As MaxText lays it out, wherever a checkpoint is taken; several steps are named, and `--step` takes one."""
+    run, like = tmp_path / "run", trained_like(tmp_path / "like", "llama")
+    shutil.copytree(SHARED / "trained" / "llama-fsdp8" / "1", run / "checkpoints" / "1")
+    (run / "tensorboard").mkdir()
+    reshard(run, tmp_path / "a")
+    assert_same_bits(arrays(run), arrays(tmp_path / "a"))
+    assert main(["diff", str(run), str(tmp_path / "a")]) == main(["inspect", str(run)]) == 0
+    shutil.copytree(run / "checkpoints" / "1", run / "checkpoints" / "2")
+    capsys.readouterr()
+    assert main(["inspect", str(run)]) == 2
+    assert f"{run}/checkpoints: 2 steps: name one of 1, 2, as in {run}/checkpoints/2" in capsys.readouterr().err
+    assert reshard(run, tmp_path / "b", "--step", 2) == tmp_path / "b" / "2"
+    assert main(["export", str(run), str(tmp_path / "out"), "--step", "2", "--like", str(like)]) == 0
+    for wrong, said in (
+        ("runn/checkpoints", "no such folder\n"),
+        ("run/checkpoints/1/items/_METADATA", "it is a file"),
+    ):
+        place = str(tmp_path / wrong)
+        assert main(["export", place, str(tmp_path / "x")]) == 2
+        assert said in capsys.readouterr().err

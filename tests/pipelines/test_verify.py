@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import pytest
 import tensorstore as ts
 from pairs import each
 from support import DEEPSEEK, FP8, LLAMA, QWEN3_MOE, call, convert, make_release, random_tensors, save
+from trained import SHARED, trained_like
 
 from weightbeam.formats.orbax import find_items, open_arrays
+from weightbeam.formats.release_target import RECORD
 
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 P = "params.params.decoder."
 MODELS = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK}
@@ -204,3 +208,71 @@ def test_a_release_of_ours_that_is_no_export(source: Path, tmp_path: Path) -> No
     convert(tmp_path / "fp8", tmp_path / "out")
     for words in ((tmp_path / "fp8", tmp_path / "out"), (tmp_path / "out", tmp_path / "fp8")):
         assert call("verify", *words) == 0
+
+
+# --- a training run ---------------------------------------------------------------------------------------------------
+
+
+@needs_shared
+def test_of_a_training_state_the_weights_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A step of a run, given by the run's folder. What differs is said of each weight with how far it is off, the
+    optimizer in one line, and the last line is the command that shows more.
+    """
+    run, like = tmp_path / "run", trained_like(tmp_path / "like", "llama")
+    shutil.copytree(SHARED / "trained" / "llama-fsdp8", run / "checkpoints")
+    assert call("export", run, tmp_path / "base", "--like", like, "--save_dtype", "bfloat16") == 0
+    (tmp_path / "base" / RECORD).unlink()  # so that it is no export of this run
+    capsys.readouterr()
+    assert call("verify", tmp_path / "base", run) == 1
+    said = capsys.readouterr()
+    assert "a training state: its optimizer (26 arrays) and its nnx_aux (30 arrays) are not compared" in said.out
+    assert not any(word in said.err for word in ("opt_state", "nnx_aux"))
+    *_, wo, last = said.err.splitlines()
+    assert wo.startswith("  decoder.layers.mlp.wo.kernel: 24,576 of 24,576 elements differ, by up to 0.000488; ")
+    items = find_items(run)
+    assert last == f"what did training change, and how much? weightbeam diff {tmp_path / 'base'} {items}"
+    assert call(*last.partition("? weightbeam ")[2].split()) == 1
+
+    step = tmp_path / "again"  # and of a reshard of it, whose tree is MaxText's too
+    assert call("reshard", run, step, "--like", like) == 0
+    assert call("verify", tmp_path / "base", step) == 1
+    assert "expected" not in capsys.readouterr().err
+
+
+@needs_shared
+@pytest.mark.parametrize("run", ["llama-fsdp8-paramonly-unscanned", "llama-linen-paramonly-unscanned"])
+def test_weights_are_known_whatever_the_tree_calls_them(tmp_path: Path, run: str) -> None:
+    """Those of MaxText's tools, one of which names each array `….value`; neither says that layers are apart."""
+    step, like = SHARED / "trained" / run, trained_like(tmp_path / "like", "llama")
+    assert call("export", step, tmp_path / "base", "--like", like) == 0
+    (tmp_path / "base" / RECORD).unlink()
+    assert call("verify", tmp_path / "base", step) == 0
+
+
+def test_two_checkpoints_are_told_of_diff(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """With the command to type; and so is one whose release nobody knows."""
+    for name in "ab":
+        convert(source, tmp_path / name)
+    assert call("verify", tmp_path / "a", tmp_path / "b") == 2
+    assert f"\n  weightbeam diff {tmp_path / 'a'} {tmp_path / 'b'}\n" in capsys.readouterr().err
+    (tmp_path / "b" / "0" / "conversion.json").unlink()
+    assert call("verify", tmp_path / "b") == 2
+    said = capsys.readouterr().err
+    assert (
+        f"\n  weightbeam verify SOURCE {tmp_path / 'b/0/items'}\n  weightbeam diff OTHER {tmp_path / 'b/0/items'}\n"
+        in said
+    )
+    assert call("reshard", tmp_path / "b", tmp_path / "c") == 0
+    assert call("verify", tmp_path / "c") == 2
+    assert f"\n  weightbeam diff {tmp_path / 'b/0/items'} {tmp_path / 'c/0/items'}\n" in capsys.readouterr().err
+
+
+def test_of_codes_the_error_is_said(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Values of FP8 are quantised, not rounded."""
+    convert(source, tmp_path / "out")
+    assert call("quantize", tmp_path / "out", tmp_path / "fp8") == 0
+    capsys.readouterr()
+    assert call("verify", tmp_path / "fp8", tmp_path / "out") == 0
+    found = re.search(r"quantised: a tensor's relative error is at most (\d\.\d\d)%", capsys.readouterr().out)
+    assert found
+    assert 1 < float(found[1]) < 4
