@@ -97,11 +97,16 @@ class MaxTextConfig(Mapping[str, Any]):
             if said.get(key, LAYOUT.get(key)) != value and not is_idle(key, self.settings)
         }
 
+    def flags(self) -> dict[str, Any]:
+        """What MaxText's command line must say, in order: the layout, the model, and what contradicts that model's file."""
+        scan = {"scan_layers": self.settings["scan_layers"]} if "scan_layers" in self.settings else {}
+        overrides = {key: value for key, value in self.overrides().items() if key not in scan}
+        override = {"override_model_config": True} if overrides.keys() - LAYOUT.keys() else {}
+        return scan | {"model_name": self.model} | override | overrides
+
     def command_line(self) -> str:
         """The same as MaxText takes it, in one line."""
-        overrides = self.overrides()
-        given = {"model_name": self.model} | ({"override_model_config": True} if overrides else {}) | overrides
-        return " ".join(shlex.quote(f"{key}={scalar(value)}") for key, value in given.items())
+        return " ".join(shlex.quote(f"{key}={scalar(value)}") for key, value in self.flags().items())
 
     def to_yaml(self) -> str:
         """The file, with its limits and uses as comments."""
@@ -123,7 +128,8 @@ class MaxTextConfig(Mapping[str, Any]):
         )
 
 
-LAYOUT = {"param_scan_axis": 1, "mtp_num_layers": 0}  # base.yml's, of what no model's file sets
+# base.yml's, of what no model's file contradicts: override_model_config isn't needed for it
+LAYOUT = {"scan_layers": True, "param_scan_axis": 1, "mtp_num_layers": 0}
 
 
 def is_idle(key: str, keys: Mapping[str, Any]) -> bool:

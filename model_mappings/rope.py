@@ -11,10 +11,12 @@ import math
 from typing import Any
 
 from weightbeam.model_mappings.config import Config, ConfigError
-from weightbeam.model_mappings.configuration import Line, derived, number, unless
+from weightbeam.model_mappings.configuration import Line, copied, derived, number, unless
 
 THETA = 10_000  # transformers' default
 ROPE = "rope_parameters"
+# of Llama 3.1's scaling; LLaMARotaryEmbedding knows no others
+LLAMA3 = dict(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
 
 
 def rope_of(c: Config, kind: str = "") -> Config:
@@ -124,3 +126,24 @@ def plain_rope(default: float = THETA, kinds: str = "", interleave: bool = False
 def linear_factor(rope: Config) -> Any:
     """By how much positions are divided; 1 where they aren't."""
     return number(rope.get("factor", 1)) if rope["rope_type"] == "linear" else 1
+
+
+def llama3_lines() -> tuple[Line, ...]:
+    """The parameters of Llama 3.1's scaling, which MaxText has no keys for."""
+
+    def line(name: str, value: int) -> Line:
+        return copied(
+            f"{ROPE}.{name}",
+            lambda keys: value if keys.get("rope_type") == "llama3.1" and keys.get("rope_use_scale", True) else None,
+        )
+
+    return tuple(line(name, value) for name, value in LLAMA3.items())
+
+
+def llama3_limit(rope: Config) -> str | None:
+    """What of Llama 3.1's scaling MaxText can't express."""
+    if rope["rope_type"] != "llama3" or not (
+        other := {key: rope.get(key) for key, value in LLAMA3.items() if rope.get(key) != value}
+    ):
+        return None
+    return f"{ROPE} say {other}, MaxText's layer has {LLAMA3} built in; logits differ, most in long contexts. There is no way round"

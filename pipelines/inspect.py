@@ -388,6 +388,8 @@ def _provenance(custom: Mapping[str, Any]) -> Iterator[Block]:
         rows.add_row("model", str(about.get("model") or "none of MaxText's has these sizes"))
     if before := about.get("resharded_from"):
         rows.add_row("made from", str(before["checkpoint"]))
+        if before.get("first", before["checkpoint"]) != before["checkpoint"]:
+            rows.add_row("at first", str(before["first"]))
     options = {
         name: f"{len(value)} rules" if name == "sharding_rules" and value else value
         for name, value in about.get("options", {}).items()

@@ -182,20 +182,51 @@ def read_lora(text: str) -> tuple[str, float]:
         raise Refused(f"--lora={e}") from e
 
 
+class _MaxTextLoader(yaml.SafeLoader):
+    """YAML with the tags that Python's dump leaves: a tuple is a list, an enum its value. Nothing is made but these."""
+
+
+def _plain(loader: yaml.SafeLoader, tag: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return loader.construct_scalar(node)
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    values = loader.construct_sequence(node, deep=True)  # type: ignore[arg-type]
+    return values[0] if tag.startswith("object/apply:") and len(values) == 1 else values
+
+
+_MaxTextLoader.add_multi_constructor("tag:yaml.org,2002:python/", _plain)
+
+
+def parse_maxtext_yaml(text: str | bytes, where: str) -> dict[str, Any]:
+    """The keys that a MaxText configuration says, a run's own `config.yml` too; `where` it is, for messages.
+
+    Raises:
+      Refused: it is no YAML, or says no keys.
+    """
+    try:
+        given = yaml.load(text, _MaxTextLoader)
+    except (UnicodeDecodeError, yaml.YAMLError) as e:
+        raise Refused(f"{where}: no YAML: {e}") from e
+    if not isinstance(given, dict):
+        raise Refused(f"{where}: it should hold keys and values, but is {type(given).__name__}")
+    return given
+
+
 def read_maxtext_yaml(option: str, file: str) -> dict[str, Any]:
-    """The keys that a file of MaxText's (`.yml`) says; `option` is what named it, for messages.
+    """The keys that a file of MaxText's (`.yml`) says, over those of the file beside it that its `base_config` names;
+    `option` is what named it, for messages.
 
     Raises:
       Refused: it can't be read, or says no keys.
     """
     try:
-        given = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        given = parse_maxtext_yaml(Path(file).read_bytes(), f"{option}={file}")
     except OSError as e:
         raise Refused(f"{option}={file}: {e.strerror}") from e
-    except (UnicodeDecodeError, yaml.YAMLError) as e:
-        raise Refused(f"{option}={file}: no YAML: {e}") from e
-    if not isinstance(given, dict):
-        raise Refused(f"{option}={file}: it should hold keys and values, but is {type(given).__name__}")
+    base = Path(file).parent / str(given.pop("base_config", ""))  # MaxText's own base.yml isn't there
+    if base.is_file() and base.resolve() != Path(file).resolve():
+        return read_maxtext_yaml(option, str(base)) | given
     return given
 
 

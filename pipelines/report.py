@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.storage import open_store
+from weightbeam.formats.zarr import Format
 from weightbeam.model_mappings.cells import pattern
 from weightbeam.model_mappings.maxtext_config import scalar
 from weightbeam.model_mappings.plan import PARAMETERS, Plan, Problem
 from weightbeam.pipelines.tables import Block, Table, count, duration, human, shape_text
 from weightbeam.transforms.baselines import asked
-from weightbeam.transforms.conversion import Conversion, rules_of
+from weightbeam.transforms.conversion import Conversion, format_of, rules_of
 from weightbeam.transforms.differences import BOX_BYTES
 from weightbeam.transforms.makespan import CLUSTER_SLOTS, CLUSTER_START, Estimate, Worker
 from weightbeam.transforms.mesh import base_rules, model_rules
@@ -237,11 +238,10 @@ def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
     plan, options = conversion.plan, conversion.options
     adapter = {"lora.enable_lora": True, "lora.lora_restore_path": path}
     flags: dict[str, Any] = adapter if options.adapter_only else {"load_parameters_path": path}
-    flags["scan_layers"] = options.scan_layers
     if plan.maxtext:
-        overrides = {key: value for key, value in plan.maxtext.overrides().items() if key not in flags}
-        flags |= {"model_name": plan.maxtext.model} | ({"override_model_config": True} if overrides else {}) | overrides
+        flags |= {"scan_layers": options.scan_layers} | plan.maxtext.flags()
     else:
+        flags["scan_layers"] = options.scan_layers
         flags |= {"model_name": plan.model} if plan.model else {}
         flags |= {"override_model_config": True} | dict(plan.sizes) if plan.sizes else {}
         flags |= {"vocab_size": options.vocab_size} if options.vocab_size else {}
@@ -252,11 +252,13 @@ def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
         )
         flags |= {"mtp_num_layers": 1} if options.mtp else {}
         flags |= {"use_multimodal": True} if options.multimodal else {}
-    if not options.use_ocdbt:
-        flags["checkpoint_storage_use_ocdbt"] = False
-    if not options.use_zarr3:
-        flags["checkpoint_storage_use_zarr3"] = False
-    return {name: scalar(value) for name, value in flags.items()}
+    return {name: scalar(value) for name, value in (flags | storage_flags(format_of(options))).items()}
+
+
+def storage_flags(format: Format) -> dict[str, Any]:
+    """What MaxText must be told of how a checkpoint is stored, where that isn't its default."""
+    said = {"checkpoint_storage_use_ocdbt": format.use_ocdbt, "checkpoint_storage_use_zarr3": format.use_zarr3}
+    return {flag: False for flag, is_used in said.items() if not is_used}
 
 
 def warnings_of(conversion: Conversion) -> tuple[str, ...]:

@@ -20,19 +20,29 @@ from weightbeam.formats.printable import printable
 from weightbeam.formats.safetensors import DTYPE_NAMES
 from weightbeam.formats.storage import StorageError, Store, open_store
 from weightbeam.formats.storage.token import name_secret
-from weightbeam.model_mappings.maxtext_config import FILE
+from weightbeam.model_mappings.config_json import config_json
+from weightbeam.model_mappings.configuration import MaxTextConfigError
+from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.arguments.options import UNIT_BYTES
 from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
 from weightbeam.pipelines.convert import check_places
 from weightbeam.pipelines.errors import Refused
-from weightbeam.pipelines.export import find_like
-from weightbeam.pipelines.keywords import check_options_of, keywords_of, read_loras
+from weightbeam.pipelines.export import find_like, read_maxtext_config
+from weightbeam.pipelines.keywords import check_options_of, keywords_of, parse_maxtext_yaml, read_loras
 from weightbeam.pipelines.output import check_output
 from weightbeam.pipelines.prepare import describe, reading
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import ready_line
-from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, thread_options, threads_of, units_text
+from weightbeam.pipelines.report import (
+    BASE_BYTES,
+    memory_parts,
+    spare_bytes,
+    storage_flags,
+    thread_options,
+    threads_of,
+    units_text,
+)
 from weightbeam.pipelines.shell import STDOUT, say
 from weightbeam.pipelines.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.tables import count, human
@@ -79,31 +89,35 @@ class Resharded:
             lines.append(
                 f"{count(len(planned.plan.dropped), 'array')} left out: {', '.join(sorted(set(planned.plan.dropped.values())))}"
             )
-        option = (
-            "load_full_state_path"
-            if any(kept.role == "moment" for kept in planned.tree.arrays)
-            else "load_parameters_path"
-        )
-        scan = "" if planned.tree.scan is None else f" scan_layers={str(planned.tree.scan).lower()}"
-        named = planned.source.record.get("model")
-        model = f" model_name={shlex.quote(printable(named))}" if isinstance(named, str) else ""
-        stored = {
-            "checkpoint_storage_use_ocdbt": planned.format.use_ocdbt,
-            "checkpoint_storage_use_zarr3": planned.format.use_zarr3,
-        }
-        storage = "".join(f" {flag}=false" for flag, used in stored.items() if not used)
-        lines.append(f"in MaxText: {option}={shlex.quote(self.path)}{scan}{model}{storage}")
-        if FILE in planned.model.files:
-            lines.append(f"            with what else {step}/{FILE} says of the model")
+        if planned.tree.is_maxtext:
+            said = " ".join(shlex.quote(f"{name}={value}") for name, value in self.maxtext.items())
+            lines.append(f"in MaxText: {said}")
+            if planned.tree.maxtext is None and FILE in planned.model.files:
+                lines.append(f"            with what else {step}/{FILE} says of the model")
         lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
         lines += self.compared.lines() if self.compared else []
         return "\n".join(lines)
+
+    @property
+    def maxtext(self) -> dict[str, str]:
+        """What MaxText must be told to load it, as far as that is known."""
+        planned = self.planned
+        is_full = any(kept.role == "moment" for kept in planned.tree.arrays)
+        flags: dict[str, Any] = {"load_full_state_path" if is_full else "load_parameters_path": self.path}
+        if planned.tree.maxtext:
+            flags |= planned.tree.maxtext.flags()
+        else:
+            flags |= {} if planned.tree.scan is None else {"scan_layers": planned.tree.scan}
+            name = planned.tree.model or planned.model.name
+            flags |= {"model_name": printable(name)} if name else {}
+        return {name: scalar(value) for name, value in (flags | storage_flags(planned.format)).items()}
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` writes."""
         return {
             **plan_dict(self.planned),
             "path": self.path,
+            **({"maxtext": self.maxtext} if self.planned.tree.is_maxtext else {}),
             "state": self.state,
             "seconds": self.seconds,
             "written": self.written,
@@ -155,6 +169,7 @@ def reshard(
     mesh: str | Sequence[str] | None = None,
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
+    maxtext_config: str | None = None,
     family: str | None = None,
     use_ocdbt: bool | None = None,
     use_zarr3: bool | None = None,
@@ -175,8 +190,8 @@ def reshard(
     Args:
       source: the checkpoint, anyone's: its root, a step or the item, in a folder or in `gs://`.
       output: a folder or `gs://bucket/folder`; it must not hold that step yet.
-      like: a release of the model, whose table says what the axes are called and where layers go, if the checkpoint
-        doesn't remember one.
+      like: a release of the model, whose table says what the axes are called and where layers go, and what MaxText must
+        be told, if the checkpoint doesn't remember one.
       state: `full` keeps everything; `params` the weights alone, as `params.params`, whatever the tree calls them.
       save_dtype: of the weights: `keep`, `bfloat16` or `float32`.
       moment_dtype: of the optimizer's moments, likewise.
@@ -184,7 +199,9 @@ def reshard(
       param_scan_axis: where they are stacked; None as they are.
       mesh: the target meshes; None leaves chunks as they are where they can be copied.
       sharding_rules: logical axis rules, as for `convert`.
-      maxtext_model, family: as for `convert`.
+      maxtext_model: MaxText's name of the model, where `config.json` doesn't settle it, or where there is none.
+      maxtext_config: a run's configuration (`.yml`), in place of `like`.
+      family: as for `convert`.
       use_ocdbt, use_zarr3: None for what the source has.
       compression: `none` or `zstd`; None keeps chunks that are copied as they are, and compresses no others.
       unit_bytes: bound on the memory of a unit of work, 128 MiB; units are smaller where the workers are known and it
@@ -204,7 +221,8 @@ def reshard(
         raise Refused("--output is missing: the folder that the checkpoint should lie in")
     planned = plan(
         source, like=like, state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, scan_layers=scan_layers, param_scan_axis=param_scan_axis,
-        mesh=mesh, sharding_rules=sharding_rules, maxtext_model=maxtext_model, family=family, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3,
+        mesh=mesh, sharding_rules=sharding_rules, maxtext_model=maxtext_model, maxtext_config=maxtext_config, family=family,
+        use_ocdbt=use_ocdbt, use_zarr3=use_zarr3,
         compression=compression, unit_bytes=unit_bytes, step=step, lora=lora, lora_alpha=lora_alpha,
         slots=_slots(unit_bytes, beam, source, output, step, resume),
     ).planned  # fmt: skip
@@ -231,6 +249,7 @@ def plan(
     mesh: str | Sequence[str] | None = None,
     sharding_rules: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
     maxtext_model: str | None = None,
+    maxtext_config: str | None = None,
     family: str | None = None,
     use_ocdbt: bool | None = None,
     use_zarr3: bool | None = None,
@@ -266,8 +285,9 @@ def plan(
     adapters = [MaxTextAdapter(_open_adapter(url), weight, lora_alpha) for url, weight in options.lora]
     with reading(source):
         around = surroundings(checkpoint)
+        model = find_model(checkpoint, like, maxtext_config, maxtext_model)
         try:
-            return ReshardPlan(plan_reshard(options, checkpoint, around, find_model(checkpoint, like), adapters, slots))
+            return ReshardPlan(plan_reshard(options, checkpoint, around, model, adapters, slots))
         except MeshError as e:
             raise Refused(str(e)) from e
 
@@ -341,22 +361,52 @@ def _array_items(step: Store) -> list[str]:
     return sorted(name for name in step.folders() if (step / name).exists(METADATA))
 
 
-def find_model(checkpoint: OrbaxCheckpoint, like: str | None) -> Model:
-    """What the checkpoint remembers of its model, or what the release says that it should be like."""
+def find_model(
+    checkpoint: OrbaxCheckpoint,
+    like: str | None,
+    maxtext_config: str | None = None,
+    maxtext_model: str | None = None,
+) -> Model:
+    """What is known of a checkpoint's model: what the release says that it should be like, or a MaxText configuration;
+    else what the checkpoint remembers, or the `maxtext.yml` beside it; else MaxText's model of a name.
+
+    Raises:
+      Refused: one of them can't be read, or no family has such a model.
+    """
+    if like and maxtext_config:
+        raise Refused("--maxtext_config and --like are both given; name a release of the model, or its configuration")
     step = open_store(checkpoint.root).parent
     files = {name: step.read(name) for name in BESIDE if step.exists(name)}
     check_beside(step, checkpoint.record)
     made = checkpoint.record.get("options")
-    said = made.get("maxtext_model") if isinstance(made, dict) else None
-    name = said or checkpoint.record.get("model")
-    if like is None and not isinstance(checkpoint.record.get("config"), dict):
-        return Model(name=name if isinstance(name, str) else None, files=files)
+    said = (
+        maxtext_model
+        or (made.get("maxtext_model") if isinstance(made, dict) else None)
+        or checkpoint.record.get("model")
+    )
+    name = said if isinstance(said, str) else None
+    if like is None and (maxtext_config or not isinstance(checkpoint.record.get("config"), dict)):
+        if maxtext_config:
+            form, _, named = read_maxtext_config(maxtext_config)
+            return Model(form.config, {}, maxtext_model or named, files=files, of=f"--maxtext_config={maxtext_config}")
+        keys, of = {"model_name": maxtext_model}, f"--maxtext_model={maxtext_model}"
+        if FILE in files:
+            keys, of = parse_maxtext_yaml(files[FILE], step.path(FILE)), step.path(FILE)
+        elif not maxtext_model:
+            return Model(name=name, files=files)
+        try:
+            return Model(config_json(keys).config, {}, name or keys.get("model_name"), files=files, of=of)
+        except MaxTextConfigError as e:
+            if FILE in files:  # somebody's own file
+                return Model(name=name, files=files)
+            raise Refused(f"{of}: {e}") from e
     form, _ = find_like(checkpoint, like)
     shapes = {name: shape for name, (_, shape, _) in form.tensors.items()}
     remembered = (
         {} if like is None else {"config": dict(form.config), "tensors": _tensors(form.tensors), "like": form.root}
     )
-    return Model(dict(form.config), shapes, name if isinstance(name, str) else None, remembered, files)
+    of = "its config.json" if like is None else f"--like={like}"
+    return Model(dict(form.config), shapes, name, remembered, files, of)
 
 
 def _tensors(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> dict[str, Any]:

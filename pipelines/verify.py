@@ -449,6 +449,13 @@ def weights_of(items: Store) -> Mapping[str, str]:
         return {}
 
 
+def _is_there(checkpoint: str) -> bool:
+    try:
+        return find_items(checkpoint) is not None
+    except (StorageError, OSError):
+        return False
+
+
 def _source_of(items: Store) -> str:
     """The release that a checkpoint says it was made of.
 
@@ -459,10 +466,12 @@ def _source_of(items: Store) -> str:
     if isinstance(source := record.get("source"), str):
         return source
     before = record.get("resharded_from")
-    if isinstance(before, dict) and isinstance(before.get("checkpoint"), str):
+    known = [before.get(name) for name in ("checkpoint", "first")] if isinstance(before, dict) else []
+    if places := [place for place in known if isinstance(place, str)]:
         raise Refused(
             f"{items} was made of another checkpoint, and of no release that is known; compare it with that checkpoint, "
-            f"or with a release:\n  {diff_command(before['checkpoint'], str(items))}\n  weightbeam verify SOURCE {shlex.quote(str(items))}"
+            f"or with a release:\n  {diff_command(next(filter(_is_there, places), places[0]), str(items))}\n"
+            f"  weightbeam verify SOURCE {shlex.quote(str(items))}"
         )
     raise Refused(
         f"--source is missing: {items} doesn't say what it was made of; name the release that it should be, "

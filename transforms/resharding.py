@@ -329,9 +329,12 @@ class Reshard(ComparesSource, InUnits):
         return self.source, *(adapter.files for adapter in self.adapters)
 
     def prepare_place(self, staging: Staging, link: str, hashed: bool) -> None:
-        """Puts the source's small files there."""
-        for name, data in self.model.files.items():
-            staging.aside.write(name, self.tree.maxtext.encode() if name == FILE and self.tree.maxtext else data)
+        """Puts the source's small files there, and what MaxText must be told, where they don't say it."""
+        files = dict(self.model.files)
+        if self.tree.maxtext and (self.tree.is_moved or FILE not in files):
+            files[FILE] = self.tree.maxtext.to_yaml().encode()
+        for name, data in files.items():
+            staging.aside.write(name, data)
 
     def write(
         self, staging: Staging, unit: ReshardUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None
@@ -414,7 +417,11 @@ class Reshard(ComparesSource, InUnits):
             "use_ocdbt": self.format.use_ocdbt,
             "use_zarr3": self.format.use_zarr3,
         }
+        named = (
+            {"family": self.tree.family, "model": self.tree.model} if self.tree.family and not self.tree.misfit else {}
+        )
         return {
+            **named,
             **kept,
             **self.model.remembered,
             "command": self.kind,
@@ -424,6 +431,7 @@ class Reshard(ComparesSource, InUnits):
             **({"adapters": [*before.get("adapters", ()), *self.adapted.adapters]} if self.adapters else {}),
             "resharded_from": {
                 "checkpoint": self.source.root,
+                "first": self._first,
                 "files": self.source.files.hash,
                 "plan": before.get("plan"),
                 "tree": self.tree.kind,
@@ -437,6 +445,13 @@ class Reshard(ComparesSource, InUnits):
             "left_out": dict(self.plan.dropped),
             "source_digests": before.get("digests", {}),
         }
+
+    @property
+    def _first(self) -> str:
+        """The checkpoint that was resharded first, of those whose last result is the source."""
+        before = self.source.record.get("resharded_from")
+        found = (before.get("first") or before.get("checkpoint")) if isinstance(before, Mapping) else None
+        return found if isinstance(found, str) else self.source.root
 
     def stage(self) -> bytes:
         """The inputs, compressed; `load` makes the same plan of them."""
@@ -528,6 +543,8 @@ def plan_reshard(
             warnings.append(
                 "the optimizer's moments are those of the weights without the adapter; --state params leaves them out"
             )
+    if tree.misfit:
+        warnings.append(f"this isn't the model of {model.of}, so nothing is said of it to MaxText: {tree.misfit}")
     plan = Plan(tree.family, arrays, tree.left_out, tuple(problems), tree.note, "", model.name)
     return Reshard(
         options,

@@ -12,8 +12,9 @@ from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint
 from weightbeam.model_mappings.cells import Part
 from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.naming import name_model
-from weightbeam.model_mappings.plan import Problem, expand, is_float, key_of
+from weightbeam.model_mappings.maxtext_config import MaxTextConfig
+from weightbeam.model_mappings.naming import ModelNameError, name_model
+from weightbeam.model_mappings.plan import PARAMETERS, Problem, expand, is_float, key_of
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.stacking import Copy, Held, Path, RestackError, Stacks, restack, same, unused
 from weightbeam.model_mappings.trees import VALUE, TreeError
@@ -33,6 +34,7 @@ class Model:
       name: MaxText's, where it was said.
       remembered: what a record should say of the release, where it is new.
       files: the step's small files.
+      of: what says all this, for messages.
     """
 
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -40,6 +42,7 @@ class Model:
     name: str | None = None
     remembered: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    of: str = "its config.json"
 
     def stage(self) -> dict[str, Any]:
         """As JSON."""
@@ -86,7 +89,11 @@ class Tree:
       scan, scan_axis: whether layers are stacked, and where; None where nobody knows.
       family, note: the table that was used, and what was inferred; empty without one.
       left_out: arrays of the old tree, with the reason.
-      maxtext: `maxtext.yml`, where the layout that it names has changed; empty otherwise.
+      maxtext: what MaxText must be told of the weights; None where nobody knows, or they aren't the model's.
+      is_moved: whether layers are stacked otherwise than before.
+      misfit: how the weights differ from what is said to be their model; empty where they don't.
+      is_maxtext: whether the weights are of one of MaxText's models.
+      model: MaxText's model that has these sizes, or that was named; None where nobody knows.
     """
 
     arrays: tuple[Kept, ...] = ()
@@ -97,7 +104,11 @@ class Tree:
     family: str = ""
     note: str = ""
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    maxtext: str = ""
+    maxtext: MaxTextConfig | None = None
+    is_moved: bool = False
+    misfit: str = ""
+    is_maxtext: bool = False
+    model: str | None = None
 
 
 def make_tree(
@@ -173,8 +184,12 @@ def make_tree(
     dropped = "not a weight (--state params)"
     left_out = {key: dropped for key in paths if key not in is_weight} if params_only else {}
     family = layouts.family.name if layouts.family else ""
-    maxtext = layouts.maxtext(wanted_scan, wanted_axis) if is_moving else ""
-    return Tree(made, metadata, kind, wanted_scan, wanted_axis, family, layouts.note, left_out, maxtext), problems
+    misfit = layouts.misfit()
+    maxtext = layouts.maxtext(wanted_scan, wanted_axis) if layouts.family and not misfit else None
+    is_maxtext = any(key.startswith((f"{PARAMETERS}decoder.", f"{PARAMETERS}token_embedder.")) for key in weights)
+    model_name = layouts.naming.model if layouts.family and not misfit else None
+    about = (layouts.note, left_out, maxtext, is_moving, misfit, is_maxtext, model_name)
+    return Tree(made, metadata, kind, wanted_scan, wanted_axis, family, *about), problems
 
 
 def find_parts(
@@ -218,11 +233,15 @@ class _Layouts:
         self.source, self.weights = source, {name: source.arrays[key] for name, key in weights.items()}
         self.family: Family | None = None
         self.reason, self.note = "", ""
+        self.of = model.of
         self.scan = scan_of(source, weights)
         self.axis = scan_axis_of(source)
         self.ambiguous: Sequence[int] = ()
         if not model.config:
-            self.reason = "nothing says which model it is; --like names a release of it"
+            self.reason = (
+                "nothing says which model it is; --like names a release of it, --maxtext_config a run's configuration, "
+                "--maxtext_model one of MaxText's models"
+            )
             return
         self.config = Config(model.config)
         try:
@@ -234,7 +253,7 @@ class _Layouts:
                 self.axis = fitting[0] if fitting else None
                 self.ambiguous = fitting if len(fitting) > 1 else ()
             self.family, self.note = family, family.note(self.config, self.layout)
-        except (ConfigError, UnknownFamilyError) as e:
+        except (ConfigError, UnknownFamilyError, ModelNameError) as e:
             self.reason = str(e)
 
     def check(self, scan: bool | None, axis: int | None, is_moving: bool) -> list[Problem]:
@@ -261,7 +280,7 @@ class _Layouts:
     def unsettled(self) -> str:
         """Why it isn't known where the layers are stacked; empty if it is."""
         if self.scan and self.axis is None:
-            return "the checkpoint's shapes aren't those of its config.json, wherever the layers are stacked"
+            return f"the checkpoint's shapes aren't those of {self.of}, wherever the layers are stacked"
         if self.ambiguous:
             choices = " or ".join(map(str, self.ambiguous))
             return f"its layers may be stacked on axis {choices}: the shapes fit both, and the checkpoint doesn't say"
@@ -277,11 +296,29 @@ class _Layouts:
         layout = self.at(scan, axis)
         return Stacks.of(self.family.stacks(self.config, layout), layout.scan_axis)
 
-    def maxtext(self, scan: bool | None, axis: int | None) -> str:
-        """What MaxText must be told of a layout; empty where `config.json` doesn't say it all."""
+    def misfit(self) -> str:
+        """How the weights differ from what the table makes of the model's sizes; empty where they don't, or there is no
+        table.
+        """
+        if self.family is None:
+            return ""
+        parts = expand(self.family, self.config, self.at(self.scan, self.axis))
+        wanted = {key_of(path): same[0].shape for path, same in parts.items()}
+        held = {key: stored.shape for key, stored in self.weights.items()}
+        for key in sorted(held.keys() | wanted.keys()):
+            if held.get(key) != wanted.get(key):
+                name = key.removeprefix(PARAMETERS)
+                if key not in held:
+                    return f"{name} {wanted[key]} isn't among the weights"
+                return f"{name} is {held[key]} here, and " + (
+                    f"{wanted[key]} there" if key in wanted else "isn't there"
+                )
+        return ""
+
+    def maxtext(self, scan: bool | None, axis: int | None) -> MaxTextConfig | None:
+        """What MaxText must be told of a layout; None where `config.json` doesn't say it all."""
         assert self.family is not None
-        made, _ = maxtext_of(self.family, self.config, self.at(scan, axis), self.naming)
-        return made.to_yaml() if made else ""
+        return maxtext_of(self.family, self.config, self.at(scan, axis), self.naming)[0]
 
     def names(self, scan: bool | None, axis: int | None) -> dict[Path, tuple[str | None, ...]]:
         """The logical names of arrays in a layout, by their paths below `params.params`."""

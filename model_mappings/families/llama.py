@@ -30,7 +30,7 @@ from weightbeam.model_mappings.lines import (
     no_window,
 )
 from weightbeam.model_mappings.ops import Scale
-from weightbeam.model_mappings.rope import is_yarn, plain_rope, rope_of
+from weightbeam.model_mappings.rope import is_yarn, llama3_limit, llama3_lines, plain_rope, rope_of
 
 PAIRED = ("llama3.1-", "llama3.2-")
 SCALED = (*PAIRED, "llama3.3-")  # whose releases scale the rotary embedding as Llama 3.1's do
@@ -59,16 +59,13 @@ def stacks(c, layout):
     return [top(c, layout), *layers(layout, "decoder/layers", range(c.size("num_hidden_layers")), table)]
 
 
-THEIRS = dict(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)  # LLaMARotaryEmbedding knows no other
-
-
 def limit(c, model):
     rope = rope_of(c)
     if is_scaled(c) and not is_paired(model):
         way = "convert with --maxtext_model llama3.1-70b (or -8b, -405b) and run MaxText with rope_type=llama3.1"
         return f"rope_type is 'llama3': under the name {model} MaxText doesn't scale its rotary embedding; logits differ (by 0.26 of 1 in a test). The way round: {way}"
-    if is_scaled(c) and (other := {key: rope.get(key) for key, value in THEIRS.items() if rope.get(key) != value}):
-        return f"rope_parameters say {other}, MaxText's layer has {THEIRS} built in; logits differ, most in long contexts. There is no way round"
+    if other := llama3_limit(rope):
+        return other
     if is_paired(model) and rope["rope_type"] not in ("default", "llama3"):
         return f"rope_type is {rope['rope_type']!r}: under the name {model} MaxText's embedding isn't scaled that way; without --maxtext_model it would be"
     return None
@@ -83,7 +80,7 @@ BLOCK = (
     *(line for line in plain_rope() if line.key != "rope_type" and not (line.limit and not line.when)),
     derived("rope_type", rope, "rope_parameters.rope_type", to_field=lambda kind: "llama3" if kind == "llama3.1" else kind),
     derived("rope_use_scale", lambda c, model: is_scaled(c) if is_paired(model) else True),
-    unless(limit),
+    *llama3_lines(), unless(limit),
 )  # fmt: skip
 LLAMA = (*BLOCK, *architecture("llama2", "LlamaForCausalLM", "llama"), *TIED)
 MISTRAL = (*BLOCK, *architecture("mistral", "MistralForCausalLM", "mistral"), *TIED, no_window())

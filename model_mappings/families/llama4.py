@@ -36,7 +36,7 @@ from weightbeam.model_mappings.lines import (
     eps,
     head_dim,
 )
-from weightbeam.model_mappings.rope import rope_of, theta
+from weightbeam.model_mappings.rope import llama3_limit, llama3_lines, rope_of, theta
 from weightbeam.model_mappings.rules import rule
 
 CYCLE = 4
@@ -95,20 +95,12 @@ def scaled(t):
     return rope_of(t)["rope_type"] == "llama3"
 
 
-def rope_limit(t, model):
-    rope = rope_of(t)
-    theirs = dict(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)  # LLaMARotaryEmbedding knows no other
-    if scaled(t) and (other := {key: rope.get(key) for key, value in theirs.items() if rope.get(key) != value}):
-        return f"rope_parameters say {other}, MaxText's layer has {theirs} built in; logits differ, most in long contexts. There is no way round"
-    return None
-
-
 TEXT = (
     *SIZES, head_dim(), *activation(), eps(1e-5), CONTEXT,
     theta("rope_max_timescale", default=500_000),
     fixed("rope_type", "llama3.1"),
     derived("rope_use_scale", lambda t, model: scaled(t), "rope_parameters.rope_type", to_field=lambda yes: "llama3" if yes else "default"),
-    unless(rope_limit),
+    *llama3_lines(), unless(lambda t, model: llama3_limit(rope_of(t))),
     size("base_mlp_dim", "intermediate_size_mlp", default=16384, when=has_dense_layers),
     size("base_mlp_dim", "intermediate_size", when=lambda t: not has_dense_layers(t)),  # no layer has it
     size("base_moe_mlp_dim", "intermediate_size"),

@@ -14,7 +14,7 @@ from weightbeam.model_mappings.blocks import (
     tied_head,
     top,
 )
-from weightbeam.model_mappings.configuration import derived, fixed, only, size, truth
+from weightbeam.model_mappings.configuration import copied, derived, fixed, only, size, truth
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.lines import (
     CONTEXT,
@@ -81,6 +81,7 @@ DENSE = (*dense(), fixed("use_qk_norm", True))
 MOE = (
     *SIZES, head_dim(), *activation(), eps(), CONTEXT, *plain_rope(), *experts_lines(), fixed("use_qk_norm", True),
     size("base_mlp_dim", "moe_intermediate_size"),
+    copied("intermediate_size", lambda keys: keys["base_mlp_dim"]),  # no layer has it
     derived("norm_topk_prob", lambda c, model: True, "norm_topk_prob"),
     only("norm_topk_prob", True, NORM_TOPK, default=False),
 )  # fmt: skip

@@ -13,9 +13,10 @@ from weightbeam.model_mappings.config import Config, ConfigError, Layout
 from weightbeam.model_mappings.config_json import config_json
 from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import is_idle, maxtext_config, scalar
-from weightbeam.model_mappings.maxtext_models import differences, keys_of
+from weightbeam.model_mappings.maxtext_models import differences, keys_of, models
 from weightbeam.model_mappings.naming import Naming, name_model
-from weightbeam.model_mappings.registry import FAMILIES, UnknownFamilyError
+from weightbeam.model_mappings.plan import expand
+from weightbeam.model_mappings.registry import FAMILIES, UnknownFamilyError, family_by_config
 
 TREES = {tree.model: config_of(tree) for tree in load_trees().values()}
 # a config.json of sizes alone
@@ -110,7 +111,7 @@ def test_transformers_reads_what_is_made(name):
 def test_overrides_are_what_differs():
     """A model of MaxText's needs its name and the layout; another one its sizes too, in one line for a shell."""
     same = made_for(TREES["qwen3-8b"])
-    assert same.command_line() == "model_name=qwen3-8b override_model_config=true scan_layers=true"
+    assert same.command_line() == "scan_layers=true model_name=qwen3-8b"
     other = made_for(
         TREES["qwen3-8b"] | {"hidden_size": 96, "rms_norm_eps": 3e-5, "hidden_act": "gelu_pytorch_tanh"},
         scan=False,
@@ -124,7 +125,7 @@ def test_overrides_are_what_differs():
         "scan_layers=false",
         "param_scan_axis=0",
     ):
-        assert f" {part}" in line
+        assert f" {part}" in f" {line}"
     assert "head_dim" not in line
 
 
@@ -183,7 +184,7 @@ def test_kimi_runs_as_deepseek():
         "routed_scaling_factor=2.827",
         "num_experts=384",
     ):
-        assert f" {part}" in line
+        assert f" {part}" in f" {line}"
 
 
 @pytest.mark.parametrize(("model", "head"), [("qwen3-vl-2b", 20), ("qwen3-omni-30b-a3b", 16), ("qwen3.5-35b-a3b", 72)])
@@ -305,6 +306,19 @@ def test_a_file_of_maxtexts_is_enough(model):
         "tie_word_embeddings",
     ):
         assert config[field] == theirs[field], field
+    scaling = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    if "llama3" in str(theirs):  # transformers reads no such rope_type without them
+        assert {key: config["rope_parameters"].get(key) for key in scaling} == {
+            key: theirs["rope_parameters"][key] for key in scaling
+        }
+
+
+@pytest.mark.parametrize("model", [model for model in models() if model != "deepseek4-tiny"])
+def test_the_table_takes_what_a_file_of_maxtexts_says(model):
+    """No release is needed: `config.json` of MaxText's own model has every field that the table asks for."""
+    config = Config(config_json({"model_name": model}).config)
+    family = family_by_config(config)
+    assert expand(family, config, Layout(scan="scanned" in family.layouts, model=model))
 
 
 def test_numbers_as_yaml_reads_them():

@@ -44,7 +44,7 @@ def test_another_model_differs_field_by_field(qwen: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert all(key in said for key in differences)
     assert (
-        f"{len(differences)} differences from qwen3-4b; MaxText must be told: model_name=qwen3-8b"
+        f"{len(differences)} differences from qwen3-4b; MaxText must be told: scan_layers=true model_name=qwen3-8b"
         in said.splitlines()[-1]
     )
 

@@ -489,3 +489,79 @@ def test_the_folder_of_a_run_is_where_its_checkpoints_lie(tmp_path: Path, capsys
         place = str(tmp_path / wrong)
         assert main(["export", place, str(tmp_path / "x")]) == 2
         assert said in capsys.readouterr().err
+
+
+# --- what MaxText is told ---------------------------------------------------------------------------------------------
+
+SIZES = dict(
+    base_emb_dim=64, base_num_query_heads=4, base_num_kv_heads=2, head_dim=16, base_mlp_dim=96, vocab_size=256, base_num_decoder_layers=4,
+)  # fmt: skip
+MOE_SIZES = SIZES | dict(
+    base_mlp_dim=32, base_moe_mlp_dim=32, base_num_decoder_layers=3, num_experts=8, num_experts_per_tok=2
+)
+DUMPED = """
+logical_axis_rules: !!python/tuple
+- !!python/tuple [embed, fsdp]
+decoder_block: !!python/object/apply:maxtext.common.common_types.DecoderBlockType
+- BLOCK
+"""
+
+
+def run_config(file: Path, model: str, sizes: dict, block: str) -> Path:
+    """A run's own configuration: what differs from MaxText's, and Python's tags, as MaxText dumped it."""
+    keys = {"base_config": "base.yml", "run_name": "mine", "model_name": model, "override_model_config": True, **sizes}
+    file.write_text(yaml.safe_dump(keys) + DUMPED.replace("BLOCK", block))
+    return file
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("run", "model", "sizes", "block"),
+    [
+        ("llama-fsdp8", "llama3.1-8b", SIZES, "llama2"),
+        pytest.param(
+            *("qwen3moe-fsdp4-tensor2", "qwen3-30b-a3b", MOE_SIZES, "qwen3_moe"),
+            marks=pytest.mark.slow("the same with experts"),
+        ),
+    ],
+)
+def test_a_run_s_configuration_is_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture, run: str, model: str, sizes: dict, block: str
+) -> None:
+    """Apart and stacked again without a release, the second time by the `maxtext.yml` that the first one left; the
+    weights are those of `--like`, and the flags are said.
+    """
+    config = run_config(tmp_path / "config.yml", model, sizes, block)
+    source, like = SHARED / "trained" / run, trained_like(tmp_path / "like", run)
+    apart = reshard(source, tmp_path / "apart", "--scan_layers", "false", "--maxtext_config", config)
+    said = capsys.readouterr().out
+    assert f"in MaxText: load_full_state_path={apart / 'items'} scan_layers=false model_name={model} override" in said
+    told = yaml.safe_load((apart / "maxtext.yml").read_text())
+    assert {key: told[key] for key in sizes} == sizes
+    assert (told["model_name"], told["scan_layers"]) == (model, False)
+    named = ("--maxtext_model", model)
+    by_like = reshard(source, tmp_path / "by_like", "--scan_layers", "false", "--like", like, *named)
+    assert_same_bits(arrays(apart), arrays(by_like))
+    assert yaml.safe_load((by_like / "maxtext.yml").read_text())["model_name"] == model
+    back = reshard(apart, tmp_path / "back", "--scan_layers", "true")
+    assert_same_bits(arrays(back), arrays(source))
+    assert yaml.safe_load((back / "maxtext.yml").read_text())["scan_layers"] is True
+
+
+@needs_shared
+def test_what_isnt_the_checkpoint_s_model_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Nothing is said to MaxText of it, nor of a tree that isn't MaxText's."""
+    run, like = SHARED / "trained" / "llama-fsdp8", trained_like(tmp_path / "like", "moe")
+    step = reshard(run, tmp_path / "other", "--like", like)
+    said = capsys.readouterr()
+    assert f"this isn't the model of --like={like}" in said.err
+    assert "model_name" not in said.out
+    assert not (step / "maxtext.yml").exists()
+    reshard(run, tmp_path / "no", "--scan_layers", "false", "--maxtext_model", "llama3.1-8b", status=2)
+    assert "shapes aren't those of --maxtext_model=llama3.1-8b" in capsys.readouterr().err
+    reshard(run, tmp_path / "no", "--scan_layers", "false", status=2)
+    assert "--maxtext_config a run's configuration" in capsys.readouterr().err
+    reshard(stock(tmp_path / "tree", {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}), tmp_path / "tree2")
+    said = capsys.readouterr().out
+    assert "in MaxText" not in said
+    assert "check it:" in said

@@ -265,6 +265,10 @@ def test_two_checkpoints_are_told_of_diff(source: Path, tmp_path: Path, capsys: 
     assert call("reshard", tmp_path / "b", tmp_path / "c") == 0
     assert call("verify", tmp_path / "c") == 2
     assert f"\n  weightbeam diff {tmp_path / 'b/0/items'} {tmp_path / 'c/0/items'}\n" in capsys.readouterr().err
+    assert call("reshard", tmp_path / "c", tmp_path / "d") == 0
+    shutil.rmtree(tmp_path / "c")
+    assert call("verify", tmp_path / "d") == 2
+    assert f"\n  weightbeam diff {tmp_path / 'b/0/items'} {tmp_path / 'd/0/items'}\n" in capsys.readouterr().err
 
 
 def test_of_codes_the_error_is_said(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
