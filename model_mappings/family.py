@@ -93,14 +93,13 @@ class Family:
 
     @property
     def support(self) -> str:
-        """What is supported, in a line: layouts, towers, and what isn't. What the table was compared with stands in
+        """What is supported, in a line: layouts and towers. What isn't, and what the table was compared with, stands in
         docs/families.md.
         """
         parts = [
             " and ".join(self.layouts) + ("" if len(self.layouts) > 1 else " only"),
             self.towers and f"{self.towers} (--multimodal true)",
             "multi-token prediction (--mtp true)" if self.mtp else "",
-            self.missing and f"without {self.missing}",
         ]
         return "; ".join(filter(None, parts))
 

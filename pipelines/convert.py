@@ -86,15 +86,17 @@ class Converted:
             )
         if rounded := Counter(array.lossy for array in conversion.plan.arrays if array.lossy):
             lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in rounded.items()]
-        if conversion.plan.dropped:
-            lines.append(
-                f"{count(len(conversion.plan.dropped), 'tensor')} left out on purpose; weightbeam plan says which and why"
-            )
+        # a vocabulary that is cut was a warning
+        if left_out := [name for name in conversion.plan.dropped if not report.CUT.fullmatch(name)]:
+            lines.append(f"{count(len(left_out), 'tensor')} left out on purpose; weightbeam plan says which and why")
         if self.stated:
             lines.append(
-                f"the hashes of {count(len(self.stated), 'file')} of the source are stated, not checked; --check_source true reads and compares"
+                f"the hashes of {count(len(self.stated), 'file')} of the source are as the "
+                f"{'bucket' if conversion.source.root.startswith('gs://') else 'hub'} states them, and weren't compared; "
+                "--check_source true reads and compares"
             )
-        lines.append(f"in MaxText: {' '.join(shlex.quote(f'{name}={value}') for name, value in self.maxtext.items())}")
+        has_file = conversion.plan.maxtext is not None and not conversion.options.adapter_only
+        lines += report.maxtext_lines(self.maxtext, str(self.items.parent), has_file)
         if conversion.plan.note:
             lines.append(f"            {conversion.plan.note}")
         lines.append(f"check it:   weightbeam verify {shlex.quote(str(self.items.parent))}")

@@ -288,7 +288,10 @@ def inspect(
         if any(name == "config.json" or name.endswith(".safetensors") for name in store.entries()):
             if meshes:
                 raise Refused(f"{store}: --mesh is for Orbax checkpoints")
-            return SafetensorsInspection(str(store), open_hf(store))
+            found = SafetensorsInspection(str(store), open_hf(store))
+            if not found.checkpoint.tensors and not found.checkpoint.config:
+                found.check()  # there is nothing to show
+            return found
         items = find_items(store)
         if meshes:
             return _load(items, meshes, sharding_rules, source, maxtext_model)

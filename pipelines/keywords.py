@@ -174,6 +174,8 @@ def read_lora(text: str) -> tuple[str, float]:
         url, weight = (path, float(last)) if path else (text, 1.0)
     except ValueError:  # a path with a comma
         url, weight = text, 1.0
+        if Path(path).is_dir() and not Path(text).is_dir():
+            raise Refused(f"--lora={text}: {last} isn't a weight, which is a number, as in {path},0.5") from None
     if not 0 < abs(weight) < math.inf:
         raise Refused(f"--lora={text}: the weight should be a number other than 0")
     try:

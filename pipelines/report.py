@@ -13,7 +13,7 @@ from typing import Any
 from weightbeam.formats.storage import open_store
 from weightbeam.formats.zarr import Format
 from weightbeam.model_mappings.cells import pattern
-from weightbeam.model_mappings.maxtext_config import scalar
+from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import PARAMETERS, Plan, Problem
 from weightbeam.pipelines.tables import Block, Table, count, duration, human, shape_text
 from weightbeam.transforms.baselines import asked
@@ -34,6 +34,11 @@ UNEVEN = re.compile(
     r"(?P<key>.*): (?P<axis>\S+) = (?P<size>\d+) doesn't divide over (?P<mesh>.*); MaxText will refuse that mesh"
 )
 CUT = re.compile(r"(?P<tensor>.*)\[(?P<kept>\d+):\]")  # a vocabulary's rows from there on, as `blocks.py` drops them
+# of MaxText's keys those that say which checkpoint, and how it is stored
+SHORT = {
+    *("load_parameters_path", "load_full_state_path", "scan_layers", "model_name"),
+    *("checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3"),
+}
 DEFAULTS = Options()
 THREADS_PER_CORE, MAX_THREADS = 2, 32  # one thread reads or writes while another computes
 
@@ -253,6 +258,17 @@ def maxtext_flags(conversion: Conversion, path: str) -> dict[str, str]:
         flags |= {"mtp_num_layers": 1} if options.mtp else {}
         flags |= {"use_multimodal": True} if options.multimodal else {}
     return {name: scalar(value) for name, value in (flags | storage_flags(format_of(options))).items()}
+
+
+def maxtext_lines(flags: Mapping[str, str], step: str, has_file: bool) -> list[str]:
+    """What MaxText must be told, for a person: what contradicts the model's own file stands in the step's `maxtext.yml`,
+    if there is one, with the whole command line.
+    """
+    contradicts = has_file and "override_model_config" in flags
+    shown = {name: value for name, value in flags.items() if not contradicts or name in SHORT or "." in name}
+    words = " ".join(shlex.quote(f"{name}={value}") for name, value in shown.items())
+    more = [f"            and the keys of {step}/{FILE}, which says them as one line, too"] if contradicts else []
+    return [f"in MaxText: {words}", *more]
 
 
 def storage_flags(format: Format) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import ready_line
 from weightbeam.pipelines.report import (
     BASE_BYTES,
+    maxtext_lines,
     memory_parts,
     spare_bytes,
     storage_flags,
@@ -90,8 +91,7 @@ class Resharded:
                 f"{count(len(planned.plan.dropped), 'array')} left out: {', '.join(sorted(set(planned.plan.dropped.values())))}"
             )
         if planned.tree.is_maxtext:
-            said = " ".join(shlex.quote(f"{name}={value}") for name, value in self.maxtext.items())
-            lines.append(f"in MaxText: {said}")
+            lines += maxtext_lines(self.maxtext, step, planned.tree.maxtext is not None)
             if planned.tree.maxtext is None and FILE in planned.model.files:
                 lines.append(f"            with what else {step}/{FILE} says of the model")
         lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")

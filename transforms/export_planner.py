@@ -144,6 +144,7 @@ def plan_export(
         if release and _is_taken(options, reason) and released[name].name in release.encodings
     }
     problems += _without_parts(options, arrays, taken, parts)
+    problems = _another_model(problems, source, like, config) + problems
     spelled = [released[name].name for name in taken]
     carried = _carried(parts, release, spelled, bool(given)) if parts and release else {}
     dropped = {name: reason for name, reason in dropped.items() if name not in taken}
@@ -223,6 +224,18 @@ def _without_table(
         {},
         like,
     )
+
+
+def _another_model(problems: Sequence[Problem], source: OrbaxCheckpoint, like: Like, config: Config) -> list[Problem]:
+    """That the release is of another model, where as many arrays are amiss as would be of one like it."""
+    wrong = sum(problem.is_array and problem.kind in ("shape", "unused", "missing") for problem in problems)
+    if 2 * wrong <= len(source.tree.weights):
+        return []
+    before = source.record.get("config")
+    theirs = before.get("model_type") if isinstance(before, Mapping) else None
+    other = f" but a {theirs}" if theirs else ""
+    message = f"is a {config.get('model_type')} model, and the checkpoint isn't that one{other}: {wrong:,} arrays have other names or shapes"
+    return [Problem("like", like.root or "config.json", message)]
 
 
 def _said_model(source: OrbaxCheckpoint) -> str | None:

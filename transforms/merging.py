@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -274,10 +275,14 @@ def plan_merge(
                 )
             )
     if options.quantize and not problems:
+        labels = Counter(encoding.label for encoding in source.encodings.values() if encoding.label)
         problems += [
-            Problem("quantised", name, f"is quantised already ({encoding.label}); dequantise the release first")
-            for name, encoding in source.encodings.items()
-            if encoding.label
+            Problem(
+                "quantised",
+                checkpoint.root,
+                f"{number:,} of its tensors are quantised already ({label}); dequantise the release first",
+            )
+            for label, number in labels.items()
         ]
     quantised = dict.fromkeys(name for name in touched if source.encodings[name].label)  # in order, to go through it
     replaced |= {

@@ -132,6 +132,11 @@ def collect(
                 for name, why in _apply(adapter, files, changes, used)
                 if (problem := _problem(adapter, name, why, files, lost))
             ]
+            if found and adapter.config.base:
+                message = (
+                    f"was trained on {adapter.config.base}, by its base_model_name_or_path; is that the base here?"
+                )
+                found.insert(0, Problem("adapter", adapter.root, message))
             used |= adapter.contents.unneeded
         problems += found
         uses.append(used)

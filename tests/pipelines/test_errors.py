@@ -20,6 +20,7 @@ from support import (
     FP8,
     INDEX,
     LLAMA,
+    QWEN3_MOE,
     call,
     convert,
     make_release,
@@ -489,3 +490,52 @@ def test_a_source_that_changes_after_it_was_planned(tmp_path: Path) -> None:
     with pytest.raises(FailedError, match=r"model\.safetensors changed while it was converted, [^$]*--overwrite"):
         execute(conversion, staging_at(tmp_path / "out", 0), pipeline_options([]))
     assert not (tmp_path / "out" / "0").exists()
+
+
+# --- another model than was meant -------------------------------------------------------------------------------------
+
+
+def adapter_for(folder: Path, size: int, base: str) -> Path:
+    """A LoRA of PEFT's for the query of the first layer."""
+    folder.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    save_file(
+        {name.format("A"): np.ones((2, size), np.float32), name.format("B"): np.ones((4, 2), np.float32)},
+        folder / "adapter_model.safetensors",
+    )
+    about = dict(peft_type="LORA", r=2, lora_alpha=2, target_modules=["q_proj"], base_model_name_or_path=base)
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_what_is_another_model_is_said_first(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """An adapter's base, a release that a checkpoint isn't like; and a weight that is none. An adapter by itself isn't
+    looked at as a release of nothing.
+    """
+    adapter = adapter_for(tmp_path / "adapter", 7, "me/other")
+    assert call("merge", source, tmp_path / "out", "--lora", adapter) == 2
+    first = capsys.readouterr().err.splitlines()[2]
+    assert (
+        first
+        == f"  adapter: {adapter}: was trained on me/other, by its base_model_name_or_path; is that the base here?"
+    )
+    assert call("merge", source, tmp_path / "out", "--lora", f"{adapter},abc") == 2
+    assert f"abc isn't a weight, which is a number, as in {adapter},0.5" in capsys.readouterr().err
+    assert call("inspect", adapter) == 2
+    said = capsys.readouterr()
+    assert (said.out, "a LoRA adapter, not a model" in said.err) == ("", True)
+
+    convert(source, tmp_path / "ckpt")
+    other = save(tmp_path / "other", QWEN3_MOE, random_tensors(QWEN3_MOE))
+    capsys.readouterr()
+    assert call("export", tmp_path / "ckpt", tmp_path / "out", "--like", other) == 2
+    first = capsys.readouterr().err.splitlines()[2]
+    assert first.startswith(f"  like: {other}: is a qwen3_moe model, and the checkpoint isn't that one but a llama: ")
+
+
+def test_a_vocabulary_that_is_cut_is_said_once(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As a warning, and not as what is left out on purpose besides."""
+    convert(source, tmp_path / "out", "--vocab_size", "50")
+    said = capsys.readouterr()
+    assert "rows (" in said.err
+    assert "left out on purpose" not in said.out

@@ -127,4 +127,9 @@ def test_the_last_line_of_convert_is_the_configuration_s(
     assert {key: flags[key] for key in told} == told
     assert flags["checkpoint_storage_use_ocdbt"] == "false"
     assert set(made.conversion.plan.maxtext.overrides()) <= set(flags)
-    assert " ".join(f"{key}={value}" for key, value in flags.items()) in str(made)
+    assert (
+        f"model_name=llama2-7b checkpoint_storage_use_ocdbt=false\n            and the keys of {made.items.parent}/maxtext.yml"
+        in str(made)
+    )
+    told = (tmp_path / "out" / "0" / "maxtext.yml").read_text().replace("\n#   ", " ")
+    assert "scan_layers=false model_name=llama2-7b override_model_config=true" in told

@@ -290,7 +290,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     less = {name: values for name, values in random_tensors(LLAMA).items() if "layers.1.mlp.up_proj" not in name}
     bare = save(tmp_path / "bare", LLAMA, {"model.norm.weight": np.ones(32, BF16)})
     for arguments, message in (
-        (["--source", tmp_path / "fp8"], "is quantised already"),
+        (["--source", tmp_path / "fp8"], "tensors are quantised already (FP8"),
         (["--source", bare], "none of its tensors"),
         (["--source", tmp_path / "none"], "none"),
         (["--source", source, "--format", "int3"], "invalid choice"),

@@ -535,7 +535,8 @@ def test_a_run_s_configuration_is_enough(
     source, like = SHARED / "trained" / run, trained_like(tmp_path / "like", run)
     apart = reshard(source, tmp_path / "apart", "--scan_layers", "false", "--maxtext_config", config)
     said = capsys.readouterr().out
-    assert f"in MaxText: load_full_state_path={apart / 'items'} scan_layers=false model_name={model} override" in said
+    assert f"in MaxText: load_full_state_path={apart / 'items'} scan_layers=false model_name={model}\n" in said
+    assert f"and the keys of {apart}/maxtext.yml" in said
     told = yaml.safe_load((apart / "maxtext.yml").read_text())
     assert {key: told[key] for key in sizes} == sizes
     assert (told["model_name"], told["scan_layers"]) == (model, False)
