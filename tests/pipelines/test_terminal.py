@@ -93,15 +93,16 @@ def test_a_failure_ends_with_its_last_line(source: Path, tmp_path: Path) -> None
 
 
 def test_a_difference_is_named(source: Path, tmp_path: Path) -> None:
-    """The tensor that differs is the last thing on the screen."""
+    """The tensor that differs, and the command that shows how much, are the last things on the screen."""
     convert(source, tmp_path / "out")
     tensors = random_tensors(DEEPSEEK)
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + np.ones((), tensors["model.norm.weight"].dtype)
     other = save(tmp_path / "other", DEEPSEEK, tensors)
     status, lines = on_terminal("verify", other, tmp_path / "out")
     assert status == 1
-    assert lines[-2] == "weightbeam verify: failed"
-    assert "model.norm.weight[0]" in lines[-1]
+    assert lines[-3] == "weightbeam verify: failed"
+    assert "model.norm.weight[0]" in lines[-2]
+    assert lines[-1] == f"what differs, and how much? weightbeam diff {other} {tmp_path / 'out' / '0' / 'items'}"
 
 
 def test_ctrl_c(source: Path, tmp_path: Path) -> None:
@@ -353,7 +354,8 @@ def test_a_cut_vocabulary_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixt
     assert call("convert", source, tmp_path / "out", "--vocab_size", 16) == 0
     said = capfd.readouterr()
     assert said.err.count(wanted) == 1
-    assert "vocab_size=16" in said.out
+    assert f"and the keys of {tmp_path / 'out' / '0' / 'maxtext.yml'}" in said.out
+    assert "\nvocab_size: 16\n" in (tmp_path / "out" / "0" / "maxtext.yml").read_text()
 
 
 def test_nan_and_zeros_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
