@@ -25,6 +25,7 @@ from apache_beam.options.pipeline_options import (
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 from apache_beam.runners.runner import PipelineResult, PipelineRunner, PipelineState, create_runner
 
+from weightbeam.formats.installing import install
 from weightbeam.formats.staging import JOB, Staging
 from weightbeam.pipelines.errors import BusyError, RefusedError
 from weightbeam.pipelines.progress import Report, at_most_every, quiet, watch_progress
@@ -59,7 +60,7 @@ def find_problems(options: PipelineOptions, runner: PipelineRunner) -> Iterator[
     try:
         from apache_beam.runners.dataflow.internal import apiclient  # noqa: F401
     except ImportError:
-        yield f"--runner={RUNNER}: Google's clients aren't installed; pip install 'weightbeam[gcp]'"
+        yield f"--runner={RUNNER}: Google's clients aren't installed; {install('gcp')}"
         return
     if not cloud.project:
         yield "--project=PROJECT is missing: the Google Cloud project that the job runs in"
@@ -197,7 +198,7 @@ def check_alone(options: PipelineOptions) -> None:
         job = find_active(options, cloud.job_name)
     except ImportError as e:
         raise RefusedError(
-            "Google's clients aren't installed, and Dataflow can't be asked for its jobs; pip install 'weightbeam[gcp]'"
+            f"Google's clients aren't installed, and Dataflow can't be asked for its jobs; {install('gcp')}"
         ) from e
     except (GoogleAPIError, GoogleAuthError, OSError) as e:
         raise RefusedError(f"Dataflow in {cloud.project}, {cloud.region} can't be asked for its jobs: {e}") from e

@@ -7,6 +7,7 @@ import os
 
 import huggingface_hub
 
+from weightbeam.formats.installing import install
 from weightbeam.formats.storage.store import StorageError
 
 SECRET = "WEIGHTBEAM_HF_TOKEN_SECRET"  # in the environment: which secret holds the token
@@ -52,9 +53,7 @@ def _read_secret(version: str) -> str:
         from google.auth.exceptions import GoogleAuthError
         from google.cloud.secretmanager import SecretManagerServiceClient
     except ImportError as e:
-        raise StorageError(
-            f"{version}: the hub's token can't be read from Secret Manager: pip install 'weightbeam[gcp]'"
-        ) from e
+        raise StorageError(f"{version}: the hub's token can't be read from Secret Manager: {install('gcp')}") from e
     stand_in = os.environ.get(EMULATOR)
     try:
         client = SecretManagerServiceClient(

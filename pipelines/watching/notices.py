@@ -12,6 +12,7 @@ from typing import Any
 import requests
 import tenacity
 
+from weightbeam.formats.installing import install
 from weightbeam.formats.printable import printable
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.watching.records import FAILED, PUBLISHED, SETTLED, Record
@@ -86,7 +87,7 @@ def _publisher() -> Any:
     try:
         from google.cloud.pubsub_v1 import PublisherClient  # only now: it isn't needed elsewhere
     except ImportError as e:
-        raise RefusedError("notify: a Pub/Sub topic needs google-cloud-pubsub: pip install 'weightbeam[gcp]'") from e
+        raise RefusedError(f"notify: a Pub/Sub topic needs google-cloud-pubsub: {install('gcp')}") from e
     from google.auth.exceptions import DefaultCredentialsError
 
     try:

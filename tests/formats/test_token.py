@@ -90,7 +90,9 @@ def test_an_installation_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     name_secret(NAME)
     with pytest.raises(
         StorageError,
-        match=re.escape(f"{NAME}: the hub's token can't be read from Secret Manager: pip install 'weightbeam[gcp]'"),
+        match=re.escape(
+            f"{NAME}: the hub's token can't be read from Secret Manager: pip install '.[gcp]' in Weightbeam's folder"
+        ),
     ):
         token()
 
