@@ -17,6 +17,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
 BEGIN, MOST_BYTES = b'{"owner": ', 1 << 12  # of a lease
 PATIENCE = 5.0  # seconds that someone else may take to take, or to release, a lease
+HOLDER = re.compile(r" \(process \S+ on [^)]*\)")  # in what says who holds a lease; see `_refuse_if_alive`
 # of a file system without locks
 UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 

@@ -14,6 +14,12 @@ AUTO_CLASSES: Mapping[str, str] = {
     "ForConditionalGeneration": "AutoModelForImageTextToText",
     "ForCausalLM": "AutoModelForCausalLM",
 }
+# what the hub calls that (huggingface.js, packages/tasks/src/pipelines.ts)
+PIPELINE_TAGS: Mapping[str, str] = {
+    "AutoModelForMultimodalLM": "any-to-any",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForCausalLM": "text-generation",
+}
 # `model_type`s that transformers has no class for: the code beside the weights is the model
 OWN_CODE = ("kimi_k2",)
 
@@ -29,14 +35,15 @@ def model_class(config: Mapping[str, Any]) -> str:
     return next((auto for end, auto in AUTO_CLASSES.items() if name.endswith(end)), name)
 
 
-def loading_code(config: Mapping[str, Any], place: str, **keywords: Any) -> str:
+def loading_code(config: Mapping[str, Any], place: str, revision: str = "") -> str:
     """The Python that loads a release.
 
     Args:
       config: its `config.json`.
       place: a folder, or `owner/name` on the hub.
-      keywords: of `from_pretrained`, besides.
+      revision: of the latter; empty for its newest.
     """
+    keywords: dict[str, Any] = {"revision": revision} if revision else {}
     keywords |= {"trust_remote_code": True} if config.get("model_type") in OWN_CODE else {}
     given = ", ".join([repr(place), *(f"{name}={value!r}" for name, value in keywords.items())])
     return f"transformers.{model_class(config)}.from_pretrained({given})"

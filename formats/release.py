@@ -7,6 +7,7 @@ The small files are carried as opaque bytes. Weights and pickles never are; noth
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import io
@@ -21,7 +22,9 @@ from typing import Any
 import yaml
 
 from weightbeam.formats import json_text
+from weightbeam.formats.installing import home_page
 from weightbeam.formats.links import SOURCE
+from weightbeam.formats.naming import ORIGIN, Naming
 from weightbeam.formats.safetensors import INDEX, QUANT_CONFIGS
 from weightbeam.formats.staging import ITEMS
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, read_whole, reason
@@ -278,7 +281,31 @@ def kept_files(source: Store, allow_links: bool = False) -> SmallFiles:
     return small_files(source, allow_links) if packed is None else packed
 
 
-def keep_files(step: Store, source: Store, files: SmallFiles) -> None:
+def name_sources(name: str, data: bytes, naming: Naming) -> bytes:
+    """A small file of a release as it is published elsewhere: its card, and the folder that `config.json` was loaded
+    from, name sources as that place does.
+    """
+    text = data.decode(errors="replace")
+    if naming.full:
+        return data
+    if role_of(name) == "card":
+        return naming.text(text).encode()
+    if name == CONFIG and ORIGIN in text:
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(origin := json_text.get(text, (ORIGIN,)), str):
+                return json_text.set_value(text, (ORIGIN,), naming.text(origin)).encode()
+    return data
+
+
+def name_in_archive(archive: bytes, naming: Naming) -> bytes:
+    """The same of all files that are packed as `keep_files` packs them."""
+    if naming.full:
+        return archive
+    with zipfile.ZipFile(io.BytesIO(archive)) as packed:
+        return pack({name: name_sources(name, packed.read(name), naming) for name in packed.namelist()})
+
+
+def keep_files(step: Store, source: Store, files: SmallFiles, naming: Naming) -> None:
     """Packs the small files of the release `source` into the archive that lies with a checkpoint.
 
     Raises:
@@ -287,7 +314,8 @@ def keep_files(step: Store, source: Store, files: SmallFiles) -> None:
     for name, why in files.left.items():
         LOGGER.warning("%s isn't kept with the checkpoint: %s", source.path(name), why)
     with concurrent.futures.ThreadPoolExecutor(source.at_a_time) as pool:
-        step.write(ARCHIVE, pack(dict(zip(files, pool.map(files.__getitem__, files), strict=True))))
+        held = zip(files, pool.map(files.__getitem__, files), strict=True)
+        step.write(ARCHIVE, pack({name: name_sources(name, data, naming) for name, data in held}))
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------
@@ -418,6 +446,10 @@ class _Editor:
 # --- the model card ---------------------------------------------------------------------------------------------------
 
 MAX_HEAD = 64 << 10  # characters of the metadata of a model card
+TAG = "weightbeam"  # by which the hub finds what was made so
+CODE = "```python\n{}\n```"
+FENCE = re.compile(r"^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
+WRITTEN = re.compile(r"Written by \[?Weightbeam\b")  # in a card that nobody has edited
 KEPT_FIELDS = (
     "license",
     "license_name",
@@ -431,27 +463,34 @@ KEPT_FIELDS = (
 
 def model_card(
     title: str,
+    code: str,
     facts: Mapping[str, str],
     edits: Sequence[str] = (),
     *,
     base_model: str | None = None,
     card: str | None = None,
+    **about: Any,
 ) -> str:
     """A stub of a model card that says what a release was made of.
 
     Args:
       title: of the page.
+      code: the Python that loads it.
       facts: what the page's table says, such as `{"weights": "gs://…/1000"}`.
       edits: of `config.json`.
       base_model: the repository that the release's files are from, `organisation/model`.
       card: the card of that release; fields about its licence are kept.
+      about: more fields of the head, such as `pipeline_tag` (huggingface_hub 2, `ModelCardData`); empty ones are left
+        out.
     """
-    head: dict[str, Any] = {"base_model": base_model} if base_model else {}
-    head = {"library_name": "transformers"} | head | _kept_fields(card or "")
+    head = {"library_name": "transformers", "base_model": base_model, **about, **_kept_fields(card or "")}
+    head = {name: value for name, value in head.items() if value} | {"tags": [*(about.get("tags") or ()), TAG]}
     lines = [
         f"# {title}",
         "",
-        "Written by [Weightbeam](https://pypi.org/project/weightbeam/). Say here what the model is for, and what it was trained on.",
+        CODE.format(code),
+        "",
+        f"{written_by()} Say here what the model is for, and what it was trained on.",
         "",
     ]
     lines += [
@@ -463,6 +502,20 @@ def model_card(
     if edits:
         lines += ["`config.json` differs from the release's in:", "", *(f"* `{edit}`" for edit in edits), ""]
     return f"---\n{yaml.safe_dump(head, allow_unicode=True, sort_keys=False)}---\n\n" + "\n".join(lines)
+
+
+def written_by() -> str:
+    """The sentence that says so, with a link where the project has a page."""
+    page = home_page()
+    return f"Written by [Weightbeam]({page})." if page else "Written by Weightbeam."
+
+
+def readdress(card: str, title: str, arguments: str) -> str:
+    """A card that was written for a folder, as it is elsewhere: under another title, with code that loads the release
+    from there; `arguments` are what `from_pretrained` takes in place of the folder.
+    """
+    card = FENCE.sub(lambda found: found[0].replace("'.'", arguments), card, count=1)
+    return re.sub(r"^# .*$", lambda _: f"# {title}", card, count=1, flags=re.MULTILINE)
 
 
 def _cell(text: str) -> str:

@@ -16,7 +16,10 @@ import numpy as np
 
 from weightbeam.formats.adapters.adapter import WEIGHTS
 from weightbeam.formats.adapters.config import CONFIG
+from weightbeam.formats.model_class import PIPELINE_TAGS, loading_code, model_class
+from weightbeam.formats.naming import HUB, Naming
 from weightbeam.formats.provenance import versions
+from weightbeam.formats.release import CARD, model_card
 from weightbeam.formats.release_place import release_staging
 from weightbeam.formats.release_target import (
     RECORD,
@@ -32,7 +35,7 @@ from weightbeam.model_mappings.boxes import whole
 from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.output import alone
 from weightbeam.pipelines.prepare import describe
-from weightbeam.pipelines.releases import said_of
+from weightbeam.pipelines.releases import asked_paths, card_address, repo_of, said_of
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport
 from weightbeam.transforms.files import plan_files
@@ -70,15 +73,32 @@ class ExportedAdapter:
     def __str__(self) -> str:
         if self.page:
             done = "published" if self.state == "done" else "published already"
-            return "\n".join([f"{self.folder}: {done}, {self.page}", *said_of(self.removed, self.replaced)])
+            repo, revision = repo_of(self.folder)
+            arguments = f"{repo!r}, revision={revision!r}" if revision else repr(repo)
+            return "\n".join(
+                [
+                    f"{self.folder}: {done}, {self.page}",
+                    *said_of(self.removed, self.replaced),
+                    f"load it:  peft.PeftModel.from_pretrained(model, {arguments})",
+                ]
+            )
         about = f"{self.folder}: a PEFT adapter of rank {self.rank} with alpha {self.alpha:g}, {count(self.tensors, 'tensor')}, {human(self.size)}"
         return f"{about}\nload it:  peft.PeftModel.from_pretrained(model, {self.folder!r})"
 
 
 def export_adapter(
-    planned: AdapterExport, output: str, overwrite: bool = False, create_pr: bool = False
+    planned: AdapterExport,
+    output: str,
+    overwrite: bool = False,
+    create_pr: bool = False,
+    full_paths: bool | None = None,
+    published: str = "",
 ) -> ExportedAdapter:
     """Writes an adapter to a folder or a bucket, where it appears whole, or as one commit of the hub.
+
+    Args:
+      full_paths: as for a release, see `weightbeam.export`.
+      published: where it goes from there.
 
     Raises:
       Refused: it can't be done; nothing was written.
@@ -87,10 +107,11 @@ def export_adapter(
     if planned.problems:
         raise Refused(f"{count(len(planned.problems), 'problem')}:\n{describe(planned.problems)}", planned.problems)
     if output.startswith("hf://"):
-        return _to_hub(planned, output, overwrite, create_pr)
+        return _to_hub(planned, output, overwrite, create_pr, asked_paths(output, full_paths))
     if create_pr:
         raise Refused(f"--create_pr: only the hub has pull requests, and --output is {output}")
-    plan_hash = _hash(planned)
+    plan_hash = _hash(planned, full_paths)
+    naming = _naming(planned, output, full_paths)
     try:
         place = release_staging(output, plan_hash)
     except OSError as e:
@@ -99,20 +120,28 @@ def export_adapter(
     with alone(place):
         _check(place, overwrite)  # again: now nobody else changes it
         try:
-            return _write(planned, place, plan_hash)
+            return _write(planned, place, plan_hash, naming, published or output)
         except OSError as e:
             raise Failed(f"  {output}: {reason(e)}") from e
 
 
-def _to_hub(planned: AdapterExport, output: str, overwrite: bool, create_pr: bool) -> ExportedAdapter:
+def _naming(planned: AdapterExport, output: str, full_paths: bool | None) -> Naming:
+    """How its sources are named where it goes."""
+    return Naming.of(output, full_paths, [planned.source], [planned.base])
+
+
+def _to_hub(
+    planned: AdapterExport, output: str, overwrite: bool, create_pr: bool, full_paths: bool | None
+) -> ExportedAdapter:
     """Writes it to a folder that is removed again, and publishes that."""
     # here: the hub's client takes a third of a second to import
     from weightbeam.formats.hub_publishing import check_target, look, publish
 
-    title = f"Adapter of {planned.source.root} ({_hash(planned)[:12]})"
+    named = _naming(planned, output, full_paths).name(planned.source.root)
+    title = f"Adapter of {named} ({_hash(planned, full_paths)[:12]})"
     try:
         check_target(output)
-        listed = dict.fromkeys([WEIGHTS, CONFIG, RECORD])
+        listed = dict.fromkeys([WEIGHTS, CONFIG, CARD, RECORD])
         found = look(output, title, listed, overwrite=overwrite, create_pr=create_pr)
     except StorageError as e:
         raise Refused(f"--output={e}") from e
@@ -121,7 +150,7 @@ def _to_hub(planned: AdapterExport, output: str, overwrite: bool, create_pr: boo
         return dataclasses.replace(told, state="nothing to do", page=found.page)
     with tempfile.TemporaryDirectory(prefix="weightbeam-") as parent:
         folder = Path(parent, "adapter")
-        written = export_adapter(planned, str(folder))
+        written = export_adapter(planned, str(folder), full_paths=full_paths, published=output)
         try:
             files = whole_files(LocalFolder(str(folder)))
             made = publish(output, title, files, overwrite=overwrite, create_pr=create_pr)
@@ -131,10 +160,10 @@ def _to_hub(planned: AdapterExport, output: str, overwrite: bool, create_pr: boo
     return dataclasses.replace(written, folder=made.url, page=made.page, removed=made.removed, replaced=made.replaced)
 
 
-def _hash(planned: AdapterExport) -> str:
+def _hash(planned: AdapterExport, full_paths: bool | None) -> str:
     """Identifies the result: the checkpoint's files, the release that it is for, rank and alpha."""
     identity = Identity()
-    identity.add("adapter", planned.source.identity, planned.base, planned.rank, planned.alpha)
+    identity.add("adapter", planned.source.identity, planned.base, planned.rank, planned.alpha, full_paths)
     return identity.hash
 
 
@@ -153,10 +182,34 @@ def _is_replaceable(place: ReleasePlace, overwrite: bool) -> bool:
         if not any(folder.iterdir()):
             return True
     held = {file.name for file in place.final.list()}
-    return overwrite and held <= {WEIGHTS, CONFIG, RECORD, "README.md"}
+    return overwrite and held <= {WEIGHTS, CONFIG, RECORD, CARD}
 
 
-def _write(planned: AdapterExport, place: ReleasePlace, plan_hash: str) -> ExportedAdapter:
+def _card(planned: AdapterExport, naming: Naming, output: str) -> bytes:
+    """Its card, whose code loads it into the release that it is for."""
+    base = naming.name(planned.base)
+    name, revision = repo_of(base)
+    title, _ = card_address(planned.config, output, f"Adapter of {name.rpartition('/')[2]}")
+    repo = repo_of(output)[0] if output.startswith(HUB) else "."
+    lines = [
+        "import peft",
+        "import transformers",
+        "",
+        f"base = {loading_code(planned.config, name, revision)}",
+        f"model = peft.PeftModel.from_pretrained(base, {repo!r})",
+    ]
+    facts = {
+        "weights": naming.name(planned.source.root),
+        "of": base,
+        "rank": str(planned.rank),
+        "alpha": f"{planned.alpha:g}",
+    }
+    about = {"library_name": "peft", "tags": ["lora"], "pipeline_tag": PIPELINE_TAGS.get(model_class(planned.config))}
+    related = {"base_model": name, "base_model_relation": "adapter"} if base.startswith(HUB) else {}
+    return model_card(title, "\n".join(lines), facts, **related, **about).encode()
+
+
+def _write(planned: AdapterExport, place: ReleasePlace, plan_hash: str, naming: Naming, output: str) -> ExportedAdapter:
     """Writes it, as a release of one file and one unit of work, and publishes it."""
     made = dict(planned.tensors())
     planned.source.check()
@@ -178,10 +231,11 @@ def _write(planned: AdapterExport, place: ReleasePlace, plan_hash: str) -> Expor
     }
     place.create(pack_inputs({"kind": "adapter", "hash": plan_hash}))
     with _discarded(place):
-        place.lay_out(files, small := {CONFIG: planned.peft_config(list(made))})
+        config = planned.peft_config(list(made), repo_of(naming.name(planned.base))[0])
+        place.lay_out(files, small := {CONFIG: config, CARD: _card(planned, naming, output)})
         place.note_small(small)
         write_unit(place, 0, rows)
-        assemble(place, 1, files, record, overwrite=True)
+        assemble(place, 1, files, naming.told(record), overwrite=True)
     if plan_hash_of(place.final) != plan_hash:
         raise Failed(f"  {place.final} isn't what was written")
     return _told(planned, str(place.final), made)

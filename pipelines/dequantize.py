@@ -12,7 +12,7 @@ from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.merge import Merged, plan_with, say_ready
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import carry_out, check_places, read_sizes, slots_for
+from weightbeam.pipelines.releases import asked_paths, carry_out, check_places, read_sizes, slots_for
 from weightbeam.pipelines.shell import say
 from weightbeam.transforms.exporting import DTYPES
 from weightbeam.transforms.merging import Merge, MergeOptions
@@ -28,6 +28,7 @@ def dequantize(
     resume: bool = False,
     overwrite: bool = False,
     create_pr: bool = False,
+    full_paths: bool | None = None,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
@@ -37,8 +38,8 @@ def dequantize(
 
     Args:
       save_dtype: of the values: `bfloat16`, `float16` or `float32`; None for what `config.json` says.
-      source, output, max_shard_size, unit_bytes, resume, overwrite, create_pr, hf_token_secret, beam, progress: as for
-        `merge`.
+      source, output, max_shard_size, unit_bytes, resume, overwrite, create_pr, full_paths, hf_token_secret, beam,
+        progress: as for `merge`.
 
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
@@ -47,7 +48,9 @@ def dequantize(
     check_places("dequantize", source, output, beam)
     name_secret(hf_token_secret)
     slots = slots_for(unit_bytes, beam, source, output, resume)
-    planned = plan(source, save_dtype=save_dtype, max_shard_size=max_shard_size, unit_bytes=unit_bytes, slots=slots)
+    planned = plan(
+        source, save_dtype=save_dtype, max_shard_size=max_shard_size, unit_bytes=unit_bytes, output=output, full_paths=full_paths, slots=slots,
+    )  # fmt: skip
     return Merged(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
 
 
@@ -57,6 +60,8 @@ def plan(
     save_dtype: str | None = None,
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = UNIT_BYTES,
+    output: str | None = None,
+    full_paths: bool | None = None,
     slots: int | None = None,
 ) -> Merge:
     """Plans a dequantisation; problems stay in the plan. See `dequantize`; `slots` as `plan_merge` has it.
@@ -68,7 +73,14 @@ def plan(
         raise Refused(f"--save_dtype={save_dtype} should be {', '.join(DTYPES)}")
     return plan_with(
         source,
-        MergeOptions((), **read_sizes(max_shard_size, unit_bytes), dequantize=True, save_dtype=save_dtype),
+        MergeOptions(
+            (),
+            **read_sizes(max_shard_size, unit_bytes),
+            dequantize=True,
+            save_dtype=save_dtype,
+            full_paths=asked_paths(output, full_paths),
+        ),
+        output=output,
         slots=slots,
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightbeam.formats.encodings import stored_bytes
+from weightbeam.formats.naming import is_name
 from weightbeam.formats.orbax import check_beside, step_of
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
@@ -32,9 +33,11 @@ from weightbeam.pipelines.prepare import describe, open_adapters
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import (
     Written,
+    asked_paths,
     carry_out,
     check_places,
     make_small_files,
+    naming_of,
     no_source,
     read_sizes,
     ready_line,
@@ -101,7 +104,7 @@ class Exported:
 
     def __str__(self) -> str:
         lines = [self.written.about(self.export.layout)]
-        if self.written.state == "done":
+        if self.written.state == "done" or self.page:
             for what, reasons in (
                 ("rounded once", self.export.lossy),
                 ("of the release left out", self.export.plan.dropped),
@@ -143,6 +146,7 @@ def export(
     resume: bool = False,
     overwrite: bool = False,
     create_pr: bool = False,
+    full_paths: bool | None = None,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
@@ -175,6 +179,8 @@ def export(
       resume: go on with a stopped export.
       overwrite: replace a release, or throw a stopped export away.
       create_pr: on the hub, open a pull request.
+      full_paths: `True`: the record and the card name sources by their full paths; `False`: by their names alone; by
+        default names in what goes to the hub, and of what lies on this machine in what goes to `gs://`.
       hf_token_secret: the name of a secret with the hub's token.
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
@@ -193,10 +199,16 @@ def export(
     }  # fmt: skip
     if is_adapter(checkpoint):
         adapter = plan_adapter_with(checkpoint, given | {"lora_alpha": lora_alpha})
-        return export_adapter(adapter, output, overwrite, create_pr)
+        return export_adapter(adapter, output, overwrite, create_pr, full_paths)
     if lora_alpha is not None:
         raise Refused(f"--lora_alpha: is of an adapter, and {checkpoint.root} holds a model; leave it out")
-    planned = plan(checkpoint, **given, slots=slots_for(unit_bytes, beam, source, output, resume))
+    planned = plan(
+        checkpoint,
+        **given,
+        output=output,
+        full_paths=full_paths,
+        slots=slots_for(unit_bytes, beam, source, output, resume),
+    )
     return Exported(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
 
 
@@ -251,6 +263,8 @@ def plan(
     multimodal: bool | None = None,
     mtp: bool = False,
     quantize: str | None = None,
+    output: str | None = None,
+    full_paths: bool | None = None,
     slots: int | None = None,
 ) -> Export:
     """Plans an export; problems stay in the plan. See `export`; `quantize` is the format of `weightbeam.quantize`,
@@ -288,11 +302,16 @@ def plan(
         quantize=quantize,
         multimodal=multimodal,
         mtp=mtp,
+        full_paths=asked_paths(output, full_paths),
     )
     given = open_given(like) if quantize and like else None
     planned = plan_export(options, checkpoint, form, open_adapters(options), given, slots, parts)
     try:
-        return dataclasses.replace(planned, small=make_small(planned, small)) if not planned.plan.problems else planned
+        return (
+            dataclasses.replace(planned, small=make_small(planned, small, output))
+            if not planned.plan.problems
+            else planned
+        )
     except StorageError as e:  # they are read only now
         raise Refused(str(e)) from e
 
@@ -357,7 +376,11 @@ def _find_form(
         small = packed_files(step) or {}
         parts = _release_of(record) if with_parts else None
         return Like.of(_remembered(record)), small, parts
-    if isinstance(url := record.get("source"), str):
+    if isinstance(url := record.get("source"), str) and is_name(url):
+        raise Refused(
+            f"the checkpoint was made of {url}, which is a name and no place; --like says where that is, or names a release that it should be like"
+        )
+    if isinstance(url, str):
         try:
             return _open_like(url)
         except OSError as e:
@@ -372,7 +395,7 @@ def _find_form(
 def _release_of(record: Mapping[str, Any]) -> HfCheckpoint | None:
     """The release that a checkpoint was made of; None where it isn't there any more."""
     try:
-        return _open_like(str(record.get("source")))[2]
+        return None if is_name(url := record.get("source")) else _open_like(str(url))[2]
     except OSError:
         return None
 
@@ -449,7 +472,7 @@ def _remembered(record: Mapping[str, Any]) -> HfCheckpoint:
     return HfCheckpoint(root, dict(record["config"]), shards)
 
 
-def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
+def make_small(planned: Export, small: Mapping[str, bytes], output: str | None = None) -> dict[str, bytes]:
     """The small files of the release that is written; `small` are those of the release that it is like."""
     if planned.form is not planned.like:
         text = json.dumps(dict(planned.form.config), indent=2, ensure_ascii=False)
@@ -493,8 +516,9 @@ def make_small(planned: Export, small: Mapping[str, bytes]) -> dict[str, bytes]:
         "left out of the release": said(planned.plan.dropped),
     }
     files = make_small_files(
-        small, planned.form.config, edits, ("quantisation",), planned.like.root, facts, planned.plan.family
-    )
+        small, planned.form.config, edits, ("quantisation",), planned.like.root, facts, naming_of(planned, output), output,
+        planned.plan.family, tags=["fp8"] if planned.quantization else [],
+    )  # fmt: skip
     return files | ({FILE: planned.plan.maxtext.to_yaml().encode()} if planned.plan.maxtext else {})
 
 

@@ -47,6 +47,7 @@ class OptionKeywords(TypedDict, total=False):
     adapter_only: bool
     virtual: bool
     family: str | None
+    full_paths: bool | None
 
 
 def option_keywords(args: argparse.Namespace) -> dict[str, Any]:

@@ -22,9 +22,11 @@ from weightbeam.pipelines.prepare import open_adapters, open_source
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.releases import (
     Written,
+    asked_paths,
     carry_out,
     check_places,
     make_small_files,
+    naming_of,
     no_source,
     read_sizes,
     say_plan,
@@ -66,7 +68,7 @@ class Merged:
 
     def __str__(self) -> str:
         lines = [self.written.about(self.merge.layout)]
-        if self.written.state == "done":
+        if self.written.state == "done" or self.written.page:
             lines.append(f"{self.merge.changes}, the others are the release's own bytes")
             if self.merge.plan.dropped:
                 lines.append(
@@ -88,6 +90,7 @@ def merge(
     resume: bool = False,
     overwrite: bool = False,
     create_pr: bool = False,
+    full_paths: bool | None = None,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
@@ -106,6 +109,8 @@ def merge(
       resume: go on with a stopped merge.
       overwrite: replace a release, or throw a stopped merge away.
       create_pr: on the hub, open a pull request.
+      full_paths: `True`: the record and the card name sources by their full paths; `False`: by their names alone; by
+        default names in what goes to the hub, and of what lies on this machine in what goes to `gs://`.
       hf_token_secret: the name of a secret with the hub's token.
       beam: Beam's options.
       progress: whether to show it, or what is told of it.
@@ -117,7 +122,16 @@ def merge(
     check_places("merge", source, output, beam)
     name_secret(hf_token_secret)
     slots = slots_for(unit_bytes, beam, source, output, resume)
-    planned = plan(source, lora=lora, family=family, max_shard_size=max_shard_size, unit_bytes=unit_bytes, slots=slots)
+    planned = plan(
+        source,
+        lora=lora,
+        family=family,
+        max_shard_size=max_shard_size,
+        unit_bytes=unit_bytes,
+        output=output,
+        full_paths=full_paths,
+        slots=slots,
+    )
     return Merged(planned, carry_out(planned, output, resume, overwrite, beam, progress, create_pr))
 
 
@@ -128,6 +142,8 @@ def plan(
     family: str | None = None,
     max_shard_size: int | str | None = None,
     unit_bytes: int | str = UNIT_BYTES,
+    output: str | None = None,
+    full_paths: bool | None = None,
     slots: int | None = None,
 ) -> Merge:
     """Plans a merge; problems stay in the plan. See `merge`; `slots` as `plan_merge` has it.
@@ -137,12 +153,24 @@ def plan(
     """
     return plan_with(
         source,
-        MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), family=family),
+        MergeOptions(
+            read_loras(lora) or (),
+            **read_sizes(max_shard_size, unit_bytes),
+            family=family,
+            full_paths=asked_paths(output, full_paths),
+        ),
+        output=output,
         slots=slots,
     )
 
 
-def plan_with(source: str, options: MergeOptions, given: Given | None = None, slots: int | None = None) -> Merge:
+def plan_with(
+    source: str,
+    options: MergeOptions,
+    given: Given | None = None,
+    output: str | None = None,
+    slots: int | None = None,
+) -> Merge:
     """Plans a release with its quantised weights, adapters, or both as values; or in FP8, like a `given` one. `slots`
     as `plan_merge` has it.
 
@@ -159,13 +187,14 @@ def plan_with(source: str, options: MergeOptions, given: Given | None = None, sl
     if planned.plan.problems:
         return planned
     try:
-        return dataclasses.replace(planned, small=make_small(planned, small_files(open_store(checkpoint.root))))
+        return dataclasses.replace(planned, small=make_small(planned, small_files(open_store(checkpoint.root)), output))
     except StorageError as e:
         raise Refused(str(e)) from e
 
 
-def make_small(planned: Merge, small: Mapping[str, bytes]) -> dict[str, bytes]:
+def make_small(planned: Merge, small: Mapping[str, bytes], output: str | None = None) -> dict[str, bytes]:
     """The small files of the release that is written; `small` are those of the one that it is made of."""
+    quantised = {"base_model_relation": "quantized", "tags": ["fp8"]} if planned.quantization else {}
     gone = planned.quantization == {}
     edits: dict[str, Any] = (
         {}
@@ -181,8 +210,9 @@ def make_small(planned: Merge, small: Mapping[str, bytes]) -> dict[str, bytes]:
         for number, adapter in enumerate(planned.adapters, 1)
     }
     return make_small_files(
-        small, planned.source.config, edits, ("quantisation",) if gone else (), planned.source.root, facts
-    )
+        small, planned.source.config, edits, ("quantisation",) if gone else (), planned.source.root, facts,
+        naming_of(planned, output), output, **quantised,
+    )  # fmt: skip
 
 
 def plan_text(planned: Merge, threads: int, output: str | None = None) -> str:

@@ -16,7 +16,7 @@ from weightbeam.pipelines.export import Exported
 from weightbeam.pipelines.keywords import keywords_of, read_loras
 from weightbeam.pipelines.merge import Merged
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import carry_out, check_places, no_source, read_sizes, slots_for
+from weightbeam.pipelines.releases import asked_paths, carry_out, check_places, no_source, read_sizes, slots_for
 from weightbeam.pipelines.shell import say
 from weightbeam.transforms.exporting import Export
 from weightbeam.transforms.merging import Merge, MergeOptions
@@ -40,6 +40,7 @@ def quantize(
     resume: bool = False,
     overwrite: bool = False,
     create_pr: bool = False,
+    full_paths: bool | None = None,
     hf_token_secret: str | None = None,
     beam: Sequence[str] = (),
     progress: bool | Report = True,
@@ -56,7 +57,8 @@ def quantize(
         of an Orbax checkpoint also what `like` is for `export`.
       maxtext_model, param_scan_axis, step: of an Orbax checkpoint, as for `export`.
       lora: PEFT adapters to merge on the way, `PATH[,weight]` each.
-      max_shard_size, unit_bytes, resume, overwrite, create_pr, hf_token_secret, beam, progress: as for `export`.
+      max_shard_size, unit_bytes, resume, overwrite, create_pr, full_paths, hf_token_secret, beam, progress: as for
+        `export`.
 
     Raises:
       Refused: it can't be done; nothing was written. `problems` has all of them.
@@ -66,7 +68,8 @@ def quantize(
     name_secret(hf_token_secret)
     planned = plan(
         source, format=format, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes,
-        step=step, lora=lora, multimodal=multimodal, mtp=mtp, slots=slots_for(unit_bytes, beam, source, output, resume),
+        step=step, lora=lora, multimodal=multimodal, mtp=mtp, output=output, full_paths=full_paths,
+        slots=slots_for(unit_bytes, beam, source, output, resume),
     )  # fmt: skip
     written = carry_out(planned, output, resume, overwrite, beam, progress, create_pr)
     return Exported(planned, written) if isinstance(planned, Export) else Merged(planned, written)
@@ -85,6 +88,8 @@ def plan(
     lora: str | Sequence[str] = (),
     multimodal: bool | None = None,
     mtp: bool = False,
+    output: str | None = None,
+    full_paths: bool | None = None,
     slots: int | None = None,
 ) -> Merge | Export:
     """Plans a quantisation; problems stay in the plan. See `quantize`; `slots` as `plan_merge` has it.
@@ -103,7 +108,7 @@ def plan(
     if not released:
         return export.plan(
             source, like=like, maxtext_model=maxtext_model, param_scan_axis=param_scan_axis, max_shard_size=max_shard_size, unit_bytes=unit_bytes, step=step,
-            lora=lora, multimodal=multimodal, mtp=mtp, quantize=format, slots=slots,
+            lora=lora, multimodal=multimodal, mtp=mtp, quantize=format, output=output, full_paths=full_paths, slots=slots,
         )  # fmt: skip
     of_checkpoints = {
         "maxtext_model": maxtext_model, "param_scan_axis": param_scan_axis, "step": step, "multimodal": multimodal, "mtp": mtp or None,
@@ -115,8 +120,14 @@ def plan(
         raise Refused(f"--like={like}: isn't quantised, and a release is quantised like one that is; leave it out")
     return merge.plan_with(
         source,
-        MergeOptions(read_loras(lora) or (), **read_sizes(max_shard_size, unit_bytes), quantize=format),
+        MergeOptions(
+            read_loras(lora) or (),
+            **read_sizes(max_shard_size, unit_bytes),
+            quantize=format,
+            full_paths=asked_paths(output, full_paths),
+        ),
         given,
+        output,
         slots,
     )
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from weightbeam.formats.lease import HeldError
-from weightbeam.formats.model_class import loading_code
+from weightbeam.formats.model_class import PIPELINE_TAGS, loading_code, model_class
+from weightbeam.formats.naming import HUB, ORIGIN, Naming
 from weightbeam.formats.release import edit_config, model_card, role_of
 from weightbeam.formats.release_place import release_staging
 from weightbeam.formats.release_target import (
@@ -98,8 +99,7 @@ class Written:
                 loading_code(config, self.folder.rpartition("/")[2]),
             ]
         elif self.folder.startswith("hf://"):
-            repo, _, commit = self.folder.removeprefix("hf://").partition("@")
-            lines = [loading_code(config, repo, **({"revision": commit} if commit else {}))]
+            lines = [loading_code(config, *repo_of(self.folder))]
         else:
             lines = [loading_code(config, self.folder)]
         return [f"{head:10}{line}" for head, line in zip(("load it:", ""), lines, strict=False)]
@@ -245,6 +245,37 @@ def no_source(command: str) -> str:
     return f"--source is missing: {what}"
 
 
+def repo_of(url: str) -> tuple[str, str]:
+    """`owner/name` and the revision of `hf://owner/name@revision`, which may be empty; anything else as it is."""
+    if not url.startswith(HUB):
+        return url, ""
+    repo, _, revision = url.removeprefix(HUB).partition("@")
+    return repo, revision
+
+
+def card_address(config: Mapping[str, Any], output: str, otherwise: str) -> tuple[str, str]:
+    """A card's title, and the code in it that loads a release: of a repository by its name, elsewhere in its folder.
+
+    Args:
+      config: the release's `config.json`.
+      output: where it goes.
+      otherwise: the title where that is no repository.
+    """
+    repo, revision = repo_of(output) if output.startswith(HUB) else (".", "")
+    title = otherwise if repo == "." else repo.rpartition("/")[2]
+    return title, f"import transformers\n\nmodel = {loading_code(config, repo, revision)}"
+
+
+def asked_paths(output: str | None, full_paths: bool | None) -> bool | None:
+    """How a plan names its sources: as the user asked; for the hub by names, though it is made in a folder first."""
+    return False if full_paths is None and output and output.startswith(HUB) else full_paths
+
+
+def naming_of(planned: ReleasePlan, output: str | None) -> Naming:
+    """How a plan's sources are named where its release goes."""
+    return Naming.of(output or "", planned.options.full_paths, planned.sources, planned.inputs)
+
+
 def make_small_files(
     small: Mapping[str, bytes],
     config: Mapping[str, Any],
@@ -252,7 +283,10 @@ def make_small_files(
     left_out: Collection[str],
     root: str,
     facts: Mapping[str, str],
+    naming: Naming,
+    output: str | None,
     title: str = "",
+    **about: Any,
 ) -> dict[str, bytes]:
     """The small files of a release that is written: the ones of the release that it is made of, `config.json` edited,
     and a new card.
@@ -264,13 +298,18 @@ def make_small_files(
       left_out: roles of files that stay out.
       root: URL of that release.
       facts: what the card says.
-      title: of the card, where the root has no name.
+      naming: how it names sources.
+      output: where the release goes.
+      title: of the card, where neither a repository nor the root has a name.
+      about: more of the card's head.
 
     Raises:
       Refused: `config.json` can't be edited.
     """
     text = small["config.json"] if "config.json" in small else json.dumps(dict(config), indent=2).encode()
     done: list[str] = []
+    if isinstance(origin := config.get(ORIGIN), str) and origin != (named := naming.text(origin)):
+        edits = {**edits, "fields": {**(edits.get("fields") or {}), ORIGIN: named}}
     if edits:
         try:
             edited, done = edit_config(text.decode(), **edits)
@@ -278,15 +317,20 @@ def make_small_files(
             raise Refused(f"config.json: {e}") from e
         text = edited.encode()
     kept = {name: small[name] for name in small if role_of(name) not in {"config", "card", *left_out}}
-    base = root.removeprefix("hf://").partition("@")[0] if root.startswith("hf://") else None
-    facts = {**facts, "loads with": loading_code(config, "…")}
+    stem = repo_of(root)[0].rpartition("/")[2]
+    root = naming.name(root)
+    base = repo_of(root)[0] if root.startswith(HUB) else None
     card = small["README.md"].decode(errors="replace") if "README.md" in small else None
+    title, code = card_address(config, output or "", stem or title)
     page = model_card(
-        (base or root).rpartition("/")[2] or title,
-        {key: value for key, value in facts.items() if value},
-        done,
+        title,
+        code,
+        {key: naming.text(value) for key, value in facts.items() if value},
+        [naming.text(edit) for edit in done],
         base_model=base,
         card=card,
+        pipeline_tag=PIPELINE_TAGS.get(model_class(config)),
+        **about,
     )
     return {"config.json": text, **kept, "README.md": page.encode()}
 
@@ -371,7 +415,8 @@ def _to_hub(
     from weightbeam.formats.hub_publishing import check_target, look
 
     refuse(planned.plan.problems)
-    title = f"{planned.title} of {planned.inputs[0]} ({planned.hash[:12]})"
+    named = naming_of(planned, output).name(planned.inputs[0])
+    title = f"{planned.title} of {named} ({planned.hash[:12]})"
     listed = {**planned.texts, **dict.fromkeys([RECORD, *(name for name, *_ in planned.shards)])}
     asked = {"overwrite": overwrite, "create_pr": create_pr}
     place = _place_in_cache(planned)

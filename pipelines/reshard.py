@@ -178,6 +178,7 @@ def reshard(
     step: int | None = None,
     lora: str | Sequence[str] = (),
     lora_alpha: float | None = None,
+    full_paths: bool | None = None,
     resume: bool = False,
     overwrite: bool = False,
     hf_token_secret: str | None = None,
@@ -209,6 +210,8 @@ def reshard(
       step: which step, where the source has several; and the one that is written, by default the source's.
       lora: adapters of MaxText's to merge, `CHECKPOINT[,weight]` each.
       lora_alpha: of adapters that don't say it.
+      full_paths: `True`: the record names sources by their full paths; `False`: by their names alone; by default by
+        names of what lies on this machine in what goes to `gs://`.
       resume, overwrite, hf_token_secret, beam, progress: as for `convert`.
 
     Raises:
@@ -223,7 +226,7 @@ def reshard(
         source, like=like, state=state, save_dtype=save_dtype, moment_dtype=moment_dtype, scan_layers=scan_layers, param_scan_axis=param_scan_axis,
         mesh=mesh, sharding_rules=sharding_rules, maxtext_model=maxtext_model, maxtext_config=maxtext_config, family=family,
         use_ocdbt=use_ocdbt, use_zarr3=use_zarr3,
-        compression=compression, unit_bytes=unit_bytes, step=step, lora=lora, lora_alpha=lora_alpha,
+        compression=compression, unit_bytes=unit_bytes, step=step, lora=lora, lora_alpha=lora_alpha, full_paths=full_paths,
         slots=_slots(unit_bytes, beam, source, output, step, resume),
     ).planned  # fmt: skip
     # to Beam, which takes what convert takes
@@ -258,6 +261,7 @@ def plan(
     step: int | None = None,
     lora: str | Sequence[str] = (),
     lora_alpha: float | None = None,
+    full_paths: bool | None = None,
     slots: int | None = None,
 ) -> ReshardPlan:
     """Plans a reshard; problems stay in the plan. See `reshard`; `slots` as `plan_reshard` has it.
@@ -275,6 +279,7 @@ def plan(
     shared = {
         "mesh": mesh, "sharding_rules": sharding_rules, "scan_layers": scan_layers, "param_scan_axis": param_scan_axis, "maxtext_model": maxtext_model,
         "family": family, "use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3, "compression": compression, "unit_bytes": unit_bytes,
+        "full_paths": full_paths,
     }  # fmt: skip
     given = check_options_of(shared, maxtext_model)
     checkpoint = _open(source, step, state)

@@ -21,6 +21,7 @@ import apache_beam as beam
 import tensorstore as ts
 
 from weightbeam.formats.identity import Files, Watched
+from weightbeam.formats.naming import is_name, is_named
 from weightbeam.formats.orbax import STEP, find_items, leaves, open_arrays, read_tree, record_of, unknown_beside
 from weightbeam.formats.orbax_source import OrbaxCheckpoint, open_orbax
 from weightbeam.formats.printable import printable
@@ -416,6 +417,8 @@ def plan_verification(
             )
         if not source and not found:
             source = _source_of(items)
+            if is_name(source):
+                raise Refused(_only_named(str(items), source, checkpoint))
             LOG.info(f"compared with {source}, which it was made of")
         opened = (
             open_source(source, bool(record_of(items).get("options", {}).get("allow_links")))
@@ -424,6 +427,10 @@ def plan_verification(
         )
     with reading(checkpoint):
         options = options_of(items, {**{name: stores[key] for name, key in weights.items()}, **stores}, given)
+        if named := [url for url, _ in options.lora if is_name(url)]:
+            raise Refused(
+                f"{items} names the adapters that were merged into it, and not where they lie: {', '.join(named)}; --lora says where"
+            )
         conversion = prepare(options, opened, open_adapters(options))
     refuse(conversion, conversion.plan.problems)
     arrays = conversion.plan.arrays
@@ -484,7 +491,7 @@ def _source_notes(source: HfCheckpoint, record: Mapping[str, Any]) -> tuple[tupl
     differs. It may be an export whose record is lost.
     """
     made_of, config = record.get("source"), record.get("config")
-    if made_of in (None, source.root) or not isinstance(config, Mapping):
+    if made_of in (None, source.root) or is_named(made_of, source) or not isinstance(config, Mapping):
         return ()
     release = open_store(source.root)
     why = f"isn't there, so {source.root} is taken for what the checkpoint was made of, which was {made_of}"
@@ -531,6 +538,8 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
         record = read_record(release)
         if not made_of and not isinstance(made_of := record.get("source"), str):
             raise Refused(f"--source is missing: {release} doesn't say which checkpoint it was exported of")
+        if not source and is_name(made_of):
+            raise Refused(_only_named(release, made_of, checkpoint))
         with contextlib.suppress(StorageError):  # which is told where the checkpoint is looked for
             if is_release(open_store(made_of)):
                 raise Refused(
@@ -540,7 +549,7 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
         release, made_of = source, checkpoint
         items, origin = find_items(checkpoint), record.get("made_from")
         plan = record_of(items).get("plan")
-        if record.get("source") != str(items) and (
+        if not _is_made_of(record.get("source"), items) and (
             plan is None or not isinstance(origin, dict) or origin.get("plan") != plan
         ):
             return None
@@ -551,6 +560,16 @@ def find_export(checkpoint: str, source: str | None) -> tuple[str, str] | None:
             f"{release}: adapters were merged into it while it was exported; weightbeam diff compares it with another release"
         )
     return release, made_of
+
+
+def _is_made_of(said: object, items: Store) -> bool:
+    """Whether a record says that it was made of this checkpoint: where it lies, or by its name."""
+    return said == str(items) or (is_name(said) and is_named(said, open_orbax(items, any_tree=True)))
+
+
+def _only_named(what: str, source: str, given: str) -> str:
+    """What a command says whose other side is published without the paths of the machine where it was made."""
+    return f"{what} was made of {source}, which is a name and no place; say where it is: weightbeam verify SOURCE {shlex.quote(given)}"
 
 
 def _plan_export(release: str, checkpoint: str, given: Mapping[str, Any]) -> Subject:
@@ -607,6 +626,10 @@ def _find_counterparts(
     if like and not names:
         raise Refused(f"--like: {export.root} has nothing from a release; leave it out")
     if names:
+        if not like and is_name(record.get("from")):
+            raise Refused(
+                f"{export.root} has tensors of {record['from']}, which is a name and no place; --like says where it is"
+            )
         parts.append(release := _open_like(like or str(record.get("from"))))
         found[f"{release.root}, which they were taken from"], wrong = taken(export, release, names)
     judged = {rename(name, family.aliases) for name in names}

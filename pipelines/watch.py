@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import queue
 import re
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from weightbeam.formats.installing import install
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import FailedError, RefusedError
@@ -35,7 +37,7 @@ from weightbeam.pipelines.without_beam import is_local
 
 HASH = re.compile("[0-9a-f]{40}|")  # of the hub's commits
 # the options of --run that say what a step is made into, as a target of a file does
-TARGET = ("kind", "lora", "save_dtype", "maxtext_model", "on_nan")
+TARGET = ("kind", "lora", "save_dtype", "maxtext_model", "on_nan", "full_paths")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -60,6 +62,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
                 again = watcher.retry(args.retry)
                 return _report(args, Findings(again, f"Nothing of {args.retry} is refused, held or failed."))
             check_runs(runs, args.dry_run)
+            if runs and importlib.util.find_spec("matplotlib") is None:
+                inform(
+                    f"without changes.png, the picture of what a step changed: matplotlib isn't installed; {install('follow')}"
+                )
             if once:
                 return _report(args, Findings(watcher.once()))
             for feed in runs:

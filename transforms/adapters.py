@@ -101,8 +101,8 @@ class AdapterExport:
             return f"model.language_model{module.removeprefix(prefix)}"
         return module
 
-    def peft_config(self, names: Sequence[str]) -> bytes:
-        """`adapter_config.json` for tensors of these names."""
+    def peft_config(self, names: Sequence[str], base: str) -> bytes:
+        """`adapter_config.json` for tensors of these names, of a base that is called so."""
         paths = sorted({name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names})
         leaves = sorted({path.rpartition(".")[2] for path in paths})
         layers = {leaf: sum(path.endswith(f".{leaf}") for path in paths) for leaf in leaves}
@@ -111,7 +111,7 @@ class AdapterExport:
         said = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.base.removeprefix("hf://").partition("@")[0],
+            "base_model_name_or_path": base,
             "r": self.rank,
             "lora_alpha": int(self.alpha) if self.alpha == int(self.alpha) else self.alpha,
             "target_modules": leaves if everywhere else paths,

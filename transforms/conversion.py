@@ -18,6 +18,7 @@ from weightbeam.formats.adapters import Adapter, Folding, Merging
 from weightbeam.formats.encodings import Encoding, stored_bytes
 from weightbeam.formats.extremes import Extremes
 from weightbeam.formats.links import SOURCE, identify, put_source
+from weightbeam.formats.naming import Naming
 from weightbeam.formats.orbax import SEEN, STEP, Contents, assemble, write_unit
 from weightbeam.formats.provenance import versions
 from weightbeam.formats.references import Reference
@@ -245,7 +246,7 @@ class Conversion(InUnits):
         Raises:
           StorageError: the small files can't be read, or the source's files can't be put there so (LinkError).
         """
-        keep_files(staging.aside, open_store(self.source.root), self._small_files)
+        keep_files(staging.aside, open_store(self.source.root), self._small_files, self._naming(staging))
         if self.virtual_bytes:
             put_source(staging.shards / SOURCE, self.source, link, hashed)
 
@@ -287,7 +288,7 @@ class Conversion(InUnits):
           ocdbt.IncompleteError: units are missing, or don't hold what they should.
         """
         self.check()
-        record, references = self.record(), list(self.references())
+        record, references = self._naming(staging).told(self.record()), list(self.references())
         if not staging.is_complete():
             staging.gather()
         if references:
@@ -312,6 +313,9 @@ class Conversion(InUnits):
             ),
             overwrite,
         )
+
+    def _naming(self, staging: Staging) -> Naming:
+        return Naming.of(staging.final.url, self.options.full_paths, self.sources)
 
     def _conclude(self, staging: Staging, ledger: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
         """What the units found out: whether the files' bytes are right, and which values are odd.

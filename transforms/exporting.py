@@ -71,6 +71,7 @@ class ExportOptions:
         None  # True: with towers; False: the language model alone; None: towers where there are any
     )
     mtp: bool = False  # take the release's prediction layers where the checkpoint has none
+    full_paths: bool | None = None  # how sources are named in what is published, see `formats/naming.py`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,8 @@ import apache_beam as beam
 from apache_beam.utils.python_callable import PythonCallableWithSource
 
 from weightbeam import __version__
+from weightbeam.formats.identity import this_machine
+from weightbeam.formats.installing import install
 from weightbeam.formats.staging import Staging
 from weightbeam.formats.storage import StorageError, reason, store_and_name
 from weightbeam.formats.storage.token import name_secret
@@ -65,7 +67,6 @@ def greet(number: int, version: str, python: str, packed: bytes) -> Iterator[int
     """The number, where this worker can do the job. Only its source goes to the worker: it names nothing of this
     module.
     """
-    import socket
     import sys
 
     worker = f"the worker on {socket.gethostname()}"
@@ -106,10 +107,10 @@ def check_place(worker: str, packed: bytes) -> None:
                 store.check_readable()
             check_writable(worker, staging)
             with contextlib.suppress(OSError):  # it's for show
-                staging.note_worker(f"{socket.gethostname()}-{os.getpid()}")
+                staging.note_worker(f"{this_machine()}-{os.getpid()}")
     except ImportError as e:
         raise UnfitError(
-            f"{worker} lacks a client of the storage ({e}); install 'weightbeam[gcp]' there, or run the image"
+            f"{worker} lacks a client of the storage ({e}); there, {install('gcp')}, or run the image"
         ) from e
     except StorageError as e:
         # in a bucket and on the hub the reason says what helps

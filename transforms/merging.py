@@ -59,6 +59,7 @@ class MergeOptions:
     save_dtype: str | None = None  # of the values of quantised weights; None for the model's
     family: str | None = None  # as `--family` names it: whose spellings of names count
     quantize: str | None = None  # one of `quantizing.FORMATS`: write the weights of linear layers so
+    full_paths: bool | None = None  # how sources are named in what is published, see `formats/naming.py`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,3 +30,4 @@ class Options:
     allow_links: bool = False  # files of the source that are links to elsewhere
     lora: tuple[tuple[str, float], ...] = ()  # adapters to merge: URL, and what their deltas are multiplied by
     adapter_only: bool = False  # the adapter as MaxText's, not merged
+    full_paths: bool | None = None  # how sources are named in what is published, see `formats/naming.py`

@@ -30,10 +30,12 @@ from weightbeam.formats import orbax
 from weightbeam.formats.adapters.kernels import AdaptedKernel
 from weightbeam.formats.copying import copy_spec, is_plain, read_chunks
 from weightbeam.formats.encodings import StoredArray
+from weightbeam.formats.naming import Naming
 from weightbeam.formats.orbax import ARRAY_METADATAS, STRINGS, Contents
 from weightbeam.formats.orbax_source import OrbaxArray, OrbaxCheckpoint, load_checkpoint
 from weightbeam.formats.orbax_state import Surroundings, array_metadatas
 from weightbeam.formats.provenance import total, versions
+from weightbeam.formats.release import ARCHIVE, name_in_archive
 from weightbeam.formats.staging import ITEMS, Staging
 from weightbeam.formats.storage import Store
 from weightbeam.formats.unpacking import UnpackedArray, can_unpack, chunks, unpack, why_whole
@@ -86,6 +88,7 @@ class ReshardOptions:
     step: int = 0
     lora: tuple[tuple[str, float], ...] = ()
     lora_alpha: float | None = None
+    full_paths: bool | None = None  # how sources are named in what is published, see `formats/naming.py`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +337,10 @@ class Reshard(ComparesSource, InUnits):
         if self.tree.maxtext and (self.tree.is_moved or FILE not in files):
             files[FILE] = self.tree.maxtext.to_yaml().encode()
         for name, data in files.items():
-            staging.aside.write(name, data)
+            staging.aside.write(name, name_in_archive(data, self._naming(staging)) if name == ARCHIVE else data)
+
+    def _naming(self, staging: Staging) -> Naming:
+        return Naming.of(staging.final.url, self.options.full_paths, self.sources)
 
     def write(
         self, staging: Staging, unit: ReshardUnit, made: Sequence[np.ndarray], notes: Mapping[str, Any] | None = None
@@ -361,7 +367,9 @@ class Reshard(ComparesSource, InUnits):
         self.check()
         if not staging.is_complete():
             staging.gather()
-        orbax.assemble(staging, self._contents(functools.partial(self._conclude, staging)), overwrite)
+        contents = self._contents(functools.partial(self._conclude, staging))
+        named = dataclasses.replace(contents, record=self._naming(staging).told(contents.record))
+        orbax.assemble(staging, named, overwrite)
 
     def _contents(self, conclude: Callable[[Mapping[int, Mapping[str, Any]]], Mapping[str, Any]]) -> Contents:
         specs = [way.grid.spec for way in self.ways]

@@ -13,6 +13,7 @@ import numpy as np
 
 from weightbeam.formats import release_target
 from weightbeam.formats.encodings import Encoding, Plain
+from weightbeam.formats.naming import Naming, Source
 from weightbeam.formats.release import hash_each
 from weightbeam.formats.release_target import Rows
 from weightbeam.formats.safetensors import INDEX, Tensor, read_boxes
@@ -126,6 +127,8 @@ class WritingOptions(UnitOptions, Protocol):
 
     @property
     def max_shard_size(self) -> int | None: ...
+    @property
+    def full_paths(self) -> bool | None: ...
 
 
 class ReleasePlan(InUnits):
@@ -179,6 +182,11 @@ class ReleasePlan(InUnits):
     @property
     def inputs(self) -> Sequence[str]:
         """URLs of all that the release is made of; it can't take the place of any."""
+        raise NotImplementedError
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """All whose values are read."""
         raise NotImplementedError
 
     @property
@@ -241,7 +249,7 @@ class ReleasePlan(InUnits):
             staging,
             len(self.units),
             self.shards,
-            self.record(),
+            Naming.of(staging.final.url, self.options.full_paths, self.sources, self.inputs).told(self.record()),
             overwrite,
             baselines.gather,
             functools.partial(self.conclude, staging),

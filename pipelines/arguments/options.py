@@ -42,6 +42,11 @@ UNITS_HELP = (
     "(default: 128MiB, and smaller units where the workers are known)"
 )
 
+PATHS_HELP = (
+    "how records and cards name sources: true: by full paths; false: by names alone (default: full paths in a folder, "
+    "names on the hub, names of this machine's folders in gs://)"
+)
+
 FLAG = dict(action="store_true")
 TRUTH = dict(type=boolean, metavar="true|false")
 KINDS = {  # what an option takes, in whatever command
@@ -57,6 +62,7 @@ KINDS = {  # what an option takes, in whatever command
     "--every": dict(type=positive, metavar="N"),
     "--family": dict(metavar="NAME|FILE.py"),
     "--format": dict(choices=("fp8",)),
+    "--full_paths": TRUTH,
     "--hf_token_secret": dict(type=secret, metavar="NAME"),
     "--hosts": dict(type=positive, metavar="N"),
     "--interval": dict(type=seconds, metavar="TIME"),
@@ -149,6 +155,7 @@ def add_conversion(parser: argparse.ArgumentParser) -> None:
     _add_storage(add)
     add("--step", "the step under which the checkpoint is written", default=DEFAULTS.step)
     add("--virtual", "refer to the source's files for every array that lies in them already")
+    add("--full_paths", PATHS_HELP)
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
@@ -234,6 +241,7 @@ def add_rewriting(parser: argparse.ArgumentParser) -> None:
     add("--unit_bytes", UNITS_HELP, default=UNIT_BYTES)
     add("--resume", "go on with a stopped command")
     add("--overwrite", "replace a release, or throw away what a stopped command staged")
+    add("--full_paths", PATHS_HELP)
     add("--hf_token_secret", TOKEN_HELP)
 
 
@@ -299,6 +307,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("--lora_alpha", "of an adapter that MaxText trained, where its metadata don't say it")
     add("--resume", "go on with a stopped export")
     add("--overwrite", "replace a release, or throw a stopped export away")
+    add("--full_paths", PATHS_HELP)
     add("--hf_token_secret", TOKEN_HELP)
 
 
@@ -329,6 +338,7 @@ def add_reshard(parser: argparse.ArgumentParser) -> None:
     add("--use_zarr3", "zarr version 3 or 2 (Pathways: false; default: as the source)")
     add("--compression", "of every array (default: as it is where chunks are copied, else none)")
     add("--unit_bytes", UNITS_HELP, default=UNIT_BYTES)
+    add("--full_paths", PATHS_HELP)
     add("--hf_token_secret", TOKEN_HELP)
 
 
@@ -347,6 +357,7 @@ def add_watching(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on_nan", help=on_nan, choices=("hold", "publish", "newest"))
     add("--save_dtype", "of --run: as for export or reshard", metavar="DTYPE")
     add("--maxtext_model", "of --run: the MaxText model, where neither the checkpoints nor config.json settle it")
+    add("--full_paths", f"of --run: {PATHS_HELP}")
     add("--once", "look once, do what there is to do, and end")
     add("--interval", "how often to look", default="15m")
     add("--retry", "have what was refused, held or failed of this model or run begin anew, and end")

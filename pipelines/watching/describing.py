@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from weightbeam.formats.adapters.adapter import open_adapter
-from weightbeam.formats.hub_publishing import CARD
-from weightbeam.formats.release import has_weights
+from weightbeam.formats.naming import HUB, Naming
+from weightbeam.formats.release import CARD, CODE, TAG, has_weights, readdress, written_by
 from weightbeam.formats.safetensors import BoxRead, Tensor, read_boxes
 from weightbeam.formats.storage import StorageError, Store, reason
 from weightbeam.model_mappings.boxes import whole
@@ -21,6 +22,8 @@ from weightbeam.transforms import baselines, differences
 
 SECTION = "## The training run"
 
+# of what a report is made of; not in the report
+ADDRESS = ("place", "revision", "named", "full_paths")
 Changes = dict[str, dict[str, Any]]  # of each tensor, see `changes.summarise`
 
 
@@ -47,7 +50,8 @@ def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     compared, notes = changed_since(others, release)
     every = compared.get("before") or compared.get("like") or _compared_with_itself(release.url, is_adapter)
     odd = changes.not_finite(every)
-    names = {"before": f"step {before['step']}" if before else "", "like": str(about.get("like"))}
+    naming = _naming(about)
+    names = {"before": f"step {before['step']}" if before else "", "like": naming.name(str(about.get("like")))}
     said = {what: {"than": names[what], "tensors": changes.as_json(tensors)} for what, tensors in compared.items()}
     sentences = [text for what, tensors in compared.items() if (text := changes.sentence(tensors, names[what]))]
     found = {
@@ -60,7 +64,7 @@ def compare(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
         "unchanged": changes.unchanged(compared.get("before", {})),
         "notes": notes,
     }
-    release.write(changes.JSON, json.dumps(found, indent=1).encode())
+    release.write(changes.JSON, json.dumps(naming.told(found), indent=1).encode())
     grids = {names[what]: changes.grid_of(tensors) for what, tensors in compared.items()}
     drawn = changes.picture(grids, f"{about['name']}, step {about['step']}") if grids else None
     if drawn:
@@ -87,10 +91,20 @@ def describe(release: Store, about: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         raise StorageError(f"{release.path(changes.JSON)}: {reason(e) if isinstance(e, OSError) else e}") from e
     warnings, sentences = found["warnings"], found["said"]
-    _write_card(release, about, [*warnings, *sentences, *found["notes"]], drawn)
+    said = {name: value for name, value in about.items() if name not in ADDRESS}
+    report = _naming(about).told({**said, "warnings": warnings, "changes": sentences})
+    _write_card(release, about, report, [*warnings, *sentences, *found["notes"]], drawn)
     release.delete(baselines.FILE)
-    release.write(REPORT, json.dumps({**about, "warnings": warnings, "changes": sentences}, indent=1).encode())
+    release.write(REPORT, json.dumps(report, indent=1).encode())
     return {"warnings": warnings, "said": sentences, "not_finite": len(found["not_finite"])}
+
+
+def _naming(about: Mapping[str, Any]) -> Naming:
+    """How sources are named where a step is published."""
+    before, like = about.get("before"), about.get("like")
+    others = [before["url"] if before else "", like or ""]
+    naming = Naming.of(about["place"], about["full_paths"], others=others)
+    return dataclasses.replace(naming, known={**naming.known, **about["named"]})
 
 
 def _changed_since(others: Mapping[str, str], release: Store) -> tuple[dict[str, Changes], list[str]]:
@@ -146,23 +160,29 @@ def _tensors(adapter: str) -> dict[str, Tensor]:
     return {tensor.name: tensor for shard in open_adapter(adapter).files.shards for tensor in shard.tensors}
 
 
-def _write_card(release: Store, about: Mapping[str, Any], said: list[str], drawn: bool) -> None:
+def _write_card(
+    release: Store, about: Mapping[str, Any], report: Mapping[str, Any], said: list[str], drawn: bool
+) -> None:
     """Adds to the card what the run made."""
+    title, arguments = f"{about['name']}, step {about['step']}", "'.'"
+    if is_hub := about["place"].startswith(HUB):
+        repo, revision = about["place"].removeprefix(HUB), about["revision"]
+        title = repo.rpartition("/")[2]
+        arguments = f"{repo!r}, revision={revision!r}" if revision else repr(repo)
     try:
         card = release.read(CARD).decode(errors="replace").partition(f"\n{SECTION}")[0].rstrip()
+        card = readdress(card, title, arguments)
     except FileNotFoundError:
-        card = (
-            f"# {about['name']}, step {about['step']}\n\nWritten by [Weightbeam](https://pypi.org/project/weightbeam/)."
-        )
+        card = _card_of_checkpoint(title, arguments, is_hub)
     except OSError as e:
         raise StorageError(f"{release.path(CARD)}: {reason(e)}") from e
     rows = {
-        "run": about["run"],
+        "run": report["run"],
         "step": about["step"],
         "committed": about["updated"],
         "commit": about["weights"],
-        "like": about.get("like"),
-        "rounded": about.get("rounded") or "nothing",
+        "like": report.get("like"),
+        "rounded": report.get("rounded") or "nothing",
         "compared with the checkpoint": about.get("compared"),
         "what changed": "; ".join(said),
     }
@@ -177,6 +197,16 @@ def _write_card(release: Store, about: Mapping[str, Any], said: list[str], drawn
     lines += ["", f"![The relative change of each kind of weight in each layer]({changes.PICTURE})"] if drawn else []
     text = "\n".join(lines)
     release.write(CARD, f"{card}\n\n{text}\n".encode())
+
+
+def _card_of_checkpoint(title: str, arguments: str, is_hub: bool) -> str:
+    """The card of an Orbax checkpoint, without what the run made."""
+    imports, where = "", arguments
+    if is_hub:
+        imports, where = "import huggingface_hub\n", f"huggingface_hub.snapshot_download({arguments})"
+    code = CODE.format(f"{imports}import weightbeam as wb\n\nparams = wb.load({where})")
+    head = f"---\ntags:\n- maxtext\n- orbax\n- {TAG}\n---\n\n"
+    return f"{head}# {title}\n\n{code}\n\n{written_by()}"
 
 
 def _cell(value: object) -> str:

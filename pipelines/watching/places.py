@@ -20,6 +20,7 @@ from typing import Any
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from weightbeam.formats.hub_publishing import CARD, Files, Target, check_free, check_target, publish, told
+from weightbeam.formats.release import WRITTEN
 from weightbeam.formats.release_target import whole_files
 from weightbeam.formats.staging import MARKER
 from weightbeam.formats.storage import File, LocalFolder, StorageError, Store, open_store, reason, sync_folder
@@ -34,7 +35,6 @@ REPORT = "run.json"  # in what is published: where it comes from
 RELEASE = "release"  # the folder that grows, below the work of one step
 LAST = (MARKER, "config.json", REPORT)  # what readers look for first is copied last, in this order
 BESIDE = (CARD, REPORT, changes.JSON, changes.PICTURE)  # what is written beside a release
-WRITTEN = "Written by [Weightbeam]"  # in a card that nobody has edited
 
 
 class Place(abc.ABC):
@@ -276,7 +276,7 @@ class HubPlace(Place):
             files,
             overwrite=bool(self.report(url)),
             create_pr=self._create_pr,
-            replace_card=card is None or WRITTEN in card,
+            replace_card=card is None or WRITTEN.search(card) is not None,
             is_wanted=is_wanted,
         )
         return made.page if made else None

@@ -170,6 +170,6 @@ def _find_place_problems(who: str, feed: RunFeed, place: Place, dry_run: bool) -
         owner = place.owner()
     except OSError as e:
         return [f"{who}: {e if isinstance(e, StorageError) else f'{place.url}: {reason(e)}'}"]
-    if owner not in (None, feed.run.checkpoints):
+    if owner not in (None, feed.run.checkpoints, feed.naming(place).name(feed.run.checkpoints)):
         return [f"{who}: {place.url} holds the steps of {owner}; two runs can't be published into one place"]
     return []

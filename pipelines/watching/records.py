@@ -21,6 +21,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 
 from weightbeam import model_mappings
 from weightbeam.formats import lease
+from weightbeam.formats.naming import Naming
 from weightbeam.formats.storage import StorageError, Store
 from weightbeam.formats.strict_json import JsonError, parse_json
 from weightbeam.pipelines.watching.runs import MAX_STEP
@@ -32,6 +33,7 @@ GONE, REMOVED, HELD = "gone", "removed", "held"
 STATES = (DISCOVERED, PLANNED, CONVERTING, VERIFIED, PUBLISHED, REFUSED, FAILED, SAME, GONE, REMOVED, HELD)
 SETTLED = (PUBLISHED, REFUSED, GONE, REMOVED, HELD)  # nothing is left to be done
 ROOT, RUNS = ".weightbeam/releases", ".weightbeam/runs"  # below the output
+FULL_PATHS = "--full_paths=true"  # among a target's options
 SKEW = datetime.timedelta(minutes=5)  # by which clocks may differ
 LOG = logging.getLogger("weightbeam.watch")
 
@@ -103,7 +105,7 @@ class _Planned(pydantic.BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    checkpoint: Annotated[str, Field(pattern=r"[/@][A-Za-z0-9_-][A-Za-z0-9._-]*$")]
+    checkpoint: Annotated[str, Field(pattern=r"(^|[/@])[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
     plan: str
 
 
@@ -249,6 +251,11 @@ class History:
         """The states, as a report tells them."""
         return [{name: record.get(name) for name in ("state", "time", "attempt", "reason")} for record in self.records]
 
+    def naming(self, facts: Mapping[str, Any] | None = None) -> Naming:
+        """How what lies on this machine is named beside the records; `facts` are what those say."""
+        options = (facts or self.facts).get("options", ())
+        return Naming.of(self.store.url, True if FULL_PATHS in options else None)
+
     def begin(self, version: Version, target: Target, reason: str | None = None) -> Record:
         """Makes the first record; see `add`."""
         about = {
@@ -260,7 +267,7 @@ class History:
         return self.add(DISCOVERED, reason, **about, target=target.name, options=target.arguments, tables=tables())
 
     def add(self, state: str, reason: str | None = None, **facts: Any) -> Record:
-        """Makes the next record.
+        """Makes the next record. In a bucket it names what lies on this machine; here, it says where that is.
 
         Raises:
           LostError: there is one already.
@@ -270,7 +277,8 @@ class History:
         record = {"state": state, "time": now().isoformat(), "repo": self.name, "key": self.key} | said
         record = json.loads(json.dumps(record))  # as others will read it
         self.store.make()
-        if not self.store.create(_name(len(self.records) + 1), json.dumps(record, indent=1).encode()):
+        written = json.dumps(self.naming({**self.facts, **record}).told(record), indent=1)
+        if not self.store.create(_name(len(self.records) + 1), written.encode()):
             raise LostError(f"{self.store}: another watcher has gone on with it")
         self.records.append(record)
         return record

@@ -125,7 +125,7 @@ class ReleaseFeed(Feed):
             "verified": facts.get("verified"),
         }
         report["history"] = history.outline
-        self.output.create(self._report_of(checkpoint), json.dumps(report, indent=1).encode())
+        self.output.create(self._report_of(checkpoint), json.dumps(history.naming().told(report), indent=1).encode())
         return {"checkpoint": checkpoint, "items": report["items"]}
 
     def announce(self, history: History, target: Target) -> Sequence[Record]:
@@ -167,5 +167,5 @@ class ReleaseFeed(Feed):
 
 def _verification(target: Target) -> list[str]:
     """The options that a verification takes too."""
-    known = ("scan_layers", "param_scan_axis", "maxtext_model")
+    known = ("scan_layers", "param_scan_axis", "maxtext_model", "lora")
     return [argument for argument in target.arguments if argument.removeprefix("--").partition("=")[0] in known]

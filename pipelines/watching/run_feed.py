@@ -16,6 +16,7 @@ from typing import Any
 
 from weightbeam import __version__
 from weightbeam.formats.adapters.adapter import WEIGHTS
+from weightbeam.formats.naming import Naming, is_name
 from weightbeam.formats.storage import LocalFolder, StorageError, Store, open_store, reason
 from weightbeam.pipelines.errors import FailedError
 from weightbeam.pipelines.tables import human
@@ -247,7 +248,8 @@ class RunFeed(Feed):
 
     def begun(self, history: History) -> None:
         known = {target.name: target.output for target in self.targets}
-        self._place(history).own(self.run.checkpoints, known.get(history.first["target"]))
+        place = self._place(history)
+        place.own(self.naming(place).name(self.run.checkpoints), known.get(history.first["target"]))
         self._marks_folder.make()
         self._marks_folder.create(f"{OPEN}~{history.key}", b"")
 
@@ -293,7 +295,13 @@ class RunFeed(Feed):
         self._workers.rest()
 
     def source(self, history: History) -> str:
-        return history.first["source"]
+        return (self.store / _folder_of(history)).url
+
+    def naming(self, place: Place) -> Naming:
+        """How the run is named in one of its places: by a hash of where it lies, since what it holds changes."""
+        asked = next((_full_paths(target) for target in self.run.targets if self.places[target.name] is place), None)
+        naming, run = Naming.of(place.url, asked), self.run.checkpoints
+        return dataclasses.replace(naming, known={run: hashlib.sha256(run.encode()).hexdigest()[:16]})
 
     def _place(self, history: History) -> Place:
         return self.places[history.first["target"]]
@@ -308,8 +316,14 @@ class RunFeed(Feed):
             f"--source={source}",
             *self._like,
             *(["--state=params"] if target.kind == RESHARD else []),
+            *self._naming_arguments(target),
             *target.arguments,
         ]
+
+    def _naming_arguments(self, target: RunTarget) -> list[str]:
+        """That sources are named as the place does, where a step is made in a folder first."""
+        url = self.places[target.name].url
+        return ["--full_paths=false"] if url.startswith("hf://") and _full_paths(target) is None else []
 
     @property
     def _like(self) -> list[str]:
@@ -380,8 +394,12 @@ class RunFeed(Feed):
             if target.lora == ADAPTER or not adapter.exists(WEIGHTS):
                 here.delete_folder(adapter.url.rpartition("/")[2])
                 here.make()
-                known = [
-                    argument for argument in target.arguments if _option(argument) in ("maxtext_model", "lora_alpha")
+                # it is made on this machine, also for a bucket
+                known = [] if "://" not in self._place(history).url else ["--full_paths=false"]
+                known += [
+                    argument
+                    for argument in target.arguments
+                    if _option(argument) in ("maxtext_model", "lora_alpha", "full_paths")
                 ]
                 yield (Task(isolation.export, [f"--source={source}", *self._like, *known, f"--output={adapter.url}"]),)
             if target.lora == MERGED:
@@ -389,9 +407,14 @@ class RunFeed(Feed):
                 known = [
                     argument
                     for argument in target.arguments
-                    if _option(argument) in ("max_shard_size", "unit_bytes", "family", "format")
+                    if _option(argument) in ("max_shard_size", "unit_bytes", "family", "format", "full_paths")
                 ]
-                merged = [f"--source={facts['form']}", f"--lora={adapter.url}", output, *known]
+                if (form := self._like_of(history)) is None:
+                    raise FailedError(
+                        f"the record in {history.store} names the release that the adapter is for as {facts['form']}, and this "
+                        "watcher isn't told where that is; name it as like"
+                    )
+                merged = [f"--source={form}", f"--lora={adapter.url}", output, *self._naming_arguments(target), *known]
                 yield (self._writing(into, merged, history),)
         else:
             yield (self._writing(isolation.quantize if target.kind == QUANTIZE else isolation.export, common, history),)
@@ -418,7 +441,8 @@ class RunFeed(Feed):
 
     def _like_of(self, history: History) -> str | None:
         """The release that a step is made like, as the plan found it."""
-        return history.facts.get("form") or self.run.like
+        form = history.facts.get("form")
+        return self.run.like if not form or is_name(form) else form
 
     def _about(self, history: History, target: RunTarget, compared: str | None) -> dict[str, Any]:
         """What the report says."""
@@ -449,6 +473,10 @@ class RunFeed(Feed):
             "key": history.key,
             "weightbeam": __version__,
             "history": history.outline,
+            "place": self._place(history).url,
+            "revision": None if target.create_pr else history.first["commit"],
+            "named": self.naming(self._place(history)).known,
+            "full_paths": _full_paths(target),
         }
 
     def _before(self, history: History) -> dict[str, Any] | None:
@@ -540,7 +568,8 @@ class RunFeed(Feed):
         url = self._checkpoint(history)
         report = {**self._place(history).report(url), "checkpoint": url}
         name = f"{history.first['target']}.json"
-        self.output.write(name if self._flat else f"{self.run.name}/{name}", json.dumps(report, indent=1).encode())
+        named = history.naming().told(report)
+        self.output.write(name if self._flat else f"{self.run.name}/{name}", json.dumps(named, indent=1).encode())
 
     def announce(self, history: History, target: Target) -> Sequence[Record]:
         """Marks it, and removes what `keep` doesn't keep."""
@@ -572,7 +601,7 @@ class RunFeed(Feed):
         deadline = time.monotonic() + (GRACE if patient else 0.0)
         while True:
             try:
-                seen = see_step(self.store, first["source"].rpartition("/")[2])
+                seen = see_step(self.store, _folder_of(history))
                 step = read_step(self.store, self.run.name, seen) if seen else None
             except OSError:
                 return None  # it can't be told
@@ -610,6 +639,21 @@ def _asked(target: Target) -> str:
 def _verification(target: Target) -> list[str]:
     """The options that a verification takes too."""
     return [argument for argument in target.arguments if _option(argument) in ("maxtext_model", "param_scan_axis")]
+
+
+def _folder_of(history: History) -> str:
+    """The name of a step's folder in its run."""
+    return history.first["source"].rpartition("/")[2]
+
+
+def _full_paths(target: Target | None) -> bool | None:
+    """How a target's options name sources; None where they don't say."""
+    said = (
+        [each.partition("=")[2] == "true" for each in target.arguments if _option(each) == "full_paths"]
+        if target
+        else []
+    )
+    return said[-1] if said else None
 
 
 def _option(argument: str) -> str:

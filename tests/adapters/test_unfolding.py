@@ -122,21 +122,26 @@ def test_the_command(written: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_into_a_bucket_and_onto_the_hub(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The folder's files, byte for byte but for the record: whole at once in a bucket, one commit or a pull request on
-    the hub. Nothing else is left anywhere, and nothing of anybody else's is replaced.
+    """The folder's files, byte for byte but for what names the base and the source: whole at once in a bucket, one
+    commit or a pull request on the hub. Nothing else is left anywhere, and nothing of anybody else's is replaced.
     """
     checkpoint = there(written / "plain", tmp_path / "ckpt", "--maxtext_model", "llama3.1-8b")
     assert call("export", checkpoint, tmp_path / "adapter") == 0
-    wanted = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
-    assert wanted.keys() == {"adapter_model.safetensors", "adapter_config.json", "weightbeam.json"}
-    del wanted["weightbeam.json"]
+
+    def same(files: dict[str, bytes]) -> dict[str, object]:
+        """What of them is the same wherever they are."""
+        assert files.keys() == {"adapter_model.safetensors", "adapter_config.json", "weightbeam.json", "README.md"}
+        assert json.loads(files["weightbeam.json"])["rank"] == 4
+        config = json.loads(files["adapter_config.json"]) | {"base_model_name_or_path": ""}
+        return {"weights": files["adapter_model.safetensors"], "config": config}
+
+    wanted = same({path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()})
     with FakeGcs("bucket") as gcs, asking(gcs):
         objects = gcs.objects["bucket"]
         for options, status in (((), 0), ((), 2), (("--overwrite",), 0)):
             assert call("export", checkpoint, "gs://bucket/run/adapter", *options) == status
             held = {name.removeprefix("run/adapter/"): bytes(made.data) for name, made in objects.items()}
-            assert json.loads(held.pop("weightbeam.json"))["rank"] == 4
-            assert held == wanted
+            assert same(held) == wanted
         assert "gs://bucket/run/adapter: exists; --overwrite replaces an adapter" in capsys.readouterr().err
         stranger = open_store("gs://bucket/run/theirs")
         stranger.write("model.safetensors", b"")
@@ -152,8 +157,9 @@ def test_into_a_bucket_and_onto_the_hub(
         hub.writers.add("hf_secret")
         assert call("export", checkpoint, "hf://org/adapter") == 0
         assert "published" in capsys.readouterr().out
-        held = {name: bytes(made.data) for name, made in hub.repositories["org/adapter"].branches["main"].files.items()}
-        assert held.items() >= wanted.items()
+        files = hub.repositories["org/adapter"].branches["main"].files
+        held = {name: bytes(made.data) for name, made in files.items() if name != ".gitattributes"}
+        assert same(held) == wanted
         asked = len(hub.log)
         assert call("export", checkpoint, "hf://org/adapter") == 0
         assert "published already" in capsys.readouterr().out

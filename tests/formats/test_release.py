@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from lazily import lazily
 
 from weightbeam.formats import release
-from weightbeam.formats.release import edit_config, model_card, role_of, small_files
+from weightbeam.formats.release import edit_config, model_card, readdress, role_of, small_files
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.formats.strict_json import JsonError
 
@@ -282,7 +282,9 @@ model-index: {}
 
 def test_model_card() -> None:
     facts = {"weights": "gs://bucket/run/1000", "config, tokenizer": "hf://org/base@abc | x"}
-    text = model_card("tuned", facts, ['dtype: "bfloat16" added'], base_model="org/base", card=CARD)
+    about = {"pipeline_tag": "text-generation", "base_model_relation": "quantized", "tags": ["fp8"]}
+    code = "model = transformers.AutoModelForCausalLM.from_pretrained('.')"
+    text = model_card("tuned", code, facts, ['dtype: "bfloat16" added'], base_model="org/base", card=CARD, **about)
     card = ModelCard(text)
     expected = dict(
         library_name="transformers",
@@ -291,10 +293,20 @@ def test_model_card() -> None:
         license_name="deepseek",
         license_link="LICENSE-MODEL",
         language=["en", "no"],
+        pipeline_tag="text-generation",
+        base_model_relation="quantized",
+        tags=["fp8", "weightbeam"],
     )
     assert card.data.to_dict() == expected
     assert r"| config, tokenizer | hf://org/base@abc \| x |" in card.text
     assert '* `dtype: "bfloat16" added`' in card.text
+    assert card.text.split("```")[1] == f"python\n{code}\n"
+    assert release.WRITTEN.search(text)
+    assert "pypi.org" not in text
+    moved = readdress(text, "other", "'me/other', revision='step-1'")
+    assert "# other\n" in moved
+    assert "from_pretrained('me/other', revision='step-1')" in moved
+    assert readdress(moved, "tuned", "'.'") == moved.replace("# other", "# tuned")  # it names a repository already
 
 
 LEVELS = "".join(f"b{n + 1}: &b{n + 1} [*b{n}, *b{n}]\n" for n in range(40))
@@ -314,5 +326,5 @@ BAD = [
 
 @pytest.mark.parametrize("card", BAD)
 def test_cards_without_a_licence(card: str) -> None:
-    head = model_card("x", {}, card=card).split("---")[1]
-    assert yaml.safe_load(head) == {"library_name": "transformers"}
+    head = model_card("x", "", {}, card=card).split("---")[1]
+    assert yaml.safe_load(head) == {"library_name": "transformers", "tags": ["weightbeam"]}

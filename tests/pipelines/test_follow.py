@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import io
 import json
 import math
@@ -887,7 +888,7 @@ def test_a_step_on_the_hub_is_a_branch(model: tuple[Path, dict[str, Any]], tmp_p
             tensors_on(hub, f"step-{step}", tmp_path / f"hub-{step}"),
             exported(run / str(step), like, tmp_path / f"quiet-{step}"),
         )
-    assert f"| run | {run} |" in bytes(repository.head.files["README.md"].data).decode()
+    assert re.search(r"\| run \| run@[0-9a-f]{16} \|", bytes(repository.head.files["README.md"].data).decode())
     assert watch(run, like, f"hf://{REPO}") == 0
     assert len(repository.head.history()) == 2
     (tmp_path / "card").mkdir()
@@ -1451,3 +1452,21 @@ def test_the_colours_of_a_picture() -> None:
     assert areas((0.1, False), (0.0, False), (0.2, False)) == {"grey"}
     assert areas((0.1, False), (0.2, True)) == {"red"}
     assert areas((0.0, False)) == {"grey"}
+
+
+def test_the_picture_that_cant_be_drawn_is_said_once(
+    model: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At the start, with what installs it."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else find(name, *more)
+    )
+    write(tmp_path / "run", 1, 2, model=model)
+    assert watch(tmp_path / "run", model[0], tmp_path / "out", "--dry_run") == 0
+    said = capsys.readouterr().err
+    assert said.count("without changes.png") == 1
+    assert "pip install '.[follow]'" in said
