@@ -22,6 +22,7 @@ from weightbeam.model_mappings.configuration import Line, read
 from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.maxtext_models import base, keys_of, models, nearest, run_as
 from weightbeam.model_mappings.naming import Naming
+from weightbeam.model_mappings.values import Value
 
 FILE = "maxtext.yml"
 WIDTH = 120
@@ -54,8 +55,8 @@ IGNORED = (  # fields that change no logits of a forward pass, or that the famil
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class MaxTextConfig(Mapping[str, Any]):
+@dataclasses.dataclass(frozen=True, repr=False)
+class MaxTextConfig(Value, Mapping[str, Any]):
     """What MaxText must be told to compute what the model computes; as a mapping, what `maxtext.yml` says.
 
     Attributes:
@@ -83,6 +84,9 @@ class MaxTextConfig(Mapping[str, Any]):
 
     def __str__(self) -> str:
         return self.to_yaml()
+
+    def brief(self) -> str:
+        return f"{self.model}, {len(self)} keys"
 
     def to_dict(self) -> dict[str, Any]:
         """What the file says."""

@@ -36,14 +36,15 @@ from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.output import alone
 from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.releases import asked_paths, card_address, repo_of, said_of
+from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport
 from weightbeam.transforms.files import plan_files
 from weightbeam.transforms.inputs import Identity, pack_inputs
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportedAdapter:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ExportedAdapter(Shown):
     """What came of the export of an adapter.
 
     Attributes:
@@ -67,23 +68,20 @@ class ExportedAdapter:
     replaced: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
         return dataclasses.asdict(self)
 
-    def __str__(self) -> str:
+    def blocks(self) -> list[str]:
         if self.page:
             done = "published" if self.state == "done" else "published already"
             repo, revision = repo_of(self.folder)
             arguments = f"{repo!r}, revision={revision!r}" if revision else repr(repo)
-            return "\n".join(
-                [
-                    f"{self.folder}: {done}, {self.page}",
-                    *said_of(self.removed, self.replaced),
-                    f"load it:  peft.PeftModel.from_pretrained(model, {arguments})",
-                ]
-            )
+            return [
+                f"{self.folder}: {done}, {self.page}",
+                *said_of(self.removed, self.replaced),
+                f"load it:  peft.PeftModel.from_pretrained(model, {arguments})",
+            ]
         about = f"{self.folder}: a PEFT adapter of rank {self.rank} with alpha {self.alpha:g}, {count(self.tensors, 'tensor')}, {human(self.size)}"
-        return f"{about}\nload it:  peft.PeftModel.from_pretrained(model, {self.folder!r})"
+        return [about, f"load it:  peft.PeftModel.from_pretrained(model, {self.folder!r})"]
 
 
 def export_adapter(

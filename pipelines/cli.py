@@ -23,6 +23,7 @@ from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.shell import messages
 from weightbeam.pipelines.streams import prepare_streams
 from weightbeam.pipelines.without_beam import is_local, leave_out_services
+from weightbeam.pipelines.wording import at_the_shell
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
 # commands that keep what is done
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def told(ending: str, error: BaseException) -> None:
         print(f"weightbeam {command}: {ending}\n{printable(str(error), lines=True)}", file=sys.stderr)
 
-    with interrupts.caught():
+    with at_the_shell(), interrupts.caught():
         try:
             args, rest = parse(sys.argv[1:] if arguments is None else arguments)
             command = args.command

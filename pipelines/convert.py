@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import shlex
 import sys
@@ -26,6 +25,7 @@ from weightbeam.pipelines.plan import Plan, placed
 from weightbeam.pipelines.prepare import NO_SOURCE, prepare_conversion, refuse
 from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.shell import say
+from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.tables import count, human
 from weightbeam.pipelines.without_beam import says_threads
@@ -35,8 +35,8 @@ from weightbeam.transforms.conversion import Conversion
 LOG = logging.getLogger("weightbeam")
 
 
-@dataclasses.dataclass(frozen=True)
-class Converted:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Converted(Shown):
     """What came of a conversion.
 
     Attributes:
@@ -70,11 +70,11 @@ class Converted:
         """Where the checkpoint is: MaxText's `load_parameters_path`."""
         return str(self.items)
 
-    def __str__(self) -> str:
+    def blocks(self) -> list[str]:
         if self.state == "nothing to do":
-            return f"{self.items.parent} is finished already; nothing to do"
+            return [f"{self.items.parent} is finished already; nothing to do"]
         if self.state == "running":
-            return f"{self.items.parent} will appear when the job is done"
+            return [f"{self.items.parent} will appear when the job is done"]
         conversion = self.conversion
         rate = f" ({human(self.written / self.seconds)}/s)" if self.written else ""
         lines = [
@@ -100,7 +100,7 @@ class Converted:
         if conversion.plan.note:
             lines.append(f"            {conversion.plan.note}")
         lines.append(f"check it:   weightbeam verify {shlex.quote(str(self.items.parent))}")
-        return "\n".join(lines)
+        return lines
 
     @property
     def maxtext(self) -> dict[str, str]:
@@ -110,7 +110,6 @@ class Converted:
         return report.maxtext_flags(self.conversion, self.path)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `weightbeam convert --json` writes."""
         plan = self.conversion.plan
         return {
             "path": self.path,
@@ -130,10 +129,6 @@ class Converted:
             "warnings": [*report.warnings_of(self.conversion), *self.warnings],
             **self.odd_values,
         }
-
-    def to_json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.to_dict(), indent=1)
 
 
 @takes_options

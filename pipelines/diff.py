@@ -12,7 +12,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import itertools
-import json
 import math
 import re
 import sys
@@ -43,7 +42,8 @@ from weightbeam.pipelines.prepare import check_read, describe, options_of, optio
 from weightbeam.pipelines.progress import Report, reporter, watch_progress
 from weightbeam.pipelines.report import cores
 from weightbeam.pipelines.shell import say
-from weightbeam.pipelines.tables import Block, Table, count, page, shape_text, show, text
+from weightbeam.pipelines.shown import Shown
+from weightbeam.pipelines.tables import Block, Table, count, shape_text
 from weightbeam.transforms.conversion import SAVE_DTYPES
 from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare_each, cut
 from weightbeam.transforms.execution import make_boxes
@@ -90,8 +90,8 @@ class Verdict:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison(Shown):
     """What a comparison of two checkpoints found.
 
     Attributes:
@@ -128,7 +128,6 @@ class Comparison:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """What `weightbeam diff --json` writes."""
         about = {
             "a": self.a,
             "b": self.b,
@@ -139,12 +138,8 @@ class Comparison:
         }
         return about | {"tensors": {name: found.to_dict() for name, found in self.tensors.items()}}
 
-    def to_json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.to_dict(), indent=1)
-
     def blocks(self) -> Iterator[Block]:
-        """What a person sees: the tensors that differ, the furthest first, and how many there are of each kind."""
+        """The tensors that differ, the furthest first, and how many there are of each kind."""
         texts = {
             EQUAL: "equal",
             ROUNDED: "rounded: no element differs by more than one step of the coarser dtype",
@@ -175,15 +170,9 @@ class Comparison:
         if beyond := len(self.beyond):
             yield f"{count(beyond, 'tensor')} differ beyond the tolerance of {self.tolerance:g}"
 
-    def show(self) -> None:
-        """Prints it, fitted to the terminal where there is one."""
-        show(self.blocks())
-
-    def __str__(self) -> str:
-        return text(self.blocks(), None)
-
-    def _repr_html_(self) -> str:
-        return page(self.blocks())
+    def brief(self) -> str:
+        counts = ", ".join(f"{number:,} {status}" for status, number in self.counts.items() if number)
+        return f"{count(len(self.tensors), 'tensor')} of {self.a} and {self.b}: {counts}"
 
 
 def _rank(found: Verdict) -> tuple[int, float]:

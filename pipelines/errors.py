@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from weightbeam.pipelines.wording import worded
 
 if TYPE_CHECKING:  # else `--help` would wait for numpy
     from weightbeam.model_mappings.plan import Problem
 
+ANOTHER = re.compile(r"\n(?=\s*(?:--\w|\w+=|output: |link: ))")  # where a message goes on with another problem
+OPTION = re.compile(r"\s*(?:--(?P<named>\w+)|(?P<keyword>\w+)=)")
+PLACE = re.compile(r"\s*(?P<kind>output|link): (?:(?P<place>\S+): )?")
+PATH = re.compile(r"\s*(?P<path>\S*?/.*?|\S+): ")
+
 
 class Refused(Exception):  # noqa: N818
-    """Refused before any work: what the user can mend. The message says why and what to do (exit status 2).
-
-    Attributes:
-      problems: one for each reason where the checkpoint or its plan is at fault; empty where a call or an option is.
-    """
+    """Refused before any work: what the user can mend. The message says why and what to do (exit status 2)."""
 
     def __init__(self, message: str, problems: Sequence[Problem] = ()):
-        super().__init__(message)
-        self.problems = tuple(problems)
+        super().__init__(worded(message))
+        self._problems = tuple(problems)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """One for each reason, and so never none: of the checkpoint or its plan, else as the message tells it, of an
+        `option`, an `output`, a `path`, or the `call`.
+        """
+        return reworded(self._problems) or tuple(map(_read, ANOTHER.split(str(self))))
 
 
 class Busy(Refused):
@@ -28,5 +40,38 @@ class Busy(Refused):
 class Failed(Exception):  # noqa: N818
     """Failed on the way: the message says what, where, and how to go on (exit status 1)."""
 
+    def __init__(self, message: str):
+        super().__init__(worded(message))
+
+
+class Interrupted(KeyboardInterrupt):
+    """A call was interrupted: the message says what is kept, and how to go on."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it."""
+        return [f"Interrupted: {self}"]
+
 
 RefusedError, BusyError, FailedError = Refused, Busy, Failed  # the names by which the other modules know them
+
+
+def reworded(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """Problems as their reader would say them."""
+    return tuple(
+        dataclasses.replace(problem, subject=worded(f"{problem.subject}:")[:-1], message=worded(problem.message))
+        for problem in problems
+    )
+
+
+def _read(text: str) -> Problem:
+    """The problem that a message tells."""
+    from weightbeam.model_mappings.plan import Problem
+
+    message = text.strip()
+    if found := OPTION.match(text):
+        return Problem("option", found["named"] or found["keyword"], message)
+    if found := PLACE.match(text):
+        return Problem(found["kind"], found["place"] or "", text[found.end() :])
+    if found := PATH.match(text):
+        return Problem("path", found["path"], text[found.end() :])
+    return Problem("call", "", message)

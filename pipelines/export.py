@@ -49,6 +49,7 @@ from weightbeam.pipelines.releases import (
 )
 from weightbeam.pipelines.report import thread_options, threads_of
 from weightbeam.pipelines.shell import say
+from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapters import AdapterExport, is_adapter, plan_adapter
 from weightbeam.transforms.export_planner import plan_export
@@ -72,8 +73,8 @@ OF_MODELS = (
 TOKENIZER_ROLES = ("tokenizer", "chat template", "processor")
 
 
-@dataclasses.dataclass(frozen=True)
-class Exported:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Exported(Shown):
     """What came of an export.
 
     Attributes:
@@ -95,14 +96,9 @@ class Exported:
         return self.written.page
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
         return to_dict(self.export, self.written)
 
-    def to_json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    def __str__(self) -> str:
+    def blocks(self) -> list[str]:
         lines = [self.written.about(self.export.layout)]
         if self.written.state == "done" or self.page:
             for what, reasons in (
@@ -122,7 +118,7 @@ class Exported:
             )
         if self.written.compared:
             lines += self.written.compared.lines()
-        return "\n".join(lines)
+        return lines
 
 
 def export(

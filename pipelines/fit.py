@@ -20,11 +20,12 @@ from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_maxtext_yaml
 from weightbeam.pipelines.prepare import open_source
-from weightbeam.pipelines.shell import STDOUT, write_json
+from weightbeam.pipelines.shell import say
+from weightbeam.pipelines.shown import Shown
 
 
-@dataclasses.dataclass(frozen=True)
-class Fit:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Fit(Shown):
     """A release against a MaxText configuration.
 
     Attributes:
@@ -45,7 +46,6 @@ class Fit:
         return not self.differences and not self.needed.limits
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
         differences = [
             {"key": key, "needed": need, "said": said, "effect": effect_of(key)}
             for key, (need, said) in self.differences.items()
@@ -59,8 +59,10 @@ class Fit:
             "unknown": unknown,
         }
 
+    def brief(self) -> str:
+        return f"{self.source}: {self.blocks()[-1]}"
+
     def blocks(self) -> list[tables.Block]:
-        """What a person sees of it."""
         blocks: list[tables.Block] = []
         if self.differences:
             rows = tables.Table("MaxText's key", "needed", "said", "what the difference does")
@@ -135,10 +137,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if not args.source or not args.maxtext_model:
         raise Refused("--source and --maxtext_model are both needed")
     found = fit(**keywords_of(args, fit))
-    if args.json:
-        write_json(args.json, found.to_dict())
-    if args.json != STDOUT:
-        tables.show(found.blocks())
+    say(args, found)
     return 0 if found.ok else 1
 
 

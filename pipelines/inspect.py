@@ -32,7 +32,8 @@ from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, sharding_rules
 from weightbeam.pipelines.prepare import describe, open_source, options_of, reading, refuse
 from weightbeam.pipelines.shell import say
-from weightbeam.pipelines.tables import CELL, Block, Table, count, human, page, shape_text, show, terminal_width, text
+from weightbeam.pipelines.shown import Shown
+from weightbeam.pipelines.tables import CELL, Block, Table, count, human, shape_text
 from weightbeam.transforms.load import Load, load_of, total
 from weightbeam.transforms.mesh import Mesh, Rules, axes_in, axes_of, model_rules, partition_spec, read_rules
 from weightbeam.transforms.planner import prepare
@@ -41,7 +42,7 @@ MAX_DEVICES = 1 << 18
 CUSTOM = 2000  # characters of metadata that aren't ours
 
 
-class Inspection:
+class Inspection(Shown):
     """What a checkpoint holds: a value to print, to show in a notebook, and to ask.
 
     Attributes:
@@ -55,35 +56,10 @@ class Inspection:
     def problems(self) -> Sequence[Problem]:
         return ()
 
-    def blocks(self) -> Iterator[Block]:
-        """What a person sees of it."""
-        raise NotImplementedError
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `weightbeam inspect --json` writes."""
-        raise NotImplementedError
-
-    def to_json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    def show(self) -> None:
-        """Prints it, without its problems."""
-        show(self.blocks())
-
     def check(self) -> None:
         """Raises `Refused` with all problems, if there are any."""
         if self.problems:
             raise Refused(f"{count(len(self.problems), 'problem')}:\n{describe(self.problems)}", self.problems)
-
-    def __str__(self) -> str:
-        return text(self.blocks(), terminal_width())
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.path}>"
-
-    def _repr_html_(self) -> str:
-        return page(self.blocks())
 
 
 @dataclasses.dataclass(repr=False)

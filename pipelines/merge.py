@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,13 +35,14 @@ from weightbeam.pipelines.releases import (
 )
 from weightbeam.pipelines.report import thread_options, threads_of
 from weightbeam.pipelines.shell import say
+from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.merging import Merge, MergeOptions, plan_merge
 from weightbeam.transforms.quantizing import Given
 
 
-@dataclasses.dataclass(frozen=True)
-class Merged:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Merged(Shown):
     """What came of a merge or a dequantisation.
 
     Attributes:
@@ -59,14 +59,9 @@ class Merged:
         return self.written.folder
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
         return to_dict(self.merge, self.written)
 
-    def to_json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    def __str__(self) -> str:
+    def blocks(self) -> list[str]:
         lines = [self.written.about(self.merge.layout)]
         if self.written.state == "done" or self.written.page:
             lines.append(f"{self.merge.changes}, the others are the release's own bytes")
@@ -76,7 +71,7 @@ class Merged:
                 )
             lines += self.written.loading(self.merge.source.config)
             lines.append(f"compare:  weightbeam diff {shlex.quote(self.merge.source.root)} {shlex.quote(self.folder)}")
-        return "\n".join(lines)
+        return lines
 
 
 def merge(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,17 +11,17 @@ from weightbeam.model_mappings.family import Family
 from weightbeam.model_mappings.registry import FAMILIES, shown
 from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.shell import say
-from weightbeam.pipelines.tables import Block, Table, page, show, terminal_width, text
+from weightbeam.pipelines.shown import Shown
+from weightbeam.pipelines.tables import Block, Table, count
 
 
-@dataclasses.dataclass(frozen=True)
-class Models:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Models(Shown):
     """The families that can be converted."""
 
     families: tuple[Family, ...]
 
     def blocks(self) -> Iterator[Block]:
-        """What a person sees of it."""
         rows = Table("family", "releases", "MaxText's models", "model_type", spare=("releases", "model_type"))
         for family in self.families:
             rows.add_row(
@@ -30,8 +29,10 @@ class Models:
             )
         yield rows
 
+    def brief(self) -> str:
+        return count(len(self.families), "kind") + " of models"
+
     def to_dict(self) -> dict[str, Any]:
-        """What `weightbeam models --json` writes."""
         return {
             family.name: {
                 "releases": family.releases,
@@ -40,20 +41,6 @@ class Models:
             }
             for family in self.families
         }
-
-    def to_json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    def show(self) -> None:
-        """Prints it."""
-        show(self.blocks())
-
-    def __str__(self) -> str:
-        return text(self.blocks(), terminal_width())
-
-    def _repr_html_(self) -> str:
-        return page(self.blocks())
 
 
 def models() -> Models:

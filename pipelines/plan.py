@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,11 +15,12 @@ from weightbeam.model_mappings.plan import Array, Problem
 from weightbeam.pipelines import report, tables, virtual
 from weightbeam.pipelines.arguments.options import GBPS, HOUR_PRICE, UNIT_BYTES
 from weightbeam.pipelines.arguments.parser import command_line
-from weightbeam.pipelines.errors import BusyError, Refused
+from weightbeam.pipelines.errors import BusyError, Refused, reworded
 from weightbeam.pipelines.keywords import OptionKeywords, arguments_of, option_keywords, read_options, takes_options
 from weightbeam.pipelines.loading import report as load_report
 from weightbeam.pipelines.prepare import prepare_conversion, refuse
 from weightbeam.pipelines.shell import STDOUT, say, write_json, write_text
+from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.slots import slots_of
 from weightbeam.pipelines.without_beam import says_threads
 from weightbeam.transforms.conversion import Conversion
@@ -30,8 +30,8 @@ from weightbeam.transforms.options import Options
 UNKNOWN = "unknown"  # the family of a plan that found none
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """What a conversion would do: a value to print, to show in a notebook, to ask, and to hand to `convert`.
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """All that stands against it; each has `kind`, `subject` and `message`."""
-        return (*self.conversion.plan.problems, *self.against)
+        return reworded((*self.conversion.plan.problems, *self.against))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -90,17 +90,12 @@ class Plan:
         refuse(self.conversion, self.problems)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `weightbeam plan --json` writes."""
         simulated = {"workers": [dataclasses.asdict(each) for each in self.estimates]} if self.estimates else {}
         return (
             report.json_report(self.conversion, self.threads, self.output, self.problems)
             | virtual.json_report(self.conversion)
             | simulated
         )
-
-    def to_json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.to_dict(), indent=1)
 
     @property
     def command(self) -> str:
@@ -134,7 +129,6 @@ class Plan:
         yield from ("", f"ready: {', '.join(filter(None, parts))}", f"  {self.command}")
 
     def blocks(self) -> Iterator[tables.Block]:
-        """What a person sees of it, without its problems."""
         if self.arrays:
             yield from report.plan_blocks(self.conversion, self.threads, self.output)
         if self.conversion.placements:
@@ -144,7 +138,7 @@ class Plan:
         if not self.problems:
             yield from self.verdict()
 
-    def _all_blocks(self) -> Iterator[tables.Block]:
+    def whole(self) -> Iterator[tables.Block]:
         yield from self.blocks()
         if self.problems:
             yield from (
@@ -153,22 +147,11 @@ class Plan:
                 *(f"  {problem}" for problem in report.collapse(map(str, self.problems))),
             )
 
-    def show(self) -> None:
-        """Prints it, without its problems."""
-        if blocks := list(self.blocks()):
-            tables.show(blocks)
-
-    def __str__(self) -> str:
-        return tables.text(self._all_blocks(), tables.terminal_width())
-
-    def __repr__(self) -> str:
+    def brief(self) -> str:
         what = (
             tables.count(len(self.problems), "problem") if self.problems else tables.human(self.conversion.target_bytes)
         )
-        return f"<weightbeam.Plan of {self.source}: {tables.count(len(self.arrays), 'array')}, {what}>"
-
-    def _repr_html_(self) -> str:
-        return tables.page(self._all_blocks())
+        return f"{self.source}: {tables.count(len(self.arrays), 'array')}, {what}"
 
 
 @takes_options

@@ -43,6 +43,7 @@ from weightbeam.pipelines.prepare import describe
 from weightbeam.pipelines.progress import Report, reporter
 from weightbeam.pipelines.report import BASE_BYTES, memory_parts, spare_bytes, units_text
 from weightbeam.pipelines.shell import STDOUT, say
+from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.slots import slots_of, slots_of_release
 from weightbeam.pipelines.starting import get_ready
 from weightbeam.pipelines.tables import count, human
@@ -147,8 +148,8 @@ def to_dict(planned: ReleasePlan, written: Written | None = None) -> dict[str, A
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Planned(Shown):
     """What a dry run says.
 
     Attributes:
@@ -160,11 +161,10 @@ class Planned:
     text: str
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
         return to_dict(self.release)
 
-    def __str__(self) -> str:
-        return self.text
+    def blocks(self) -> list[str]:
+        return [self.text]
 
 
 def say_plan(planned: ReleasePlan, text: str, args: argparse.Namespace, rest: Sequence[str]) -> int:

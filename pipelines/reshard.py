@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import sys
 from collections import Counter
@@ -45,6 +44,7 @@ from weightbeam.pipelines.report import (
     units_text,
 )
 from weightbeam.pipelines.shell import STDOUT, say
+from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.slots import slots_of, slots_of_checkpoint
 from weightbeam.pipelines.tables import count, human
 from weightbeam.transforms.adapting import MaxTextAdapter
@@ -54,8 +54,8 @@ from weightbeam.transforms.resharding import DTYPES, FULL, KEEP, PARAMS, Reshard
 from weightbeam.transforms.tree import Model
 
 
-@dataclasses.dataclass(frozen=True)
-class Resharded:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Resharded(Shown):
     """What came of a reshard.
 
     Attributes:
@@ -74,12 +74,12 @@ class Resharded:
     state: str = "done"
     compared: Compared | None = None
 
-    def __str__(self) -> str:
+    def blocks(self) -> list[str]:
         step = self.path.rpartition("/")[0]
         if self.state == "nothing to do":
-            return f"{step} is finished already; nothing to do"
+            return [f"{step} is finished already; nothing to do"]
         if self.state == "running":
-            return f"{step} will appear when the job is done"
+            return [f"{step} will appear when the job is done"]
         planned = self.planned
         rate = f" ({human(self.written / self.seconds)}/s)" if self.written and self.seconds else ""
         lines = [
@@ -96,7 +96,7 @@ class Resharded:
                 lines.append(f"            with what else {step}/{FILE} says of the model")
         lines.append(f"check it:   weightbeam diff {shlex.quote(planned.source.root)} {shlex.quote(self.path)}")
         lines += self.compared.lines() if self.compared else []
-        return "\n".join(lines)
+        return lines
 
     @property
     def maxtext(self) -> dict[str, str]:
@@ -113,7 +113,6 @@ class Resharded:
         return {name: scalar(value) for name, value in (flags | storage_flags(planned.format)).items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
         return {
             **plan_dict(self.planned),
             "path": self.path,
@@ -125,8 +124,8 @@ class Resharded:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class ReshardPlan:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ReshardPlan(Shown):
     """What a reshard would do.
 
     Attributes:
@@ -144,16 +143,11 @@ class ReshardPlan:
         """What stands against it."""
         return self.planned.plan.problems
 
-    def __str__(self) -> str:
-        return plan_text(self.planned, self.threads, self.output)
+    def blocks(self) -> list[str]:
+        return [plan_text(self.planned, self.threads, self.output)]
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` writes."""
         return plan_dict(self.planned)
-
-    def to_json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.to_dict(), indent=1)
 
 
 def reshard(

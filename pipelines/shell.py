@@ -10,10 +10,13 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from weightbeam.formats.printable import printable
 from weightbeam.pipelines.errors import Failed, Refused
+
+if TYPE_CHECKING:
+    from weightbeam.pipelines.shown import Shown
 
 LOG = logging.getLogger("weightbeam")
 STDOUT = "-"  # as a file's name
@@ -118,7 +121,7 @@ def _end(handlers: list[logging.Handler], level: int, text: str) -> None:
         handler.handle(logging.LogRecord(LOG.name, level, "", 0, "%s", (text,), None))
 
 
-def say(args: argparse.Namespace, value: object) -> None:
+def say(args: argparse.Namespace, value: Shown) -> None:
     """Prints a result: what `--json -` asks for and nothing else, or its text, but for `-q`; and writes `--json FILE`.
 
     Raises:
@@ -126,10 +129,9 @@ def say(args: argparse.Namespace, value: object) -> None:
     """
     wanted = getattr(args, "json", None)
     if wanted:
-        write_json(wanted, value.to_dict())  # type: ignore[attr-defined]
+        write_json(wanted, value.to_dict())
     if wanted != STDOUT and not args.quiet:
-        show = getattr(value, "show", None)
-        show() if show else print(value)
+        value.show()
 
 
 def write_json(file: str, value: object) -> None:

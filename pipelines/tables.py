@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from weightbeam.formats.printable import printable
+from weightbeam.model_mappings.values import preformatted
 
 GAP = 2  # blanks between columns
 ROWS = 2000  # of a table
@@ -189,11 +190,14 @@ def text(blocks: Iterable[Block], width: int | None) -> str:
 
 
 def page(blocks: Iterable[Block]) -> str:
-    """Blocks below one another, for a notebook."""
-    return "".join(
-        block.html() if isinstance(block, Table) else f"<p>{html.escape(block)}</p>" if block else ""
-        for block in blocks
-    )
+    """Blocks below one another, for a notebook: neighbouring lines keep their breaks and blanks."""
+    parts = []
+    for is_table, same in itertools.groupby(blocks, key=lambda block: isinstance(block, Table)):
+        if is_table:
+            parts += [block.html() for block in same if isinstance(block, Table)]
+        elif text := "\n".join(block for block in same if isinstance(block, str)).strip("\n"):
+            parts.append(preformatted(text))
+    return "".join(parts)
 
 
 def terminal_width() -> int:

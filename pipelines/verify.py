@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import json
 import logging
 import shlex
 import sys
@@ -54,7 +53,8 @@ from weightbeam.pipelines.progress import Report, quiet, reporter, roots, watch_
 from weightbeam.pipelines.report import collapse
 from weightbeam.pipelines.runners.failure import last_words
 from weightbeam.pipelines.shell import say
-from weightbeam.pipelines.tables import CELL, count, human, page
+from weightbeam.pipelines.shown import Shown
+from weightbeam.pipelines.tables import CELL, count, human
 from weightbeam.pipelines.virtual import check_files, open_own_source
 from weightbeam.transforms.array_sums import (
     NOT_COMPARED,
@@ -81,8 +81,8 @@ NO_HASH = f"isn't compared: {CHECKPOINT_RECORD} has no hash of it"
 DAMAGED = f"isn't what {CHECKPOINT_RECORD} says was written, by its digest: the checkpoint is damaged"
 
 
-@dataclasses.dataclass(frozen=True)
-class Verification:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Verification(Shown):
     """What a comparison found.
 
     Attributes:
@@ -163,10 +163,6 @@ class Verification:
             }
         return {**arrays, NOTES: dict(self.notes)} if self.notes else arrays
 
-    def to_json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.to_dict(), indent=1)
-
     @property
     def warnings(self) -> list[str]:
         """What is right, and yet strange: tensors with NaN or infinite elements, matrices that are zero throughout, and the
@@ -188,7 +184,7 @@ class Verification:
         warnings += [f"{key} {what}" for key, what in self.notes]
         return [printable(warning) for warning in warnings]
 
-    def __str__(self) -> str:
+    def blocks(self) -> list[str]:
         kinds = Counter(map(_kind, self._all.values()))
         compared = _elements(self.findings)
         part = f", a sample of {self.sample:.3g}" if self.sample < 1 else ""
@@ -222,10 +218,14 @@ class Verification:
             lines.append(_state_text(self.state))
         if self.digests and self.digests.arrays:
             lines.append(f"{count(self.digests.arrays, 'array')} of the checkpoint compared with their digests")
-        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+        return [*lines, *(f"warning: {warning}" for warning in self.warnings)]
 
-    def _repr_html_(self) -> str:
-        return page([str(self), *self.faults])
+    def whole(self) -> list[str]:
+        return [*self.blocks(), *self.faults]
+
+    def brief(self) -> str:
+        found = "nothing differs" if self.ok else count(len(self.faults), "fault")
+        return f"{self.checkpoint}: {_elements(self.findings):,} elements of {count(len(self.findings), 'array')} compared, {found}"
 
 
 def _kind(found: ArrayResult) -> str:

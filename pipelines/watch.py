@@ -22,7 +22,8 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.arguments.parser import refuse_unknown
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.shell import say
-from weightbeam.pipelines.tables import Table, show
+from weightbeam.pipelines.shown import Shown
+from weightbeam.pipelines.tables import Block, Table
 from weightbeam.pipelines.watching.config import WatchConfig, config_of_run, read_config
 from weightbeam.pipelines.watching.feed import Feed
 from weightbeam.pipelines.watching.isolation import Workers, prepare_to_compare, prepare_to_make
@@ -151,8 +152,8 @@ def _look(watcher: Watcher, repos: list[str] | None) -> dict[str, float]:
     return {finding.repo: finding.again.timestamp() + offset for finding in findings if finding.again}
 
 
-@dataclasses.dataclass(frozen=True)
-class Findings:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Findings(Shown):
     """How things stand with each version and target that needed something.
 
     Attributes:
@@ -162,20 +163,17 @@ class Findings:
     findings: Sequence[Finding]
     none: str = "Nothing to do."
 
-    def show(self) -> None:
-        """Prints a table."""
+    def blocks(self) -> list[Block]:
         if not self.findings:
-            show([self.none])
-            return
+            return [self.none]
         # the hub's commits may be left out; steps tell what is meant
         spare = ("commit",) if all(HASH.fullmatch(finding.commit) for finding in self.findings) else ()
         rows = Table("model or run", "commit", "target", "state", "where, or why", spare=spare)
         for finding in self.findings:
             rows.add_row(finding.repo, finding.commit[:12], finding.target, finding.state, _told(finding))
-        show([rows])
+        return [rows]
 
     def to_dict(self) -> dict[str, Any]:
-        """What `weightbeam watch --json` writes."""
         found = (
             dataclasses.asdict(finding) | {"again": finding.again and finding.again.isoformat()}
             for finding in self.findings

@@ -17,7 +17,8 @@ from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.indexing import find_box
 from weightbeam.pipelines.loading.opening import choose, find_source
 from weightbeam.pipelines.loading.source import Source, Wanted
-from weightbeam.pipelines.report import human, shape_text
+from weightbeam.pipelines.shown import Shown
+from weightbeam.pipelines.tables import Block, Table, count, human, shape_text
 from weightbeam.transforms.conversion import rules_of
 from weightbeam.transforms.mesh import Rules
 
@@ -108,7 +109,7 @@ class LazyArray:
         return f"LazyArray({self.key}: {shape_text(self.shape)}, {self.dtype.name})"
 
 
-class LazyTree(Mapping[str, LazyArray]):
+class LazyTree(Shown, Mapping[str, LazyArray]):
     """Arrays by key: Orbax's dotted keys, or the tensors' names of a release as it is. `source` says where they are."""
 
     def __init__(self, source: Source, rules: Rules):
@@ -138,14 +139,23 @@ class LazyTree(Mapping[str, LazyArray]):
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.values())
 
-    def __repr__(self) -> str:
+    def brief(self) -> str:
+        return f"{self.source}: {count(len(self), 'array')}, {human(self.nbytes)}"
+
+    def blocks(self) -> list[Block]:
         groups: dict[tuple, list[LazyArray]] = defaultdict(list)
         for array in self.values():
             groups[pattern(array.key), array.shape, array.dtype.name].append(array)
-        lines = [f"{self.source}: {len(self):,} arrays, {human(self.nbytes)}"]
-        for (name, shape, dtype), same in groups.items():
-            lines.append(f"  {len(same):>6,} × {name if len(same) > 1 else same[0].key}: {shape_text(shape)}, {dtype}")
-        return "\n".join(lines)
+        rows = Table("array", "shape", "dtype", ">arrays", spare=("arrays", "dtype"))
+        for (_, shape, dtype), same in groups.items():
+            name = same[0].key if len(same) == 1 else f"{same[0].key} …"
+            rows.add_row(name, shape_text(shape), dtype, str(len(same)))
+        return [rows, "", self.brief()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Where the arrays are, and each array's shape and dtype."""
+        arrays = {key: {"shape": array.shape, "dtype": array.dtype.name} for key, array in self.items()}
+        return {"source": self.source, "arrays": arrays}
 
 
 def open(source: str, *, as_is: bool = False, **options: Any) -> LazyTree:

@@ -27,6 +27,7 @@ from weightbeam.pipelines.arguments.parser import parse
 from weightbeam.pipelines.errors import BusyError, FailedError, RefusedError
 from weightbeam.pipelines.tables import count
 from weightbeam.pipelines.without_beam import leave_out_services
+from weightbeam.pipelines.wording import at_the_shell
 
 DONE, REFUSED, FAILED, BUSY = "done", "refused", "failed", "busy"
 PLAN_SECONDS = 900.0  # a plan takes seconds; files that are made to take hours must not hold up all other versions
@@ -192,9 +193,10 @@ def _serve(connection: Connection, log: str, prepare: Prepare | None) -> None:
     os.dup2(printed, 2)
     if prepare is not None:
         prepare()
-    while True:
-        action, arguments = connection.recv()
-        connection.send(_outcome(action, arguments))
+    with at_the_shell():
+        while True:
+            action, arguments = connection.recv()
+            connection.send(_outcome(action, arguments))
 
 
 def _outcome(action: Action, arguments: list[str]) -> Outcome:

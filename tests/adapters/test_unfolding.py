@@ -92,7 +92,7 @@ def test_without_metadata_alpha_must_be_named(written: Path, tmp_path: Path) -> 
         metadata = json.loads(path.read_text())
         del metadata["custom_metadata"]["lora"]
         path.write_text(json.dumps(metadata))
-    with pytest.raises(Refused, match="--lora_alpha"):
+    with pytest.raises(Refused, match=r"\blora_alpha"):
         back(checkpoint, folder / "base", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
     back(checkpoint, folder / "base", tmp_path / "adapter", alpha=6)

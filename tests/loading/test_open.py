@@ -76,7 +76,7 @@ def test_a_release_is_maxtexts_tree(tmp_path: Path) -> None:
     part = embedding[100:400:3, ::-1]
     assert read_so_far() - before < 300 * 64 * 2 + 20_000  # and what /proc/self/io itself takes
     assert_same_bits({"": part}, {"": wanted["token_embedder.embedding"][100:400:3, ::-1]})
-    assert "4096 × 64, bfloat16" in repr(tree)
+    assert "4096 × 64" in str(tree)
 
 
 def test_a_release_as_it_is(tmp_path: Path) -> None:

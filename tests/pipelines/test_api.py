@@ -160,7 +160,7 @@ def test_a_plan_is_a_value(source: Path) -> None:
     assert plan._repr_html_().count("<table>") >= 2
     assert json.loads(plan.to_json()) == json.loads(json.dumps(plan.to_dict()))
     assert set(plan.to_dict()["arrays"]) == {array.key for array in plan.arrays}
-    assert repr(plan) == f"<weightbeam.Plan of {source}: 12 arrays, {plan.conversion.target_bytes / 1000:.3g} KB>"
+    assert repr(plan) == f"<weightbeam.Plan: {source}: 12 arrays, {plan.conversion.target_bytes / 1000:.3g} KB>"
 
 
 @pytest.mark.parametrize("nothing", [dict(lora=[]), dict(lora=()), dict(mesh=[]), dict(mesh=())], ids=str)

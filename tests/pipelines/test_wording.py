@@ -1,0 +1,80 @@
+"""Messages name options as their reader writes them, and every refusal holds its problems."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines.errors import Busy, Failed, Refused
+from weightbeam.pipelines.wording import at_the_shell, worded
+
+
+@pytest.mark.parametrize(
+    ("typed", "called"),
+    [
+        ("go on with --resume, or start anew with --overwrite", "go on with resume=True, or start anew with overwrite=True"),
+        ("the same command with --resume goes on", "the same call with resume=True goes on"),
+        ("--output is missing: the folder", "output= is missing: the folder"),
+        ("choose another --output or --step", "choose another output= or step="),
+        ("--like names a release of it", "like= names a release of it"),
+        ("--like RELEASE takes it", "like=RELEASE takes it"),
+        ("--state params takes the weights", 'state="params" takes the weights'),
+        ("--multimodal false writes it", "multimodal=False writes it"),
+        ("needs --use_ocdbt true and --use_zarr3 true: only", "needs use_ocdbt=True and use_zarr3=True: only"),
+        ("--mesh=fsdp=8: no axis", 'mesh="fsdp=8": no axis'),
+        ("as in --mesh fsdp=16", 'as in mesh="fsdp=16"'),
+        ("--output=/a/b: exists", "output=/a/b: exists"),
+        ("--vocab_size=100 asks", "vocab_size=100 asks"),
+        ("--lora_alpha: is of an adapter", "lora_alpha: is of an adapter"),
+        ("--virtual: leaves the bytes", "virtual: leaves the bytes"),
+        ("(--mesh was fsdp=4, is fsdp=8)", "(mesh was fsdp=4, is fsdp=8)"),
+        ("… and 17 more; --json FILE has all", "… and 17 more; to_json() has all"),
+        # commands and Beam's options are the same in both
+        ("weightbeam reshard a b --state params", "weightbeam reshard a b --state params"),
+        ("weightbeam plan --json lists all; --resume", "weightbeam plan --json lists all; resume=True"),
+        ("--runner=FlinkRunner: no such", "--runner=FlinkRunner: no such"),
+    ],
+)  # fmt: skip
+def test_both_languages(typed: str, called: str) -> None:
+    """What is typed at a shell, and what is called; what is said once isn't changed again."""
+    assert worded(typed) == called == worded(called)
+    with at_the_shell():
+        assert worded(typed) == typed
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        ("--output is missing: where", [("option", "output")]),
+        ("--source is missing: what\n--output is missing: where", [("option", "source"), ("option", "output")]),
+        ("--mesh=fdsp=8: no axis 'fdsp'", [("option", "mesh")]),
+        ("sample=2 should be a number", [("option", "sample")]),
+        ("like=… or mesh=… is missing: nobody knows", [("option", "like")]),
+        ("/a b/c: no such folder; did you mean hf://c?", [("path", "/a b/c")]),
+        ("nowhere: no such folder", [("path", "nowhere")]),
+        ("hf://a/b: no such repository", [("path", "hf://a/b")]),
+        ("  output: /a/0: another conversion is at work there", [("output", "/a/0")]),
+        ("the files have changed:\n  a\n  b", [("call", "")]),
+        ("", [("call", "")]),
+    ],
+)
+def test_a_refusal_without_problems_has_them(message: str, wanted: list[tuple[str, str]]) -> None:
+    """One for each that its message tells, in either language, in another process, too."""
+    for kind in (Refused, Busy):
+        assert [(problem.kind, problem.subject) for problem in kind(message).problems] == wanted
+        with at_the_shell():
+            assert [(problem.kind, problem.subject) for problem in kind(message).problems] == wanted
+        again = pickle.loads(pickle.dumps(kind(message)))
+        assert (str(again), again.problems) == (str(kind(message)), kind(message).problems)
+
+
+def test_problems_that_are_given() -> None:
+    """Are kept, each in its reader's words."""
+    given = [Problem("virtual", "--virtual", "leaves the bytes as they are; convert without --virtual")]
+    (told,) = Refused("1 problem:\n…", given).problems
+    assert (told.subject, told.message) == ("virtual", "leaves the bytes as they are; convert without virtual=True")
+    with at_the_shell():
+        assert Refused("1 problem:\n…", given).problems == tuple(given)
+    assert str(Failed("  went wrong; the same command with --resume goes on")).endswith("resume=True goes on")
