@@ -7,8 +7,15 @@ way `Failed`.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect as inspection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from weightbeam.pipelines.errors import Interrupted
+from weightbeam.pipelines.progress import Cell, in_a_notebook
+from weightbeam.pipelines.wording import worded
 
 if TYPE_CHECKING:
     from weightbeam.pipelines.convert import convert as convert
@@ -59,7 +66,33 @@ HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it li
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"weightbeam.pipelines.{HOMES[name]}"), name)
+    found = getattr(importlib.import_module(f"weightbeam.pipelines.{HOMES[name]}"), name)
+    globals()[name] = _called(name, found) if inspection.isfunction(found) else found
+    return globals()[name]
+
+
+def _called(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as it is called from Python: a notebook shows at once that it is at work, and where it is interrupted,
+    that is told in a line.
+    """
+    shows_progress = "progress" in inspection.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        cell = None
+        if shows_progress and kwargs.get("progress", True) in (True, "auto") and in_a_notebook():
+            kwargs["progress"] = cell = Cell(f"{name}: reading headers")
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt as e:
+            said = worded(str(e))
+        finally:
+            if cell:
+                cell.close()
+        raise Interrupted(f"{name} was stopped; {said}".removesuffix("; "))
+
+    call.__module__, call.__qualname__ = "weightbeam", name  # where it is found again, for pickle
+    return call
 
 
 def __dir__() -> list[str]:

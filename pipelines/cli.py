@@ -26,8 +26,6 @@ from weightbeam.pipelines.without_beam import is_local, leave_out_services
 from weightbeam.pipelines.wording import at_the_shell
 
 OBJECTS_BETWEEN_COLLECTIONS = 20_000  # Python's 700 are too few for what lasts: imports and plans took a tenth longer
-# commands that keep what is done
-RESUMABLE = ("convert", "materialize", "export", "dequantize", "quantize", "merge", "reshard")
 
 
 def run() -> NoReturn:
@@ -134,12 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 told("failed", OSError(f"  {e}"))  # of a disk or a store, where nothing could be made of it
                 return 1
             # Some libraries make something else of a KeyboardInterrupt.
-            again = (
-                "what is done is kept, the same command with --resume goes on from there"
-                if command in RESUMABLE
-                else ""
-            )
-            said = (str(e) if isinstance(e, KeyboardInterrupt) else "") or again
+            said = str(e) if isinstance(e, KeyboardInterrupt) else ""
             print(f"\nweightbeam {command}: stopped; {said}".removesuffix("; "), file=sys.stderr, flush=True)
             # the pipeline's threads are still at work, and their end isn't worth waiting for
             os._exit(interrupts.status)

@@ -87,6 +87,7 @@ class CheckpointPlan(Movement, Resumable, Protocol):
         ...
 
 
+KEPT = "what is done is kept, the same command with --resume goes on from there"
 ANOTHER = "choose another --output or --step"
 
 
@@ -101,6 +102,7 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
     Raises:
       BusyError: another conversion is at work there.
       RefusedError: nothing can be written there.
+      KeyboardInterrupt: as it came, and says what is kept, if anything is.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -112,7 +114,15 @@ def alone(staging: Staging, look: Callable[[], None] = lambda: None) -> Iterator
             raise BusyError(f"  output: {staging.final}: {e}") from e
         except OSError as e:
             raise RefusedError(f"  output: {staging.output}: {reason(e)}") from e
-        yield
+        try:
+            yield
+        except KeyboardInterrupt as e:
+            if e.args:  # what it says is known better where it comes from
+                raise
+            with contextlib.suppress(OSError):
+                if staging.exists():
+                    raise KeyboardInterrupt(KEPT) from e
+            raise
 
 
 def look_for_job(staging: Staging, beam: Sequence[str]) -> Callable[[], None]:

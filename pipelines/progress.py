@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 import io
 import json
 import logging
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from weightbeam.pipelines.tables import human
 
@@ -96,9 +97,56 @@ def roots(urls: Iterable[str]) -> list[str]:
 
 
 def shown(stream: TextIO | None = None) -> Report:
-    """What shows progress to a person: a bar on a terminal, a line every ten seconds elsewhere."""
+    """What shows progress to a person: a bar on a terminal and in a notebook, a line every ten seconds elsewhere."""
+    if stream is None and in_a_notebook():
+        return Cell()
     here: TextIO = stream or sys.stderr  # as it is now: it is redirected while the pipeline runs
     return Bar(here) if here.isatty() else Lines(here)
+
+
+def in_a_notebook() -> bool:
+    """Whether this process is a notebook's kernel."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def in_words(now: Progress) -> str:
+    """How far it is, how fast, and how long it will take."""
+    left = f", {now.seconds * max(0, now.total - now.done) / now.done:.0f} s left" if now.done else ""
+    rate = now.state or f"{human(now.done / max(now.seconds, INTERVAL))}/s"
+    return f"{now.doing}: {human(now.done)} of {human(now.total)}, {rate}{left}"
+
+
+class Cell:
+    """A bar below a notebook's cell, with rate and time left: one output, which is drawn again.
+
+    Args:
+      text: what is shown before anything is told: reading headers, and importing Beam, take seconds.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        self._display: Any = None
+        self._told = False
+        if text:
+            self._draw(text, "<progress></progress>")
+
+    def __call__(self, now: Progress) -> None:
+        self._told = True
+        self._draw(in_words(now), f'<progress value="{now.done}" max="{max(1, now.total)}"></progress>')
+
+    def close(self) -> None:
+        """Takes away what was shown before anything was told, if nothing was."""
+        if not self._told:
+            self._draw("", "")
+
+    def _draw(self, text: str, bar: str) -> None:
+        from IPython.display import display
+
+        data = {"text/plain": text, "text/html": f"{bar} {html.escape(text)}"}
+        if self._display is None:
+            self._display = display(data, raw=True, display_id=True)
+        else:
+            self._display.update(data, raw=True)
 
 
 class Bar:
@@ -153,10 +201,7 @@ class Lines:
         if now.seconds < self._last + LINE_EVERY or now.finished:
             return
         self._last = now.seconds
-        left = f", {now.seconds * max(0, now.total - now.done) / now.done:.0f} s left" if now.done else ""
-        rate = now.state or f"{human(now.done / now.seconds)}/s"
-        text = f"{now.doing}: {human(now.done)} of {human(now.total)}, {rate}{left}"
-        print(text, file=self._stream, flush=True)
+        print(in_words(now), file=self._stream, flush=True)
 
 
 class JsonLines:

@@ -449,6 +449,8 @@ def _publish_cached(planned: ReleasePlan, place: ReleaseFolder, output: str, tit
     except (OSError, IncompleteError) as e:
         why = reason(e) if isinstance(e, OSError) else e
         raise Failed(f"  {why}\nThe release is in {place.final}; the same command publishes it.") from e
+    except KeyboardInterrupt as e:
+        raise KeyboardInterrupt(f"the release is in {place.final}; the same command publishes it") from e
     if made is None:
         raise Failed(f"  {place.final} was taken over by another command while this one slept; that publishes it")
     with contextlib.suppress(HeldError):  # somebody else's by now

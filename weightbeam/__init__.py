@@ -31,12 +31,36 @@ if TYPE_CHECKING:
     from weightbeam.pipelines.api import load as load
     from weightbeam.pipelines.api import materialize as materialize
     from weightbeam.pipelines.api import maxtext_config as maxtext_config
+    from weightbeam.pipelines.api import merge as merge
     from weightbeam.pipelines.api import open as open
     from weightbeam.pipelines.api import plan as plan
+    from weightbeam.pipelines.api import quantize as quantize
     from weightbeam.pipelines.api import reshard as reshard
     from weightbeam.pipelines.api import verify as verify
 
 __version__ = "0.2.0.dev0"
+__all__ = [
+    "Busy",
+    "Failed",
+    "Plan",
+    "Progress",
+    "Refused",
+    "convert",
+    "dequantize",
+    "diff",
+    "export",
+    "fit",
+    "inspect",
+    "load",
+    "materialize",
+    "maxtext_config",
+    "merge",
+    "open",
+    "plan",
+    "quantize",
+    "reshard",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -54,6 +78,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from weightbeam.pipelines import api
-
-    return sorted([*globals(), *api.HOMES])
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -59,6 +61,21 @@ def test_the_face() -> None:
     assert all(callable(getattr(wb, name)) for name in api.HOMES)
     with pytest.raises(AttributeError, match="conver"):
         _ = wb.conver  # type: ignore[attr-defined]
+
+
+def test_the_face_is_one_list() -> None:
+    """`__all__`, what Tab offers, what a type checker sees, and what there is."""
+    shown = [name for name in dir(wb) if not name.startswith("__")]
+    checked = re.findall(
+        r"from weightbeam\.pipelines\.api import (\w+) as \1$", Path(str(wb.__file__)).read_text(), re.M
+    )
+    assert sorted(wb.__all__) == shown == sorted(checked) == sorted(api.HOMES)
+
+
+def test_functions_are_those_of_the_face() -> None:
+    """By their names, for `help` and for pickle, and always the same ones."""
+    for name in api.HOMES:
+        assert pickle.loads(pickle.dumps(getattr(wb, name))) is getattr(wb, name)
 
 
 @pytest.mark.parametrize("name", ["plan", "convert", "verify", "inspect", "materialize"])
@@ -223,4 +240,46 @@ def test_a_notebook(source: Path, tmp_path: Path) -> None:
     assert "<table>" in planned[0]["data"]["text/html"]
     assert [output["text"] for output in converted] == [f"{tmp_path / 'out'}/0/items True\n"]
     assert "12 arrays compared" in verified[0]["data"]["text/html"]
-    assert (refused[-1]["ename"], "exists" in refused[-1]["evalue"]) == ("Refused", True)
+    assert (refused[-1]["ename"], "exists; overwrite=True" in refused[-1]["evalue"]) == ("Refused", True)
+
+
+def test_an_interrupted_cell(source: Path, tmp_path: Path) -> None:
+    """It shows that it is at work before anything is read, how far it is while it is; its interrupt is one line, which
+    says how to go on, and so does the next call.
+    """
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3")
+    output = tmp_path / "out"
+
+    def run(code: str, until: str = "") -> list[dict]:
+        """What a cell shows; interrupted once it shows some text."""
+        client.execute(code)
+        shown: list[dict] = []
+        while True:
+            message = client.get_iopub_msg(timeout=120)
+            content = message["content"]
+            if message["msg_type"] == "status" and content["execution_state"] == "idle":
+                if message["parent_header"]["msg_type"] == "execute_request":
+                    return shown
+            elif message["msg_type"] not in ("status", "execute_input"):
+                shown.append(content)
+                if until and until in str(content):
+                    manager.interrupt_kernel()
+                    until = ""
+
+    try:
+        run("import weightbeam as wb")
+        convert = f"wb.convert({str(source)!r}, {str(output)!r}, unit_bytes='4KB', beam=['--direct_num_workers=1'])"
+        first, *_, last = run(convert, until="converting: ")
+        assert first["data"]["text/plain"] == "convert: reading headers"
+        told = "convert was stopped; what is done is kept, the same call with resume=True goes on from there"
+        assert (last["ename"], last["evalue"], last["traceback"]) == ("Interrupted", told, [f"Interrupted: {told}"])
+        *_, refused = run(convert)
+        assert "resume=True" in refused["evalue"]
+        assert "--" not in refused["evalue"]
+        *_, value = run(convert.replace("beam=", "resume=True, beam="))
+        assert value["data"]["text/plain"].startswith(f"<weightbeam.Converted: {output}/0/items: 12 arrays")
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

@@ -26,6 +26,7 @@ from weightbeam.formats.safetensors import open_hf
 from weightbeam.formats.staging import FolderStaging, TakenOverError, staging_at
 from weightbeam.formats.storage import open_store
 from weightbeam.pipelines.cli import main
+from weightbeam.pipelines.output import alone
 from weightbeam.transforms.assembly import stage
 from weightbeam.transforms.options import Options
 from weightbeam.transforms.planner import prepare
@@ -143,6 +144,18 @@ def test_every_stage_looks_for_a_stop(output: str, source: Path, bucket: FakeGcs
         for each in stopped:
             with pytest.raises(OSError, match=r"stopped, taken over|is gone"):
                 each()
+
+
+def test_a_stop_says_what_is_kept(source: Path, tmp_path: Path) -> None:
+    """Nothing before something is staged."""
+    conversion = prepare(Options(), open_hf(source))
+    staging = staging_at(str(tmp_path / "out"), 0, conversion.hash)
+    with pytest.raises(KeyboardInterrupt) as stopped, alone(staging):
+        raise KeyboardInterrupt
+    assert (stopped.value.args, (tmp_path / "out").exists()) == ((), False)
+    with pytest.raises(KeyboardInterrupt, match="what is done is kept"), alone(staging):
+        stage(conversion, staging, resume=False)
+        raise KeyboardInterrupt
 
 
 def test_a_stop_leaves_another_ones_place_alone(tmp_path: Path) -> None:

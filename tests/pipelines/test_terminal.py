@@ -136,6 +136,7 @@ def test_ctrl_c_while_it_is_imported(source: Path, tmp_path: Path, seconds: floa
     out, err = process.communicate(timeout=120)
     assert "Traceback" not in out + err
     assert process.returncode in (130, -signal.SIGINT) or "check it" in out, err
+    assert "is kept" not in err or any((tmp_path / "out").iterdir())
 
 
 def test_tables_fit_the_terminal(source: Path, tmp_path: Path) -> None:
