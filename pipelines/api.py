@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightbeam.pipelines.errors import Interrupted
 from weightbeam.pipelines.progress import Cell, in_a_notebook
+from weightbeam.pipelines.without_beam import LoggingAsItIs
 from weightbeam.pipelines.wording import worded
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ HOMES = {  # a public name -> the module below `weightbeam.pipelines` that it li
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"weightbeam.pipelines.{HOMES[name]}"), name)
+    with LoggingAsItIs():
+        found = getattr(importlib.import_module(f"weightbeam.pipelines.{HOMES[name]}"), name)
     globals()[name] = _called(name, found) if inspection.isfunction(found) else found
     return globals()[name]
 
@@ -83,7 +85,8 @@ def _called(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if shows_progress and kwargs.get("progress", True) in (True, "auto") and in_a_notebook():
             kwargs["progress"] = cell = Cell(f"{name}: reading headers")
         try:
-            return function(*args, **kwargs)
+            with LoggingAsItIs():
+                return function(*args, **kwargs)
         except KeyboardInterrupt as e:
             said = worded(str(e))
         finally:

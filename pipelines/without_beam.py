@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import re
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 # What Beam imports where it is installed and does without where it isn't: clients of services that a local run has
 # nothing to do with (apache_beam/io/__init__.py, io/filesystems.py, io/mongodbio.py, runners/dataflow/dataflow_runner.py,
@@ -32,3 +36,41 @@ def leave_out_services() -> None:
     """
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # which stands for a module that isn't there
+
+
+class LoggingAsItIs(contextlib.AbstractContextManager[None]):
+    """Context manager: Beam leaves the logging of whoever called as it is, and doesn't warn that it has no apitools, which
+    nothing here needs.
+
+    It calls `logging.basicConfig` with each PipelineOptions, and warns on the root logger, which does the same
+    (apache_beam/options/pipeline_options.py, io/gcp/internal/clients/bigquery/__init__.py, 2.77.0). Others' calls go
+    their way; there may be several calls at a time.
+    """
+
+    _lock, _inside = threading.Lock(), 0
+    _before = logging.basicConfig, logging.warning
+
+    def __enter__(self) -> None:
+        cls = LoggingAsItIs
+        with cls._lock:
+            cls._inside += 1
+            if cls._inside == 1:
+                cls._before = logging.basicConfig, logging.warning
+                logging.basicConfig, logging.warning = self._configure, self._warn
+
+    def __exit__(self, *_: object) -> None:
+        cls = LoggingAsItIs
+        with cls._lock:
+            cls._inside -= 1
+            if cls._inside == 0:
+                logging.basicConfig, logging.warning = cls._before
+
+    @classmethod
+    def _configure(cls, **kwargs: Any) -> None:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("apache_beam."):
+            cls._before[0](**kwargs)
+
+    @classmethod
+    def _warn(cls, msg: object, *args: Any, **kwargs: Any) -> None:
+        if not str(msg).startswith("apitools not found"):
+            cls._before[1](msg, *args, **kwargs)

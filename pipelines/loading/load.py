@@ -29,7 +29,7 @@ from weightbeam.pipelines.loading.checkpoint import Orbax
 from weightbeam.pipelines.loading.coded import Coded, CodedRelease
 from weightbeam.pipelines.loading.decoding import alike, check_devices, compile_program, decoded
 from weightbeam.pipelines.loading.meeting import TIMEOUT, Meeting
-from weightbeam.pipelines.loading.mesh import layout_of, named_sharding, open_mesh
+from weightbeam.pipelines.loading.mesh import check_jax, layout_of, named_sharding, open_mesh
 from weightbeam.pipelines.loading.opening import at_commits, choose, find_commits, find_source
 from weightbeam.pipelines.loading.placing import bits, empty_arrays, exchange, place, settle
 from weightbeam.pipelines.loading.release import Release
@@ -94,6 +94,7 @@ def load(
         all of them; in this process or in another one, or the processes don't mean the same.
       FailedError: on the way: a file can't be read, or was changed since; or another process failed, or isn't there.
     """
+    check_jax()
     with Meeting(timeout) as meeting:
         asked, chosen = meeting.agree(
             "arguments",

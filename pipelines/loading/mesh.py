@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding, Sharding
 
 
+def check_jax() -> None:
+    """Raises `RefusedError` where JAX isn't installed."""
+    try:
+        import jax  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise RefusedError(
+            f"JAX is needed for arrays on devices, and {e.name} isn't installed; pip install '.[restore]'"
+        ) from e
+
+
 def open_mesh(mesh: Mesh | str, rules: Rules) -> Mesh:
     """The mesh, or the one that `"fsdp=4,tensor=2"` makes of all devices.
 
@@ -36,7 +46,7 @@ def open_mesh(mesh: Mesh | str, rules: Rules) -> Mesh:
     try:
         sizes = MeshSizes.parse(mesh, axes_in(rules))
     except MeshError as e:
-        raise RefusedError(str(e).removeprefix("--")) from e
+        raise RefusedError(str(e)) from e
     try:
         devices = len(jax.devices())
     except RuntimeError as e:  # in a job of several processes where one ends meanwhile, too

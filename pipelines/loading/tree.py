@@ -77,8 +77,9 @@ class LazyArray:
         Raises:
           RefusedError: the mesh can't be read, or has another number of devices than there are.
         """
-        from weightbeam.pipelines.loading.mesh import named_sharding, open_mesh
+        from weightbeam.pipelines.loading.mesh import check_jax, named_sharding, open_mesh
 
+        check_jax()
         return named_sharding(self.shape, self.logical_axes, open_mesh(mesh, self._rules), self._rules)
 
     def __getitem__(self, index: Any) -> np.ndarray:

@@ -124,6 +124,37 @@ def test_a_script(source: Path, tmp_path: Path) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
+def test_a_plain_install(source: Path, tmp_path: Path) -> None:
+    """Without the extras: nothing is printed that isn't ours, the root logger is as it was, and who wants JAX is told what
+    to install.
+    """
+    code = """
+        import logging, sys
+
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in ("apitools", "jax", "jaxlib", "orbax"):
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        sys.meta_path.insert(0, Absent())
+        import weightbeam as wb
+        source, output, *rest = sys.argv[1:]
+        wb.convert(source, output, progress=False) if not rest else wb.verify(output, source, progress=False).check()
+        assert "apache_beam" in sys.modules and not logging.getLogger().handlers
+        assert logging.warning.__module__ == "logging", logging.warning
+        try:
+            wb.load(source, mesh="fsdp=1")
+        except wb.Refused as e:
+            assert "pip install '.[restore]'" in str(e), e
+        else:
+            raise AssertionError
+        logging.warning("this is shown")
+        """
+    for rest in ((), ("verify",)):
+        ran = script(code, source, tmp_path / "out", *rest)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "WARNING:root:this is shown\n")
+
+
 def test_the_same_as_the_command(source: Path, tmp_path: Path) -> None:
     """Bit for bit, from a plan or from its source."""
     made = [
