@@ -99,7 +99,8 @@ def adapt(
     """
     if not adapters:
         return Adapted()
-    parts, why = find_parts(source, model, family, maxtext_model)
+    made, why = find_parts(source, model, family, maxtext_model)
+    parts = {key: same[0] for key, same in made.items() if len(same) == 1}
     if why:
         return Adapted(
             problems=(

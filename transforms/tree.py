@@ -194,11 +194,9 @@ def make_tree(
 
 def find_parts(
     source: OrbaxCheckpoint, model: Model, family_name: str | None, model_name: str | None
-) -> tuple[dict[str, Part], str]:
+) -> tuple[dict[str, list[Part]], str]:
     """What the model's table makes each weight of, by MaxText's keys, in the layout that a checkpoint is in; or why
     nobody knows.
-
-    Weights that are made of several parts aren't there.
     """
     try:
         layouts = _Layouts(source, model, source.tree.weights, family_name, model_name)
@@ -209,7 +207,7 @@ def find_parts(
     if why := layouts.unsettled:
         return {}, layouts.reason or why
     parts = expand(layouts.family, layouts.config, layouts.at(layouts.scan, layouts.axis))
-    return {key_of(path): made[0] for path, made in parts.items() if len(made) == 1}, ""
+    return {key_of(path): made for path, made in parts.items()}, ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 from weightbeam.model_mappings.plan import PARAMETERS, PREFIX, Problem, is_float
 from weightbeam.model_mappings.trees import TreeError, recognise
 from weightbeam.pipelines.loading.source import Described
+from weightbeam.pipelines.tables import count
 
 if TYPE_CHECKING:
     import jax
@@ -131,7 +132,8 @@ def every_parameter(arrays: Mapping[str, Described]) -> Abstract:
 
 def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Problem]:
     """Everything that the tree asks for and the source doesn't have, and the parameters that the tree has no place for."""
-    problems = []
+    problems: list[Problem] = []
+    unknown: list[str] = []  # whose logical axes nobody knows
     for target in abstract.targets:
         array = arrays.get(target.key)
         if array is None:
@@ -147,16 +149,23 @@ def mismatches(abstract: Abstract, arrays: Mapping[str, Described]) -> list[Prob
                     "dtype", target.key, f"the tree asks for {target.dtype.name}, the source has {array.dtype.name}"
                 )
             )
-        if target.sharding is None:
+        if target.sharding is None and not array.has_axes:
+            unknown.append(target.key)
+        elif target.sharding is None:
             why = "no sharding: give the tree's leaves one, or name a mesh"
-            if not array.has_axes:
-                why = "its logical axes aren't known, so that a mesh doesn't say how it lies: give the tree's leaves a sharding"
             problems.append(_problem("sharding", target.key, why))
         else:
             try:
                 target.sharding.shard_shape(target.shape)
             except ValueError as e:
                 problems.append(_problem("sharding", target.key, str(e)))
+    if unknown:
+        others = f" (and {count(len(unknown) - 1, 'other')})" if unknown[1:] else ""
+        why = (
+            f"its logical axes aren't known{others}, so that a mesh doesn't say how it lies: "
+            "release= names a release of the model, which tells them; or give the tree's leaves a sharding"
+        )
+        problems.append(_problem("sharding", unknown[0], why))
     asked = abstract.keys
     for key in arrays:
         if key not in asked and key.startswith(f"{PREFIX}."):

@@ -64,6 +64,11 @@ class Orbax:
             key: self._described(store, axes.get(key)) for key, store in self._stores.items()
         }
 
+    def name_axes(self, axes: Mapping[str, tuple[str | None, ...]]) -> None:
+        """Says what the axes of weights are called, where the checkpoint itself doesn't."""
+        named = {key: dataclasses.replace(self.arrays[key], axes=names, has_axes=True) for key, names in axes.items()}
+        self.arrays = {**self.arrays, **named}
+
     @staticmethod
     def _described(store: ts.TensorStore, axes: Sequence[str | None] | None) -> Described:
         shape, dtype = tuple(store.shape), np.dtype(store.dtype.numpy_dtype)

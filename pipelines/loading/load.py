@@ -63,6 +63,7 @@ def load(
     like: Any = None,
     *,
     mesh: Mesh | str | None = None,
+    release: str | None = None,
     unit_bytes: int = UNIT_BYTES,
     dequantize: str = HOST,
     timeout: float = TIMEOUT,
@@ -72,6 +73,7 @@ def load(
 
     >>> params = weightbeam.load("hf://Qwen/Qwen3-8B", like=abstract_params)
     >>> params = weightbeam.load("hf://Qwen/Qwen3-8B", mesh="fsdp=8")
+    >>> params = weightbeam.load("run/checkpoints/100", mesh="fsdp=8", release="hf://Qwen/Qwen3-8B")
 
     The bits are those that a conversion to the same dtypes would store. Each process calls it with the same arguments;
     each byte of the source is read once, by one of them, wherever the arrays are large. Nothing is read before all are
@@ -83,6 +85,8 @@ def load(
         Orbax's keys, with leaves that have `shape`, `dtype` and `sharding`. Without it all parameters, as nested dicts.
       mesh: shards the leaves that have no sharding, by MaxText's logical axis rules: a `jax.sharding.Mesh`, or
         `"fsdp=4,tensor=2"` for all devices.
+      release: of a checkpoint that Weightbeam didn't write, such as a training run's, a release of its model, whose
+        `config.json` tells its logical axes to `mesh`; the weights alone are loaded.
       unit_bytes: memory for a step; up to eight of them are there at a time, on a host of six cores or more.
       dequantize: where codes become values: on the `host`, or plain FP8 on the `device`, which then has the same bits.
       timeout: seconds after which a process that isn't heard of counts as gone, until all have agreed.
@@ -107,10 +111,12 @@ def load(
                 dequantize=dequantize,
             ),
         )
-        commits = meeting.decide("commits", lambda: find_commits(source, chosen))
+        commits = meeting.decide("commits", lambda: find_commits(source, chosen, release))
         opened, chosen = meeting.agree(
             "source",
-            lambda: _open(commits.get(str(source), source), asked, options, commits),
+            lambda: _open(
+                commits.get(str(source), source), asked, options, commits, commits.get(str(release), release)
+            ),
             lambda found: found[0].identity(),
         )
         loading, build = meeting.agree(
@@ -149,14 +155,18 @@ def _told(chosen: Options, given: Mapping[str, Any], **arguments: Any) -> dict[s
 
 
 def _open(
-    source: str, asked: Abstract | None, given: Mapping[str, Any], commits: Mapping[str, str]
+    source: str,
+    asked: Abstract | None,
+    given: Mapping[str, Any],
+    commits: Mapping[str, str],
+    release: str | None,
 ) -> tuple[Source, Options]:
     """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its
     vocabulary, its parts.
     """
     if asked is None:
         chosen = at_commits(choose(given), commits)
-        return find_source(source, chosen), chosen
+        return find_source(source, chosen, release=release), chosen
     told = dict(given)
     shapes = {target.key.removeprefix(PARAMETERS).removeprefix("params."): target.shape for target in asked.targets}
     if "token_embedder.embedding" in shapes:
@@ -168,7 +178,7 @@ def _open(
     for scan in [told["scan_layers"]] if "scan_layers" in told else [True, False]:
         chosen = at_commits(choose(told | {"scan_layers": scan}), commits)
         try:
-            opened = find_source(source, chosen)
+            opened = find_source(source, chosen, release=release)
         except RefusedError as e:
             refused = refused or e
             continue

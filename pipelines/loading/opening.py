@@ -10,9 +10,11 @@ import numpy as np
 
 from weightbeam.formats.adapters import merge
 from weightbeam.formats.orbax import find_items
+from weightbeam.formats.orbax_source import open_orbax
 from weightbeam.formats.safetensors import HfCheckpoint, open_hf
 from weightbeam.formats.sources import open_source
-from weightbeam.formats.storage import open_store
+from weightbeam.formats.storage import Store, open_store
+from weightbeam.model_mappings.plan import PARAMETERS, Problem
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import read_options
 from weightbeam.pipelines.loading.checkpoint import Orbax
@@ -20,7 +22,9 @@ from weightbeam.pipelines.loading.release import Release, Tensors
 from weightbeam.pipelines.loading.source import Source
 from weightbeam.pipelines.prepare import describe, open_adapters, plan_with, reading, refuse
 from weightbeam.pipelines.tables import count
+from weightbeam.transforms.exporting import Like
 from weightbeam.transforms.options import Options
+from weightbeam.transforms.tree import Model, find_parts
 
 CHOICES = frozenset(
     {
@@ -56,13 +60,13 @@ def choose(given: Mapping[str, Any]) -> Options:
     return read_options(values)
 
 
-def find_commits(source: str, options: Options) -> dict[str, str]:
-    """The hub's repositories among the source and the adapters, each at its commit, by what they are called.
+def find_commits(source: str, options: Options, release: str | None = None) -> dict[str, str]:
+    """The hub's repositories among the source, the release and the adapters, each at its commit, by what they are called.
 
     Raises:
       Refused: the hub doesn't say.
     """
-    named = (str(source), *(url for url, _ in options.lora))
+    named = (str(source), str(release or ""), *(url for url, _ in options.lora))
     with reading(str(source)):
         return {url: open_store(url).url for url in named if url.startswith("hf://")}
 
@@ -72,13 +76,14 @@ def at_commits(options: Options, commits: Mapping[str, str]) -> Options:
     return dataclasses.replace(options, lora=tuple((commits.get(url, url), weight) for url, weight in options.lora))
 
 
-def find_source(where: str, options: Options, as_is: bool = False) -> Source:
+def find_source(where: str, options: Options, as_is: bool = False, release: str | None = None) -> Source:
     """The arrays of a release or of an Orbax checkpoint.
 
     Args:
       where: a folder, `gs://…`, or `hf://…`; of an Orbax checkpoint its root, a step, or the item.
       options: for a release's plan.
       as_is: the tensors of a release, or the arrays of a checkpoint, under their own names; else MaxText's arrays.
+      release: of a checkpoint that doesn't tell its logical axes, a release of its model, which does.
 
     Raises:
       Refused: there is none, or problems stand against it: all of them.
@@ -91,13 +96,49 @@ def find_source(where: str, options: Options, as_is: bool = False) -> Source:
                 raise Refused(
                     f"lora={options.lora[0][0]}: an adapter is merged into a release, and {where} is none; `weightbeam reshard --lora` merges MaxText's"
                 )
-            return Orbax(find_items(store), as_is)
+            found = Orbax(items := find_items(store), as_is)
+            if release:
+                found.name_axes(_find_axes(items, found, release, options))
+            return found
         checkpoint = open_hf(store, options.allow_links)
+    if release:
+        raise Refused(f"release={release}: is for an Orbax checkpoint, and {where} is a release itself; leave it out")
     if as_is:
         return _as_it_is(checkpoint, options)
     conversion = plan_with(options, checkpoint)
     refuse(conversion, conversion.plan.problems)
     return Release(conversion)
+
+
+def _find_axes(items: Store, found: Orbax, release: str, options: Options) -> dict[str, tuple[str | None, ...]]:
+    """The logical axes of a checkpoint's weights, as the table of a release's model has them.
+
+    Raises:
+      Refused: it can't be read, has no table, or is of another model than the checkpoint.
+    """
+    with reading(release):
+        form = Like.of(open_hf(release))
+    if not form.config:
+        raise Refused(f"release={release}: holds no config.json, which tells the model")
+    shapes = {name: shape for name, (_, shape, _) in form.tensors.items()}
+    parts, why = find_parts(open_orbax(items), Model(form.config, shapes), options.family, options.maxtext_model)
+    if why:
+        raise Refused(f"release={release}: {why}")
+    weights = {key: array.shape for key, array in found.arrays.items() if key.startswith(PARAMETERS)}
+    problems = [
+        Problem("missing", key, f"a model like {release} has it, the checkpoint hasn't", is_array=True)
+        for key in parts.keys() - weights.keys()
+    ]
+    for key, shape in weights.items():
+        if key not in parts:
+            problems.append(Problem("unused", key, f"a model like {release} hasn't it", is_array=True))
+        elif parts[key][0].shape != shape:
+            message = f"is {shape}, of a model like {release} it is {parts[key][0].shape}"
+            problems.append(Problem("shape", key, message, is_array=True))
+    if problems:
+        problems.sort(key=lambda problem: problem.subject)
+        raise Refused(f"{count(len(problems), 'problem')}:\n{describe(problems)}", problems)
+    return {key: parts[key][0].logical_axes for key in weights}
 
 
 def _as_it_is(checkpoint: HfCheckpoint, options: Options) -> Tensors:

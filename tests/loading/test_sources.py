@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from support import (
     reference,
     restore,
 )
+from trained import trained_like
 
 import weightbeam as wb
 
@@ -109,7 +113,9 @@ def test_leaves_of_a_strangers_checkpoint_need_shardings(tmp_path: Path) -> None
         tmp_path / "ckpt", nested({f"params.params.{key}": values for key, values in wanted().items()})
     )
     leaves = {key: jax.ShapeDtypeStruct(values.shape, values.dtype) for key, values in wanted().items()}
-    with pytest.raises(wb.Refused, match=r"embedding: its logical axes aren't known"):
+    with pytest.raises(
+        wb.Refused, match=r"1 problem:\n.*: its logical axes aren't known \(and \d+ others\).*release= names"
+    ):
         wb.load(str(tmp_path / "ckpt"), nested(leaves))
 
 
@@ -125,6 +131,63 @@ def test_what_maxtexts_training_wrote(run: str) -> None:
     for key, (shape, dtype, _, sha256) in told.items():
         array = opened[wb_name(key)]
         assert digest(np.asarray(array)) == [shape, dtype, sha256], key
+
+
+@pytest.mark.skipif(not TRAINED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
+def test_a_run_onto_a_mesh(tmp_path: Path) -> None:
+    """With a release of the model, which tells the logical axes: the weights' bits on eight devices, and of runs that were
+    trained on eight, each device's share of a sharded matrix as large as it was there.
+    """
+    likes = {run: trained_like(tmp_path / run, run) for run in ("llama", "qwen3moe")}
+    code = """
+        import hashlib, json, sys
+        import jax, numpy as np
+        import weightbeam as wb
+        source, mesh, release = sys.argv[1:]
+        loaded = wb.load(source, mesh=mesh, release=release)
+        told = {}
+        for path, array in jax.tree_util.tree_flatten_with_path(loaded)[0]:
+            assert len(array.sharding.device_set) == 8
+            share = array.sharding.shard_shape(array.shape)
+            values = np.asarray(array)
+            sha256 = hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+            told[".".join(key.key for key in path)] = [list(array.shape), array.dtype.name, list(share), sha256]
+        print(json.dumps(told))
+        """
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    for run, mesh, trained_there in [
+        ("llama-fsdp8", "fsdp=8", True),
+        ("llama-fsdp8-paramonly-unscanned", "fsdp=4,tensor=2", False),
+        ("qwen3moe-fsdp4-tensor2", "fsdp=4,tensor=2", True),
+    ]:
+        like = likes["llama" if "llama" in run else "qwen3moe"]
+        command = [sys.executable, "-c", textwrap.dedent(code), str(TRAINED / run), mesh, str(like)]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+        wanted = json.loads((TRAINED / run / "digests.json").read_text())["params"]
+        loaded = json.loads(ran.stdout)
+        assert loaded.keys() == {wb_name(key) for key in wanted}
+        for key, (shape, dtype, share, sha256) in wanted.items():
+            found = loaded[wb_name(key)]
+            assert (found[:2], found[3]) == ([shape, dtype], sha256), key
+            # what lies on several devices alike was written by each of them in part
+            assert not trained_there or found[2] == share or key.endswith((".scale", ".gate.kernel")), key
+
+
+@pytest.mark.skipif(not TRAINED.exists(), reason="checkpoints of MaxText's training aren't beside the project")
+def test_a_release_that_is_of_another_model(tmp_path: Path) -> None:
+    """Or none, or that nothing needs: refused, and said of which keyword."""
+    run, moe = TRAINED / "llama-linen-paramonly-unscanned", trained_like(tmp_path / "moe", "moe")
+    with pytest.raises(wb.Refused, match=r"unused: .*layers_3.*a model like .*moe hasn't it") as refused:
+        wb.load(str(run), mesh="fsdp=1", release=str(moe))
+    assert {problem.kind for problem in refused.value.problems} == {"unused", "missing"}
+    for source, release, words in [
+        (run, run, f"release={run}: holds no config.json"),
+        (run, tmp_path / "nowhere", "no such folder"),
+        (moe, moe, f"release={moe}: is for an Orbax checkpoint"),
+        (TRAINED / "llama-fsdp8", moe, f"release={moe}: the checkpoint's shapes aren't those"),
+    ]:
+        with pytest.raises(wb.Refused, match=re.escape(words)):
+            wb.load(str(source), mesh="fsdp=1", release=str(release))
 
 
 def wb_name(key: str) -> str:
@@ -153,6 +216,8 @@ def test_a_virtual_checkpoint(tmp_path: Path) -> None:
 REMOTE = """
 import json, sys
 import jax, numpy as np
+from trained import trained_like
+
 import weightbeam as wb
 from support import digests, flatten
 told = []
