@@ -1,4 +1,4 @@
-"""Loads a Hugging Face release into a Flax NNX module, sharded over all devices: `python -m examples.load_nnx
+"""Loads a Hugging Face release into a Flax NNX module, sharded over all devices: `python examples/load_nnx.py
 [FOLDER|hf://…]`.
 
 The module's attributes spell MaxText's keys, so its abstract state says what to load: shapes, dtypes and shardings.
@@ -54,7 +54,8 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         main(sys.argv[1])
     else:
-        from examples.demo import write_checkpoint
+        sys.path.insert(0, str(Path(__file__).parent))
+        from demo import write_checkpoint
 
         with tempfile.TemporaryDirectory() as folder:
             write_checkpoint(Path(folder) / "hf")

@@ -23,14 +23,14 @@ class Refused(Exception):  # noqa: N818
 
     def __init__(self, message: str, problems: Sequence[Problem] = ()):
         super().__init__(worded(message))
-        self._problems = tuple(problems)
+        self._message, self._problems = message, tuple(problems)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
         """One for each reason, and so never none: of the checkpoint or its plan, else as the message tells it, of an
         `option`, an `output`, a `path`, or the `call`.
         """
-        return reworded(self._problems) or tuple(map(_read, ANOTHER.split(str(self))))
+        return reworded(self._problems or [_read(text) for text in ANOTHER.split(self._message)])
 
 
 class Busy(Refused):

@@ -177,6 +177,9 @@ class LoadInspection(Inspection):
     rows: Sequence[tuple[Mesh, Sequence[LoadRow]]]
     unknown: Sequence[str]
 
+    def brief(self) -> str:
+        return f"{self.path}: what loading it costs on {' and '.join(mesh.text for mesh, _ in self.rows)}"
+
     def blocks(self) -> Iterator[Block]:
         for mesh, rows in self.rows:
             figures = ">arrays", ">a host needs", ">reads", ">worst", ">mean"

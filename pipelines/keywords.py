@@ -248,7 +248,7 @@ def sharding_rules(given: object, model: str | None) -> Rules | None:
         try:
             return read_rules(given, model_rules(model))
         except RulesError as e:
-            raise Refused(f"sharding_rules: {e}") from e
+            raise Refused(f"--sharding_rules: {e}") from e
     try:
         text = Path(given).read_text(encoding="utf-8")
         try:

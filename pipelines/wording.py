@@ -68,4 +68,4 @@ def _keywords() -> dict[str, bool]:
     commands = next(action for action in make_parser()._actions if action.dest == "command")
     assert commands.choices
     actions = (action for command in dict(commands.choices).values() for action in command._actions)  # type: ignore[call-overload]
-    return {action.dest: action.const is True for action in actions if action.dest not in SHELL}
+    return {action.dest: action.const is True for action in actions if action.dest not in {*SHELL, "help"}}

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,11 @@ import apache_beam as beam
 
 from weightbeam.formats.orbax import open_arrays
 from weightbeam.formats.storage import Store, write_file
-from weightbeam.transforms.array_sums import ShardsTask
+from weightbeam.transforms.array_sums import ShardsRead, ShardsTask
 from weightbeam.transforms.conversion import Conversion
 from weightbeam.transforms.counterparts import Counterpart, compare_counterparts
 from weightbeam.transforms.staged import load_bytes
-from weightbeam.transforms.verification import run_task, tasks
+from weightbeam.transforms.verification import ArrayResult, run_task, tasks
 from weightbeam.transforms.work import Tally
 
 COMPARED = Tally()  # bytes of the checkpoint; twice those that are read once more for their digests
@@ -79,23 +80,25 @@ class _CompareFn(beam.DoFn):
         self.tasks = tasks(self.conversion)
 
     def process(self, number: int) -> Iterator[bytes]:
+        yield pickle.dumps((number, self._compare(number)))
+
+    def _compare(self, number: int) -> ArrayResult | ShardsRead:
+        """What is found of a task."""
         counterparts = self.subject.counterparts
         if number >= len(self.tasks) + len(counterparts):
             shards = self.subject.shards[number - len(self.tasks) - len(counterparts)]
             found = shards.run()
             COMPARED.add(shards.nbytes)
-            yield pickle.dumps(found)
-            return
+            return found
         if number >= len(self.tasks):
             counterpart = counterparts[number - len(self.tasks)]
             COMPARED.add(counterpart.nbytes)
-            yield pickle.dumps(compare_counterparts(counterpart))
-            return
+            return compare_counterparts(counterpart)
         task = self.tasks[number]
         store = self.stores[self.subject.keys[self.conversion.plan.arrays[task.array].key]]
         finding = run_task(task, self.conversion, store, self.subject.sample, self.subject.exported)
         COMPARED.add(finding.compared * self.conversion.plan.arrays[task.array].dtype.itemsize)
-        yield pickle.dumps(finding)
+        return finding
 
 
 def _write(findings: Sequence[bytes], report: Path) -> None:
@@ -104,7 +107,7 @@ def _write(findings: Sequence[bytes], report: Path) -> None:
 
 def read_findings(report: Path, tasks: int) -> dict[str, Any]:
     """What was found of each array, and of each tensor that has a counterpart: an `ArrayResult`; and of the shards that
-    were read for a digest: `ShardsRead`.
+    were read for a digest: `ShardsRead`. In the order of the tasks, whichever was done first.
 
     Raises:
       RuntimeError: not all of so many tasks are there: the runner lost some.
@@ -113,7 +116,6 @@ def read_findings(report: Path, tasks: int) -> dict[str, Any]:
     findings = pickle.loads(report.read_bytes())
     if len(findings) != tasks:
         raise RuntimeError(f"{len(findings):,} of {tasks:,} comparisons were made; Beam lost the others")
-    for packed in findings:
-        finding = pickle.loads(packed)
+    for _, finding in sorted(map(pickle.loads, findings), key=operator.itemgetter(0)):
         found[finding.key] = found[finding.key] + finding if finding.key in found else finding
     return found

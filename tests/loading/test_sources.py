@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -138,7 +137,7 @@ def test_a_run_onto_a_mesh(tmp_path: Path) -> None:
     """With a release of the model, which tells the logical axes: the weights' bits on eight devices, and of runs that were
     trained on eight, each device's share of a sharded matrix as large as it was there.
     """
-    likes = {run: trained_like(tmp_path / run, run) for run in ("llama", "qwen3moe")}
+    likes = {name: trained_like(tmp_path / name, name) for name in ("llama", "qwen3moe")}
     code = """
         import hashlib, json, sys
         import jax, numpy as np
@@ -155,15 +154,14 @@ def test_a_run_onto_a_mesh(tmp_path: Path) -> None:
         print(json.dumps(told))
         """
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    for run, mesh, trained_there in [
+    for name, mesh, trained_there in [
         ("llama-fsdp8", "fsdp=8", True),
         ("llama-fsdp8-paramonly-unscanned", "fsdp=4,tensor=2", False),
         ("qwen3moe-fsdp4-tensor2", "fsdp=4,tensor=2", True),
     ]:
-        like = likes["llama" if "llama" in run else "qwen3moe"]
-        command = [sys.executable, "-c", textwrap.dedent(code), str(TRAINED / run), mesh, str(like)]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
-        wanted = json.loads((TRAINED / run / "digests.json").read_text())["params"]
+        like = likes["llama" if "llama" in name else "qwen3moe"]
+        ran = run(sys.executable, "-c", textwrap.dedent(code), TRAINED / name, mesh, like, env=environment, status=0)
+        wanted = json.loads((TRAINED / name / "digests.json").read_text())["params"]
         loaded = json.loads(ran.stdout)
         assert loaded.keys() == {wb_name(key) for key in wanted}
         for key, (shape, dtype, share, sha256) in wanted.items():

@@ -8,10 +8,13 @@ import inspect
 import json
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,6 +218,108 @@ def test_a_plan_is_a_value(source: Path) -> None:
 def test_none_of_several(source: Path, nothing: dict) -> None:
     """An empty list of adapters or meshes is as none given."""
     assert wb.plan(str(source), **nothing).to_json() == wb.plan(str(source)).to_json()
+
+
+MISTAKES: dict[str, Callable[[str, str], Any]] = {  # of a release and a folder for what is made
+    "no such folder": lambda hf, tmp: wb.plan(f"{tmp}/nowhere"),
+    "no such folder to convert": lambda hf, tmp: wb.convert(f"{tmp}/nowhere", f"{tmp}/out"),
+    "no such mesh": lambda hf, tmp: wb.convert(hf, f"{tmp}/out", mesh="fdsp=8"),
+    "half a mesh": lambda hf, tmp: wb.plan(hf, mesh="8"),
+    "no output": lambda hf, tmp: wb.convert(hf, ""),
+    "no source": lambda hf, tmp: wb.convert("", f"{tmp}/out"),
+    "neither": lambda hf, tmp: wb.convert("", ""),
+    "output is a file": lambda hf, tmp: wb.convert(hf, f"{hf}/config.json"),
+    "exists": lambda hf, tmp: wb.convert(hf, f"{tmp}/ckpt"),
+    "a number": lambda hf, tmp: wb.plan(hf, vocab_size=-1),
+    "a size": lambda hf, tmp: wb.plan(hf, unit_bytes="much"),
+    "a dtype": lambda hf, tmp: wb.plan(hf, save_dtype="int3"),
+    "rules": lambda hf, tmp: wb.plan(hf, sharding_rules=f"{tmp}/nowhere.yml"),
+    "rules in place": lambda hf, tmp: wb.plan(hf, sharding_rules=[1]),
+    "an adapter": lambda hf, tmp: wb.plan(hf, lora=f"{tmp}/nowhere"),
+    "an adapter's weight": lambda hf, tmp: wb.plan(hf, lora=f"{tmp}/nowhere,0"),
+    "a virtual one": lambda hf, tmp: wb.convert(hf, f"{tmp}/out", virtual=True, use_zarr3=False),
+    "a runner": lambda hf, tmp: wb.convert(hf, f"{tmp}/out", beam=["--runner=Nobody"]),
+    "Beam's option": lambda hf, tmp: wb.convert(hf, f"{tmp}/out", beam=["--rnner=DirectRunner"]),
+    "a family": lambda hf, tmp: wb.convert(hf, f"{tmp}/out", family="nobody"),
+    "export without like": lambda hf, tmp: wb.export(f"{tmp}/strange", f"{tmp}/out"),
+    "export of a release": lambda hf, tmp: wb.export(hf, f"{tmp}/out"),
+    "export to nowhere": lambda hf, tmp: wb.export(f"{tmp}/ckpt", ""),
+    "export like nothing": lambda hf, tmp: wb.export(f"{tmp}/ckpt", f"{tmp}/out", like=f"{tmp}/nowhere"),
+    "export of alpha": lambda hf, tmp: wb.export(f"{tmp}/ckpt", f"{tmp}/out", lora_alpha=1),
+    "export to a request": lambda hf, tmp: wb.export(f"{tmp}/ckpt", f"{tmp}/out", create_pr=True),
+    "reshard to nowhere": lambda hf, tmp: wb.reshard(f"{tmp}/ckpt", ""),
+    "reshard of nothing": lambda hf, tmp: wb.reshard("", f"{tmp}/out"),
+    "reshard a state": lambda hf, tmp: wb.reshard(f"{tmp}/ckpt", f"{tmp}/out", state="half"),
+    "reshard layers": lambda hf, tmp: wb.reshard(f"{tmp}/strange", f"{tmp}/out", scan_layers=False),
+    "merge nothing": lambda hf, tmp: wb.merge(hf, f"{tmp}/out"),
+    "quantise to": lambda hf, tmp: wb.quantize(hf, f"{tmp}/out", format="fp3"),
+    "quantise a release's steps": lambda hf, tmp: wb.quantize(hf, f"{tmp}/out", step=3, param_scan_axis=0),
+    "dequantise nothing": lambda hf, tmp: wb.dequantize(hf, f"{tmp}/out"),
+    "verify nothing": lambda hf, tmp: wb.verify(""),
+    "verify a strange one": lambda hf, tmp: wb.verify(f"{tmp}/strange"),
+    "verify a sample": lambda hf, tmp: wb.verify(f"{tmp}/ckpt", sample=2),
+    "verify like": lambda hf, tmp: wb.verify(f"{tmp}/ckpt", like=hf),
+    "inspect nothing": lambda hf, tmp: wb.inspect(""),
+    "inspect a release's mesh": lambda hf, tmp: wb.inspect(hf, mesh="fsdp=2"),
+    "materialise an ordinary one": lambda hf, tmp: wb.materialize(f"{tmp}/ckpt", f"{tmp}/out"),
+    "diff of what isn't": lambda hf, tmp: wb.diff(hf, f"{tmp}/nowhere"),
+    "diff less than none": lambda hf, tmp: wb.diff(hf, hf, tolerance=-1),
+    "fit to nothing": lambda hf, tmp: wb.fit(hf, f"{tmp}/nowhere.yml"),
+    "fit to nobody": lambda hf, tmp: wb.fit(hf, "llama3-8000b"),
+    "load to nowhere": lambda hf, tmp: wb.load(hf),
+    "load to half a mesh": lambda hf, tmp: wb.load(hf, mesh="8"),
+    "load to too many": lambda hf, tmp: wb.load(hf, mesh="fsdp=4096"),
+    "open nothing": lambda hf, tmp: wb.open(f"{tmp}/nowhere"),
+}
+
+
+@pytest.fixture(scope="module")
+def mistaken(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of ours and one that says nothing of itself."""
+    folder = tmp_path_factory.mktemp("mistaken")
+    wb.convert(str(source), str(folder / "ckpt"), progress=False)
+    shutil.copytree(folder / "ckpt", folder / "strange")
+    for told in (
+        *folder.glob("strange/0/items/_CHECKPOINT_METADATA"),
+        *folder.glob("strange/0/*.json"),
+        *folder.glob("strange/0/release.*"),
+    ):
+        told.unlink()
+    metadata = folder / "strange" / "0" / "items" / "_METADATA"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"custom_metadata": {}}))
+    return folder
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_every_mistake_has_its_problems(mistake: str, source: Path, mistaken: Path) -> None:
+    """One at least, each with a kind and a message, told in Python's words."""
+    with pytest.raises(wb.Refused) as refused:
+        MISTAKES[mistake](str(source), str(mistaken))
+    assert refused.value.problems
+    assert mistake not in OF_OPTIONS or {problem.kind for problem in refused.value.problems} == {"option"}
+    for problem in refused.value.problems:
+        assert problem.kind
+        assert problem.message
+        assert problem.message in str(refused.value)
+    told = str(refused.value)
+    ours = [
+        option
+        for option in re.findall(r"(?<![\w`-])--(\w+)", re.sub(r"weightbeam [a-z]+[^;\n]*", "", told))
+        if option not in BEAMS
+    ]
+    assert not ours, told
+
+
+OF_OPTIONS = {
+    "no such mesh",
+    "no output",
+    "neither",
+    "rules in place",
+    "export of alpha",
+    "export to a request",
+    "verify like",
+}
+BEAMS = {"runner", "rnner", "help"}  # which are given as on the command line
 
 
 def test_options_are_spelled_out() -> None:
