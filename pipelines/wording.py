@@ -8,7 +8,6 @@ function reads `resume=True`, `like=`, `state="params"`, `mesh="fsdp=8"`. Comman
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Iterator
 
@@ -18,6 +17,36 @@ TOKEN = re.compile(
     r"|the same command"
     rf"|--(?P<name>[a-z]\w*)(?:=(?P<given>[^\s=:;,]+=[^\s:;]*[^\s:;,.]|(?:{WORDS})\b)|=| (?P<value>\w+=[\w=,]*\w|(?:{WORDS})\b))?"
     r"(?P<after>'s\b|:| was\b)?"
+)
+# Options that are keywords, too; written down, since whatever defines the command line has messages itself.
+FLAGS = frozenset(("create_pr", "overwrite", "resume", "sha256", "virtual"))  # which are true where they are named
+KEYWORDS = FLAGS.union(
+    (
+        "a",
+        "accept",
+        "adapter_only",
+        "allow_links",
+        "b",
+        "check_source",
+        "checkpoint",
+        "compression",
+        "family",
+        "format",
+    ),
+    (
+        "hf_token_secret",
+        "like",
+        "link",
+        "lora",
+        "lora_alpha",
+        "max_shard_size",
+        "maxtext_config",
+        "maxtext_model",
+        "mesh",
+    ),
+    ("moment_dtype", "mtp", "multimodal", "output", "param_scan_axis", "sample", "save_dtype", "scan_layers"),
+    ("sharding_rules", "source", "state", "step", "tokenizer", "tolerance", "unit_bytes", "use_ocdbt", "use_zarr3"),
+    ("vocab_size", "worker_gbps", "worker_hour_price", "workers"),
 )
 _at_the_shell = False
 
@@ -44,7 +73,7 @@ def _in_python(found: re.Match[str]) -> str:
         return "the same call" if text == "the same command" else text
     if name == "json":
         return "to_json()"
-    if name not in _keywords():
+    if name not in KEYWORDS:
         return text
     after, value = found["after"] or "", found["given"] or found["value"]
     if value:
@@ -55,17 +84,6 @@ def _in_python(found: re.Match[str]) -> str:
         return f"{name}={value}{after}"
     if after:
         return name + after
-    if text.endswith("=") or not _keywords()[name]:
+    if text.endswith("=") or name not in FLAGS:
         return f"{name}="
     return f"{name}=True"
-
-
-@functools.cache
-def _keywords() -> dict[str, bool]:
-    """The options that are keywords of the functions, and whether each is a flag, which is True where it is named."""
-    from weightbeam.pipelines.arguments.parser import SHELL, make_parser
-
-    commands = next(action for action in make_parser()._actions if action.dest == "command")
-    assert commands.choices
-    actions = (action for command in dict(commands.choices).values() for action in command._actions)  # type: ignore[call-overload]
-    return {action.dest: action.const is True for action in actions if action.dest not in {*SHELL, "help"}}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 
 import pytest
 
 from weightbeam.model_mappings.plan import Problem
+from weightbeam.pipelines import api
+from weightbeam.pipelines.arguments.parser import SHELL, make_parser
 from weightbeam.pipelines.errors import Busy, Failed, Refused
-from weightbeam.pipelines.wording import at_the_shell, worded
+from weightbeam.pipelines.wording import KEYWORDS, at_the_shell, worded
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,15 @@ def test_both_languages(typed: str, called: str) -> None:
     assert worded(typed) == called == worded(called)
     with at_the_shell():
         assert worded(typed) == typed
+
+
+def test_the_options_that_are_keywords() -> None:
+    """Are all of them."""
+    commands = next(action for action in make_parser()._actions if action.dest == "command")
+    options = {action.dest for command in dict(commands.choices or {}).values() for action in command._actions}  # type: ignore[call-overload]
+    functions = [function for name in api.HOMES if inspect.isfunction(function := getattr(api, name))]
+    keywords = {name for function in functions for name in inspect.signature(function).parameters}
+    assert options & keywords - SHELL == KEYWORDS
 
 
 @pytest.mark.parametrize(
