@@ -22,11 +22,6 @@ def conversion_options() -> dict[str, argparse.Action]:
     }
 
 
-def is_switch(option: argparse.Action) -> bool:
-    """Whether an option takes no value. As a parameter it is true or false."""
-    return option.nargs == 0
-
-
 def may_repeat(option: argparse.Action) -> bool:
     """Whether an option may be given several times. As a parameter it has several values, with spaces between them."""
     return isinstance(option, argparse._AppendAction)
@@ -43,10 +38,7 @@ def to_arguments(parameters: Sequence[str]) -> list[str]:
     for parameter in parameters:
         name, _, value = parameter.removeprefix("--").partition("=")
         option = options.get(name)
-        if option and is_switch(option):
-            # anything else is for the parser to refuse
-            line += {"true": [f"--{name}"], "false": []}.get(value, [parameter])
-        elif option and may_repeat(option):
+        if option and may_repeat(option):
             line += [f"--{name}={one}" for one in value.split()]
         else:
             line.append(parameter)

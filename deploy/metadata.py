@@ -11,7 +11,7 @@ from typing import Any
 
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from deploy.launch import conversion_options, is_switch, may_repeat
+from deploy.launch import conversion_options, may_repeat
 from weightbeam.pipelines.arguments.texts import CONVERT
 from weightbeam.pipelines.arguments.values import boolean, natural, positive, secret, size
 
@@ -64,7 +64,7 @@ def _parameter(option: argparse.Action) -> dict[str, Any]:
     if option.choices:
         made |= {"paramType": "ENUM", "enumOptions": [{"value": choice, "label": choice} for choice in option.choices]}
     else:
-        made |= PLACES.get(option.dest) or (TRUE_OR_FALSE if is_switch(option) else TYPES[option.type])
+        made |= PLACES.get(option.dest) or TYPES[option.type]
     if option.dest not in PLACES:
         made["isOptional"] = True
     if option.default is not None:

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import logging
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
@@ -242,9 +241,3 @@ def check_places(beam: Sequence[str], command: str, places: Mapping[str, str | N
         from weightbeam.pipelines.options import check_options
 
         check_options(beam, command, places)
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["convert", *sys.argv[1:]]))

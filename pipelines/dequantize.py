@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from weightbeam.formats.storage.token import name_secret
 from weightbeam.pipelines.arguments.options import UNIT_BYTES
+from weightbeam.pipelines.arguments.values import dtype_name
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.merge import Merged, plan_with, say_ready
@@ -69,7 +69,7 @@ def plan(
     Raises:
       Refused: there is nothing to plan.
     """
-    if save_dtype is not None and save_dtype not in DTYPES:
+    if save_dtype is not None and (save_dtype := dtype_name(save_dtype)) not in DTYPES:
         raise Refused(f"--save_dtype={save_dtype} should be {', '.join(DTYPES)}")
     return plan_with(
         source,
@@ -93,9 +93,3 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return say_ready(plan(**keywords_of(args, plan), slots=slots), args, rest)
     say(args, dequantize(**keywords_of(args, dequantize), beam=rest))
     return 0
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["dequantize", *sys.argv[1:]]))

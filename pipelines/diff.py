@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import math
 import re
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -500,9 +499,3 @@ def _cut(sides: Sequence[Operand]) -> Iterator[Box]:
     grain = tuple(map(max, *(side.grain for side in sides))) if sides[0].shape else ()
     first = max(sides, key=lambda side: max(side.grain, default=1))
     return cut(first.shape, max(side.dtype.itemsize for side in sides), first.order, grain)
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["diff", *sys.argv[1:]]))

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE
 from weightbeam.pipelines.adapters import ExportedAdapter, export_adapter
 from weightbeam.pipelines.arguments.options import UNIT_BYTES
+from weightbeam.pipelines.arguments.values import dtype_name
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import keywords_of, read_loras, read_maxtext_yaml
 from weightbeam.pipelines.prepare import describe, open_adapters
@@ -269,7 +269,7 @@ def plan(
     Raises:
       Refused: there is nothing to plan.
     """
-    if save_dtype not in (AUTO, *SAVED):
+    if (save_dtype := dtype_name(save_dtype)) not in (AUTO, *SAVED):
         raise Refused(f"--save_dtype={save_dtype} should be {', '.join((AUTO, *SAVED))}")
     if maxtext_config and like:
         raise Refused(
@@ -544,9 +544,3 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return say_ready(plan(**keywords), args, rest)
     say(args, export(**keywords_of(args, export), beam=rest))
     return 0
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["export", *sys.argv[1:]]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,9 +138,3 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     found = fit(**keywords_of(args, fit))
     say(args, found)
     return 0 if found.ok else 1
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["fit", *sys.argv[1:]]))

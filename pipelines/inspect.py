@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -397,9 +396,3 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         say(args, found)
     found.check()
     return 0
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["inspect", *sys.argv[1:]]))

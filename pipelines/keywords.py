@@ -17,6 +17,7 @@ import yaml
 
 from weightbeam.formats.storage import StorageError, open_store
 from weightbeam.pipelines.arguments.options import add_conversion
+from weightbeam.pipelines.arguments.parser import spelled
 from weightbeam.pipelines.errors import Refused
 from weightbeam.transforms.mesh import Rules, RulesError, model_rules, read_rules
 from weightbeam.transforms.options import Options
@@ -133,10 +134,8 @@ def arguments_of(options: Options) -> list[str]:
             case "lora":
                 values = [url if weight == 1 else f"{url},{weight:g}" for url, weight in value]
             case _:
-                values = [
-                    "" if field.name == "virtual" else str(value).lower() if isinstance(value, bool) else str(value)
-                ]
-        arguments += [f"--{field.name} {shlex.quote(each)}" if each else f"--{field.name}" for each in values]
+                values = [value]
+        arguments += [shlex.join(spelled(field.name, each)) for each in values]
     return arguments
 
 
@@ -148,15 +147,13 @@ def check_value(action: argparse.Action, value: object) -> Any:
     """
     if isinstance(action, argparse._AppendAction):
         return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
-    text = str(value)
-    if action.choices and text not in action.choices:
-        raise Refused(f"{action.dest}={value!r} should be {' or '.join(action.choices)}")
-    if action.nargs == 0:
-        return bool(value)
     try:
-        return action.type(text) if callable(action.type) else text
+        read = action.type(str(value)) if callable(action.type) else str(value)
     except argparse.ArgumentTypeError as e:
         raise Refused(f"{action.dest}={e}") from e
+    if action.choices and read not in action.choices:
+        raise Refused(f"{action.dest}={value!r} should be {' or '.join(action.choices)}")
+    return read
 
 
 def read_loras(given: str | Sequence[str] | None) -> tuple[tuple[str, float], ...] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,9 +106,3 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     say(args, materialize(**keywords_of(args, materialize), beam=rest))
     return 0
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["materialize", *sys.argv[1:]]))

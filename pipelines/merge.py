@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -237,9 +236,3 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return say_ready(plan(**keywords_of(args, plan), slots=slots), args, rest)
     say(args, merge(**keywords_of(args, merge), beam=rest))
     return 0
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["merge", *sys.argv[1:]]))

@@ -25,8 +25,8 @@ from apache_beam.options.pipeline_options_validator import PipelineOptionsValida
 from apache_beam.runners.runner import create_runner
 
 from weightbeam.pipelines import dataflow
-from weightbeam.pipelines.arguments.options import KINDS, add_conversion, add_output
-from weightbeam.pipelines.arguments.values import did_you_mean
+from weightbeam.pipelines.arguments.options import add_conversion, add_output
+from weightbeam.pipelines.arguments.parser import meant
 from weightbeam.pipelines.errors import RefusedError
 from weightbeam.pipelines.report import local_threads
 from weightbeam.pipelines.runners import local, portable
@@ -82,9 +82,9 @@ def check_options(arguments: Sequence[str], command: str = "", places: Mapping[s
         options._add_argparse_args(cast(Any, parser))
     problems = []
     if unknown := parser.parse_known_args(list(arguments))[1]:
-        meant = did_you_mean(unknown[0].partition("=")[0], [*parser._option_string_actions, *KINDS])
+        may_be = meant(unknown[0], command or "plan", parser._option_string_actions)
         problems.append(
-            f"unknown options: {' '.join(unknown)}{meant}; --help lists ours, and Beam's are in its documentation"
+            f"unknown options: {' '.join(unknown)}{may_be}; --help lists ours, and Beam's are in its documentation"
         )
     if command:
         settled = pipeline_options(arguments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
@@ -305,9 +304,3 @@ def _plan_loads(made: Plan, args: argparse.Namespace) -> list[load_report.LoadPl
     if made.problems:
         return []
     return [load_report.plan_load(made.conversion, mesh, args.hosts or mesh.devices) for mesh in made.conversion.meshes]
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["plan", *sys.argv[1:]]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from weightbeam.formats.safetensors import is_release
@@ -146,9 +145,3 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         )
     say(args, quantize(**keywords_of(args, quantize), beam=rest))
     return 0
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["quantize", *sys.argv[1:]]))

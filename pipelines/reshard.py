@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from weightbeam.model_mappings.configuration import MaxTextConfigError
 from weightbeam.model_mappings.maxtext_config import FILE, scalar
 from weightbeam.model_mappings.plan import Problem
 from weightbeam.pipelines.arguments.options import UNIT_BYTES
+from weightbeam.pipelines.arguments.values import dtype_name
 from weightbeam.pipelines.checkpoints import Carrying, carry_checkpoint, find_place
 from weightbeam.pipelines.convert import check_places
 from weightbeam.pipelines.errors import Refused
@@ -263,6 +263,7 @@ def plan(
     Raises:
       Refused: there is nothing to plan.
     """
+    save_dtype, moment_dtype = dtype_name(save_dtype), dtype_name(moment_dtype)
     for name, value, known in (
         ("state", state, (FULL, PARAMS)),
         ("save_dtype", save_dtype, (KEEP, *DTYPES)),
@@ -517,9 +518,3 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     say(args, reshard(**keywords_of(args, reshard), beam=rest))
     return 0
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["reshard", *sys.argv[1:]]))

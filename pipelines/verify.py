@@ -9,7 +9,6 @@ import io
 import itertools
 import logging
 import shlex
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -737,9 +736,3 @@ def execute(subject: Subject, sample: float, rest: Sequence[str], report: Report
             raise Failed(f"  {last_words(e)}") from e
     check_read(subject.sources)
     return found
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["verify", *sys.argv[1:]]))

@@ -11,7 +11,6 @@ import importlib.util
 import os
 import queue
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -194,9 +193,3 @@ def _report(args: argparse.Namespace, found: Findings) -> int:
     """Says how things stand; returns the exit status."""
     say(args, found)
     return int(any(finding.state == FAILED for finding in found.findings))
-
-
-if __name__ == "__main__":
-    from weightbeam.pipelines.cli import main
-
-    sys.exit(main(["watch", *sys.argv[1:]]))

@@ -7,7 +7,7 @@ prints the test files that reach a module, or one definition of it, nearest firs
 A node is a definition at a module's top level, `(path, name)`; `(path, "")` is whatever else runs when the module is
 imported. A node leads to all that it names: through imports at the top and inside of functions, through what a package
 exports for others (the face of `weightbeam`, too, whose names stand below `TYPE_CHECKING`), to the fixtures that a test
-asks for, to programs in strings, to modules and scripts that strings name (`-m weightbeam.pipelines.cli`, `"models.py"`).
+asks for, to programs in strings, to modules and scripts that strings name (`-m weightbeam`, `"models.py"`).
 A name that is put together, `import_module(f"weightbeam.pipelines.{command}")`, leads to the modules whose names are
 words of a string there, or in the tests that lead there: `main(["convert", …])`. The rest is meant to be too much
 rather than too little: a class is one node, and whoever makes an object is taken to call all of its methods.
@@ -362,6 +362,8 @@ class _Definition(ast.NodeVisitor):
                 parent = Path(path).parent
                 if parent.as_posix() in ("tests", Path(self.path).parent.as_posix()) or parent.name in self.strings:
                     self.edges |= {(path, each) for each in self.graph.modules[path].definitions}
+        if {"-m", "weightbeam"} <= self.strings:
+            self.lead(("weightbeam/__main__.py", None))
 
 
 def _dotted(path: str) -> tuple[str, ...]:

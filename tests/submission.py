@@ -67,7 +67,8 @@ class Cloud:
         command = [
             sys.executable,
             "-m",
-            "weightbeam.pipelines.convert",
+            "weightbeam",
+            "convert",
             "--runner",
             "DataflowRunner",
             *place,

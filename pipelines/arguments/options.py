@@ -12,6 +12,7 @@ from weightbeam.pipelines.arguments.values import (
     boolean,
     counts,
     distance,
+    dtype_name,
     fraction,
     natural,
     port,
@@ -47,8 +48,9 @@ PATHS_HELP = (
     "names on the hub, names of this machine's folders in gs://)"
 )
 
-FLAG = dict(action="store_true")
-TRUTH = dict(type=boolean, metavar="true|false")
+# By its name alone, with a value, or as `--no_NAME`, which `parser.parse` reads.
+TRUTH: dict[str, Any] = dict(type=boolean, nargs="?", const=True, metavar="true|false")
+FLAG: dict[str, Any] = TRUTH | dict(default=False)
 KINDS = {  # what an option takes, in whatever command
     "--accept": dict(action="append", metavar="FIELD|FILE"),
     "--adapter_only": TRUTH,
@@ -58,7 +60,7 @@ KINDS = {  # what an option takes, in whatever command
     "--compression": dict(choices=("none", "zstd")),
     "--config": dict(metavar="FILE"),
     "--create_pr": FLAG,
-    "--dry_run": TRUTH,
+    "--dry_run": FLAG,
     "--every": dict(type=positive, metavar="N"),
     "--family": dict(metavar="NAME|FILE.py"),
     "--format": dict(choices=("fp8",)),
@@ -78,7 +80,7 @@ KINDS = {  # what an option takes, in whatever command
     "--maxtext_config": dict(metavar="FILE"),
     "--maxtext_model": dict(metavar="NAME"),
     "--mesh": dict(action="append", metavar="AXES"),
-    "--moment_dtype": dict(choices=("keep", "bfloat16", "float32")),
+    "--moment_dtype": dict(type=dtype_name, choices=("keep", "bfloat16", "float32")),
     "--mtp": TRUTH,
     "--multimodal": TRUTH,
     "--once": FLAG,
@@ -90,6 +92,7 @@ KINDS = {  # what an option takes, in whatever command
     "--retry": dict(metavar="NAME"),
     "--run": dict(metavar="URL"),
     "--sample": dict(type=fraction, metavar="SHARE"),
+    "--save_dtype": dict(type=dtype_name),
     "--scan_layers": TRUTH,
     "--serve": dict(type=port, metavar="PORT"),
     "--sha256": FLAG,
@@ -108,6 +111,11 @@ KINDS = {  # what an option takes, in whatever command
     "--worker_hour_price": dict(type=amount, metavar="PRICE"),
     "--workers": dict(type=counts, metavar="N,N,…"),
 }
+
+
+def is_boolean(action: argparse.Action) -> bool:
+    """Whether an option is true or false."""
+    return action.type is boolean
 
 
 def _add(place: argparse._ActionsContainer, name: str, help: str, **more: Any) -> None:
@@ -368,14 +376,12 @@ def add_shell(parser: argparse.ArgumentParser, json: bool, progress: bool) -> No
     """The options of every command that say what a person sees; they are no keywords of the API."""
     group = parser.add_argument_group("what you see")
     add = functools.partial(_add, group)
-    add("--dry_run", "say what would be done, and every problem; write nothing", nargs="?", const=True, default=False)
+    add("--dry_run", "say what would be done, and every problem; write nothing")
     if json:
         add("--json", "write the result as JSON too; - is standard output, with nothing else on it")
     if progress:
         told = "a bar, lines, or JSON lines on standard error (auto: a bar on a terminal, else lines)"
         add("--progress", told, default="auto")
-    group.add_argument("-q", "--quiet", action="store_true", help="nothing but warnings, errors and --json -")
-    group.add_argument(
-        "-v", "--verbose", action="store_true", help="more, such as what a refused checkpoint holds"
-    )
+    group.add_argument("-q", "--quiet", help="nothing but warnings, errors and --json -", **FLAG)
+    group.add_argument("-v", "--verbose", help="more, such as what a refused checkpoint holds", **FLAG)
     add("--log_file", "add all messages to this file too")

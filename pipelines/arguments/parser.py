@@ -7,7 +7,7 @@ import itertools
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn, cast
 
 import weightbeam
@@ -28,9 +28,13 @@ from weightbeam.pipelines.arguments.options import (
     add_shell,
     add_verification,
     add_watching,
+    is_boolean,
 )
-from weightbeam.pipelines.arguments.values import did_you_mean
+from weightbeam.pipelines.arguments.values import BOOLEANS, OTHER_BOOLEANS, did_you_mean
 from weightbeam.pipelines.errors import Refused
+from weightbeam.transforms.mesh import mesh_axes
+
+MOST_NAMED = 2  # commands that have an option
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,10 +57,14 @@ class _Formatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         says_it = "(default: " in (action.help or "")
-        if says_it or action.default in (None, argparse.SUPPRESS) or action.nargs == 0:
+        if says_it or action.default in (None, False, argparse.SUPPRESS):
             return action.help
-        default = str(action.default).lower() if isinstance(action.default, bool) else action.default
-        return f"{action.help} (default: {default})"
+        return f"{action.help} (default: {str(action.default).lower() if action.default is True else action.default})"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not is_boolean(action):
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} [{action.metavar}]"
 
 
 SHELL = frozenset({"dry_run", "json", "progress", "quiet", "verbose", "log_file"})  # the names of `add_shell`
@@ -158,8 +166,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads a command line: what is ours, and what is left for Beam.
 
     Hyphens in the names of options are underscores. Words without an option are the command's places, in order. An
-    option that isn't ours takes the word behind it along, unless that begins with a hyphen: Beam's options aren't known
-    here.
+    option that is true or false is true by its name alone, false as `--no_NAME`, and takes the word behind it only where
+    that is `true` or `false`. An option that isn't ours takes the word behind it along, unless that begins with a
+    hyphen: Beam's options aren't known here.
     """
     parser = make_parser()
     commands = _commands(parser)
@@ -175,10 +184,23 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         option, equals, value = word.partition("=")
         if option.startswith("--"):
             option = "--" + option[2:].replace("-", "_")
-        if option in known:
+        no = known.get(f"--{option.removeprefix('--no_')}") if option.startswith("--no_") and not equals else None
+        if no and is_boolean(no):
+            ours.append(f"{no.option_strings[-1]}=false")
+        elif option in known and is_boolean(known[option]):
+            if not equals:
+                behind = words[0] if words else ""
+                if behind.lower() in OTHER_BOOLEANS:
+                    commands[name].error(f"{option} {behind}: say true or false; a folder of that name is ./{behind}")
+                value = words.pop(0) if behind.lower() in BOOLEANS else "true"
+            ours.append(f"{known[option].option_strings[-1]}={value}")
+        elif option in known:
             ours.append(option + equals + value)
             if not equals and known[option].nargs is None and words:
                 ours.append(words.pop(0))
+            if option == "--mesh" and words and (more := _axis(words[0])):
+                one = f"{value or ours[-1]},{more}"
+                commands[name].error(f"unexpected: {more}; the axes of a mesh have commas between them: --mesh {one}")
         elif word.startswith("-") and len(word) > 1:
             rest.append(option + equals + value)
             if not equals and words and (words[0] == "-" or not words[0].startswith("-")):
@@ -194,6 +216,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, rest
 
 
+def _axis(word: str) -> str:
+    """A word if it is an axis of a mesh with its size, such as `tensor=4`; else nothing."""
+    return word if word.partition("=")[0] in mesh_axes() and "=" in word else ""
+
+
 def refuse_unknown(args: argparse.Namespace, rest: Sequence[str], more: str = "") -> None:
     """Refuses the options that a command doesn't know, where it has no use for Beam's.
 
@@ -201,9 +228,22 @@ def refuse_unknown(args: argparse.Namespace, rest: Sequence[str], more: str = ""
       Refused: there are any.
     """
     if rest:
-        meant = did_you_mean(rest[0].partition("=")[0], _commands(make_parser())[args.command]._option_string_actions)
         more = more or f"weightbeam {args.command} --help lists all"
-        raise Refused(f"unknown options: {' '.join(rest)}{meant}; {more}")
+        raise Refused(f"unknown options: {' '.join(rest)}{meant(rest[0], args.command)}; {more}")
+
+
+def meant(option: str, command: str, beams: Iterable[str] = ()) -> str:
+    """`; did you mean …?` of an option that a command doesn't know: one of its own first, then another command that
+    has it, then one of Beam's.
+    """
+    commands, (option, *_) = _commands(make_parser()), option.partition("=")
+    ours = commands[command]._option_string_actions
+    if longer := [known for known in ours if known.endswith(option.replace("--", "_", 1))]:
+        return f"; did you mean {longer[0]}?"
+    if others := [f"weightbeam {name}" for name, made in commands.items() if option in made._option_string_actions]:
+        more = " and others" if others[MOST_NAMED:] else ""
+        return f"; {option} is an option of {', '.join(others[:MOST_NAMED])}{more}"
+    return did_you_mean(option, ours) or did_you_mean(option, beams)
 
 
 def command_line(
@@ -226,12 +266,15 @@ def command_line(
         if action.dest in unsaid or (value := getattr(args, action.dest, default)) == default:
             continue
         for each in value if isinstance(value, list) else [value]:
-            words += (
-                [f"--{action.dest}"]
-                if action.nargs == 0
-                else [f"--{action.dest}", str(each).lower() if isinstance(each, bool) else str(each)]
-            )
+            words += spelled(action.dest, each)
     return shlex.join([*words, *rest])
+
+
+def spelled(name: str, value: object) -> list[str]:
+    """The words that give an option a value."""
+    if isinstance(value, bool):
+        return [f"--{name}"] if value else [f"--{name}", "false"]
+    return [f"--{name}", str(value)]
 
 
 def _place(parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]) -> None:

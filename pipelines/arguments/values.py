@@ -8,13 +8,30 @@ import math
 import re
 from collections.abc import Iterable
 
+BOOLEANS = {"true": True, "false": False}  # as MaxText writes them
+OTHER_BOOLEANS = {"1": True, "yes": True, "0": False, "no": False}  # behind a `=`: by itself it may be a folder's name
+DTYPES = {  # what vLLM, MLX and llama.cpp call them, too
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+}
+
 
 def boolean(text: str) -> bool:
-    """`true` or `false`, as MaxText writes them."""
-    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    """`true` or `false`; also `1`, `0`, `yes`, `no`."""
+    values = BOOLEANS | OTHER_BOOLEANS
     if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"{text!r} should be true or false")
     return values[text.lower()]
+
+
+def dtype_name(text: str) -> str:
+    """The name of a dtype, also by its short name: `bf16` is `bfloat16`. Other words stay as they are."""
+    return DTYPES.get(text.lower(), text)
 
 
 MAX_INTEGER = 2**31 - 1

@@ -228,9 +228,10 @@ def _read_run_target(given: Any) -> RunTarget:
             problems.append(f"{option}: should be a value" + ("" if value is None else ", or a list of values"))
         else:
             try:
-                read = parser.parse_args(_arguments({option: value}))
+                read = getattr(parser.parse_args(_arguments({option: value})), option)
+                asked[option] = read if option.endswith("dtype") else value  # it is recorded by its full name
                 if option in MESHES:
-                    meshes[option] = getattr(read, option)
+                    meshes[option] = read
             except ValueError as e:
                 problems.append(str(e))
     try:

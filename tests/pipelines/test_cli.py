@@ -87,7 +87,6 @@ def test_help_names_every_option() -> None:
         assert f"{option} " in plan_help
     for default in (
         "default: true",
-        "default: false",
         "default: bfloat16",
         "default: 1)",
         "default: none",
@@ -111,14 +110,14 @@ def test_no_command_is_a_usage_error() -> None:
 
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
-    """`weightbeam convert` and `python -m weightbeam.pipelines.convert` are the same; nothing on stderr. Paths may be
+    """`weightbeam convert` and `python -m weightbeam convert` are the same; nothing on stderr. Paths may be
     relative.
     """
     make_release(tmp_path / "hf")
     arrays = []
     for name, command in {
         "a": [WEIGHTBEAM, "convert"],
-        "b": [sys.executable, "-m", "weightbeam.pipelines.convert"],
+        "b": [sys.executable, "-m", "weightbeam", "convert"],
     }.items():
         ran = run(*command, "--source", "hf", "--output", name, cwd=tmp_path)
         assert (ran.returncode, ran.stderr) == (0, "")
@@ -127,7 +126,7 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     assert_same_bits(*arrays)
     refusals = [
         run(*command, "--source", "hf", "--output", "a", cwd=tmp_path)
-        for command in ([WEIGHTBEAM, "convert"], [sys.executable, "-m", "weightbeam.pipelines.convert"])
+        for command in ([WEIGHTBEAM, "convert"], [sys.executable, "-m", "weightbeam", "convert"])
     ]
     assert refusals[0].returncode == refusals[1].returncode == 2
     assert refusals[0].stderr == refusals[1].stderr

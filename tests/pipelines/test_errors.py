@@ -345,7 +345,7 @@ def test_no_number_on_the_command_line_is_a_traceback(tmp_path: Path, option: st
 def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, rows: int) -> None:
     """At once and in little memory, rather than planned for as long as the machine bears it."""
     folder = make_release(tmp_path / "hf")
-    command = f"ulimit -v 8000000; exec '{sys.executable}' -m weightbeam.pipelines.plan --source '{folder}' --vocab_size {rows}"
+    command = f"ulimit -v 8000000; exec '{sys.executable}' -m weightbeam plan --source '{folder}' --vocab_size {rows}"
     ran = run("bash", "-c", command, timeout=15, status=2)
     assert "vocab_size" in ran.stderr
 

@@ -78,7 +78,7 @@ pytestmark = pytest.mark.usefixtures("warm_workers")
 PATIENCE = 120  # seconds that anything may take
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="MaxText's own checkpoints aren't beside the project")
 TOKEN, REPO = "hf_of_a_test", "me/tuned"
-WATCH = ["-m", "weightbeam.pipelines.watch"]
+WATCH = ["-m", "weightbeam", "watch"]
 WHOLE = ["discovered", "planned", "converting", "verified", "published"]
 
 
@@ -700,7 +700,7 @@ def test_a_clock_that_jumps_while_a_step_is_made(
     upload(gcs, run / "1", "tuned/checkpoints/1")
     gcs.faults = [Fault("slow", seconds=5.0, matching="%2Fd%2F|/d/")]
     follow = ["--run", "gs://run/tuned/checkpoints", "--like", str(model[0]), "--output", str(out), "--once"]
-    with start(["-m", "weightbeam.pipelines.watch", *follow], tmp_path / "printed") as first:
+    with start(["-m", "weightbeam", "watch", *follow], tmp_path / "printed") as first:
         deadline = time.monotonic() + PATIENCE
         while "converting" not in states(out, "tuned").get("step-1", []):
             assert time.monotonic() < deadline, (tmp_path / "printed").read_text()
@@ -958,7 +958,7 @@ def test_an_older_step_that_is_published_later(
     run = tmp_path / "run" / "checkpoints"
     output = {"folder": str(tmp_path / "out"), "hub": f"hf://{REPO}"}[place]
     write(run, 1, model=model)
-    follow = ["-m", "weightbeam.pipelines.watch", "--run", str(run), "--like", str(model[0]), "--output", output]
+    follow = ["-m", "weightbeam", "watch", "--run", str(run), "--like", str(model[0]), "--output", output]
     publish = RunFeed.publish
 
     def be_slow(*arguments: Any) -> dict[str, Any]:

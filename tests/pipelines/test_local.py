@@ -51,7 +51,7 @@ class Watched:
         seen = self.folder / "seen"
         seen.write_text("")
         path = os.pathsep.join([str(self.folder / "site"), str(ROOT)])
-        words = [sys.executable, "-m", f"weightbeam.pipelines.{command[0]}", *command[1:]]
+        words = [sys.executable, "-m", "weightbeam", *command]
         run(*words, env=os.environ | environment | {"PYTHONPATH": path, "SEEN": str(seen)}, status=0)
         return [int(line) for line in seen.read_text().split()]
 
@@ -122,7 +122,8 @@ def test_too_little_memory_for_threads(tmp_path: Path, limit: int) -> None:
     command = [
         sys.executable,
         "-m",
-        "weightbeam.pipelines.convert",
+        "weightbeam",
+        "convert",
         "--source",
         source,
         "--output",

@@ -88,14 +88,15 @@ def test_a_model_of_many_times_the_limit(tmp_path: Path, group: Path | None) -> 
     """
     source = sparse(tmp_path / "source")
     options = [*("--source", str(source), "--mesh", "fsdp=16", "--unit_bytes", "48MiB"), "--direct_num_workers=2"]
-    script = [sys.executable, "-m", "weightbeam.pipelines.plan"]
+    script = [sys.executable, "-m", "weightbeam", "plan"]
     run(*script, *options, "--json", tmp_path / "plan.json", cwd=ROOT, status=0)
     limit = json.loads((tmp_path / "plan.json").read_text())["memory"]["per_worker_bytes"]
     assert 6 * limit < (source / "model.safetensors").stat().st_size < 7 * limit
     command = [
         sys.executable,
         "-m",
-        "weightbeam.pipelines.convert",
+        "weightbeam",
+        "convert",
         *options,
         "--output",
         str(tmp_path / "out"),
@@ -127,7 +128,7 @@ def test_one_chunk_that_is_larger_than_the_limit(tmp_path: Path, group: Path | N
     run(sys.executable, "-c", TRAINED, source, status=0)
     (chunk,) = {array.chunk_bytes for array in open_orbax(source, any_tree=True).arrays.values()}
     assert chunk > 1_800 * MIB
-    command = [sys.executable, "-m", "weightbeam.pipelines.reshard", str(source), str(tmp_path / "out"), *options]
+    command = [sys.executable, "-m", "weightbeam", "reshard", str(source), str(tmp_path / "out"), *options]
     done = run_within(1536 * MIB, group, *command, seconds=500)
     assert done.returncode == 0, done.stderr
     stores = [
