@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import shtab
 
-from weightbeam.pipelines.arguments.parser import make_parser
+from weightbeam.pipelines.arguments.options import is_boolean
+from weightbeam.pipelines.arguments.parser import commands_of, make_parser
+from weightbeam.pipelines.arguments.values import BOOLEANS
 from weightbeam.pipelines.errors import Refused
 
 
@@ -15,5 +17,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the script."""
     if args.shell not in shtab.SUPPORTED_SHELLS:
         raise Refused(f"name your shell: weightbeam completion {'|'.join(shtab.SUPPORTED_SHELLS)}")
-    print(shtab.complete(make_parser(), shell=args.shell))
+    parser = make_parser()
+    for command in commands_of(parser).values():
+        for option in [option for option in command._actions if is_boolean(option)]:
+            option.choices = [*BOOLEANS]
+            command.add_argument(f"--no_{option.dest}", action="store_true", help=f"not: {option.help}")
+    print(shtab.complete(parser, shell=args.shell))
     return 0

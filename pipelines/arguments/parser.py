@@ -110,7 +110,7 @@ USAGES = {
     "fit": "SOURCE MODEL [options]",
     "diff": "A B [options]",
     "help": "[TOPIC]",
-    "completion": "bash|zsh|tcsh",
+    "completion": "bash|zsh|fish",
 }
 
 
@@ -148,16 +148,16 @@ def make_parser() -> argparse.ArgumentParser:
     add_inspection(command("inspect", "show what a checkpoint holds", texts.INSPECT))
     add_watching(command("watch", "convert the hub's releases, or export a run's steps, as they come", texts.WATCH))
     command("models", "list the families that can be converted", texts.MODELS)
-    topic = command("help", "print a page of the manual", texts.HELP)
-    topic.add_argument("--topic", metavar="TOPIC", help="a page; without one, their list")
+    topic = command("help", "print a page of the manual, or what a command takes", texts.HELP)
+    topic.add_argument("--topic", metavar="TOPIC", help="a page or a command; without one, the list of pages")
     shell = command("completion", "print a script that completes commands and options", texts.COMPLETION)
-    shell.add_argument("--shell", metavar="SHELL", help="bash, zsh or tcsh")
+    shell.add_argument("--shell", metavar="SHELL", help="bash, zsh, fish or tcsh")
     for name, made in commands.choices.items():
         add_shell(made, json=name not in WITHOUT_JSON, progress=name in WITH_PROGRESS)
     return parser
 
 
-def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
     (commands,) = (action.choices for action in parser._actions if action.dest == "command")
     return cast("Mapping[str, argparse.ArgumentParser]", commands)
 
@@ -171,7 +171,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     hyphen: Beam's options aren't known here.
     """
     parser = make_parser()
-    commands = _commands(parser)
+    commands = commands_of(parser)
     given = list(arguments)
     if given[:1] == ["plan"] and len(given) > 1 and given[1] in commands and given[1] not in ("help", "completion"):
         given = [*given[1:], "--dry_run"]
@@ -236,7 +236,7 @@ def meant(option: str, command: str, beams: Iterable[str] = ()) -> str:
     """`; did you mean …?` of an option that a command doesn't know: one of its own first, then another command that
     has it, then one of Beam's.
     """
-    commands, (option, *_) = _commands(make_parser()), option.partition("=")
+    commands, (option, *_) = commands_of(make_parser()), option.partition("=")
     ours = commands[command]._option_string_actions
     if longer := [known for known in ours if known.endswith(option.replace("--", "_", 1))]:
         return f"; did you mean {longer[0]}?"
@@ -257,7 +257,7 @@ def command_line(
       places: the words without an option; without them options stand in their place.
     """
     name = command or args.command
-    parser = _commands(make_parser())[name]
+    parser = commands_of(make_parser())[name]
     blank = parser.parse_args([])
     words = ["weightbeam", name, *places]
     unsaid = SHELL | {"help"} | (set(POSITIONALS[name]) if places else set())

@@ -198,11 +198,15 @@ of them is supported.
 """
 
 HELP = """\
-Prints a page of the manual.
+Prints a page of the manual, or what a command takes. On a terminal a long page goes through $PAGER.
+
+  weightbeam help running
+  weightbeam help convert
 """
 
 COMPLETION = """\
 Prints a script that completes commands and options for your shell.
 
   weightbeam completion bash >> ~/.bashrc
+  weightbeam completion fish > ~/.config/fish/completions/weightbeam.fish
 """

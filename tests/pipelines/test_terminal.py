@@ -29,6 +29,7 @@ from support import DEEPSEEK, LLAMA, call, convert, make_release, random_tensors
 
 from weightbeam.pipelines import progress
 from weightbeam.pipelines.arguments.parser import make_parser
+from weightbeam.pipelines.help import topics
 from weightbeam.pipelines.tables import Table
 
 ocp = lazily("orbax.checkpoint")
@@ -340,6 +341,68 @@ def test_completion_and_the_manual(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out.startswith("# ")
     assert call("help", "virtuel") == 2
     assert "did you mean virtual?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_form(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A boolean's values, and its negation."""
+    assert call("completion", shell) == 0
+    script = capsys.readouterr().out
+    assert "no_scan_layers" in script
+    (line, *_) = (
+        line for line in script.splitlines() if "scan_layers" in line and "true false" in line.replace("' '", " ")
+    )
+    assert line
+    if shell == "bash":
+        function = re.search(r"complete -o \w+ -F (\w+) weightbeam", script)
+        assert function
+        asked = f"{script}\nCOMP_WORDS=(weightbeam convert --virtual f) COMP_CWORD=3\n{function[1]} weightbeam f --virtual\necho ${{COMPREPLY[*]}}"
+        ran = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+        assert ran.stdout == "false\n"
+
+
+def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`weightbeam help convert` is what `weightbeam convert --help` prints; a page of that name follows it."""
+    for command in ("convert", "export"):
+        assert call(command, "--help") == 0
+        wanted = capsys.readouterr().out
+        assert call("help", command) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(wanted)
+        assert ("# The way back" in said) == (command == "export")
+
+
+def test_every_page_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("help") == 0
+    lines = capsys.readouterr().out.split("\n\n")[0].splitlines()[1:]
+    for line in lines:
+        name, said = line.split("  ", 1)
+        assert len(said.split()) > 4, name
+        assert not set("`*[]") & set(said), name
+
+
+def test_a_page_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn, through the pager where it is longer than the screen; commands stay in one piece, links name pages. In a
+    pipe it is Markdown.
+    """
+    monkeypatch.setenv("PAGER", f"tee {tmp_path / 'paged'}")
+    for page in topics():
+        status, lines = on_terminal("help", page)
+        assert status == 0, lines
+        text = "\n".join(lines)
+        assert not re.search(r"\]\((?!https?:)|^#+ |```", text, re.MULTILINE), page
+        assert (tmp_path / "paged").exists()
+        (tmp_path / "paged").unlink()
+    status, lines = on_terminal("help", "completion")  # shorter than the screen
+    assert (status, (tmp_path / "paged").exists()) == (0, False)
+
+
+def test_links_of_a_page_name_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in a pipe, where nothing can be clicked."""
+    assert call("help", "running") == 0
+    text = capsys.readouterr().out
+    assert "`weightbeam help checkpoint_layout`" in text
+    assert not re.search(r"\]\((?!https?:)", text)
 
 
 # --- what is strange, and what is found -------------------------------------------------------------------------------
