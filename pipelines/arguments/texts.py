@@ -156,7 +156,7 @@ transformers load: codes, and a float32 scale for each block. Embeddings, norms,
 they are, and config.json names them. The source is a release, or an Orbax checkpoint, which is exported in the same
 pass. As a Beam pipeline.
 
-  weightbeam quantize --source ~/models/Qwen3-8B --output qwen3-8b-fp8
+  weightbeam quantize ~/models/Qwen3-8B qwen3-8b-fp8
   weightbeam quantize run/checkpoints/1000 tuned-fp8 --like hf://Qwen/Qwen3-8B
 
 Exit status: 0 done, 1 failed on the way, 2 refused before any work.
