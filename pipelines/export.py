@@ -40,7 +40,7 @@ from weightbeam.pipelines.releases import (
     naming_of,
     no_source,
     read_sizes,
-    ready_line,
+    ready_text,
     refuse,
     say_plan,
     size_lines,
@@ -531,9 +531,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         if is_adapter(checkpoint):
             adapter = plan_adapter_with(checkpoint, vars(args))
             refuse(adapter.problems)
-            print(
-                f"adapter     for PEFT, of rank {adapter.rank} with alpha {adapter.alpha:g}, of {checkpoint.root}\n{ready_line(args, rest, checkpoint.root)}"
-            )
+            what = f"an adapter for PEFT, of rank {adapter.rank} with alpha {adapter.alpha:g}"
+            print(ready_text(args, rest, checkpoint.root, what).lstrip())
             return 0
         keywords = keywords_of(args, plan)
         # it is open

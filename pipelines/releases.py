@@ -179,14 +179,14 @@ def say_plan(planned: ReleasePlan, text: str, args: argparse.Namespace, rest: Se
         problems = check_release(find_place(planned, args.output), planned, args.resume, args.overwrite)
     refuse(problems)
     if args.json != STDOUT and not args.quiet:
-        print(ready_line(args, rest, planned.inputs[0]))
+        size = planned.files.size if planned.files else 0
+        print(ready_text(args, rest, planned.inputs[0], f"{human(size)} to write"))
     return 0
 
 
-def ready_line(args: argparse.Namespace, rest: Sequence[str], source: str) -> str:
-    """The last line of a dry run: the command that does it."""
-    said = argparse.Namespace(**vars(args) | {"source": source, "output": args.output or "OUTPUT"})
-    return f"ready       {command_line(said, rest)}"
+def ready_text(args: argparse.Namespace, rest: Sequence[str], source: str, what: str) -> str:
+    """The last lines of a dry run, as a plan's: what is written, and the command that does it."""
+    return f"\nready: {what}\n  {command_line(args, rest, places=(source, args.output or 'OUTPUT'))}"
 
 
 def size_lines(planned: ReleasePlan, threads: int, output: str | None = None) -> list[str]:

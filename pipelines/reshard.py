@@ -32,7 +32,7 @@ from weightbeam.pipelines.keywords import check_options_of, keywords_of, parse_m
 from weightbeam.pipelines.output import check_output
 from weightbeam.pipelines.prepare import describe, reading
 from weightbeam.pipelines.progress import Report
-from weightbeam.pipelines.releases import ready_line
+from weightbeam.pipelines.releases import ready_text
 from weightbeam.pipelines.report import (
     BASE_BYTES,
     maxtext_lines,
@@ -514,7 +514,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             )
         refuse(problems)
         if args.json != STDOUT and not args.quiet:
-            print(ready_line(args, rest, shown.planned.source.root))
+            size = f"{human(shown.planned.target_bytes)} to write"
+            print(ready_text(args, rest, shown.planned.source.root, size))
         return 0
     say(args, reshard(**keywords_of(args, reshard), beam=rest))
     return 0

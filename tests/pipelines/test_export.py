@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -533,10 +534,13 @@ def test_the_last_line_of_a_dry_run_does_it(
     before = set(tmp_path.iterdir())
     assert call(name, "a b/hf" if name == "merge" else "a b/stock", "out", *options, "--dry_run") == 0
     assert set(tmp_path.iterdir()) == before
-    words = shlex.split(capsys.readouterr().out.rstrip().splitlines()[-1])
-    assert words[:3] == ["ready", "weightbeam", name]
+    *_, ready, command = capsys.readouterr().out.rstrip().splitlines()
+    assert re.fullmatch(r"ready: [\d.]+ [KM]?B to write", ready)
+    words = shlex.split(command)
+    assert words[:2] == ["weightbeam", name]
+    assert not {"--source", "--output"} & set(words)
     assert [option for option in options if option not in words and "KB" not in option and "=1" not in option] == []
-    assert call(*words[2:]) == 0
+    assert call(*words[1:]) == 0
     assert (tmp_path / "out").is_dir()
 
 
