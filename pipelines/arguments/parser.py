@@ -57,7 +57,7 @@ class _Formatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         says_it = "(default: " in (action.help or "")
-        if says_it or action.default in (None, False, argparse.SUPPRESS):
+        if says_it or action.default in (None, argparse.SUPPRESS) or action.default is False:
             return action.help
         return f"{action.help} (default: {str(action.default).lower() if action.default is True else action.default})"
 
