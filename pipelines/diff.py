@@ -16,8 +16,8 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from weightbeam.formats.storage.token import name_secret
 from weightbeam.model_mappings.boxes import Box
 from weightbeam.model_mappings.config import Config, ConfigError
 from weightbeam.model_mappings.family import Family
-from weightbeam.model_mappings.plan import Array, is_float
+from weightbeam.model_mappings.plan import PARAMETERS, Array, is_float
 from weightbeam.model_mappings.registry import UnknownFamilyError, family_of
 from weightbeam.model_mappings.trees import is_scanned
 from weightbeam.pipelines.arguments.parser import refuse_unknown
@@ -43,6 +43,7 @@ from weightbeam.pipelines.report import cores
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.tables import Block, Table, count, shape_text
+from weightbeam.pipelines.watching.changes import kind_and_layer
 from weightbeam.transforms.conversion import SAVE_DTYPES
 from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare_each, cut
 from weightbeam.transforms.execution import make_boxes
@@ -52,10 +53,11 @@ from weightbeam.transforms.planner import prepare
 MISSING, SHAPE = "missing", "shape"
 STACKED = re.compile(r"(.+?\.\w*layers)\.(.+)")  # the key of an array with all layers of a kind
 SCAN_AXIS = 1  # where MaxText stacks layers unless it is told (`param_scan_axis`)
-SHOWN = 30  # tensors that a report lists
+SHOWN = 20  # tensors, kinds or layers that a report lists
+NAMED = 3  # tensors in a sentence
 AT_ONCE = 4  # boxes at most, each of all sides: 16 MB a side, up to 256 MB where chunks are large
 
-
+Key = TypeVar("Key")
 Side = Mapping[str, Operand]
 
 
@@ -73,20 +75,36 @@ class Verdict:
     difference: Difference | None = None
     message: str | None = None
 
-    def within(self, tolerance: float) -> bool:
-        """Whether no element is further off than `tolerance`."""
-        return self.difference is not None and self.difference.largest <= tolerance
+    def within(self, tolerance: float, fail_over: float | None = None) -> bool:
+        """Whether no element is further off than `tolerance`, or the relative change isn't over `fail_over`."""
+        difference = self.difference
+        if difference is None:
+            return False
+        return difference.largest <= tolerance or (fail_over is not None and difference.relative <= fail_over)
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {"status": self.status}
         if self.message:
             found["message"] = self.message
-        if difference := self.difference:
-            found |= {"elements": difference.elements, "different": difference.different, "share": difference.share}
-            measures = {"max": difference.largest, "mean": difference.mean, "cosine": difference.cosine}
-            # JSON has no NaN
-            found |= {name: value if math.isfinite(value) else str(value) for name, value in measures.items()}
-        return found
+        return found | (_measures(self.difference) if self.difference else {})
+
+
+def _measures(difference: Difference) -> dict[str, Any]:
+    """How far two tensors are apart, for programs."""
+    found: dict[str, Any] = {
+        "elements": difference.elements,
+        "different": difference.different,
+        "share": difference.share,
+    }
+    measures = {
+        "relative": difference.relative,
+        "max": difference.largest,
+        "mean": difference.mean,
+        "cosine": difference.cosine,
+    }
+    # JSON has no NaN
+    found |= {name: value if math.isfinite(value) else str(value) for name, value in measures.items()}
+    return found | ({"not_finite": difference.not_finite} if difference.not_finite else {})
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -98,6 +116,7 @@ class Comparison(Shown):
       tensors: what was found of each, by its name.
       tolerance: the largest absolute difference of an element that counts as none.
       left_out: tensors of a release that its table leaves out on purpose, with the reason; they weren't compared.
+      fail_over: the largest relative change of a tensor that counts as none, whatever the tolerance; None for none.
     """
 
     a: str
@@ -105,16 +124,37 @@ class Comparison(Shown):
     tensors: Mapping[str, Verdict]
     tolerance: float = 0.0
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fail_over: float | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether every tensor is on both sides, and no element is further off than the tolerance."""
+        """Whether every tensor is on both sides, and differs by no more than what counts as none."""
         return not self.beyond
 
     @property
     def beyond(self) -> dict[str, Verdict]:
-        """The tensors that differ beyond the tolerance."""
-        return {name: found for name, found in self.tensors.items() if not found.within(self.tolerance)}
+        """The tensors that differ by more than what counts as none, or are missing."""
+        return {name: each for name, each in self.tensors.items() if not each.within(self.tolerance, self.fail_over)}
+
+    @property
+    def kinds(self) -> dict[str, Difference]:
+        """How far all tensors of a kind are apart together, by what they are called in their layer."""
+        return self._totals(lambda name: kind_and_layer(name)[0])
+
+    @property
+    def layers(self) -> dict[int, Difference]:
+        """How far all tensors of a layer are apart together, by its number; of what is in none, or where all layers are
+        one array, -1.
+        """
+        return self._totals(lambda name: kind_and_layer(name)[1])
+
+    def _totals(self, group: Callable[[str], Key]) -> dict[Key, Difference]:
+        totals: dict[Key, Difference] = {}
+        for name, found in self.tensors.items():
+            if found.difference:
+                key = group(name)
+                totals[key] = totals.get(key, Difference()) + found.difference
+        return totals
 
     @property
     def counts(self) -> dict[str, int]:
@@ -134,51 +174,81 @@ class Comparison(Shown):
             "ok": self.ok,
             "counts": self.counts,
             "left_out": dict(self.left_out),
+            "fail_over": self.fail_over,
+            "kinds": {kind: _measures(total) for kind, total in self.kinds.items()},
+            "layers": {str(layer): _measures(total) for layer, total in sorted(self.layers.items())},
         }
         return about | {"tensors": {name: found.to_dict() for name, found in self.tensors.items()}}
 
     def blocks(self) -> Iterator[Block]:
-        """The tensors that differ, the furthest first, and how many there are of each kind."""
+        """What a person sees: the tensors that differ, those that changed most first; the same of kinds and layers; how
+        many there are of each status.
+        """
         texts = {
             EQUAL: "equal",
             ROUNDED: "rounded: no element differs by more than one step of the coarser dtype",
             CHANGED: "changed",
         }
         texts |= {SHAPE: "of another shape", MISSING: "on one side only"}
-        shown = sorted(
-            ((name, found) for name, found in self.tensors.items() if found.status != EQUAL),
-            key=lambda item: _rank(item[1]),
-        )
-        if shown:
-            table = Table("tensor", "status", ">max", ">mean", ">differ", ">cosine", "")
-            for name, found in shown[:SHOWN]:
-                if found.difference:
-                    measures = [f"{found.difference.largest:.3g}", f"{found.difference.mean:.3g}"]
-                    measures += [f"{100 * found.difference.share:.3g} %", f"{found.difference.cosine:.6f}"]
-                else:
-                    measures = [""] * 4
-                table.add_row(name, found.status, *measures, found.message or "")
-            yield table
-            if len(shown) > SHOWN:
-                yield f"… and {len(shown) - SHOWN:,} more; --json FILE has all"
-            yield ""
+        if absent := {name: found.message or "" for name, found in self.tensors.items() if found.difference is None}:
+            table = Table("tensor", "")
+            for name, message in itertools.islice(absent.items(), SHOWN):
+                table.add_row(name.removeprefix(PARAMETERS), message)
+            yield from _listed(table, len(absent))
+        apart = {
+            name.removeprefix(PARAMETERS): (found.difference, found.status)
+            for name, found in self.tensors.items()
+            if found.difference and found.status != EQUAL
+        }
+        yield from _ranked("tensor", apart, "status")
+        groups = (("kind of tensor, all layers", self.kinds), ("layer", self.layers))
+        for heading, totals in groups if len(self.layers) > 2 else ():
+            named = {
+                "in none" if key == -1 else str(key).removeprefix(PARAMETERS): (total, "")
+                for key, total in totals.items()
+            }
+            yield from _ranked(heading, {name: found for name, found in named.items() if found[0].different})
         yield f"{count(len(self.tensors), 'tensor')} of {self.a} and {self.b}"
         yield from (f"  {number:>6,} {texts[status]}" for status, number in self.counts.items() if number)
         if self.left_out:
             yield f"  {len(self.left_out):>6,} of the release not compared: its table leaves them out on purpose"
+        for side, where in (("a", self.a), ("b", self.b)):
+            if odd := [n for n, each in self.tensors.items() if each.difference and side in each.difference.not_finite]:
+                more = f" and {len(odd) - NAMED:,} more" if len(odd) > NAMED else ""
+                yield f"NaN or infinite elements in {', '.join(odd[:NAMED])}{more} of {where}"
         if beyond := len(self.beyond):
-            yield f"{count(beyond, 'tensor')} differ beyond the tolerance of {self.tolerance:g}"
+            bounds = [f"by more than {self.fail_over:g} of its norm"] if self.fail_over is not None else []
+            bounds += [f"beyond the tolerance of {self.tolerance:g}"] if self.tolerance or not bounds else []
+            yield f"{count(beyond, 'tensor')} {'differs' if beyond == 1 else 'differ'} {' and '.join(bounds)}"
 
     def brief(self) -> str:
         counts = ", ".join(f"{number:,} {status}" for status, number in self.counts.items() if number)
         return f"{count(len(self.tensors), 'tensor')} of {self.a} and {self.b}: {counts}"
 
 
-def _rank(found: Verdict) -> tuple[int, float]:
-    """What differs most comes first."""
-    return [MISSING, SHAPE, CHANGED, ROUNDED, EQUAL].index(
-        found.status
-    ), -found.difference.largest if found.difference else 0.0
+def _listed(table: Table, number: int) -> Iterator[Block]:
+    """A table of the first of so many."""
+    yield table
+    if number > SHOWN:
+        yield f"… and {number - SHOWN:,} more; --json FILE has all"
+    yield ""
+
+
+def _ranked(heading: str, found: Mapping[str, tuple[Difference, str]], last: str = "") -> Iterator[Block]:
+    """How far each is apart, with a last word: what isn't finite, and then what changed most comes first."""
+    if not found:
+        return
+    spare = ("mean", "max", "differ", last, "cosine")
+    table = Table(heading, ">relative", ">max", ">mean", ">differ", ">cosine", last, spare=spare)
+
+    def rank(item: tuple[str, tuple[Difference, str]]) -> float:
+        change = item[1][0].relative
+        return -math.inf if math.isnan(change) else -change
+
+    for name, (difference, status) in sorted(found.items(), key=rank)[:SHOWN]:
+        figures = (f"{value:.3g}" for value in (difference.relative, difference.largest, difference.mean))
+        table.add_row(name, *figures, f"{100 * difference.share:.3g} %", f"{difference.cosine:.6f}", status)
+    yield from _listed(table, len(found))
 
 
 def diff(
@@ -186,6 +256,7 @@ def diff(
     b: str,
     *,
     tolerance: float = 0.0,
+    fail_over: float | None = None,
     maxtext_model: str | None = None,
     family: str | None = None,
     hf_token_secret: str | None = None,
@@ -198,6 +269,7 @@ def diff(
       a, b: releases (quantised or not) or Orbax checkpoints (a root, a step or an item): folders, `gs://…`, releases
         also `hf://…`.
       tolerance: the largest absolute difference of an element that counts as none.
+      fail_over: the largest relative change of a tensor that counts as none, whatever the tolerance.
       maxtext_model: the MaxText model, where a release is compared with an Orbax checkpoint and neither says it.
       family: the table: one of ours, an installed package's, or a file of Python; by default as `config.json` says.
       hf_token_secret: the version of a secret in Secret Manager that holds the hub's token.
@@ -208,10 +280,11 @@ def diff(
       Failed: it failed on the way.
     """
     name_secret(hf_token_secret)
-    if not tolerance >= 0:
-        raise Refused(f"--tolerance={tolerance}: should be a number from 0 on")
+    for name, value in (("tolerance", tolerance), ("fail_over", fail_over)):
+        if value is not None and not value >= 0:
+            raise Refused(f"--{name}={value}: should be a number from 0 on")
     (found,) = compare_pairs([open_pair(a, b, maxtext_model, family)], reporter(progress))
-    return dataclasses.replace(found, tolerance=tolerance)
+    return dataclasses.replace(found, tolerance=tolerance, fail_over=fail_over)
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:

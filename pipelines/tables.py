@@ -47,8 +47,8 @@ class Table:
     """Rows of texts below their headings.
 
     A name is never broken. Where a table is too wide for its terminal, what neighbouring names in the first column have
-    in common becomes a line above them; then the columns in `spare` are left out, one after the other; then the last
-    column is wrapped.
+    in common becomes a line above them, as much as it takes where no row gets a line of its own by that; else the columns
+    in `spare` are left out, one after the other; then the last column is wrapped.
 
     Args:
       headings: of the columns; one that begins with `>` is aligned right. All empty: no line of headings.
@@ -79,10 +79,15 @@ class Table:
             return
         rows: list[tuple[str, ...] | str] = list(self.rows)
         columns = list(range(len(self.headings)))
-        if self._width(rows, columns) > width:
+        for column in (*self._spare, None):
+            if self._width(rows, columns) <= width:
+                break
             rows = list(_gather(self.rows))
-        for column in self._spare:
             if self._width(rows, columns) > width:
+                shortened = list(_shorten(self.rows, width - self._width(self.rows, columns[1:]) - GAP))
+                if column is None or not _has_lonely(shortened):
+                    rows = shortened
+            if column is not None and self._width(rows, columns) > width:
                 columns.remove(column)
         for row in [*headed, *rows]:
             yield from (
@@ -162,6 +167,33 @@ def _gather(rows: Sequence[tuple[str, ...]]) -> Iterator[tuple[str, ...] | str]:
             yield f"{indent}{common.removeprefix(above)}."
         for name, *rest in rows[start:stop]:
             yield (f"{indent}  {name[len(common) + 1 :]}" if common else f"{indent}{name.removeprefix(above)}", *rest)
+
+
+def _has_lonely(rows: Sequence[tuple[str, ...] | str]) -> bool:
+    """Whether there is a line with a single row below it."""
+    below = [list(group) for is_head, group in itertools.groupby(rows, lambda row: isinstance(row, str)) if not is_head]
+    return any(len(group) == 1 and group[0][0].startswith(" ") for group in below)
+
+
+def _shorten(rows: Sequence[tuple[str, ...]], room: int) -> Iterator[tuple[str, ...] | str]:
+    """Rows below lines with what their names have in common, as many below each as leave no more than `room` letters of
+    a name, where that can be done.
+    """
+    start = 0
+    while start < len(rows):
+        name = rows[start][0]
+        shared, longest, stop = name.rpartition(".")[0], len(name), start + 1
+        for name, *_ in rows[stop:]:
+            both = _common([shared.split("."), name.split(".")[:-1]])
+            most = max(longest, len(name))
+            if most > room and not (both and 1 + most - len(both) <= room):
+                break
+            shared, longest, stop = both, most, stop + 1
+        head = f"{shared}." if shared and longest > room else ""
+        if head:
+            yield head
+        yield from ((f"  {name.removeprefix(head)}" if head else name, *rest) for name, *rest in rows[start:stop])
+        start = stop
 
 
 def _runs(rows: Sequence[tuple[str, ...]], depth: int) -> Iterator[tuple[int, int, str]]:

@@ -79,11 +79,29 @@ class Difference:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between the two; 1 where both are zeros or nothing differs."""
+        """Of the angle between the two; 1 where both are zeros or nothing differs, NaN where one isn't finite."""
         if not self.different:
             return 1.0
         norm = math.sqrt(self.left) * math.sqrt(self.right)
+        if math.isnan(self.product) or not math.isfinite(norm):
+            return math.nan
         return min(1.0, max(-1.0, self.product / norm)) if norm else 0.0
+
+    @property
+    def relative(self) -> float:
+        """The norm of the difference over that of the first; NaN where one isn't finite, infinite where the first is
+        zeros.
+        """
+        if not self.different:
+            return 0.0 if math.isfinite(self.right) else math.nan
+        if not all(map(math.isfinite, (self.squares, self.left, self.right))):
+            return math.nan
+        return math.sqrt(self.squares / self.left) if self.left else math.inf
+
+    @property
+    def not_finite(self) -> str:
+        """Which of the two has elements that are NaN or infinite: `a`, `b`, `a and b`, or neither."""
+        return " and ".join(name for name, held in (("a", self.left), ("b", self.right)) if not math.isfinite(held))
 
 
 def _larger(a: float, b: float) -> float:

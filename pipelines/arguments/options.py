@@ -62,6 +62,7 @@ KINDS = {  # what an option takes, in whatever command
     "--create_pr": FLAG,
     "--dry_run": FLAG,
     "--every": dict(type=positive, metavar="N"),
+    "--fail_over": dict(type=distance, metavar="X"),
     "--family": dict(metavar="NAME|FILE.py"),
     "--format": dict(choices=("fp8",)),
     "--full_paths": TRUTH,
@@ -214,6 +215,7 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
     add("a", "a release or an Orbax checkpoint: a folder, gs:// or (releases) hf://", metavar="A")
     add("b", "another", metavar="B")
     add("--tolerance", "the largest absolute difference of an element that counts as none", default=0.0)
+    add("--fail_over", "end with status 1 only where a tensor's relative change is over X: |a - b| / |a|, of its norms")
     add("--maxtext_model", "the MaxText model, where one is an Orbax checkpoint and neither can settle it")
     add("--family", "the table (default: by config.json)")
     add("--hf_token_secret", TOKEN_HELP)

@@ -99,14 +99,17 @@ Exit status: 0 done, 1 failed on the way, 2 refused before any work.
 DIFF = """\
 Compares two checkpoints of any kinds, every element of every tensor, in one spelling: releases (quantised ones by
 their values) and Orbax checkpoints, ours or MaxText's, in a folder, gs:// or (releases) hf://. Says of each tensor
-whether it is equal, rounded (no element is off by more than one step of the coarser dtype), changed (largest and mean
-difference, the share of elements that differ, the cosine of the angle between both) or missing. A release beside an
-Orbax checkpoint is compared as it would be converted into it.
+whether it is equal, rounded (no element is off by more than one step of the coarser dtype), changed (the norm of the
+change over that of the tensor in A, the largest and the mean difference, the share of elements that differ, the cosine
+of the angle between both) or missing; what changed most comes first, then kinds of tensors and layers. A release
+beside an Orbax checkpoint is compared as it would be converted into it.
 
   weightbeam diff ~/models/Qwen3-8B qwen3-8b-tuned
   weightbeam diff hf://Qwen/Qwen3-8B ckpt/0/items --tolerance 1e-2
+  weightbeam diff qwen3-8b-tuned qwen3-8b-fp8 --fail_over 0.05
 
-Exit status: 0 the same within the tolerance, 1 not, 2 they can't be compared.
+Exit status: 0 the same within the tolerance, or no tensor changed by more than --fail_over; 1 not, 2 they can't be
+compared.
 """
 
 

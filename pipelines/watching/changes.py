@@ -26,29 +26,18 @@ MARKS = 5  # of a scale
 MOST_COLUMNS, MOST_ROWS = 200, 60  # of a picture
 
 
-def relative(difference: Difference) -> float:
-    """The norm of the difference of two tensors over that of the first; NaN where one isn't finite, infinite where the
-    first is zeros.
-    """
-    if not difference.different:
-        return 0.0 if math.isfinite(difference.right) else math.nan
-    if not all(map(math.isfinite, (difference.squares, difference.left, difference.right))):
-        return math.nan
-    return math.sqrt(difference.squares / difference.left) if difference.left else math.inf
-
-
 def summarise(found: Mapping[str, Difference | None]) -> dict[str, dict[str, Any]]:
     """What there is to say of each tensor that is on both sides, the older side being the first.
 
     Returns:
-      By name `relative` (see `relative`), `largest` (of the absolute differences), `share` (of the elements that
+      By name `relative` (see `Difference.relative`), `largest` (of the absolute differences), `share` (of the elements that
       differ), and `not_finite` (whether an element of the second is NaN or infinite).
     """
     tensors = {}
     for name, difference in found.items():
         if difference is not None:
             tensors[name] = {
-                "relative": relative(difference),
+                "relative": difference.relative,
                 "largest": difference.largest,
                 "share": difference.share,
                 "not_finite": not math.isfinite(difference.right),
@@ -109,16 +98,19 @@ def _named(names: Sequence[str]) -> str:
 Grid = tuple[list[str], list[int], dict[tuple[str, int], float]]
 
 
-def grid_of(tensors: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """Kinds of weights, layers, and the largest relative change of each; experts of a layer are one kind, what lies in
-    no layer is in layer -1.
-
-    A NaN stays one.
+def kind_and_layer(name: str) -> tuple[str, int]:
+    """What a tensor is in its layer, and which that is; experts of a layer are one kind, what lies in no layer is in
+    layer -1.
     """
+    match = LAYER.fullmatch(EXPERT.sub(".experts.*.", name))
+    return (match["after"], int(match["layer"])) if match else (name, -1)
+
+
+def grid_of(tensors: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """Kinds of weights and layers (see `kind_and_layer`), and the largest relative change of each. A NaN stays one."""
     cells: dict[tuple[str, int], float] = {}
     for name, each in tensors.items():
-        match = LAYER.fullmatch(EXPERT.sub(".experts.*.", name))
-        kind, layer = (match["after"], int(match["layer"])) if match else (name, -1)
+        kind, layer = kind_and_layer(name)
         value = math.nan if each["not_finite"] else each["relative"]
         held = cells.get((kind, layer), 0.0)
         cells[kind, layer] = math.nan if math.isnan(value) or math.isnan(held) else max(value, held)

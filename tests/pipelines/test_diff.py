@@ -87,6 +87,59 @@ def test_tolerance(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["-1", "nan", "x", "inf"])
 def test_tolerances_that_nobody_means(tmp_path: Path, text: str) -> None:
     assert call("diff", tmp_path, tmp_path, "--tolerance", text) == 2
+    assert call("diff", tmp_path, tmp_path, "--fail_over", text) == 2
+
+
+def test_what_changed_most_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the norm of the change over that of the tensor, not by the largest difference, in which large tensors win; then
+    kinds and layers, all of each together.
+    """
+    tensors = {name: values.astype(F32) for name, values in random_tensors(LLAMA).items()}
+    factors = {name: 1 + 0.001 * number for number, name in enumerate(tensors)}
+    factors["model.layers.1.input_layernorm.weight"] = 1.5
+    tensors["model.layers.1.input_layernorm.weight"] *= np.float32(1e-3)
+    other = {name: (values * np.float32(factors[name])).astype(F32) for name, values in tensors.items()}
+    a, b = save(tmp_path / "a", LLAMA, tensors), save(tmp_path / "b", LLAMA, other)
+    assert call("diff", a, b, "--json", tmp_path / "found.json") == 1
+    told = json.loads((tmp_path / "found.json").read_bytes())
+    for name, each in told["tensors"].items():
+        np.testing.assert_allclose(each["relative"], factors[name] - 1, rtol=1e-3, atol=1e-9)
+    rows = [line.split() for line in capsys.readouterr().out.split("\n\n")[0].splitlines()[1:]]
+    assert [row[0] for row in rows] == sorted(factors, key=lambda name: -factors[name])[:20]
+    for layer, total in told["layers"].items():
+        names = [name for name in tensors if f".layers.{layer}." in name or (layer == "-1" and ".layers." not in name)]
+        change = sum(((tensors[name] - other[name]).astype(np.float64) ** 2).sum() for name in names)
+        size = sum((tensors[name].astype(np.float64) ** 2).sum() for name in names)
+        np.testing.assert_allclose(total["relative"], np.sqrt(change / size), rtol=1e-3)
+    assert set(told["layers"]) == {"-1", "0", "1"}
+    assert told["kinds"]["mlp.up_proj.weight"]["elements"] == 2 * tensors["model.layers.0.mlp.up_proj.weight"].size
+
+
+def test_fail_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a tensor's relative change, whatever the tolerance; what isn't finite or is missing is over any."""
+    tensors = {name: values.astype(F32) for name, values in random_tensors(LLAMA).items()}
+    other = {name: (values * np.float32(1.01)).astype(F32) for name, values in tensors.items()}
+    a, b = save(tmp_path / "a", LLAMA, tensors), save(tmp_path / "b", LLAMA, other)
+    assert call("diff", a, b, "--fail_over", "0.011") == 0
+    assert "differ" not in capsys.readouterr().out.splitlines()[-1]
+    other["model.norm.weight"] = tensors["model.norm.weight"] * np.float32(1.02)
+    assert call("diff", a, save(tmp_path / "more", LLAMA, other), "--fail_over", "0.011") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 tensor differs by more than 0.011 of its norm"
+    other["model.norm.weight"] = tensors["model.norm.weight"].copy()
+    other["model.norm.weight"][3] = np.nan
+    c = save(tmp_path / "c", LLAMA, other)
+    assert call("diff", a, c, "--fail_over", "1e9") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].split()[:2] == ["model.norm.weight", "nan"]  # the first, and no angle of -1
+    assert "-1.000000" not in said[1]
+    assert said[-2:] == [
+        f"NaN or infinite elements in model.norm.weight of {c}",
+        "1 tensor differs by more than 1e+09 of its norm",
+    ]
+    assert call("diff", c, c) == 0
+    assert f"NaN or infinite elements in model.norm.weight of {c}" in capsys.readouterr().out
+    del other["model.norm.weight"]
+    assert call("diff", a, save(tmp_path / "d", LLAMA, other), "--fail_over", "1e9") == 1
 
 
 def test_a_quantised_release_against_its_values(tmp_path: Path) -> None:

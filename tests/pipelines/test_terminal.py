@@ -146,7 +146,8 @@ def test_tables_fit_the_terminal(source: Path, tmp_path: Path) -> None:
     assert status == 0, lines
     heading = lines.index("decoder.moe_layers.")
     assert lines[heading + 1].startswith("  ")
-    assert any(line.split()[0] == "DeepSeekMoeBlock_0.MoeBlock_0.wi_0" for line in lines[heading:] if line.split())
+    heading = lines.index("decoder.moe_layers.DeepSeekMoeBlock_0.", heading)
+    assert any(line.split()[:1] == ["MoeBlock_0.wi_0"] for line in lines[heading:])
     assert max(len(line) for line in lines if "weightbeam convert" not in line) <= COLUMNS
 
 
@@ -178,6 +179,36 @@ def test_a_table_of_real_sizes_fits_the_terminal() -> None:
     assert max(map(len, table.lines(64))) <= 64  # without chunks
 
 
+@pytest.mark.parametrize("layers", [("layers",), ("layers_0", "layers_1", "layers_2")])
+def test_a_training_state_fits_the_terminal(layers: tuple[str, ...]) -> None:
+    """The names of an optimizer are long; few lines above them hold most of that, and every shape stays on its line."""
+    table = Table("array", "shape", "dtype", "chunk", ">bytes", spare=("dtype", "bytes", "chunk"))
+    parts = ("mlp.wi_0.kernel", "mlp.wo.kernel", "post_self_attention_layer_norm.scale", "self_attention.query.kernel")
+    trees = ("opt_state.0.mu.params.", "opt_state.0.nu.params.", "params.params.")
+    names = [f"{tree}decoder.{layer}.{part}" for tree in trees for layer in layers for part in parts]
+    for name in names:
+        table.add_row(name, "128 × 4 × 4 × 16", "float32 compressed", "128 × 4 × 4 × 16", "32.8 KB")
+    lines = list(table.lines(COLUMNS))[1:]
+    assert max(map(len, lines)) <= COLUMNS
+    heads = [line for line in lines if line.endswith(".")]
+    assert heads == [f"{tree}decoder.{layer}." for tree in trees for layer in layers]
+    rows = [line for line in lines if line not in heads]
+    assert all("128 × 4 × 4 × 16  128 × 4 × 4 × 16" in line for line in rows)
+    whole, head = [], ""
+    for line in lines:
+        head, whole = (line, whole) if line in heads else (head, [*whole, head + line.split()[0]])
+    assert whole == names
+
+
+def test_names_that_no_line_can_hold_are_whole() -> None:
+    """Below what they begin with, all but the last word; a name without a dot stays as it is."""
+    table = Table("tensor", ">relative")
+    for name in ("a" * 30 + ".kernel", "b" * 50, "c.d"):
+        table.add_row(name, "0.001")
+    lines = [line.split("  0")[0].rstrip() for line in table.lines(40)]
+    assert lines[1:] == ["a" * 30 + ".", "  kernel", "b" * 50, "c.d"]
+
+
 def test_a_row_stands_below_its_own_prefix() -> None:
     """One that doesn't begin so isn't shown below it, wherever it comes."""
     table = Table("array", "shape", ">bytes")
@@ -188,7 +219,7 @@ def test_a_row_stands_below_its_own_prefix() -> None:
         "params.params.logits.kernel",
     ):
         table.add_row(name, "151936 × 1024", "1.19 GB")
-    shown = [line.split("  ")[0] or line for line in table.lines(40)]
+    shown = [line.split("  ")[0] or line for line in table.lines(44)]
     assert [line for line in shown if "step" in line] == ["step"]
     assert [line for line in shown if line.startswith("params.params.")] == ["params.params."] * 2
 

@@ -135,6 +135,20 @@ def test_empty_and_zeros() -> None:
     assert compare(np.zeros(3, BF16), np.ones(3, BF16)).cosine == 0.0
 
 
+@pytest.mark.parametrize(("odd", "where"), [(np.nan, "b"), (np.inf, "b"), (0.0, "")])
+def test_what_is_not_finite_points_nowhere(odd: float, where: str) -> None:
+    """No angle and no relative change, where -1 would be a vector of the opposite direction."""
+    a, b = np.ones(8, np.float32), np.ones(8, np.float32)
+    b[3] = odd
+    found = compare(a, b)
+    assert found.not_finite == where
+    assert [math.isnan(value) for value in (found.cosine, found.relative)] == [bool(where)] * 2
+    assert compare(b, a).not_finite == where.replace("b", "a")
+    assert compare(b, -b).not_finite == ("a and b" if where else "")
+    if not where:
+        assert found.relative == pytest.approx(8**-0.5)
+
+
 SHAPES = st.lists(st.integers(0, 40), max_size=4).map(tuple)
 
 
