@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from weightbeam.pipelines.tables import human
 
 INTERVAL = 0.25  # seconds between looks at the counter
+ECHO = "^C"  # which a terminal shows behind the bar; where it begins another line, the bar stays on the one before
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 SILENCE = 15.0  # seconds in which nothing moves before it is said what is waited for
 
@@ -158,6 +159,7 @@ class Bar:
     def __call__(self, now: Progress) -> None:
         if self._bar is None:
             from rich.console import Console
+            from rich.constrain import Constrain
             from rich.progress import (
                 BarColumn,
                 DownloadColumn,
@@ -168,18 +170,24 @@ class Bar:
                 TransferSpeedColumn,
             )
 
+            console = Console(file=self._stream)
+
+            class Narrow(Progress):
+                def get_renderables(self) -> Iterator[Constrain]:
+                    yield Constrain(self.make_tasks_table(self.tasks), console.width - len(ECHO))
+
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
                 DownloadColumn(),
                 TransferSpeedColumn(),
+                TextColumn("elapsed"),
                 TimeElapsedColumn(),
+                TextColumn("left"),
                 TimeRemainingColumn(),
             )
             # No redirection: `quiet` redirects too, and whoever ends second would restore the other's stream for good.
-            self._bar = Progress(
-                *columns, console=Console(file=self._stream), redirect_stdout=False, redirect_stderr=False
-            )
+            self._bar = Narrow(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
             self._task = self._bar.add_task(now.doing, total=now.total)
             self._bar.start()
         assert self._task is not None

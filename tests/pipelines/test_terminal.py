@@ -30,6 +30,7 @@ from support import DEEPSEEK, LLAMA, call, convert, make_release, random_tensors
 from weightbeam.pipelines import progress
 from weightbeam.pipelines.arguments.parser import make_parser
 from weightbeam.pipelines.help import topics
+from weightbeam.pipelines.progress import Bar, Progress
 from weightbeam.pipelines.tables import Table
 
 ocp = lazily("orbax.checkpoint")
@@ -122,6 +123,27 @@ def test_ctrl_c(source: Path, tmp_path: Path) -> None:
         == "weightbeam convert: stopped; what is done is kept, the same command with --resume goes on from there"
     )
     assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize("state", ["", "a state of the job that is as long as half of the line"])
+def test_a_bar_leaves_room_for_an_echo(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """Of Ctrl-C, which begins another line where there is none, so that the bar's last line stayed twice. Both clocks
+    have their names.
+    """
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setenv("TERM", "xterm")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    bar = Bar(stream)
+    for done in range(0, 1001, 250):
+        bar(Progress("converting", done * 10**6, 10**9, done / 100, finished=done == 1000, state=state))
+    shown = [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())) if line]
+    assert max(map(len, shown)) <= COLUMNS - len("^C")
+    assert state or re.search(r"1.0/1.0 GB .* elapsed \d:\d\d:\d\d left \d:\d\d:\d\d$", shown[-1].rstrip()), shown[-1]
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.15, 0.3, 0.5, 0.8, 1.2])
