@@ -26,7 +26,7 @@ from weightbeam.pipelines.progress import Report
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.slots import slots_of, slots_of_checkpoint
-from weightbeam.pipelines.tables import count, human
+from weightbeam.pipelines.tables import count, human, pace
 from weightbeam.pipelines.without_beam import says_threads
 from weightbeam.transforms import odd_values
 from weightbeam.transforms.conversion import Conversion
@@ -75,9 +75,8 @@ class Converted(Shown):
         if self.state == "running":
             return [f"{self.items.parent} will appear when the job is done"]
         conversion = self.conversion
-        rate = f" ({human(self.written / self.seconds)}/s)" if self.written else ""
         lines = [
-            f"{self.items}: {count(len(conversion.plan.arrays), 'array')}, {human(conversion.target_bytes)} in {self.seconds:.1f} s{rate}"
+            f"{self.items}: {count(len(conversion.plan.arrays), 'array')}, {pace(conversion.target_bytes, self.written, self.seconds)}"
         ]
         if conversion.virtual_bytes:
             lines.append(

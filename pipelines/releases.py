@@ -46,7 +46,7 @@ from weightbeam.pipelines.shell import STDOUT, say
 from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.slots import slots_of, slots_of_release
 from weightbeam.pipelines.starting import get_ready
-from weightbeam.pipelines.tables import count, human
+from weightbeam.pipelines.tables import count, human, pace
 from weightbeam.pipelines.without_beam import says_threads
 from weightbeam.transforms import baselines
 from weightbeam.transforms.array_sums import CHECKED, Compared, compared_of
@@ -67,6 +67,7 @@ class Written:
     Attributes:
       folder: its folder.
       seconds: that it took; 0 where it was finished already.
+      written: bytes of tensors that this process wrote.
       state: `done`, or `nothing to do`.
       page: of the commit, where it was published on the hub.
       compared: how many arrays of a checkpoint were compared with their digests, where it was made of one.
@@ -78,6 +79,7 @@ class Written:
     state: str = "done"
     page: str = ""
     compared: Compared | None = None
+    written: int = 0
     removed: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
 
@@ -88,9 +90,9 @@ class Written:
             return "\n".join([f"{self.folder}: {done}, {self.page}", *said_of(self.removed, self.replaced)])
         if self.state != "done":
             return f"{self.folder} is finished already; nothing to do"
-        rate = f" ({human(files.size / self.seconds)}/s)" if self.seconds else ""
-        what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}, {human(files.size)}"
-        return f"{self.folder}: {what} in {self.seconds:.1f} s{rate}"
+        what = f"{count(len(files.tensors), 'tensor')} in {count(len(files.files), 'file')}"
+        size = sum(tensor.nbytes for tensor in files.tensors.values())
+        return f"{self.folder}: {what}, {pace(size, self.written, self.seconds)}"
 
     def loading(self, config: Mapping[str, Any]) -> list[str]:
         """The lines that say how transformers loads the release, whose `config.json` is `config`."""
@@ -385,7 +387,7 @@ def _write(
 
     start = time.monotonic()
     refuse(check_release(staging, planned, resume, overwrite))  # again: now nobody else changes it
-    run_units(
+    written = run_units(
         cast(Movement, planned),
         staging,
         beam,
@@ -397,7 +399,8 @@ def _write(
     if plan_hash_of(staging.final) != planned.hash:
         raise Failed(f"  the pipeline ended, but {staging.final} isn't its result")
     seconds = time.monotonic() - start
-    return Written(str(staging.final), seconds, compared=compared_of(record_of(staging.final)))
+    compared = compared_of(record_of(staging.final))
+    return Written(str(staging.final), seconds, compared=compared, written=written or 0)
 
 
 def _to_hub(

@@ -46,7 +46,7 @@ from weightbeam.pipelines.report import (
 from weightbeam.pipelines.shell import STDOUT, say
 from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.slots import slots_of, slots_of_checkpoint
-from weightbeam.pipelines.tables import count, human
+from weightbeam.pipelines.tables import count, human, pace
 from weightbeam.transforms.adapting import MaxTextAdapter
 from weightbeam.transforms.array_sums import CHECKED, Compared, compared_of
 from weightbeam.transforms.mesh import MeshError
@@ -81,9 +81,8 @@ class Resharded(Shown):
         if self.state == "running":
             return [f"{step} will appear when the job is done"]
         planned = self.planned
-        rate = f" ({human(self.written / self.seconds)}/s)" if self.written and self.seconds else ""
         lines = [
-            f"{self.path}: {count(len(planned.plan.arrays), 'array')}, {human(planned.target_bytes)} in {self.seconds:.1f} s{rate}"
+            f"{self.path}: {count(len(planned.plan.arrays), 'array')}, {pace(planned.target_bytes, self.written, self.seconds)}"
         ]
         lines += [f"{count(times, 'array')} rounded: {reason}" for reason, times in _rounded(planned).items()]
         if planned.plan.dropped:

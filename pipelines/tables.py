@@ -38,6 +38,20 @@ def human(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
+def pace(size: int, written: int, seconds: float) -> str:
+    """Bytes of the whole, and what was written of them in how long: `2.06 GB in 2.0 s (1.03 GB/s)`, or
+    `2.06 GB; 198 MB written in 2.0 s (99 MB/s)` where the rest was there.
+
+    Args:
+      size: bytes of the whole.
+      written: bytes that this process wrote; 0 where others did.
+      seconds: that it took.
+    """
+    rate = f" ({human(written / seconds)}/s)" if written and seconds else ""
+    rest = f"; {human(written)} written" if 0 < written < size else ""
+    return f"{human(size)}{rest} in {seconds:.1f} s{rate}"
+
+
 def shape_text(shape: Iterable[int]) -> str:
     """`4096 × 32 × 128`."""
     return " × ".join(map(str, shape)) or "scalar"

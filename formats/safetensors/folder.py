@@ -321,7 +321,8 @@ def read_json(
         problems.append(Problem("link", name, reason(e)))
         return {}
     except OSError as e:
-        message = reason(e)
+        problems.append(Problem("unreadable", name, reason(e)))
+        return {}
     except (HeaderError, JsonError) as e:
         message = str(e)
     problems.append(Problem("missing" if message == "no such file" else "corrupt", name, message))
@@ -372,7 +373,7 @@ def open_shard(store: Store, name: str, budget: Budget | None = None, allow_link
     except LeadsOutError as e:
         return Problem("link", name, reason(e))
     except OSError as e:
-        return Problem("corrupt", name, reason(e))
+        return Problem("unreadable", name, reason(e))
     except HeaderError as e:
         return Problem("corrupt", name, str(e))
 

@@ -259,7 +259,7 @@ def plan(arguments: Sequence[str]) -> dict[str, Any]:
     from weightbeam.pipelines.prepare import describe
 
     made = plan(**_keywords("plan", arguments, plan))
-    if any(problem.kind == "corrupt" for problem in made.problems):
+    if any(problem.kind in ("corrupt", "unreadable") for problem in made.problems):
         raise FailedError(describe(made.problems))
     made.check()
     conversion = made.conversion

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -232,6 +233,23 @@ def test_a_damaged_source(source: Path, refused: Refused, name: str) -> None:
     damage(source)
     message = refused(source)
     assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="root reads every file unless that is taken from it")
+@pytest.mark.parametrize("name", [SECOND, INDEX, "config.json"])
+def test_a_file_that_may_not_be_read_is_not_corrupt(source: Path, name: str) -> None:
+    (source / name).chmod(0)
+    words = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", sys.executable, "-m", "weightbeam"]
+    ran = subprocess.run(
+        [*words, "plan", str(source)] if os.getuid() == 0 else [*words[2:], "plan", str(source)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 2, ran.stderr
+    assert f"unreadable: {name}: Permission denied" in ran.stderr
+    assert "corrupt" not in ran.stderr
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])

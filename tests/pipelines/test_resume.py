@@ -108,6 +108,26 @@ def test_resume_goes_on_where_it_was_killed(source: Path, tmp_path: Path) -> Non
     assert [path.name for path in output.iterdir()] == ["0"]
 
 
+def test_what_was_there_has_no_part_in_the_rate(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The bytes of the rest, and their rate; of a whole conversion its own."""
+    output = tmp_path / "out"
+    kill_after(source, output, 3)
+    capfd.readouterr()
+    for folder, rest in ((output, True), (tmp_path / "whole", False)):
+        convert(source, folder, *SMALL, "--resume")
+        (line,) = (line for line in capfd.readouterr().out.splitlines() if " arrays, " in line)
+        found = re.fullmatch(
+            r".*: \d+ arrays, 92.4 KB(?:; ([\d.]+) KB written)? in ([\d.]+) s \(([\d.]+) (K?)B/s\)", line
+        )
+        assert found, line
+        assert bool(found[1]) == rest
+        written, seconds, rate = float(found[1] or 92.4), float(found[2]), float(found[3]) / (1 if found[4] else 1000)
+        assert written / (seconds + 0.051) < 1.01 * rate
+        assert rate < 1.01 * written / max(seconds - 0.051, 1e-3)
+
+
 def test_resume_without_a_database(source: Path, tmp_path: Path) -> None:
     """The same for an array a folder, where units write straight to their places."""
     output, options = tmp_path / "out", ["--use_ocdbt", "false", "--use_zarr3", "false"]
