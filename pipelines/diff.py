@@ -39,11 +39,10 @@ from weightbeam.pipelines.errors import Failed, Refused
 from weightbeam.pipelines.keywords import keywords_of
 from weightbeam.pipelines.prepare import check_read, describe, options_of, options_of_export, refuse
 from weightbeam.pipelines.progress import Report, reporter, watch_progress
-from weightbeam.pipelines.report import cores
+from weightbeam.pipelines.report import cores, kind_and_layer
 from weightbeam.pipelines.shell import say
 from weightbeam.pipelines.shown import Shown
 from weightbeam.pipelines.tables import Block, Table, count, shape_text
-from weightbeam.pipelines.watching.changes import kind_and_layer
 from weightbeam.transforms.conversion import SAVE_DTYPES
 from weightbeam.transforms.differences import CHANGED, EQUAL, ROUNDED, Difference, compare_each, cut
 from weightbeam.transforms.execution import make_boxes

@@ -39,6 +39,8 @@ SHORT = {
     *("load_parameters_path", "load_full_state_path", "scan_layers", "model_name"),
     *("checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3"),
 }
+LAYER = re.compile(r"(?P<before>(?:^|.*?\.)(?:\w*layers|blocks|h))[._](?P<layer>\d+)\.(?P<after>.+)")
+EXPERT = re.compile(r"\.experts\.\d+\.")
 DEFAULTS = Options()
 THREADS_PER_CORE, MAX_THREADS = 2, 32  # one thread reads or writes while another computes
 
@@ -94,6 +96,14 @@ def collapse(lines: Iterable[str]) -> list[str]:
     for line in lines:
         groups[pattern(line)].append(line)
     return [same[0] + (f" (and {len(same) - 1} alike)" if len(same) > 1 else "") for same in groups.values()]
+
+
+def kind_and_layer(name: str) -> tuple[str, int]:
+    """What a tensor is in its layer, and which that is; experts of a layer are one kind, what lies in no layer is in
+    layer -1.
+    """
+    match = LAYER.fullmatch(EXPERT.sub(".experts.*.", name))
+    return (match["after"], int(match["layer"])) if match else (name, -1)
 
 
 def memory_bound(conversion: Movement, threads: int, output: str | None = None) -> int:

@@ -13,11 +13,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightbeam.pipelines.report import kind_and_layer
 from weightbeam.transforms.differences import Difference
 
 JSON, PICTURE = "changes.json", "changes.png"
-LAYER = re.compile(r"(?P<before>(?:^|.*?\.)(?:\w*layers|blocks|h))[._](?P<layer>\d+)\.(?P<after>.+)")
-EXPERT = re.compile(r"\.experts\.\d+\.")
 COMMIT = re.compile(r"(@[0-9a-f]{12})[0-9a-f]{28}$")
 SHOWN = 3  # tensors in a sentence
 PIXELS_PER_INCH = 110
@@ -96,14 +95,6 @@ def _named(names: Sequence[str]) -> str:
 
 
 Grid = tuple[list[str], list[int], dict[tuple[str, int], float]]
-
-
-def kind_and_layer(name: str) -> tuple[str, int]:
-    """What a tensor is in its layer, and which that is; experts of a layer are one kind, what lies in no layer is in
-    layer -1.
-    """
-    match = LAYER.fullmatch(EXPERT.sub(".experts.*.", name))
-    return (match["after"], int(match["layer"])) if match else (name, -1)
 
 
 def grid_of(tensors: Mapping[str, Mapping[str, Any]]) -> Grid:

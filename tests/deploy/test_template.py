@@ -106,7 +106,7 @@ def test_places_are_in_the_cloud(name: str, taken: tuple[str, ...]) -> None:
 
 
 def test_a_switch_is_true_or_false() -> None:
-    made = convert(*to_arguments(["--resume=true", "--overwrite=false"]))
+    made = parse(*to_arguments(["--resume=true", "--overwrite=false"]))
     assert (made.resume, made.overwrite) == (True, False)
     with pytest.raises(SystemExit):
         parse(*to_arguments(["--resume=perhaps"]))

@@ -240,14 +240,7 @@ def test_a_damaged_source(source: Path, refused: Refused, name: str) -> None:
 def test_a_file_that_may_not_be_read_is_not_corrupt(source: Path, name: str) -> None:
     (source / name).chmod(0)
     words = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", sys.executable, "-m", "weightbeam"]
-    ran = subprocess.run(
-        [*words, "plan", str(source)] if os.getuid() == 0 else [*words[2:], "plan", str(source)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.returncode == 2, ran.stderr
+    ran = run(*(words if os.getuid() == 0 else words[2:]), "plan", source, status=2)
     assert f"unreadable: {name}: Permission denied" in ran.stderr
     assert "corrupt" not in ran.stderr
 
