@@ -179,6 +179,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         return parser.parse_args(given), []
     name, words = given[0], given[1:]
     known, ours, places, rest = commands[name]._option_string_actions, [], [], []
+    bare: dict[str, str] = {}  # the booleans by the words behind them
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
@@ -193,6 +194,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
                 if behind.lower() in OTHER_BOOLEANS:
                     commands[name].error(f"{option} {behind}: say true or false; a folder of that name is ./{behind}")
                 value = words.pop(0) if behind.lower() in BOOLEANS else "true"
+                bare[behind] = option
             ours.append(f"{known[option].option_strings[-1]}={value}")
         elif option in known:
             ours.append(option + equals + value)
@@ -212,7 +214,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args = commands[name].parse_args(ours if name in POSITIONALS else [*ours, *places])
     args.command = name
     if name in POSITIONALS:
-        _place(commands[name], args, places)
+        _place(commands[name], args, places, bare)
     return args, rest
 
 
@@ -277,12 +279,16 @@ def spelled(name: str, value: object) -> list[str]:
     return [f"--{name}", str(value)]
 
 
-def _place(parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]) -> None:
+def _place(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str], bare: Mapping[str, str]
+) -> None:
     """Gives the words without an option to the places that no option named."""
     names = [name for name in POSITIONALS.get(args.command, ()) if getattr(args, name) is None]
     if args.command == "verify" and len(words) == 1:  # a checkpoint knows its source
         names = [name for name in ("checkpoint", "source") if name in names]
     if len(words) > len(names):
-        parser.error(f"unexpected: {' '.join(words[len(names) :])}")
+        more = words[len(names) :]
+        taken = "".join(f"; {bare[word]} takes true or false" for word in more if word in bare)
+        parser.error(f"unexpected: {' '.join(more)}{taken}")
     for name, word in zip(names, words, strict=False):
         setattr(args, name, word)

@@ -12,6 +12,7 @@ from weightbeam.pipelines.arguments.options import is_boolean
 from weightbeam.pipelines.arguments.parser import make_parser, parse
 from weightbeam.pipelines.errors import Refused
 from weightbeam.pipelines.keywords import read_options
+from weightbeam.pipelines.watching.config import read_config
 
 COMMANDS = next(action.choices for action in make_parser()._actions if action.dest == "command")
 BOOLEANS = [
@@ -127,3 +128,19 @@ def test_a_commands_line_reads_back(tmp_path: Path) -> None:
         "false",
         "--virtual",
     ]
+
+
+def test_a_watchers_dtypes(tmp_path: Path) -> None:
+    """By their short names, too; what is recorded has the full one."""
+    file = tmp_path / "watch.yaml"
+    file.write_text(
+        f"""
+output: {tmp_path / "out"}
+models: [acme/*]
+targets: [{{name: one, save_dtype: bf16}}]
+runs: [{{checkpoints: {tmp_path}, targets: [{{name: hf, save_dtype: FP16}}]}}]
+"""
+    )
+    config = read_config(str(file))
+    assert config.targets[0].options.save_dtype == "bfloat16"
+    assert config.runs[0].targets[0].arguments == ("--save_dtype=float16",)
