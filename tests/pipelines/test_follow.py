@@ -997,7 +997,7 @@ def test_two_watchers_of_one_repository(
         watchers = []
         for number, file in enumerate(printed):
             cache = str(tmp_path / f"cache-{number % machines}")
-            watchers.append(start(["-m", "weightbeam.pipelines.watch", *follow], file, XDG_CACHE_HOME=cache))
+            watchers.append(start([*WATCH, *follow], file, XDG_CACHE_HOME=cache))
             stack.callback(watchers[-1].wait)
             stack.callback(watchers[-1].kill)
         for step in range(2, last + 1):
