@@ -159,7 +159,7 @@ def _open(
     asked: Abstract | None,
     given: Mapping[str, Any],
     commits: Mapping[str, str],
-    release: str | None,
+    release: str | None = None,
 ) -> tuple[Source, Options]:
     """The source, planned as the tree is where the options don't say it: with its layers scanned or not, its
     vocabulary, its parts.
