@@ -523,10 +523,7 @@ def test_a_watcher_at_a_terminal_says_sentences(tmp_path: Path, monkeypatch: pyt
         status, lines = on_terminal(*watch, "--once")
         assert status == 0
         commit = hub.repositories["acme/tiny"].head.sha[:12]
-        assert lines[:2] == [
-            f"acme/tiny@{commit} for one: discovered",
-            f"acme/tiny@{commit} for one: refused: its licence is mit, which isn't among licenses",
-        ]
+        assert lines[0] == f"acme/tiny@{commit} for one: refused: its licence is mit, which isn't among licenses"
         assert not any(line.startswith("{") for line in lines)
         status, lines = on_terminal(*watch, "--retry", "acme/tiny", "--progress", "json")
         assert json.loads(lines[0])["state"] == "discovered"
