@@ -60,7 +60,7 @@ class TinyPlan(ReleasePlan):
     def __init__(self, name: str):
         self.name = name
         self.hash_ = hashlib.sha256(name.encode()).hexdigest()
-        self.options: Any = SimpleNamespace(name=name)
+        self.options: Any = SimpleNamespace(name=name, full_paths=None)
         self.plan: Any = SimpleNamespace(problems=())
         self.tensors = {each: np.frombuffer(f"{name:>4}{each:>4}".encode(), np.float32) for each in ("a", "b")}
         self.files = plan_files(((each, it.dtype, it.shape) for each, it in self.tensors.items()), max_shard_size=8)

@@ -16,7 +16,6 @@ import functools
 import inspect
 import os
 import pickle
-import socket
 import sys
 from collections.abc import Iterator
 
@@ -67,6 +66,7 @@ def greet(number: int, version: str, python: str, packed: bytes) -> Iterator[int
     """The number, where this worker can do the job. Only its source goes to the worker: it names nothing of this
     module.
     """
+    import socket
     import sys
 
     worker = f"the worker on {socket.gethostname()}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weightbeam.formats.installing import install
 from weightbeam.pipelines.errors import FailedError, RefusedError
 from weightbeam.pipelines.loading.schedule import Layout
 from weightbeam.transforms.mesh import Mesh as MeshSizes
@@ -28,7 +29,7 @@ def check_jax() -> None:
         import jax  # noqa: F401
     except ModuleNotFoundError as e:
         raise RefusedError(
-            f"JAX is needed for arrays on devices, and {e.name} isn't installed; pip install '.[restore]'"
+            f"JAX is needed for arrays on devices, and {e.name} isn't installed; {install('restore')}"
         ) from e
 
 
